@@ -1,0 +1,111 @@
+"""Content-addressed storage behind an fsspec URL: a folder by default, S3-compatible past one machine (P7).
+
+A blob's name is its SHA-256, so writing twice is harmless and a reader can check what it got.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
+
+from headrace_runtime.errors import CorruptBlob, Unavailable
+from headrace_runtime.settings import Common
+from headrace_schemas.blobs import BlobRef
+
+
+class BlobStore:
+    """Put and get bytes by digest, and a few mutable pointers by name.
+
+    Methods block; async callers use `aput` and `aget`.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._fs, self._root = fsspec.core.url_to_fs(url)
+        self._local = "file" in self._protocols(self._fs)
+        self.url = url
+
+    @classmethod
+    def open(cls, common: Common) -> BlobStore:
+        return cls(common.blobs.url or (common.data_dir.absolute() / "blobs").as_uri())
+
+    def put(self, data: bytes) -> BlobRef:
+        """Store and return the reference. Atomic: a blob is whole or absent. Raises `Unavailable`."""
+        digest = hashlib.sha256(data).hexdigest()
+        path = self._path(digest)
+        ref = BlobRef(uri=self._fs.unstrip_protocol(path), sha256=digest, size=len(data))
+        try:
+            if not self._fs.exists(path):
+                self._write(path, data)
+        except OSError as error:
+            raise Unavailable(f"blob store {self.url}: {error}") from error
+        return ref
+
+    def get(self, ref: BlobRef) -> bytes:
+        """Fetch and check. Raises `CorruptBlob` when they disagree with `ref`, `Unavailable` when there are none."""
+        path = self._path(ref.sha256)
+        try:
+            data: bytes = self._fs.cat_file(path)
+        except OSError as error:
+            raise Unavailable(f"blob {ref.sha256} in {self.url}: {error}") from error
+        if len(data) != ref.size or hashlib.sha256(data).hexdigest() != ref.sha256:
+            raise CorruptBlob(f"blob {path}: {len(data)} bytes do not hash to {ref.sha256}; restore it from a backup")
+        return data
+
+    def delete(self, ref: BlobRef) -> None:
+        """Remove the bytes; removing what is not there is fine."""
+        path = self._path(ref.sha256)
+        if self._fs.exists(path):
+            self._fs.rm_file(path)
+
+    def digests(self) -> Iterator[str]:
+        """Every blob's digest."""
+        for path in self._fs.find(f"{self._root}/sha256"):
+            name = PurePosixPath(path).name
+            if len(name) == 64:
+                yield name
+
+    def set_pointer(self, name: str, data: bytes) -> None:
+        """Atomically replace the small mutable file `pointers/<name>`."""
+        self._write(f"{self._root}/pointers/{name}", data)
+
+    def pointer(self, name: str) -> bytes | None:
+        """What `set_pointer` last wrote, None when it never did."""
+        path = f"{self._root}/pointers/{name}"
+        try:
+            data: bytes = self._fs.cat_file(path)
+        except FileNotFoundError:
+            return None
+        return data
+
+    async def aput(self, data: bytes) -> BlobRef:
+        return await asyncio.to_thread(self.put, data)
+
+    async def aget(self, ref: BlobRef) -> bytes:
+        return await asyncio.to_thread(self.get, ref)
+
+    def _path(self, digest: str) -> str:
+        return f"{self._root}/sha256/{digest[:2]}/{digest}"
+
+    def _write(self, path: str, data: bytes) -> None:
+        if not self._local:
+            self._fs.pipe_file(path, data)  # object stores replace whole objects
+            return
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(target)
+
+    @staticmethod
+    def _protocols(fs: Any) -> tuple[str, ...]:
+        return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)

@@ -1,0 +1,141 @@
+"""Reads the bus without Faust: raw records, and compacted topics as tables."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Generic, TypeVar
+
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka.errors import KafkaError
+
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.errors import InvalidEvent, Unavailable
+from headrace_runtime.logs import get_logger
+from headrace_runtime.settings import BusSettings
+from headrace_runtime.wire import Record, decode
+from headrace_schemas import Event
+
+log = get_logger(__name__)
+E_co = TypeVar("E_co", bound=Event)
+
+
+def consumer(settings: BusSettings, client_id: str, **options: object) -> AIOKafkaConsumer:
+    """An aiokafka consumer with our defaults: no automatic commits, from the earliest record. Not started yet."""
+    defaults: dict[str, object] = {
+        "bootstrap_servers": settings.address,
+        "client_id": client_id,
+        "enable_auto_commit": False,
+        "auto_offset_reset": "earliest",
+        "request_timeout_ms": int(settings.request_timeout_s * 1000),
+        "session_timeout_ms": 10_000,
+        "heartbeat_interval_ms": 1_000,
+        "fetch_max_wait_ms": 250,
+        "check_crcs": True,
+    }
+    return AIOKafkaConsumer(**{**defaults, **options})
+
+
+def record_of(message: ConsumerRecord) -> Record:
+    return Record(
+        message.topic,
+        message.partition,
+        message.offset,
+        message.key,
+        message.value,
+        tuple(message.headers),
+        message.timestamp,
+    )
+
+
+async def assign_all(reader: AIOKafkaConsumer, topic: str) -> list[TopicPartition]:
+    """Assign every partition of `topic` by hand (no consumer group) and return them in order."""
+    await reader.topics()
+    found = reader.partitions_for_topic(topic) or set()
+    partitions = [TopicPartition(topic, number) for number in sorted(found)]
+    if not partitions:
+        raise Unavailable(f"topic {topic} does not exist yet")
+    reader.assign(partitions)
+    return partitions
+
+
+class Table(Generic[E_co]):
+    """A compacted topic as a dictionary from key to newest event. One task (`run`) keeps it current.
+
+    `changed` is called after each change, in the event loop; it must not block. `refuse` gets what cannot be decoded,
+    and dead-letters it (`headrace_runtime.dead_letters.Refusals`).
+    """
+
+    def __init__(
+        self,
+        event: type[E_co],
+        settings: BusSettings,
+        client_id: str,
+        blobs: BlobStore,
+        refuse: Callable[[Record, InvalidEvent], Awaitable[None]],
+        changed: Callable[[str, E_co | None], None] | None = None,
+    ) -> None:
+        self._event = event
+        self._settings = settings
+        self._client_id = client_id
+        self._blobs = blobs
+        self._refuse = refuse
+        self._changed = changed
+        self.rows: dict[str, E_co] = {}
+        self.loaded = asyncio.Event()
+        """Set once everything that was there at the start has been read."""
+
+    async def run(self) -> None:
+        """Read for ever; a bus that goes away is waited for. Cancelled by the owner."""
+        while True:
+            try:
+                await self._follow()
+            except (KafkaError, OSError, Unavailable) as error:
+                log.warning("table_reconnects", topic=self._event.topic, error=repr(error))
+                await asyncio.sleep(0.5)
+
+    async def _follow(self) -> None:
+        reader = consumer(self._settings, self._client_id)
+        await reader.start()
+        try:
+            partitions = await assign_all(reader, self._event.topic)
+            await reader.seek_to_beginning(*partitions)
+            ends = await reader.end_offsets(partitions)
+            async for record in _records(reader):
+                if record is not None:
+                    await self._apply(record)
+                if not self.loaded.is_set():
+                    positions = [await reader.position(partition) for partition in partitions]
+                    if all(at >= ends[partition] for at, partition in zip(positions, partitions, strict=True)):
+                        self.loaded.set()
+        finally:
+            await reader.stop()
+
+    async def _apply(self, record: Record) -> None:
+        key = (record.key or b"").decode("utf-8", "replace")
+        event: E_co | None = None
+        if record.value is not None:
+            try:
+                received = await decode(record, self._blobs)
+            except InvalidEvent as error:
+                await self._refuse(record, error)  # the row stays as it was
+                return
+            if not isinstance(received.event, self._event):
+                return
+            event = received.event
+        if event is None:
+            self.rows.pop(key, None)
+        else:
+            self.rows[key] = event
+        if self._changed:
+            self._changed(key, event)
+
+
+async def _records(reader: AIOKafkaConsumer) -> AsyncIterator[Record | None]:
+    """Records as they come, and None after each poll, so that the caller can look at its position."""
+    while True:
+        batches = await reader.getmany(timeout_ms=200, max_records=500)
+        for messages in batches.values():
+            for message in messages:
+                yield record_of(message)
+        yield None

@@ -1,0 +1,109 @@
+"""One database API: SQLAlchemy Core, async, on SQLite (a file per service) or PostgreSQL (a schema per service)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, event, make_url, text
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from headrace_runtime.errors import SettingError, Unavailable
+from headrace_runtime.settings import Common, DatabaseSettings
+
+_BUSY_TIMEOUT_MS = 30_000
+
+
+class Database:
+    """A service's own state. `transaction` is the only way in; on SQLite transactions run one at a time."""
+
+    def __init__(self, engine: AsyncEngine, schema: str | None) -> None:
+        self.engine = engine
+        self.schema = schema
+        self._one_writer = asyncio.Lock() if self.sqlite else None
+
+    @classmethod
+    def open(cls, service: str, common: Common) -> Database:
+        """Connects lazily; `headrace_runtime.migrations.upgrade` makes the tables. Raises `SettingError`."""
+        settings = common.database
+        if settings.url == "sqlite":
+            folder = common.data_dir.absolute() / "db"
+            folder.mkdir(parents=True, exist_ok=True)
+            return cls(_sqlite(folder / f"{service}.sqlite"), None)
+        url = _url(settings)
+        if url.get_backend_name() != "postgresql":
+            raise SettingError("database.url", settings.url, "must be `sqlite` or start with postgresql://")
+        return cls(_postgresql(url, service, settings), service)
+
+    @property
+    def sqlite(self) -> bool:
+        return self.engine.dialect.name == "sqlite"
+
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[AsyncConnection]:
+        """All or nothing. Raises `Unavailable` for what another try may mend (connection, lock, serialization)."""
+        async with self._one_writer or contextlib.nullcontext():
+            try:
+                async with self.engine.begin() as connection:
+                    yield connection
+            except (OperationalError, ConnectionError, TimeoutError) as error:
+                raise Unavailable(f"database: {error.__class__.__name__}: {error}") from error
+            except DBAPIError as error:
+                if error.connection_invalidated or _serialization(error):
+                    raise Unavailable(f"database: {error}") from error
+                raise
+
+    async def close(self) -> None:
+        await self.engine.dispose()
+
+    async def ready(self) -> bool:
+        """Whether a trivial query works now (for the health page)."""
+        try:
+            async with self.engine.connect() as connection:
+                await connection.execute(text("SELECT 1"))
+        except (SQLAlchemyError, OSError):
+            return False
+        return True
+
+
+def _url(settings: DatabaseSettings) -> URL:
+    try:
+        return make_url(settings.url)
+    except SQLAlchemyError:
+        raise SettingError("database.url", settings.url, "is not a database URL") from None
+
+
+def _sqlite(path: Path) -> AsyncEngine:
+    engine = create_async_engine(f"sqlite+aiosqlite:///{path}")
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def _configure(connection: Any, _record: object) -> None:
+        connection.isolation_level = None  # SQLAlchemy's own BEGIN below, not the driver's implicit one
+        cursor = connection.cursor()
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", f"busy_timeout={_BUSY_TIMEOUT_MS}"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @event.listens_for(engine.sync_engine, "begin")
+    def _begin(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")  # a read that later writes must not deadlock with another
+
+    return engine
+
+
+def _postgresql(url: URL, schema: str, settings: DatabaseSettings) -> AsyncEngine:
+    return create_async_engine(
+        url.set(drivername="postgresql+asyncpg"),
+        pool_size=settings.pool_size,
+        max_overflow=0,
+        pool_pre_ping=True,
+        connect_args={"server_settings": {"search_path": schema, "application_name": f"headrace-{schema}"}},
+    )
+
+
+def _serialization(error: DBAPIError) -> bool:
+    return getattr(error.orig, "sqlstate", None) in {"40001", "40P01", "57P01", "57P02", "57P03"}

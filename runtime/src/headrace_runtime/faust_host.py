@@ -1,0 +1,151 @@
+"""Puts a `Processor` on Faust: raw bytes in, our own validation, an offset committed only after the durable effect.
+
+Faust's own decoding, batching (`take`) and tables are not used: it skips what it cannot decode, `take` acknowledges
+a batch whose handler raised, and its tables are not the state that must not be lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import faust
+from aiokafka import TopicPartition
+
+from headrace_runtime.consumer import consumer
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.logs import get_logger
+from headrace_runtime.metrics import QUEUE_LENGTH
+from headrace_runtime.processor import Processor
+from headrace_runtime.settings import BusSettings
+from headrace_runtime.wire import Record
+
+log = get_logger(__name__)
+_PRUNE_INTERVAL_S = 60.0
+
+
+class FaustHost:
+    """One consumer group, one agent over all topics of the service, one batch at a time. `run` until cancelled."""
+
+    def __init__(
+        self, processor: Processor, topics: tuple[str, ...], bus: BusSettings, *, group: str, batch_max: int = 200
+    ) -> None:
+        self._processor = processor
+        self._topics = topics
+        self._bus = bus
+        self._batch_max = batch_max
+        self._queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=batch_max * 2)
+        self._app = _app(group, bus)
+        self.assigned = asyncio.Event()
+        """Set while the group has given us our partitions; the service is ready then."""
+
+    async def run(self) -> None:
+        """Consume until cancelled. Raises when the processor gives up: the process is to end and be restarted.
+
+        Nothing is lost by that: what was not acknowledged is delivered again, and what was handled is deduped.
+        """
+        self._declare()
+        ends = consumer(self._bus, f"{self._app.conf.id}-ends")
+        await ends.start()
+        self._processor.ends = lambda topic: _ends(ends, topic)
+        await self._processor.recover()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._work())
+                group.create_task(self._prune())
+                group.create_task(self._watch())
+                await self._app.start()
+        finally:
+            await self._app.stop()
+            await ends.stop()
+
+    def _declare(self) -> None:
+        channel = self._app.topic(
+            *self._topics, key_type=bytes, value_type=bytes, key_serializer="raw", value_serializer="raw"
+        )
+
+        async def receive(stream: Any) -> None:
+            async for event in stream.noack().events():
+                await self._queue.put(event)
+                QUEUE_LENGTH.set(self._queue.qsize())
+
+        async def assigned(*_: object, **__: object) -> None:
+            self.assigned.set()
+
+        async def revoked(*_: object, **__: object) -> None:
+            self.assigned.clear()
+
+        self._app.agent(channel, name=f"{self._app.conf.id}-agent")(receive)
+        self._app.on_partitions_assigned.connect(assigned, weak=False)
+        self._app.on_partitions_revoked.connect(revoked, weak=False)
+
+    async def _work(self) -> None:
+        async for events in self._batches():
+            await self._processor.process([_record(event) for event in events])
+            for event in events:
+                event.ack()
+
+    async def _batches(self) -> AsyncIterator[list[Any]]:
+        while True:
+            batch = [await self._queue.get()]
+            while len(batch) < self._batch_max and not self._queue.empty():
+                batch.append(self._queue.get_nowait())
+            QUEUE_LENGTH.set(self._queue.qsize())
+            yield batch
+
+    async def _prune(self) -> None:
+        while True:
+            await asyncio.sleep(_PRUNE_INTERVAL_S)
+            try:
+                await self._processor.prune()
+            except Unavailable as error:
+                log.warning("prune_postponed", error=str(error))
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(0.2)
+            if self._app.crashed or self._app.should_stop:
+                raise Unavailable(f"Faust stopped: {self._app.crash_reason!r}")
+
+
+def _app(group: str, bus: BusSettings) -> Any:
+    return faust.App(
+        group,
+        broker=[f"kafka://{address}" for address in bus.address.split(",")],
+        store="memory://",
+        web_enabled=False,
+        autodiscover=False,
+        topic_disable_leader=True,
+        topic_allow_declare=False,
+        consumer_auto_offset_reset="earliest",
+        broker_session_timeout=10.0,
+        broker_heartbeat_interval=1.0,
+        broker_commit_interval=1.0,
+        broker_request_timeout=bus.request_timeout_s,
+        stream_wait_empty=False,
+        loghandlers=[],
+        logging_config={"version": 1, "disable_existing_loggers": False, "incremental": True},
+    )
+
+
+def _record(event: Any) -> Record:
+    message = event.message
+    headers = message.headers.items() if isinstance(message.headers, Mapping) else message.headers or ()
+    return Record(
+        message.topic,
+        message.partition,
+        message.offset,
+        message.key,
+        message.value,
+        tuple(headers),
+        message.timestamp_ms if hasattr(message, "timestamp_ms") else int(message.timestamp * 1000),
+    )
+
+
+async def _ends(reader: Any, topic: str) -> Mapping[int, int]:
+    if not reader.partitions_for_topic(topic):
+        await reader.topics()
+    partitions = [TopicPartition(topic, number) for number in reader.partitions_for_topic(topic) or ()]
+    found = await reader.end_offsets(partitions)
+    return {partition.partition: offset for partition, offset in found.items()}

@@ -1,0 +1,70 @@
+"""Slow work (a judge's call, a user's function) outside transactions and partitions, yet crash-safe.
+
+A handler enqueues a job in its own transaction. Workers lease due jobs, do the work, and finish: the result's events
+and the job's removal commit together. A worker that dies lets its lease run out, and the job is done again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqlalchemy import delete, func, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_runtime.clock import epoch_ms
+from headrace_runtime.metrics import JOBS
+from headrace_runtime.stream_tables import StreamTables
+from headrace_runtime.upsert import upsert
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    job_id: str
+    kind: str
+    payload: bytes
+    attempts: int
+    """How often it was leased before."""
+
+
+class Jobs:
+    """The queue in the service's database. All methods run in the caller's transaction."""
+
+    def __init__(self, tables: StreamTables) -> None:
+        self._table = tables.jobs
+
+    async def enqueue(self, tx: AsyncConnection, job_id: str, kind: str, payload: bytes, due: datetime) -> None:
+        """Add a job unless one with this id waits already."""
+        values = {"kind": kind, "payload": payload, "attempts": 0, "due_ms": epoch_ms(due)}
+        await upsert(tx, self._table, {"job_id": job_id}, values, update=False)
+
+    async def lease(self, tx: AsyncConnection, kind: str, now: datetime, lease: timedelta, limit: int) -> list[Job]:
+        """Take up to `limit` due jobs; nobody else gets them before `now + lease`."""
+        table = self._table
+        query = (
+            select(table)
+            .where(table.c.kind == kind, table.c.due_ms <= epoch_ms(now))
+            .order_by(table.c.due_ms)
+            .limit(limit)
+            .with_for_update(skip_locked=True)
+        )
+        rows = (await tx.execute(query)).mappings().all()
+        if rows:
+            ids = [row["job_id"] for row in rows]
+            taken = {"due_ms": epoch_ms(now + lease), "attempts": table.c.attempts + 1}
+            await tx.execute(update(table).where(table.c.job_id.in_(ids)).values(taken))
+        return [Job(row["job_id"], row["kind"], row["payload"], row["attempts"]) for row in rows]
+
+    async def finish(self, tx: AsyncConnection, job: Job) -> bool:
+        """Remove a job that was leased. False: the lease had run out and somebody else has it; discard the result."""
+        mine = (self._table.c.job_id == job.job_id) & (self._table.c.attempts == job.attempts + 1)
+        return bool((await tx.execute(delete(self._table).where(mine))).rowcount)
+
+    async def postpone(self, tx: AsyncConnection, job_id: str, due: datetime) -> None:
+        """Let somebody try again from `due` on."""
+        await tx.execute(update(self._table).where(self._table.c.job_id == job_id).values(due_ms=epoch_ms(due)))
+
+    async def count(self, tx: AsyncConnection, kind: str) -> int:
+        waiting = await tx.scalar(select(func.count()).where(self._table.c.kind == kind)) or 0
+        JOBS.labels(kind).set(waiting)
+        return waiting

@@ -1,0 +1,25 @@
+"""The metrics that all services share. A service's own are in its `metrics.py`; nobody makes one inline."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+EVENTS_HANDLED = Counter(
+    "headrace_events_handled_total", "Events taken from the bus, by what became of them", ["topic", "outcome"]
+)
+DEAD_LETTERS = Counter("headrace_dead_letters_total", "Records refused for good", ["topic", "reason"])
+RETRIES = Counter("headrace_retries_total", "Batches tried again because something was away", ["service"])
+BATCH_SECONDS = Histogram(
+    "headrace_batch_seconds",
+    "From taking a batch to its durable effect",
+    buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
+)
+EVENT_AGE_SECONDS = Histogram(
+    "headrace_event_age_seconds",
+    "How old an event was when its effect was durable",
+    ["topic"],
+    buckets=(0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 15, 60, 300, 3600),
+)
+OUTBOX_ROWS = Gauge("headrace_outbox_rows", "Events committed to the database and not yet acknowledged by the bus")
+QUEUE_LENGTH = Gauge("headrace_queue_length", "Records taken from the bus and not yet handled")
+JOBS = Gauge("headrace_jobs", "Work that waits in the database", ["kind"])

@@ -1,0 +1,111 @@
+"""The transactional outbox: an effect and the events that it causes commit together, the bus gets them afterwards.
+
+Sent at least once: a crash between acknowledgement and deletion sends again, with the same ids, and consumers dedupe.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from sqlalchemy import RowMapping, delete, insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_runtime.clock import Clock, epoch_ms
+from headrace_runtime.database import Database
+from headrace_runtime.metrics import OUTBOX_ROWS
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.stream_tables import StreamTables
+from headrace_runtime.wire import Outgoing
+from headrace_schemas import Event
+
+_SEND_AT_ONCE_MAX = 500
+_ORPHAN_AGE_MS = 30_000
+
+
+class Outbox:
+    """`add` inside the effect's transaction, `flush` after it. One task at a time may call either."""
+
+    def __init__(self, database: Database, tables: StreamTables, producer: EventProducer, clock: Clock) -> None:
+        self._database = database
+        self._table = tables.outbox
+        self._producer = producer
+        self._clock = clock
+        self._added: list[tuple[int, Outgoing]] = []
+        self._owed: list[tuple[int, Outgoing]] = []
+        self._acknowledged: list[int] = []
+
+    async def encode(self, events: Sequence[Event]) -> list[Outgoing]:
+        """Records for `events`, carrying the trace that is current now."""
+        return [await self._producer.encode(event) for event in events]
+
+    async def add(self, tx: AsyncConnection, records: Sequence[Outgoing]) -> None:
+        """Owe `records` to the bus as part of `tx`, and forget rows that the bus has acknowledged. Once per `tx`."""
+        if self._acknowledged:
+            await tx.execute(delete(self._table).where(self._table.c.id.in_(self._acknowledged)))
+        now = epoch_ms(self._clock.now())
+        for record in records:
+            result = await tx.execute(insert(self._table).values(**_row(record), at_ms=now))
+            assert result.inserted_primary_key is not None
+            self._added.append((result.inserted_primary_key[0], record))
+
+    def committed(self) -> None:
+        """The transaction of the last `add` is durable."""
+        self._owed += self._added
+        self._added = []
+        self._acknowledged = []
+        OUTBOX_ROWS.set(len(self._owed))
+
+    def rolled_back(self) -> None:
+        """The transaction of the last `add` never happened."""
+        self._added = []
+
+    async def flush(self) -> None:
+        """Send what is owed, in order. Raises `Unavailable` and keeps it when the bus is away."""
+        while self._owed:
+            batch = self._owed[:_SEND_AT_ONCE_MAX]
+            await self._producer.send_raw([record for _, record in batch])
+            self._owed = self._owed[len(batch) :]
+            self._acknowledged += [row for row, _ in batch]
+        OUTBOX_ROWS.set(0)
+
+    async def adopt(self, *, at_start: bool = False) -> int:
+        """Take over rows that nobody sent: at the start all (this process had crashed), later only old ones.
+
+        On a shared database another replica's fresh rows may be taken along; sending twice is harmless.
+        """
+        await self.flush()
+        table = self._table
+        query = select(table).order_by(table.c.id).limit(_SEND_AT_ONCE_MAX)
+        if not at_start:
+            query = query.where(table.c.at_ms < epoch_ms(self._clock.now()) - _ORPHAN_AGE_MS)
+        if self._acknowledged:
+            query = query.where(table.c.id.not_in(self._acknowledged))
+        adopted = 0
+        while True:
+            async with self._database.transaction() as tx:
+                if self._acknowledged:
+                    await tx.execute(delete(table).where(table.c.id.in_(self._acknowledged)))
+                rows = (await tx.execute(query)).mappings().all()
+            self._acknowledged = []
+            if not rows:
+                return adopted
+            await self._producer.send_raw([_outgoing(row) for row in rows])
+            self._acknowledged = [row["id"] for row in rows]
+            adopted += len(rows)
+
+
+def _row(record: Outgoing) -> dict[str, object]:
+    headers = json.dumps([[name, value.decode()] for name, value in record.headers]).encode()
+    return {
+        "topic": record.topic,
+        "key": record.key,
+        "value": record.value,
+        "headers": headers,
+        "partition": record.partition,
+    }
+
+
+def _outgoing(row: RowMapping) -> Outgoing:
+    headers = tuple((name, value.encode()) for name, value in json.loads(row["headers"]))
+    return Outgoing(row["topic"], row["key"], row["value"], headers, row["partition"])

@@ -1,0 +1,243 @@
+"""The heart of a stream service, with no Kafka and no Faust in it: records in, effects and events out.
+
+One policy for all: decode or dead-letter; dedupe, effect, owed events and position in one transaction; retry what is
+away; dead-letter what one record alone breaks; crash when retrying does not help. At least once plus idempotence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import delete, insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_runtime import tracing
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import Clock, epoch_ms
+from headrace_runtime.database import Database
+from headrace_runtime.dead_letters import dead_letter
+from headrace_runtime.errors import InvalidEvent, Unavailable
+from headrace_runtime.logs import get_logger
+from headrace_runtime.metrics import BATCH_SECONDS, EVENT_AGE_SECONDS, EVENTS_HANDLED, RETRIES
+from headrace_runtime.outbox import Outbox
+from headrace_runtime.stream_tables import StreamTables
+from headrace_runtime.upsert import upsert
+from headrace_runtime.wire import Received, Record, decode
+from headrace_schemas import Event
+
+log = get_logger(__name__)
+_BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """What a handler may use: the open transaction, the time, the record it handles, how far the logs reach.
+
+    `ends` maps a topic to the end offset of each partition, read just before this batch; only for topics that the
+    service asked for.
+    """
+
+    tx: AsyncConnection
+    now: datetime
+    received: Received
+    ends: Mapping[str, Mapping[int, int]]
+
+
+Handler = Callable[[Any, Handling], Awaitable[Sequence[Event]]]
+"""`async (event, handling) -> events`: changes tables only through `handling.tx`, returns what is to be published.
+
+It must be deterministic in the event and the tables. It may raise `InvalidEvent` (dead-letter this one) or
+`Unavailable` (try the batch again); anything else is retried and then dead-lettered as `handler_error`.
+"""
+
+Step = Callable[[AsyncConnection, datetime], Awaitable[Sequence[Event]]]
+"""Timed work: like a handler, without an event."""
+
+Ends = Callable[[str], Awaitable[Mapping[int, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the policy; each is a setting of the service."""
+
+    retry_s: float = 60.0
+    """How long a batch is tried again while something is away, before the process gives up and is restarted."""
+    attempts: int = 3
+    """How often a record whose handler fails is tried before it is dead-lettered."""
+    seen_for: timedelta = timedelta(days=8)
+    """How long event ids are remembered; longer than the retention of what they dedupe."""
+
+
+DEFAULT_LIMITS = Limits()
+
+
+@dataclass(slots=True)
+class Processor:
+    """Runs handlers over batches. `process` and `step` never overlap; any task may call them."""
+
+    service: str
+    handlers: Mapping[str, Handler]
+    database: Database
+    tables: StreamTables
+    outbox: Outbox
+    blobs: BlobStore
+    clock: Clock
+    limits: Limits = DEFAULT_LIMITS
+    ends_of: Mapping[str, str] = field(default_factory=dict)
+    """Topic to the topic whose end offsets its handler wants to know."""
+    ends: Ends | None = None
+    """Asks the bus for end offsets; set by the host."""
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def process(self, records: Sequence[Record]) -> None:
+        """Returns when every effect is durable and every event acknowledged. Raises when only a restart can help."""
+        async with self._turn:
+            with BATCH_SECONDS.time():
+                await self._persist(lambda: self._handle(records))
+                await self._persist(self.outbox.flush)
+
+    async def step(self, work: Step) -> None:
+        """Run timed work in a transaction of its own and publish what it returns."""
+        async with self._turn:
+            await self._persist(lambda: self._commit([], work=work))
+            await self._persist(self.outbox.flush)
+
+    async def recover(self) -> None:
+        """Send what a crash left in the outbox. Called once, before the first batch."""
+        adopted = await self.outbox.adopt(at_start=True)
+        if adopted:
+            log.info("outbox_adopted", rows=adopted)
+
+    async def prune(self) -> None:
+        """Forget old ids and adopt orphaned outbox rows. Called every minute or so."""
+        async with self._turn:
+            async with self.database.transaction() as tx:
+                horizon = epoch_ms(self.clock.now() - self.limits.seen_for)
+                await tx.execute(delete(self.tables.seen).where(self.tables.seen.c.at_ms < horizon))
+            await self.outbox.adopt()
+
+    async def _persist(self, work: Callable[[], Awaitable[None]]) -> None:
+        deadline = self.clock.monotonic_s() + self.limits.retry_s
+        attempt = 0
+        while True:
+            try:
+                return await work()
+            except Unavailable as error:
+                if self.clock.monotonic_s() > deadline:
+                    raise
+                RETRIES.labels(self.service).inc()
+                log.warning("retrying", error=str(error), attempt=attempt)
+            await self.clock.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
+            attempt += 1
+
+    async def _handle(self, records: Sequence[Record]) -> None:
+        received, letters = await self._decode(records)
+        decoded = {id(item.record) for item in received}
+        refused = [record for record in records if id(record) not in decoded]
+        try:
+            await self._commit(received, letters, refused)
+        except Unavailable:
+            raise
+        except Exception as error:  # noqa: BLE001 (find out which record it was)
+            log.warning("batch_split", error=repr(error), size=len(received))
+            await self._commit([], letters, refused)
+            for item in received:
+                await self._handle_alone(item)
+
+    async def _handle_alone(self, item: Received) -> None:
+        for attempt in range(1, self.limits.attempts + 1):
+            try:
+                return await self._commit([item])
+            except Unavailable:
+                raise
+            except InvalidEvent as error:
+                letter = dead_letter(self.service, item.record, error.reason, str(error))
+                return await self._commit([], [letter], [item.record])
+            except Exception as error:
+                log.exception("handler_failed", topic=item.record.topic, offset=item.record.offset, attempt=attempt)
+                if attempt == self.limits.attempts:
+                    letter = dead_letter(self.service, item.record, "handler_error", repr(error), attempt)
+                    return await self._commit([], [letter], [item.record])
+        raise AssertionError("unreachable")
+
+    async def _decode(self, records: Sequence[Record]) -> tuple[list[Received], list[Event]]:
+        received: list[Received] = []
+        letters: list[Event] = []
+        for record in records:
+            try:
+                received.append(await decode(record, self.blobs))
+            except InvalidEvent as error:
+                EVENTS_HANDLED.labels(record.topic, "refused").inc()
+                letters.append(dead_letter(self.service, record, error.reason, str(error)))
+        return received, letters
+
+    async def _commit(
+        self,
+        received: Sequence[Received],
+        letters: Sequence[Event] = (),
+        refused: Sequence[Record] = (),
+        work: Step | None = None,
+    ) -> None:
+        ends = await self._ends(received)
+        now = self.clock.now()
+        try:
+            async with self.database.transaction() as tx:
+                owed = await self.outbox.encode(letters)
+                for item in await self._unseen(tx, received, now):
+                    with tracing.span(item.envelope.traceparent):
+                        handler = self.handlers[item.event.topic]
+                        owed += await self.outbox.encode(await handler(item.event, Handling(tx, now, item, ends)))
+                if work is not None:
+                    owed += await self.outbox.encode(await work(tx, now))
+                await self.outbox.add(tx, owed)
+                await self._advance(tx, [*refused, *(item.record for item in received)])
+        except BaseException:
+            self.outbox.rolled_back()
+            raise
+        self.outbox.committed()
+        for item in received:
+            EVENT_AGE_SECONDS.labels(item.record.topic).observe(max(0.0, (now - item.event.time).total_seconds()))
+
+    async def _unseen(self, tx: AsyncConnection, received: Sequence[Received], now: datetime) -> list[Received]:
+        """Those whose id is new, each id once; the new ids are marked as seen in the same transaction."""
+        first = {item.envelope.id: item for item in reversed(received)}
+        if not first:
+            return []
+        table = self.tables.seen
+        known = set((await tx.execute(select(table.c.event_id).where(table.c.event_id.in_(first)))).scalars())
+        fresh = [item for item in received if item is first[item.envelope.id] and item.envelope.id not in known]
+        if fresh:
+            at_ms = epoch_ms(now)
+            await tx.execute(insert(table), [{"event_id": item.envelope.id, "at_ms": at_ms} for item in fresh])
+        kept = {id(item) for item in fresh}
+        for item in received:
+            EVENTS_HANDLED.labels(item.record.topic, "handled" if id(item) in kept else "duplicate").inc()
+        return fresh
+
+    async def _advance(self, tx: AsyncConnection, records: Sequence[Record]) -> None:
+        reached: dict[tuple[str, int], int] = {}
+        for record in records:
+            place = (record.topic, record.partition)
+            reached[place] = max(reached.get(place, 0), record.offset + 1)
+        for (topic, partition), offset in reached.items():
+            await upsert(tx, self.tables.positions, {"topic": topic, "partition": partition}, {"next_offset": offset})
+
+    async def _ends(self, received: Sequence[Received]) -> dict[str, Mapping[int, int]]:
+        wanted = {self.ends_of[item.record.topic] for item in received if item.record.topic in self.ends_of}
+        if not wanted or self.ends is None:
+            return {}
+        return {topic: await self.ends(topic) for topic in wanted}
+
+
+async def position(tx: AsyncConnection, tables: StreamTables, topic: str) -> dict[int, int]:
+    """How far the effects in this database reach: the next offset of each partition of `topic`."""
+    table = tables.positions
+    rows = await tx.execute(select(table.c.partition, table.c.next_offset).where(table.c.topic == topic))
+    return dict(rows.tuples().all())
+
+
+__all__ = ["Handler", "Handling", "Limits", "Processor", "Step", "position"]

@@ -1,0 +1,85 @@
+"""Sends events and waits until the bus has them: idempotent, all replicas, nothing in flight forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from aiokafka import AIOKafkaProducer
+from aiokafka.errors import KafkaError, MessageSizeTooLargeError
+
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.errors import InvalidEvent, Unavailable
+from headrace_runtime.settings import BusSettings
+from headrace_runtime.wire import Outgoing, encode
+from headrace_schemas import Event
+
+
+class EventProducer:
+    """One connection to the bus. `send` returns when the record is durable; many may wait at once.
+
+    `source` goes to `ce_source`, e.g. `headrace/gateway`. Start before use, stop at the end; stopping flushes.
+    """
+
+    def __init__(self, settings: BusSettings, source: str, blobs: BlobStore) -> None:
+        self._settings = settings
+        self._source = source
+        self._blobs = blobs
+        self._producer: AIOKafkaProducer | None = None
+
+    async def start(self) -> None:
+        """Raises `Unavailable` when the bus does not answer."""
+        producer = AIOKafkaProducer(
+            bootstrap_servers=self._settings.address,
+            client_id=self._source,
+            acks="all",
+            enable_idempotence=True,
+            compression_type=None if self._settings.compression == "none" else self._settings.compression,
+            max_request_size=1_048_576,
+            request_timeout_ms=int(self._settings.request_timeout_s * 1000),
+        )
+        try:
+            await producer.start()
+        except (KafkaError, OSError) as error:
+            await producer.stop()
+            raise Unavailable(f"bus {self._settings.address}: {error}") from error
+        self._producer = producer
+
+    async def stop(self) -> None:
+        if self._producer is not None:
+            await self._producer.stop()
+            self._producer = None
+
+    async def encode(self, event: Event, partition: int | None = None) -> Outgoing:
+        return await encode(event, self._source, self._blobs, partition=partition)
+
+    async def send(self, event: Event) -> None:
+        """Raises `Unavailable` when the bus did not take it in time; it may then have been taken all the same."""
+        await self.send_raw([await self.encode(event)])
+
+    async def send_raw(self, records: Iterable[Outgoing]) -> None:
+        """Send all, in order per partition, and wait for every acknowledgement. Raises as `send` does."""
+        if self._producer is None:
+            raise Unavailable("the producer is not started")
+        try:
+            acks = [
+                await self._producer.send(
+                    record.topic, record.value, record.key, record.partition, headers=list(record.headers)
+                )
+                for record in records
+            ]
+            await asyncio.gather(*acks)
+        except MessageSizeTooLargeError as error:
+            raise InvalidEvent("too_large", f"a record is larger than the bus takes: {error}") from error
+        except (KafkaError, OSError) as error:
+            raise Unavailable(f"bus {self._settings.address}: {error!r}") from error
+
+    async def partitions(self, topic: str) -> set[int]:
+        """The topic's partitions as the bus has them."""
+        if self._producer is None:
+            raise Unavailable("the producer is not started")
+        try:
+            found: set[int] = await self._producer.partitions_for(topic)
+        except (KafkaError, OSError) as error:
+            raise Unavailable(f"bus {self._settings.address}: {error!r}") from error
+        return found

@@ -1,0 +1,185 @@
+"""Settings: one TOML file with a section per service, overridden by the environment. Unknown names stop the start.
+
+    data_dir = ".headrace"
+    [bus]
+    address = "127.0.0.1:9092"
+    [gateway]
+    port = 8000
+
+`HEADRACE_GATEWAY__PORT=8100` overrides `gateway.port`. A section is read by its service alone; every service checks the
+names of all sections, so that `[gatway]` is caught wherever the file is used.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headrace_runtime.errors import SettingError
+
+ENV_PREFIX = "HEADRACE_"
+CONFIG_VARIABLE = "HEADRACE_CONFIG"
+SERVICES = ("broker", "gateway", "inference", "collector", "scorer", "judge", "trainer", "registry")
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Section(BaseModel):
+    """One table of the settings file. Field docstrings are the reference that `headrace config` prints."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class BusSettings(Section):
+    address: str = "127.0.0.1:9092"
+    """Kafka bootstrap address, ours or Apache Kafka's: `host:port`, several separated by commas."""
+    replication: Annotated[int, Field(ge=1)] = 1
+    """Replication factor of topics that Headrace creates."""
+    request_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """How long one request to the bus may take before it counts as failed."""
+    compression: Literal["none", "gzip"] = "none"
+    """How producers compress batches; worth its CPU when the bus is across a network."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """How long a service waits for the bus at its start."""
+
+
+class DatabaseSettings(Section):
+    url: str = "sqlite"
+    """`sqlite` for a file per service under `data_dir`, or `postgresql://user:password@host/database`."""
+    pool_size: Annotated[int, Field(ge=1, le=100)] = 5
+    """Connections per service (PostgreSQL only)."""
+
+
+class BlobSettings(Section):
+    url: str = ""
+    """An fsspec URL such as `s3://bucket/headrace`; empty for a folder under `data_dir`."""
+
+
+class LogSettings(Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is written."""
+    format: Literal["json", "console"] = "json"
+    """`json` for machines, `console` for people."""
+
+
+class SecuritySettings(Section):
+    internal_key: str = ""
+    """Bearer token between services; required as soon as one of them listens beyond loopback."""
+
+
+class Common(Section):
+    """What all services share."""
+
+    data_dir: Path = Path(".headrace")
+    """Everything that this machine keeps: databases, blobs, logs, the gateway's spool."""
+    bus: BusSettings = BusSettings()
+    database: DatabaseSettings = DatabaseSettings()
+    blobs: BlobSettings = BlobSettings()
+    logs: LogSettings = LogSettings()
+    security: SecuritySettings = SecuritySettings()
+
+
+class ServiceSettings(Section):
+    """What every service's own section has."""
+
+    host: str = "127.0.0.1"
+    """Address that the service's HTTP listens on."""
+    port: Port = 0
+    """Its port; 0 lets the system choose."""
+
+
+S = TypeVar("S", bound=ServiceSettings)
+
+
+def load(service: str, model: type[S], path: Path | None, environ: Mapping[str, str] | None = None) -> tuple[Common, S]:
+    """Read the file (none: defaults) and the environment; raise `SettingError` for anything that nobody would use."""
+    environ = os.environ if environ is None else environ
+    table = _read(path) if path else {}
+    for name, text in environ.items():
+        if name.startswith(ENV_PREFIX) and name != CONFIG_VARIABLE:
+            _override(table, name, text)
+    known = (*Common.model_fields, *SERVICES)
+    for name, value in table.items():
+        if name not in known:
+            raise SettingError(name, value, f"unknown{_hint(name, known)}")
+    common = _validate(Common, {k: v for k, v in table.items() if k in Common.model_fields}, "")
+    own = _validate(model, table.get(service, {}), f"{service}.")
+    _check_bind(service, own, common)
+    return common, own
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingError("config", str(path), f"cannot be read: {error.strerror}; name an existing file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingError("config", str(path), f"is not valid TOML: {error}") from None
+
+
+def _override(table: dict[str, Any], name: str, text: str) -> None:
+    path = name.removeprefix(ENV_PREFIX).lower().split("__")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    inner = table
+    for part in path[:-1]:
+        inner = inner.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise SettingError(name, text, f"{part!r} is a plain value, not a section")
+    inner[path[-1]] = value
+
+
+M = TypeVar("M", bound=Section)
+
+
+def _validate(model: type[M], table: object, prefix: str) -> M:
+    try:
+        return model.model_validate(table)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = [str(part) for part in first["loc"]]
+        remedy = first["msg"]
+        if first["type"] == "extra_forbidden":
+            remedy = f"unknown{_hint(where[-1], _names_at(model, where[:-1]))}"
+        raise SettingError(prefix + ".".join(where), first["input"], remedy) from None
+
+
+def _names_at(model: type[BaseModel], path: list[str]) -> list[str]:
+    for part in path:
+        field = model.model_fields.get(part)
+        inner = field.annotation if field else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        model = inner
+    return list(model.model_fields)
+
+
+def _hint(name: str, known: tuple[str, ...] | list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known here: {', '.join(sorted(known))}" if known else ""
+
+
+def _check_bind(service: str, own: ServiceSettings, common: Common) -> None:
+    if not is_loopback(own.host) and not common.security.internal_key:
+        raise SettingError(
+            f"{service}.host", own.host, "listens beyond this machine without a key; set security.internal_key"
+        )

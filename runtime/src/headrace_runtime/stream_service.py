@@ -1,0 +1,95 @@
+"""The composition root that collector, scorer and judge share: database, outbox, Faust, timers, health."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from starlette.routing import BaseRoute
+
+from headrace_runtime import migrations, topics, web
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import SystemClock
+from headrace_runtime.database import Database
+from headrace_runtime.faust_host import FaustHost
+from headrace_runtime.logs import get_logger
+from headrace_runtime.outbox import Outbox
+from headrace_runtime.processor import DEFAULT_LIMITS, Handler, Limits, Processor, Step
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import Common, ServiceSettings
+from headrace_runtime.stream_tables import StreamTables
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """A step that runs every `interval_s`, after the one before it has ended."""
+
+    interval_s: float
+    step: Step
+
+
+@dataclass(frozen=True, slots=True)
+class StreamService:
+    """All that tells one stream service from another."""
+
+    name: str
+    package: str
+    """Where its `migrations` folder is."""
+    tables: StreamTables
+    handlers: Mapping[str, Handler]
+    """Topic to handler; these are the topics that it consumes."""
+    ends_of: Mapping[str, str] = field(default_factory=dict)
+    timers: Sequence[Timer] = ()
+    workers: Callable[[Processor], Sequence[Awaitable[None]]] = lambda _processor: ()
+    """Tasks that run beside the stream, e.g. on jobs; they commit through `processor.step`."""
+    routes: Callable[[Processor], Sequence[BaseRoute]] = lambda _processor: ()
+    limits: Limits = DEFAULT_LIMITS
+
+
+async def run(service: StreamService, common: Common, settings: ServiceSettings) -> None:
+    """Run until cancelled. Raises when a restart is the only remedy; every task ends with the others."""
+    blobs = BlobStore.open(common)
+    database = Database.open(service.name, common)
+    producer = EventProducer(common.bus, f"headrace/{service.name}", blobs)
+    try:
+        await topics.ensure(common.bus)
+        await migrations.upgrade(database, service.package)
+        await producer.start()
+        clock = SystemClock()
+        processor = Processor(
+            service=service.name,
+            handlers=service.handlers,
+            database=database,
+            tables=service.tables,
+            outbox=Outbox(database, service.tables, producer, clock),
+            blobs=blobs,
+            clock=clock,
+            limits=service.limits,
+            ends_of=service.ends_of,
+        )
+        host = FaustHost(processor, tuple(service.handlers), common.bus, group=f"headrace-{service.name}")
+        checks: dict[str, web.Check] = {"bus": host.assigned.is_set, "database": database.ready}
+        async with web.serve(web.app(checks, service.routes(processor)), settings) as port:
+            log.info("listening", port=port)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(host.run())
+                for timer in service.timers:
+                    group.create_task(_repeat(processor, timer))
+                for worker in service.workers(processor):
+                    group.create_task(_as_coroutine(worker))
+    finally:
+        await producer.stop()
+        await database.close()
+
+
+async def _repeat(processor: Processor, timer: Timer) -> None:
+    while True:
+        await asyncio.sleep(timer.interval_s)
+        await processor.step(timer.step)
+
+
+async def _as_coroutine(work: Awaitable[None]) -> None:
+    await work

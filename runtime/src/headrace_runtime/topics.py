@@ -1,0 +1,87 @@
+"""Reads the topic files and makes the topics exist. Topics are created explicitly, never by a producer's accident."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import cache
+from typing import Literal
+
+import yaml
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.settings import BusSettings
+from headrace_schemas import topics as files
+
+
+class Topic(BaseModel):
+    """One reviewed topic file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    description: str
+    producer: str
+    consumers: tuple[str, ...]
+    key: str
+    partitions: int = Field(ge=1)
+    retention_ms: int
+    cleanup: Literal["delete", "compact"]
+    max_message_bytes: int
+    dead_letters: str | None
+    promises: tuple[str, ...]
+
+    @property
+    def config(self) -> dict[str, str]:
+        """The settings that Kafka knows about."""
+        return {
+            "cleanup.policy": self.cleanup,
+            "retention.ms": str(self.retention_ms),
+            "max.message.bytes": str(self.max_message_bytes),
+        }
+
+
+@cache
+def catalogue() -> dict[str, Topic]:
+    """Every topic of Headrace, by name."""
+    return {name: Topic.model_validate(yaml.safe_load(text)) for name, text in files.sources().items()}
+
+
+async def ensure(settings: BusSettings, names: tuple[str, ...] | None = None) -> None:
+    """Create what is missing (default: the whole catalogue). Waits for the bus, at most `start_timeout_s`.
+
+    An existing topic is left as it is: its partitions and retention may have been changed on purpose.
+    """
+    wanted = [topic for name, topic in catalogue().items() if names is None or name in names]
+    deadline = time.monotonic() + settings.start_timeout_s
+    while True:
+        try:
+            return await _create(settings, wanted)
+        except (KafkaError, OSError) as error:
+            if time.monotonic() > deadline:
+                raise Unavailable(f"bus {settings.address} did not answer: {error}; is it running?") from error
+        await asyncio.sleep(0.2)
+
+
+async def _create(settings: BusSettings, wanted: list[Topic]) -> None:
+    admin = AIOKafkaAdminClient(bootstrap_servers=settings.address, request_timeout_ms=10_000)
+    await admin.start()
+    try:
+        existing = set(await admin.list_topics())
+        missing = [topic for topic in wanted if topic.name not in existing]
+        if not missing:
+            return
+        new = [
+            NewTopic(topic.name, topic.partitions, settings.replication, topic_configs=topic.config)
+            for topic in missing
+        ]
+        response = await admin.create_topics(new, timeout_ms=10_000)
+        for name, code, *_ in response.topic_errors:
+            error = for_code(code)
+            if code and error is not TopicAlreadyExistsError:
+                raise error(f"creating topic {name}")
+    finally:
+        await admin.close()

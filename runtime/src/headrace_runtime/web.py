@@ -1,0 +1,99 @@
+"""HTTP that every service has: `/health`, `/metrics`, and uvicorn inside the service's own event loop.
+
+uvicorn runs on h11: with httptools, a request that offers `Upgrade: h2c` (every JDK HTTP client) loses its body
+(pitfall 29, https://github.com/Kludex/uvicorn/issues/2722).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
+
+from headrace_runtime.errors import Refused
+from headrace_runtime.settings import Common, ServiceSettings
+
+Check = Callable[[], bool | Awaitable[bool]]
+
+
+def app(checks: Mapping[str, Check], routes: Sequence[BaseRoute] = ()) -> Starlette:
+    """An application with the common pages. `/health` is 200 when every check holds, else 503 and says which do not."""
+
+    async def health(_request: Request) -> Response:
+        results = {name: await _hold(check) for name, check in checks.items()}
+        healthy = all(results.values())
+        return JSONResponse({"status": "ok" if healthy else "unready", "checks": results}, 200 if healthy else 503)
+
+    async def metrics(_request: Request) -> Response:
+        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(
+        routes=[Route("/health", health), Route("/metrics", metrics), *routes],
+        exception_handlers={Refused: _refused},
+    )
+
+
+@contextlib.asynccontextmanager
+async def serve(application: ASGIApp, settings: ServiceSettings) -> AsyncIterator[int]:
+    """Listen while the body runs; yields the port. Open requests get a few seconds to end afterwards."""
+    server = _Server(
+        uvicorn.Config(
+            application,
+            host=settings.host,
+            port=settings.port,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=10,
+        )
+    )
+    running = asyncio.create_task(server.serve())
+    try:
+        while not server.started:
+            if running.done():
+                running.result()
+                raise OSError(f"cannot listen on {settings.host}:{settings.port}")
+            await asyncio.sleep(0.01)
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        await running
+
+
+def require_internal_key(request: Request, common: Common) -> None:
+    """Raises `Refused` unless the request carries `security.internal_key`, when one is set."""
+    expected = common.security.internal_key
+    given = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if expected and not hmac.compare_digest(expected.encode(), given.encode()):
+        raise Refused(401, "invalid_api_key", "this endpoint needs the bearer token of security.internal_key")
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # the service's own main handles signals
+
+
+async def _hold(check: Check) -> bool:
+    result = check()
+    return bool(await result) if inspect.isawaitable(result) else bool(result)
+
+
+async def _refused(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    body = {"message": str(error), "type": "invalid_request_error", "code": error.code, "param": error.param}
+    return JSONResponse({"error": body}, error.status)

@@ -1,0 +1,96 @@
+"""Events to Kafka records and back: envelope in headers, large values in the blob store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from headrace_runtime import tracing
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.errors import CorruptBlob, InvalidEvent
+from headrace_schemas import EVENTS, Event
+from headrace_schemas.blobs import PAYLOAD_BYTES_MAX, BlobRef
+from headrace_schemas.envelope import Envelope, Headers
+
+RawHeaders = tuple[tuple[str, bytes | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a consumer got, untouched."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes | None
+    headers: RawHeaders = ()
+    timestamp_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """What a producer will send. `partition` None lets the key decide (murmur2, as Kafka's own clients)."""
+
+    topic: str
+    key: bytes
+    value: bytes | None
+    headers: Headers
+    partition: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A valid event with its envelope and the record that it came in."""
+
+    event: Event
+    envelope: Envelope
+    record: Record
+
+
+async def encode(event: Event, source: str, blobs: BlobStore, *, partition: int | None = None) -> Outgoing:
+    """The record for `event`, carrying the current trace. A value over 256 KiB is stored and a reference sent.
+
+    Raises `Unavailable` when the blob store is needed and away.
+    """
+    envelope = Envelope.of(event, source, tracing.current())
+    value = event.to_json()
+    if len(value) > PAYLOAD_BYTES_MAX:
+        ref = await blobs.aput(value)
+        value = ref.model_dump_json().encode()
+        envelope = Envelope.of(event, source, tracing.current(), dataref=ref.uri)
+    return Outgoing(event.topic, event.key.encode(), value, envelope.headers(), partition)
+
+
+def tombstone(topic: str, key: str) -> Outgoing:
+    """Removes `key` from a compacted topic."""
+    return Outgoing(topic, key.encode(), None, ())
+
+
+async def decode(record: Record, blobs: BlobStore, *, topic: str | None = None) -> Received:
+    """The event in `record`. `topic` names the event type when the record's own topic is a copy of another.
+
+    Raises `InvalidEvent` for bytes that can never become valid, `Unavailable` when a referenced blob cannot be fetched.
+    """
+    model = EVENTS.get(topic or record.topic)
+    if model is None:
+        raise InvalidEvent("unknown_topic", f"no event is defined for topic {record.topic}")
+    if record.value is None:
+        raise InvalidEvent("empty_value", f"{model.type}: the record has no value")
+    value = record.value
+    if any(name == "ce_dataref" for name, _ in record.headers):
+        value = await _fetch(model.type, value, blobs)
+    event = model.from_json(value)
+    return Received(event, Envelope.read(record.headers, event), record)
+
+
+async def _fetch(kind: str, value: bytes, blobs: BlobStore) -> bytes:
+    try:
+        return await blobs.aget(BlobRef.model_validate_json(value))
+    except ValidationError:
+        raise InvalidEvent(
+            "invalid_blob_reference", f"{kind}: ce_dataref is set but the value is no reference"
+        ) from None
+    except CorruptBlob as error:
+        raise InvalidEvent("corrupt_blob", f"{kind}: {error}") from error

@@ -1,0 +1,75 @@
+"""The twelve events, one module per topic family."""
+
+from headrace_schemas.base import Event
+from headrace_schemas.events.chat import (
+    FunctionCall,
+    FunctionDefinition,
+    Message,
+    Sampling,
+    TextPart,
+    Tool,
+    ToolCall,
+)
+from headrace_schemas.events.checkpoint import Checkpoint, TrainingMetrics, Verdict
+from headrace_schemas.events.dead_letter import DeadLetter
+from headrace_schemas.events.experience import Experience, RewardPart
+from headrace_schemas.events.feedback import Feedback, SessionEnd
+from headrace_schemas.events.model_event import ModelEvent
+from headrace_schemas.events.reward import Reward
+from headrace_schemas.events.routing import LoadedVersion, Probe, Replica, Routing, ServedVersion
+from headrace_schemas.events.trajectory import Branch, Dialogue, LeftOut, Span, Trajectory
+from headrace_schemas.events.turn import Choice, Turn, Usage
+
+EVENTS: dict[str, type[Event]] = {
+    event.topic: event
+    for event in (
+        Turn,
+        Feedback,
+        SessionEnd,
+        Trajectory,
+        Reward,
+        Experience,
+        Checkpoint,
+        Routing,
+        Replica,
+        ModelEvent,
+        TrainingMetrics,
+        DeadLetter,
+    )
+}
+"""Topic name to the event that it carries; one event type per topic."""
+
+__all__ = [
+    "EVENTS",
+    "Branch",
+    "Checkpoint",
+    "Choice",
+    "DeadLetter",
+    "Dialogue",
+    "Event",
+    "Experience",
+    "Feedback",
+    "FunctionCall",
+    "FunctionDefinition",
+    "LeftOut",
+    "LoadedVersion",
+    "Message",
+    "ModelEvent",
+    "Probe",
+    "Replica",
+    "Reward",
+    "RewardPart",
+    "Routing",
+    "Sampling",
+    "ServedVersion",
+    "SessionEnd",
+    "Span",
+    "TextPart",
+    "Tool",
+    "ToolCall",
+    "TrainingMetrics",
+    "Trajectory",
+    "Turn",
+    "Usage",
+    "Verdict",
+]

@@ -1,0 +1,86 @@
+"""What every event has: strict when we build it, tolerant when we read it, an id, a key, a time."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, ClassVar, Self
+
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from headrace_schemas.errors import InvalidEvent
+
+Text = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+"""A short identifier or label."""
+
+LongText = Annotated[str, StringConstraints(max_length=1_048_576)]
+"""Something that a person or a model wrote."""
+
+SessionKey = Annotated[str, StringConstraints(pattern=r"^[a-z2-7]{16}$")]
+"""See `headrace_schemas.ids.session_key`."""
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+Version = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}@[0-9a-f]{12,64}$")]
+"""Immutable weights: `name@digest`."""
+
+ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+Timestamp = Annotated[AwareDatetime, AfterValidator(lambda value: value.astimezone(UTC))]
+"""An instant, kept in UTC."""
+
+
+def utcnow() -> datetime:
+    return datetime.now(UTC)
+
+
+class Model(BaseModel):
+    """A frozen value. Unknown fields are refused here; `Event.from_json` lets a newer producer's fields pass."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="null")
+
+
+class Event(Model):
+    """One fact on one topic. The value on the wire is its bare JSON; the rest travels in CloudEvents headers.
+
+    Subclasses name their `topic` and `type` and implement `event_id` (equal for equal facts: consumers dedupe by it)
+    and `key` (equal keys share a partition and keep their order).
+    """
+
+    topic: ClassVar[str]
+    type: ClassVar[str]
+
+    time: Timestamp
+    """When the fact came to be, by its producer's clock."""
+
+    @property
+    def event_id(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def key(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def subject(self) -> str:
+        """What the event is about (`ce_subject`); the key unless a subclass knows better."""
+        return self.key
+
+    def to_json(self) -> bytes:
+        """Bare JSON in UTF-8, without nulls; arrays packed."""
+        return self.model_dump_json(exclude_none=True).encode()
+
+    @classmethod
+    def from_json(cls, value: bytes) -> Self:
+        """Read a value from the wire. Unknown fields pass, at every depth.
+
+        Raises `InvalidEvent`, with the offending fields named but never their values (they may be user text).
+        """
+        try:
+            return cls.model_validate_json(value, extra="ignore")
+        except ValidationError as error:
+            problems = error.errors(include_input=False, include_url=False, include_context=False)
+            reason = "invalid_json" if problems[0]["type"] == "json_invalid" else "invalid_event"
+            listed = "; ".join(f"{'.'.join(map(str, item['loc'])) or 'value'}: {item['msg']}" for item in problems[:5])
+            raise InvalidEvent(reason, f"{cls.type}: {listed}") from None

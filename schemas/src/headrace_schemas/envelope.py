@@ -1,0 +1,79 @@
+"""CloudEvents 1.0 in Kafka's binary mode: attributes in headers, the bare event as value, a W3C trace beside them.
+
+https://github.com/cloudevents/spec/blob/v1.0.2/cloudevents/bindings/kafka-protocol-binding.md
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+
+from headrace_schemas.base import Event
+
+Headers = tuple[tuple[str, bytes], ...]
+_TRACEPARENT = re.compile(r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
+_HEADER_BYTES_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """The attributes of one event on the wire. `traceparent` and `dataref` are optional."""
+
+    id: str
+    type: str
+    source: str
+    time: datetime
+    subject: str
+    traceparent: str | None = None
+    dataref: str | None = None
+    """Set when the value is a `BlobRef` that stands for the event (the CloudEvents claim check)."""
+
+    @classmethod
+    def of(cls, event: Event, source: str, traceparent: str | None = None, dataref: str | None = None) -> Envelope:
+        return cls(event.event_id, event.type, source, event.time, event.subject, traceparent, dataref)
+
+    def headers(self) -> Headers:
+        pairs = {
+            "ce_specversion": "1.0",
+            "ce_id": self.id,
+            "ce_type": self.type,
+            "ce_source": self.source,
+            "ce_time": self.time.isoformat().replace("+00:00", "Z"),
+            "ce_subject": self.subject,
+            "content-type": "application/json",
+            "traceparent": self.traceparent,
+            "ce_dataref": self.dataref,
+        }
+        return tuple((name, text.encode()) for name, text in pairs.items() if text is not None)
+
+    @classmethod
+    def read(cls, headers: Iterable[tuple[str, bytes | None]], event: Event) -> Envelope:
+        """The envelope that came with `event`; what a producer left out is derived from the event itself.
+
+        Producing with nothing but a key and a value (kcat, a shell script) is legal.
+        """
+        texts = {name: _text(value) for name, value in headers if value is not None}
+        return cls(
+            id=texts.get("ce_id") or event.event_id,
+            type=event.type,
+            source=texts.get("ce_source") or "unknown",
+            time=event.time,
+            subject=texts.get("ce_subject") or event.subject,
+            traceparent=_trace(texts.get("traceparent")),
+            dataref=texts.get("ce_dataref"),
+        )
+
+
+def _text(value: bytes) -> str:
+    return value[:_HEADER_BYTES_MAX].decode("utf-8", "replace")
+
+
+def _trace(value: str | None) -> str | None:
+    return value if value and _TRACEPARENT.match(value) else None
+
+
+def type_of(headers: Iterable[tuple[str, bytes | None]]) -> str | None:
+    """The `ce_type` of a raw record, None when the producer sent none."""
+    return next((_text(value) for name, value in headers if name == "ce_type" and value is not None), None)

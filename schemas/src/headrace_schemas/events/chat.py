@@ -1,0 +1,83 @@
+"""The parts of an OpenAI chat that events carry: messages, tool calls, tools, sampling."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue
+
+from headrace_schemas.base import Finite, LongText, Model, Text
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+
+
+class FunctionCall(Model):
+    name: Text
+    arguments: LongText
+    """JSON as the model wrote it; it may be malformed, that is the model's doing and the reward's business."""
+
+
+class ToolCall(Model):
+    id: Text
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class TextPart(Model):
+    type: Literal["text"] = "text"
+    text: LongText
+
+
+class Message(Model):
+    """One chat message. Only `role="assistant"` was written by the model; rewards rely on it."""
+
+    role: Role
+    content: LongText | tuple[TextPart, ...] | None = None
+    name: Text | None = None
+    tool_calls: tuple[ToolCall, ...] | None = None
+    tool_call_id: Text | None = None
+    reasoning_content: LongText | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one string, whichever form it came in."""
+        if isinstance(self.content, tuple):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class FunctionDefinition(Model):
+    name: Text
+    description: LongText | None = None
+    parameters: dict[str, JsonValue] | None = None
+    """A JSON Schema, passed through untouched."""
+    strict: bool | None = None
+
+
+class Tool(Model):
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class Sampling(Model):
+    """How the tokens were sampled: the client's own choice, recorded and never overwritten (pitfall 28)."""
+
+    temperature: Annotated[Finite, Field(ge=0.0, le=2.0)] = 1.0
+    top_p: Annotated[Finite, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: int | None = None
+    stop: tuple[Text, ...] = ()
+    presence_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] = 0.0
+
+    @property
+    def untruncated(self) -> bool:
+        """True when the sampled distribution is the model's own softmax at this temperature (pitfall 5).
+
+        Only such tokens can be trained: a truncated or penalised distribution has other probabilities than the
+        trainer recomputes.
+        """
+        full = self.top_p == 1.0 and self.top_k in (-1, 0)
+        return full and self.temperature > 0 and self.presence_penalty == 0 and self.frequency_penalty == 0

@@ -1,0 +1,89 @@
+"""`checkpoints` and `training-metrics`: what the trainer made, of what, and how it went."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from headrace_schemas.base import Event, Finite, Model, ModelName, Text, Version
+from headrace_schemas.blobs import BlobRef
+from headrace_schemas.ids import derived_id
+
+DropReason = Literal[
+    "stale",
+    "foreign_version",
+    "superseded",
+    "already_trained",
+    "unchanged",
+    "invalid",
+    "too_long",
+    "overflow",
+    "no_reward",
+    "required_source_missing",
+    "withdrawn",
+]
+
+
+class Checkpoint(Event):
+    """A new version exists in the blob store. Produced by the trainer after the checkpoint is durable."""
+
+    topic: ClassVar[str] = "checkpoints"
+    type: ClassVar[str] = "headrace.checkpoint.v1"
+
+    model: ModelName
+    version: Version
+    lineage: Text
+    step: Annotated[int, Field(ge=0)]
+    parent: Version | None = None
+    manifest: BlobRef
+    metrics: dict[Text, Finite] = Field(default_factory=dict, max_length=256)
+
+    @property
+    def event_id(self) -> str:
+        return derived_id("checkpoint", self.lineage, self.version)
+
+    @property
+    def key(self) -> str:
+        return self.model
+
+    @property
+    def subject(self) -> str:
+        return self.version
+
+
+class Verdict(Model):
+    """What became of one experience revision in one lineage."""
+
+    experience_id: Text
+    revision: Annotated[int, Field(ge=0)]
+    turn_ids: tuple[Text, ...] = Field(max_length=4096)
+    dropped: DropReason | None = None
+    """None: it changed the weights."""
+
+
+class TrainingMetrics(Event):
+    """The account of everything between two checkpoints of a lineage. Sent after the later one is durable.
+
+    A crash makes the trainer do work again but never report it twice: `event_id` names the checkpoint.
+    """
+
+    topic: ClassVar[str] = "training-metrics"
+    type: ClassVar[str] = "headrace.training-metrics.v1"
+
+    model: ModelName
+    lineage: Text
+    step: Annotated[int, Field(ge=0)]
+    account: Annotated[int, Field(ge=0)] = 0
+    """Counts the saves of a lineage; a save without a new version (only drops) has its own number."""
+    version: Version | None = None
+    metrics: dict[Text, Finite] = Field(default_factory=dict, max_length=256)
+    verdicts: tuple[Verdict, ...] = Field(default=(), max_length=65_536)
+
+    @property
+    def event_id(self) -> str:
+        return derived_id("training-metrics", self.lineage, self.account)
+
+    @property
+    def key(self) -> str:
+        return self.model

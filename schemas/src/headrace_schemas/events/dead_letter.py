@@ -1,0 +1,48 @@
+"""`dead-letters`: what could not be processed, whole and with its reason, to be shown, retried or discarded."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from headrace_schemas.base import Event, LongText, Text
+from headrace_schemas.ids import derived_id
+
+Base64 = Annotated[str, Field(max_length=2_097_152, json_schema_extra={"contentEncoding": "base64"})]
+
+
+class DeadLetter(Event):
+    """A record that a service refused for good. `reason` is short and stable, `error` is for people."""
+
+    topic: ClassVar[str] = "dead-letters"
+    type: ClassVar[str] = "headrace.dead-letter.v1"
+
+    service: Text
+    source_topic: Text
+    source_partition: Annotated[int, Field(ge=0)] | None = None
+    source_offset: Annotated[int, Field(ge=0)] | None = None
+    """None when the record never reached its topic (refused by its producer)."""
+    source_id: Text
+    """Id of the refused event, or a digest of its bytes when it has none."""
+    source_key: Text | None = None
+    headers: dict[Text, LongText] = Field(default_factory=dict, max_length=64)
+    value_base64: Base64
+    reason: Text
+    error: LongText
+    attempts: Annotated[int, Field(ge=1)] = 1
+
+    @property
+    def value(self) -> bytes:
+        return base64.b64decode(self.value_base64)
+
+    @property
+    def event_id(self) -> str:
+        return derived_id(
+            "dead-letter", self.service, self.source_topic, self.source_partition, self.source_offset, self.source_id
+        )
+
+    @property
+    def key(self) -> str:
+        return self.source_key or self.source_id

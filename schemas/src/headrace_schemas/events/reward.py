@@ -1,0 +1,55 @@
+"""`rewards`: one source's verdict on a trajectory, revisable."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from headrace_schemas.base import Event, Finite, LongText, SessionKey, Text
+from headrace_schemas.ids import derived_id
+
+Outcome = Literal["scored", "abstained", "failed", "parse_error", "timed_out", "withdrawn"]
+
+
+class Reward(Event):
+    """P6: a `value` exists exactly when `outcome` is `scored`; nothing else ever reads as 0.0.
+
+    The highest `revision` per (`trajectory_id`, `turn_id`, `source`) wins; earlier ones stay as history.
+    """
+
+    topic: ClassVar[str] = "rewards"
+    type: ClassVar[str] = "headrace.reward.v1"
+
+    trajectory_id: Text
+    session_key: SessionKey
+    tenant: Text = "default"
+    turn_id: Text | None = None
+    """Set when the verdict is about one turn only."""
+    source: Text
+    """Who says so: `feedback`, `function:answer`, `judge:helpfulness`, or a name of your own."""
+    revision: Annotated[int, Field(ge=0)] = 0
+    outcome: Outcome = "scored"
+    value: Finite | None = None
+    criteria: dict[Text, Finite] = Field(default_factory=dict, max_length=64)
+    reason: LongText | None = None
+    judged_by: Text | None = None
+    """Model and prompt digest of a judge, or digest of the reward function's source."""
+
+    @model_validator(mode="after")
+    def _value_iff_scored(self) -> Self:
+        if (self.value is None) == (self.outcome == "scored"):
+            raise ValueError(f"outcome {self.outcome!r} with value {self.value!r}; exactly 'scored' has a value")
+        return self
+
+    @property
+    def event_id(self) -> str:
+        return derived_id("reward", self.trajectory_id, self.turn_id, self.source, self.revision)
+
+    @property
+    def key(self) -> str:
+        return self.session_key
+
+    @property
+    def subject(self) -> str:
+        return self.trajectory_id

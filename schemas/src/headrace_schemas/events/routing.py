@@ -1,0 +1,93 @@
+"""`routing` and `replicas` (both compacted): which version serves, and who can serve it."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from headrace_schemas.base import Event, Finite, LongText, Model, ModelName, Text, Timestamp, Version
+from headrace_schemas.blobs import BlobRef
+from headrace_schemas.ids import derived_id
+
+Alias = Literal["champion", "canary", "previous"]
+
+
+class ServedVersion(Model):
+    """A version that replicas shall hold ready, and where its manifest lies."""
+
+    version: Version
+    manifest: BlobRef
+
+
+class Routing(Event):
+    """The whole routing table of one model; the highest `revision` is the truth. Produced by the registry alone.
+
+    Replicas load every version in `serve` and may unload others once drained. A version in `withdrawn` gets no new
+    turn, sticky session or not.
+    """
+
+    topic: ClassVar[str] = "routing"
+    type: ClassVar[str] = "headrace.routing.v1"
+
+    model: ModelName
+    revision: Annotated[int, Field(ge=0)]
+    aliases: dict[Alias, Version]
+    serve: tuple[ServedVersion, ...] = Field(max_length=64)
+    withdrawn: tuple[Version, ...] = Field(default=(), max_length=1024)
+
+    @property
+    def champion(self) -> str | None:
+        return self.aliases.get("champion")
+
+    @property
+    def event_id(self) -> str:
+        return derived_id("routing", self.model, self.revision)
+
+    @property
+    def key(self) -> str:
+        return self.model
+
+
+class Probe(Model):
+    """Whether loaded weights answer as their fingerprint says, and differently from their parent's."""
+
+    max_abs_delta: Finite
+    """Largest absolute difference between the engine's logprobs and the fingerprint's."""
+    parent_max_abs_delta: Finite | None = None
+    passed: bool
+
+
+class LoadedVersion(Model):
+    version: Version
+    state: Literal["loading", "ready", "draining", "failed"]
+    error: LongText | None = None
+    probe: Probe | None = None
+
+
+class Replica(Event):
+    """A heartbeat of one inference replica. Silence longer than `ttl_s` means that it is gone."""
+
+    topic: ClassVar[str] = "replicas"
+    type: ClassVar[str] = "headrace.replica.v1"
+
+    replica_id: Text
+    url: Text
+    engine: Text
+    versions: tuple[LoadedVersion, ...] = Field(default=(), max_length=64)
+    in_flight: Annotated[int, Field(ge=0)] = 0
+    capacity: Annotated[int, Field(ge=1)]
+    ttl_s: Annotated[Finite, Field(gt=0)]
+    started_at: Timestamp
+    stopping: bool = False
+
+    @property
+    def event_id(self) -> str:
+        return derived_id("replica", self.replica_id, self.time.isoformat())
+
+    @property
+    def key(self) -> str:
+        return self.replica_id
+
+    def ready(self, version: str) -> bool:
+        return not self.stopping and any(v.version == version and v.state == "ready" for v in self.versions)

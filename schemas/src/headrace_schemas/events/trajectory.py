@@ -1,0 +1,144 @@
+"""`trajectories`: a closed session as token sequences with masks."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from headrace_schemas.arrays import Logprobs, TokenIds
+from headrace_schemas.base import Event, Finite, Model, ModelName, SessionKey, Text, Timestamp, Version
+from headrace_schemas.events.chat import FinishReason, Message, Tool
+from headrace_schemas.events.turn import Purpose
+from headrace_schemas.ids import derived_id
+
+EndReason = Literal["end_call", "feedback", "commit", "idle", "ingest"]
+LeftOutReason = Literal["retried", "undelivered", "truncated_sampling", "mixed_version"]
+
+
+class Span(Model):
+    """Tokens `start .. start + len(logprobs)` of a branch: one choice of one turn, sampled by one version.
+
+    Everything outside the spans is observation and has loss mask 0 (pitfall 8).
+    """
+
+    start: Annotated[int, Field(ge=0)]
+    logprobs: Logprobs
+    turn_id: Text
+    choice: Annotated[int, Field(ge=0)] = 0
+    version: Version
+    temperature: Annotated[Finite, Field(gt=0.0)] = 1.0
+    finish_reason: FinishReason = "stop"
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.logprobs)
+
+
+class Branch(Model):
+    """One token sequence. A sampled token of the trajectory lies in exactly one span of exactly one branch."""
+
+    token_ids: TokenIds
+    spans: tuple[Span, ...] = Field(min_length=1, max_length=4096)
+
+    @model_validator(mode="after")
+    def _spans_lie_inside_in_order(self) -> Self:
+        position = 0
+        for span in self.spans:
+            if not span.logprobs:
+                raise ValueError(f"span of turn {span.turn_id} is empty")
+            if span.start < position:
+                raise ValueError(f"span of turn {span.turn_id} starts at {span.start}, inside the one before it")
+            position = span.stop
+        if position > len(self.token_ids):
+            raise ValueError(f"spans reach token {position} of {len(self.token_ids)}")
+        return self
+
+    @property
+    def loss_mask(self) -> tuple[int, ...]:
+        """1 for sampled tokens, 0 for observations; as long as `token_ids`."""
+        mask = [0] * len(self.token_ids)
+        for span in self.spans:
+            mask[span.start : span.stop] = [1] * len(span.logprobs)
+        return tuple(mask)
+
+    @property
+    def turn_ids(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(span.turn_id for span in self.spans))
+
+
+class Dialogue(Model):
+    """The same branch as people and rewards read it: roles kept apart, the last message is the model's."""
+
+    messages: tuple[Message, ...] = Field(min_length=1, max_length=8192)
+
+
+class LeftOut(Model):
+    """A turn of the session that is no part of any branch, and why."""
+
+    turn_id: Text
+    reason: LeftOutReason
+
+
+class Trajectory(Event):
+    """One run of one agent, closed. Produced by the collector, or ingested from any agent runtime.
+
+    Each turn belongs to exactly one trajectory. `parts` counts the trajectories that one run was split over (its
+    turns had several session keys); it divides the weight so that a run counts once (pitfall 9).
+    """
+
+    topic: ClassVar[str] = "trajectories"
+    type: ClassVar[str] = "headrace.trajectory.v1"
+
+    trajectory_id: Text
+    session_key: SessionKey
+    session_id: Text
+    tenant: Text = "default"
+    purpose: Purpose = "train"
+    task_id: Text | None = None
+    run_id: Text | None = None
+    model: ModelName
+    branches: tuple[Branch, ...] = Field(max_length=1024)
+    dialogues: tuple[Dialogue, ...] = Field(default=(), max_length=1024)
+    """One for each branch, in the same order; empty when the producer has none."""
+    tools: tuple[Tool, ...] = Field(default=(), max_length=1024)
+    left_out: tuple[LeftOut, ...] = Field(default=(), max_length=4096)
+    parts: Annotated[int, Field(ge=1)] = 1
+    end_reason: EndReason
+    started_at: Timestamp
+    context: dict[str, JsonValue] = Field(default_factory=dict, max_length=64)
+
+    @model_validator(mode="after")
+    def _dialogues_match_branches(self) -> Self:
+        if self.dialogues and len(self.dialogues) != len(self.branches):
+            raise ValueError(f"{len(self.dialogues)} dialogues for {len(self.branches)} branches")
+        return self
+
+    @property
+    def event_id(self) -> str:
+        return derived_id("trajectory", self.trajectory_id)
+
+    @property
+    def key(self) -> str:
+        return self.session_key
+
+    @property
+    def subject(self) -> str:
+        return self.trajectory_id
+
+    @property
+    def turn_ids(self) -> tuple[str, ...]:
+        """Every turn of the run, left out or not."""
+        spoken = (turn_id for branch in self.branches for turn_id in branch.turn_ids)
+        return tuple(dict.fromkeys([*spoken, *(item.turn_id for item in self.left_out)]))
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The longest dialogue: what the run looks like when it has one branch, the main line when it has several."""
+        return max((d.messages for d in self.dialogues), key=len, default=())
+
+    @property
+    def final_answer(self) -> str:
+        """Text of the model's last message, empty when there is none."""
+        last = self.messages[-1] if self.messages else None
+        return last.text if last is not None and last.role == "assistant" else ""

@@ -1,0 +1,99 @@
+"""`turns`: one model call, with the exact tokens that were sampled."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from headrace_schemas.arrays import Logprobs, TokenIds
+from headrace_schemas.base import Event, Model, ModelName, SessionKey, Sha256, Text, Timestamp, Version
+from headrace_schemas.events.chat import FinishReason, Message, Sampling, Tool
+
+SessionSource = Literal["header", "metadata", "path", "key", "implicit"]
+Purpose = Literal["train", "eval"]
+
+
+class Choice(Model):
+    """One sampled completion of a turn."""
+
+    index: Annotated[int, Field(ge=0)]
+    token_ids: TokenIds
+    logprobs: Logprobs
+    finish_reason: FinishReason
+    message: Message
+
+    @model_validator(mode="after")
+    def _one_logprob_per_token(self) -> Self:
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError(
+                f"choice {self.index} has {len(self.token_ids)} token ids and {len(self.logprobs)} logprobs; "
+                "they must agree, nothing is padded or truncated to fit"
+            )
+        return self
+
+
+class Usage(Model):
+    prompt_tokens: Annotated[int, Field(ge=0)]
+    completion_tokens: Annotated[int, Field(ge=0)]
+
+
+class Turn(Event):
+    """One model call as the engine ran it. Produced by the gateway once the response is complete.
+
+    P2: prompt ids, token ids, logprobs and usage agree in length, or this object cannot be built.
+    P3: `version` is the one that the engine reported, never the one that was asked for.
+    """
+
+    topic: ClassVar[str] = "turns"
+    type: ClassVar[str] = "headrace.turn.v1"
+
+    turn_id: Text
+    """The response id, `chatcmpl-<session key>-<uuid7>`."""
+    session_key: SessionKey
+    session_id: Text
+    session_source: SessionSource
+    tenant: Text = "default"
+    purpose: Purpose = "train"
+    task_id: Text | None = None
+    run_id: Text | None = None
+
+    model: ModelName
+    version: Version
+    replica_id: Text
+    request_digest: Sha256
+    """Digest of what was asked; with `retry` it tells an SDK's retry from a parallel sample (pitfalls 20, 21)."""
+    retry: Annotated[int, Field(ge=0)] = 0
+    """Which retry of the client's SDK this call was, 0 for the first attempt."""
+    delivered: bool = True
+    """False when the client had gone before the response ended: captured, never trained."""
+
+    messages: tuple[Message, ...] = Field(min_length=1, max_length=8192)
+    tools: tuple[Tool, ...] = Field(default=(), max_length=1024)
+    sampling: Sampling
+    prompt_token_ids: TokenIds
+    choices: tuple[Choice, ...] = Field(min_length=1, max_length=128)
+    usage: Usage
+    started_at: Timestamp
+    """When the gateway accepted the request; `time` is when the response was complete."""
+
+    @model_validator(mode="after")
+    def _usage_agrees(self) -> Self:
+        sampled = sum(len(choice.token_ids) for choice in self.choices)
+        if len(self.prompt_token_ids) != self.usage.prompt_tokens:
+            raise ValueError(f"{len(self.prompt_token_ids)} prompt ids, usage says {self.usage.prompt_tokens}")
+        if sampled != self.usage.completion_tokens:
+            raise ValueError(f"{sampled} sampled ids, usage says {self.usage.completion_tokens}")
+        return self
+
+    @property
+    def event_id(self) -> str:
+        return self.turn_id
+
+    @property
+    def key(self) -> str:
+        return self.session_key
+
+    @property
+    def subject(self) -> str:
+        return self.turn_id

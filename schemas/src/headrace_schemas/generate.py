@@ -1,0 +1,115 @@
+"""Writes the JSON Schema of each event and the AsyncAPI 3 document; `make schemas` calls it, a test compares.
+
+`python -m headrace_schemas.generate [--check]`; needs PyYAML, which only developers have to install.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headrace_schemas import EVENTS, topics
+from headrace_schemas.base import Event
+
+JSON_FOLDER = Path(__file__).parent / "json"
+_HEADERS = {
+    "type": "object",
+    "description": "CloudEvents 1.0, binary mode. A producer may leave out all of them.",
+    "properties": {
+        "ce_specversion": {"const": "1.0"},
+        "ce_id": {"type": "string", "description": "equal for equal facts; consumers dedupe by it"},
+        "ce_type": {"type": "string"},
+        "ce_source": {"type": "string"},
+        "ce_time": {"type": "string", "format": "date-time"},
+        "ce_subject": {"type": "string"},
+        "ce_dataref": {"type": "string", "description": "set when the value is a blob reference"},
+        "traceparent": {"type": "string", "description": "W3C Trace Context"},
+    },
+}
+
+
+def json_schema(event: type[Event]) -> dict[str, Any]:
+    schema = event.model_json_schema(mode="validation")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": event.type, **_without(schema, "title")}
+
+
+def asyncapi() -> dict[str, Any]:
+    """One channel and one message per topic, one operation per producer and consumer."""
+    specs = {name: yaml.safe_load(text) for name, text in topics.sources().items()}
+    channels, messages, operations = {}, {}, {}
+    for name, spec in specs.items():
+        event = EVENTS[name]
+        messages[name] = {
+            "name": event.type,
+            "contentType": "application/json",
+            "headers": {"$ref": "#/components/schemas/headers"},
+            "payload": {"$ref": f"./{name}.json"},
+            "bindings": {"kafka": {"key": {"type": "string", "description": spec["key"]}}},
+        }
+        channels[name] = {
+            "address": name,
+            "description": " ".join([spec["description"], *(f"{promise}." for promise in spec["promises"])]),
+            "messages": {name: {"$ref": f"#/components/messages/{name}"}},
+            "bindings": {"kafka": _kafka_binding(spec)},
+        }
+        for action, services in (("send", [spec["producer"]]), ("receive", spec["consumers"])):
+            for service in services:
+                operations[f"{service.replace(' ', '-')}-{action}s-{name}"] = {
+                    "action": action,
+                    "channel": {"$ref": f"#/channels/{name}"},
+                }
+    return {
+        "asyncapi": "3.0.0",
+        "info": {"title": "Headrace events", "version": "1", "description": "Generated from the models; do not edit."},
+        "defaultContentType": "application/json",
+        "channels": channels,
+        "operations": operations,
+        "components": {"messages": messages, "schemas": {"headers": _HEADERS}},
+    }
+
+
+def _kafka_binding(spec: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "partitions": spec["partitions"],
+        "topicConfiguration": {
+            "cleanup.policy": [spec["cleanup"]],
+            "retention.ms": spec["retention_ms"],
+            "max.message.bytes": spec["max_message_bytes"],
+        },
+    }
+
+
+def _without(schema: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in schema.items() if name != key}
+
+
+def documents() -> dict[str, str]:
+    """File name to content of everything generated."""
+    made = {f"{name}.json": json_schema(event) for name, event in EVENTS.items()}
+    made["asyncapi.json"] = asyncapi()
+    return {name: json.dumps(value, indent=1, ensure_ascii=False) + "\n" for name, value in made.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a file differs")
+    check = parser.parse_args().check
+    stale = []
+    for name, text in documents().items():
+        path = JSON_FOLDER / name
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale.append(name)
+        if not check:
+            path.write_text(text, encoding="utf-8")
+    print(f"{'differs' if check else 'written'}: {', '.join(stale) or 'nothing'}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""What a version is made of. The manifest's own digest names the version, so nothing in it can change later (P7)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import PurePosixPath
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from headrace_schemas.arrays import Logprobs, TokenIds
+from headrace_schemas.base import Model, ModelName, Sha256, Text, Version
+from headrace_schemas.blobs import BlobRef
+
+DIGEST_LENGTH = 16
+"""Hex digits of the manifest's SHA-256 in a version's name."""
+
+
+class File(Model):
+    """One file of a version, relative to its root. Weights are safetensors; pickles are refused by name."""
+
+    path: Text
+    blob: BlobRef
+
+    @field_validator("path")
+    @classmethod
+    def _inside_and_no_pickle(cls, path: str) -> str:
+        pure = PurePosixPath(path)
+        if pure.is_absolute() or ".." in pure.parts:
+            raise ValueError(f"{path!r} leaves the version's folder")
+        if pure.suffix in {".bin", ".pt", ".pth", ".pkl", ".ckpt"}:
+            raise ValueError(f"{path!r} may hold a pickle; only safetensors carry weights")
+        return path
+
+
+class Fingerprint(Model):
+    """What the weights answer: log-probability at temperature 1 of each of `token_ids[1:]` given what precedes it.
+
+    Written by the trainer, compared by the engine after loading (pitfalls 15 and 18).
+    """
+
+    token_ids: TokenIds
+    logprobs: Logprobs
+
+    @model_validator(mode="after")
+    def _one_logprob_per_predicted_token(self) -> Self:
+        if len(self.token_ids) < 2 or len(self.logprobs) != len(self.token_ids) - 1:
+            raise ValueError(
+                f"{len(self.token_ids)} tokens need {len(self.token_ids) - 1} logprobs, got {len(self.logprobs)}"
+            )
+        return self
+
+
+class Manifest(Model):
+    """The immutable description of one version of a model."""
+
+    name: ModelName
+    lineage: Text
+    step: Annotated[int, Field(ge=0)]
+    """Versions published in this lineage before this one; staleness is counted in it (P5)."""
+    parent: Version | None = None
+    kind: Literal["full", "lora"] = "full"
+    base: Version | None = None
+    """The full version that a LoRA adapter applies to."""
+    files: tuple[File, ...] = Field(min_length=1, max_length=4096)
+    fingerprint: Fingerprint
+    tokenizer_sha256: Sha256
+    template_sha256: Sha256
+
+    @model_validator(mode="after")
+    def _lora_has_a_base(self) -> Self:
+        if (self.kind == "lora") != (self.base is not None):
+            raise ValueError(
+                f"kind {self.kind!r} with base {self.base!r}: an adapter needs a base, full weights have none"
+            )
+        return self
+
+    def canonical_json(self) -> bytes:
+        """The bytes that are stored and hashed: sorted keys, no spaces, no nulls."""
+        data = self.model_dump(mode="json", exclude_none=True)
+        return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+    @property
+    def version(self) -> str:
+        return f"{self.name}@{hashlib.sha256(self.canonical_json()).hexdigest()[:DIGEST_LENGTH]}"

@@ -1,0 +1,64 @@
+"""Servers that many tests share. Each starts on first use and stops with the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import kafka_node, postgres_node
+from tests.support.broker_process import BrokerProcess
+
+
+@pytest.fixture(scope="session")
+def embedded_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Bootstrap address of an embedded broker."""
+    broker = BrokerProcess(tmp_path_factory.mktemp("broker"))
+    broker.start()
+    yield broker.address
+    broker.stop()
+
+
+@pytest.fixture(scope="session")
+def kafka_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Bootstrap address of a real Apache Kafka."""
+    reason = kafka_node.missing()
+    if reason:
+        pytest.skip(f"Kafka: {reason}")
+    node = kafka_node.KafkaNode(tmp_path_factory.mktemp("kafka"))
+    node.start()
+    yield node.address
+    node.stop()
+
+
+@pytest.fixture(params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
+def bus(request: pytest.FixtureRequest) -> str:
+    """The bootstrap address, once for each bus that we support."""
+    address: str = request.getfixturevalue(f"{request.param}_bus")
+    return address
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[postgres_node.PostgresNode]:
+    reason = postgres_node.missing()
+    if reason:
+        pytest.skip(f"PostgreSQL: {reason}")
+    node = postgres_node.PostgresNode(tmp_path_factory.mktemp("postgres"))
+    node.start()
+    yield node
+    node.stop()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def database_url(request: pytest.FixtureRequest) -> str:
+    """`database.url` as a setting, once for each database that we support."""
+    if request.param == "sqlite":
+        return "sqlite"
+    node: postgres_node.PostgresNode = request.getfixturevalue("postgres")
+    return node.url()
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    return tmp_path / "data"

@@ -1,0 +1,92 @@
+"""A private Apache Kafka node (KRaft, one process) from Maven's jars."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from tests.support.ports import free_port, wait_open
+
+ROOT = Path(__file__).resolve().parents[2]
+JARS = ROOT / ".cache" / "kafka-4.3.0"
+CLUSTER_ID = "5L6g3nShT-eMCtK--X86sw"
+
+
+def missing() -> str | None:
+    """Why Kafka cannot be started here, None when it can. Fetches the jars on the first call (44 MB)."""
+    for program in ("java", "mvn"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed"
+    if not (JARS / "complete").exists():
+        pom = Path(__file__).parent / "kafka" / "pom.xml"
+        command = ["mvn", "-q", "-B", "-f", str(pom), "dependency:copy-dependencies", "-DincludeScope=runtime"]
+        result = subprocess.run([*command, f"-DoutputDirectory={JARS}"], capture_output=True, text=True, check=False)
+        if result.returncode:
+            return f"Maven could not fetch Kafka: {result.stdout[-300:]}"
+        (JARS / "complete").touch()
+    return None
+
+
+class KafkaNode:
+    """Broker and controller in one process. `stop` ends it; the folder is the caller's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self._controller_port = free_port()
+        self._folder = folder
+        self._settings = folder / "server.properties"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        if not self._settings.exists():
+            self._format()
+        log = (self._folder / "kafka.log").open("ab")
+        self._process = subprocess.Popen(
+            [*self._java("-Xmx512m"), "kafka.Kafka", str(self._settings)], stdout=log, stderr=log, cwd=self._folder
+        )
+        wait_open(self.port, 60)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def _format(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._settings.write_text(
+            f"""process.roles=broker,controller
+node.id=1
+controller.quorum.bootstrap.servers=127.0.0.1:{self._controller_port}
+listeners=PLAINTEXT://127.0.0.1:{self.port},CONTROLLER://127.0.0.1:{self._controller_port}
+advertised.listeners=PLAINTEXT://127.0.0.1:{self.port}
+controller.listener.names=CONTROLLER
+listener.security.protocol.map=CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT
+log.dirs={self._folder / "logs"}
+auto.create.topics.enable=false
+offsets.topic.replication.factor=1
+offsets.topic.num.partitions=4
+transaction.state.log.replication.factor=1
+transaction.state.log.min.isr=1
+share.coordinator.state.topic.replication.factor=1
+share.coordinator.state.topic.min.isr=1
+group.initial.rebalance.delay.ms=0
+"""
+        )
+        command = [*self._java("-Xmx128m"), "kafka.tools.StorageTool", "format", "--standalone", "-t", CLUSTER_ID]
+        subprocess.run([*command, "-c", str(self._settings)], check=True, capture_output=True)
+
+    def _java(self, memory: str) -> list[str]:
+        return ["java", memory, "-XX:+UseSerialGC", "-cp", f"{JARS}/*"]

@@ -1,0 +1,98 @@
+"""A private PostgreSQL server from the binaries that Debian (or anybody) installed."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+from pathlib import Path
+
+from tests.support.ports import free_port, wait_open
+
+
+def _binaries() -> Path | None:
+    found = shutil.which("initdb")
+    candidates = [Path(found).parent] if found else []
+    candidates += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    return next(
+        (folder for folder in candidates if (folder / "initdb").exists() and (folder / "postgres").exists()), None
+    )
+
+
+def missing() -> str | None:
+    """Why PostgreSQL cannot be started here, None when it can."""
+    if _binaries() is None:
+        return "PostgreSQL's initdb and postgres are not installed"
+    if os.geteuid() == 0 and _user() is None:
+        return "initdb refuses root and there is no user `postgres` or `nobody` to run it as"
+    return None
+
+
+def _user() -> pwd.struct_passwd | None:
+    for name in ("postgres", "nobody"):
+        try:
+            return pwd.getpwnam(name)
+        except KeyError:
+            continue
+    return None
+
+
+def _owner() -> int | None:
+    """The user (and group of the same number) to run as, None to stay who we are."""
+    user = _user() if os.geteuid() == 0 else None
+    return user.pw_uid if user else None
+
+
+class PostgresNode:
+    """One server on loopback, trust authentication, durability as shipped. The folder is the caller's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self._folder = folder
+        self._data = folder / "data"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def url(self, database: str = "postgres") -> str:
+        return f"postgresql://headrace@127.0.0.1:{self.port}/{database}"
+
+    def start(self) -> None:
+        binaries = _binaries()
+        assert binaries is not None
+        owner = _owner()
+        if not self._data.exists():
+            self._data.mkdir(parents=True)
+            self._give_away()
+            options = ["-D", str(self._data), "-U", "headrace", "-A", "trust", "--no-sync"]
+            subprocess.run(
+                [str(binaries / "initdb"), *options], check=True, capture_output=True, user=owner, group=owner
+            )
+        options = ["-D", str(self._data), "-p", str(self.port), "-h", "127.0.0.1", "-k", ""]
+        log = (self._folder / "postgres.log").open("ab")
+        self._process = subprocess.Popen(
+            [str(binaries / "postgres"), *options], stdout=log, stderr=log, user=owner, group=owner
+        )
+        wait_open(self.port, 30)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def _give_away(self) -> None:
+        owner = _owner()
+        if owner is None:
+            return
+        for folder in (self._folder, self._data):
+            os.chown(folder, owner, owner)
+        for parent in self._folder.parents:  # pytest's temporary folders are closed to other users
+            if parent.owner() == "root" and str(parent).startswith("/tmp/"):
+                parent.chmod(parent.stat().st_mode | 0o011)
