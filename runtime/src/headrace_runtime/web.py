@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hmac
 import inspect
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 
 import uvicorn
@@ -20,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from headrace_runtime.errors import Refused
+from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.settings import Common, ServiceSettings
 
 Check = Callable[[], bool | Awaitable[bool]]
@@ -45,12 +46,14 @@ def app(checks: Mapping[str, Check], routes: Sequence[BaseRoute] = ()) -> Starle
 
 @contextlib.asynccontextmanager
 async def serve(application: ASGIApp, settings: ServiceSettings) -> AsyncIterator[int]:
-    """Listen while the body runs; yields the port. Open requests get a few seconds to end afterwards."""
+    """Listen while the body runs; yields the port. Open requests get a few seconds to end afterwards.
+
+    Raises `Unavailable` when the address cannot be had.
+    """
+    listener = _listen(settings)
     server = _Server(
         uvicorn.Config(
             application,
-            host=settings.host,
-            port=settings.port,
             http="h11",
             ws="none",
             lifespan="off",
@@ -61,17 +64,24 @@ async def serve(application: ASGIApp, settings: ServiceSettings) -> AsyncIterato
             timeout_graceful_shutdown=10,
         )
     )
-    running = asyncio.create_task(server.serve())
+    running = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         while not server.started:
             if running.done():
                 running.result()
-                raise OSError(f"cannot listen on {settings.host}:{settings.port}")
             await asyncio.sleep(0.01)
-        yield server.servers[0].sockets[0].getsockname()[1]
+        yield listener.getsockname()[1]
     finally:
         server.should_exit = True
         await running
+
+
+def _listen(settings: ServiceSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        raise Unavailable(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
 
 
 def require_internal_key(request: Request, common: Common) -> None:

@@ -1,6 +1,7 @@
 """Writes the JSON Schema of each event and the AsyncAPI 3 document; `make schemas` calls it, a test compares.
 
-`python -m headrace_schemas.generate [--check]`; needs PyYAML, which only developers have to install.
+`python -m headrace_schemas.generate [--check | --release]`; needs PyYAML, which only developers have to install.
+`--release` also makes the present schemas the ones that later changes have to stay compatible with.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from headrace_schemas import EVENTS, topics
 from headrace_schemas.base import Event
 
 JSON_FOLDER = Path(__file__).parent / "json"
+RELEASED_FOLDER = JSON_FOLDER / "released"
 _HEADERS = {
     "type": "object",
     "description": "CloudEvents 1.0, binary mode. A producer may leave out all of them.",
@@ -98,17 +100,20 @@ def documents() -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a file differs")
-    check = parser.parse_args().check
-    stale = []
-    for name, text in documents().items():
-        path = JSON_FOLDER / name
-        if path.exists() and path.read_text(encoding="utf-8") == text:
-            continue
-        stale.append(name)
-        if not check:
-            path.write_text(text, encoding="utf-8")
-    print(f"{'differs' if check else 'written'}: {', '.join(stale) or 'nothing'}")
-    return 1 if check and stale else 0
+    parser.add_argument("--release", action="store_true", help="also replace the released schemas")
+    options = parser.parse_args()
+    made = documents()
+    folders = [JSON_FOLDER, RELEASED_FOLDER] if options.release else [JSON_FOLDER]
+    stale = [folder / name for folder in folders for name in made if _read(folder / name) != made[name]]
+    for path in stale if not options.check else ():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(made[path.name], encoding="utf-8")
+    print(f"{'differs' if options.check else 'written'}: {', '.join(path.name for path in stale) or 'nothing'}")
+    return 1 if options.check and stale else 0
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.exists() else None
 
 
 if __name__ == "__main__":

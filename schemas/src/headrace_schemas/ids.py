@@ -41,7 +41,7 @@ def session_key(tenant: str, session_id: str) -> str:
 
     It hides the user's own id from response ids and keeps them under 64 characters. Tenants never share a key.
     """
-    digest = hashlib.sha256(f"{tenant}\0{session_id}".encode()).digest()[:10]
+    digest = hashlib.sha256(f"{tenant}\0{session_id}".encode("utf-8", "surrogatepass")).digest()[:10]
     return base64.b32encode(digest).decode().lower()
 
 

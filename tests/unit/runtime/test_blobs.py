@@ -1,0 +1,63 @@
+"""P7: bytes are what their name says, or they are refused."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.errors import CorruptBlob, Unavailable
+
+
+@pytest.fixture(params=["file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
+    """A folder, and an object store without rename."""
+    return BlobStore(tmp_path.as_uri() if request.param == "file" else f"memory://{tmp_path.name}")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.binary(max_size=200))
+def test_what_was_put_comes_back(store: BlobStore, data: bytes) -> None:
+    ref = store.put(data)
+    assert (ref.sha256, ref.size) == (hashlib.sha256(data).hexdigest(), len(data))
+    assert store.get(ref) == data
+    assert store.put(data) == ref, "putting twice is harmless"
+
+
+def test_a_blob_that_was_never_put_is_unavailable(store: BlobStore) -> None:
+    ref = store.put(b"x")
+    store.delete(ref)
+    store.delete(ref)
+    with pytest.raises(Unavailable, match=ref.sha256):
+        store.get(ref)
+
+
+@pytest.mark.parametrize("damage", [b"", b"ab", b"abd", b"abcd"])
+def test_damage_is_noticed(tmp_path: Path, damage: bytes) -> None:
+    store = BlobStore(tmp_path.as_uri())
+    ref = store.put(b"abc")
+    Path(ref.uri.removeprefix("file://")).write_bytes(damage)
+    with pytest.raises(CorruptBlob, match="do not hash to"):
+        store.get(ref)
+
+
+def test_digests_lists_every_blob_and_no_draft(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path.as_uri())
+    refs = [store.put(bytes([n])) for n in range(3)]
+    (tmp_path / "sha256" / refs[0].sha256[:2] / ".draft").write_bytes(b"half")
+    assert set(store.digests()) == {ref.sha256 for ref in refs}
+
+
+def test_a_pointer_is_replaced_whole(store: BlobStore) -> None:
+    assert store.pointer("lineages/main") is None
+    store.set_pointer("lineages/main", b"1")
+    store.set_pointer("lineages/main", b"2")
+    assert store.pointer("lineages/main") == b"2"
+
+
+async def test_the_async_forms_do_the_same(store: BlobStore) -> None:
+    assert await store.aget(await store.aput(b"x")) == b"x"

@@ -1,0 +1,97 @@
+"""P11: a setting that nobody would use stops the start, with its name, its value and a remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from headrace_runtime.errors import SettingError
+from headrace_runtime.settings import Common, Section, ServiceSettings, is_loopback, load
+
+
+class Inner(Section):
+    size_max: int = 10
+
+
+class GatewaySettings(ServiceSettings):
+    mode: Literal["a", "b"] = "a"
+    inner: Inner = Inner()
+
+
+def config(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "headrace.toml"
+    path.write_text(text)
+    return path
+
+
+def loaded(path: Path | None = None, **environ: str) -> tuple[Common, GatewaySettings]:
+    return load("gateway", GatewaySettings, path, environ)
+
+
+def test_defaults_need_no_file() -> None:
+    common, own = loaded()
+    assert common.bus.address == "127.0.0.1:9092"
+    assert own.mode == "a"
+
+
+def test_the_environment_overrides_the_file(tmp_path: Path) -> None:
+    path = config(tmp_path, 'data_dir = "x"\n[gateway]\nmode = "b"\n[gateway.inner]\nsize_max = 3\n')
+    common, own = loaded(path, HEADRACE_GATEWAY__INNER__SIZE_MAX="4", HEADRACE_BUS__ADDRESS="kafka:9092")
+    assert (own.mode, own.inner.size_max, common.bus.address, common.data_dir) == ("b", 4, "kafka:9092", Path("x"))
+
+
+def test_other_services_sections_are_theirs_to_check(tmp_path: Path) -> None:
+    loaded(config(tmp_path, "[trainer]\nanything = 1\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[gatway]\nport = 1\n", r"gatway = .*unknown; did you mean 'gateway'\?"),
+        ("[gateway]\nprot = 1\n", r"gateway\.prot = 1: unknown; did you mean 'port'\?"),
+        ("[gateway.inner]\nsize_mx = 1\n", r"gateway\.inner\.size_mx = 1: unknown; did you mean 'size_max'\?"),
+        ("[gateway]\nport = 'eighty'\n", r"gateway\.port = 'eighty': .*integer"),
+        ("[gateway]\nport = 70000\n", r"gateway\.port = 70000"),
+        ("[gateway]\nmode = 'c'\n", r"gateway\.mode = 'c': .*'a' or 'b'"),
+        ("[bus]\nadress = 'x'\n", r"bus\.adress = 'x': unknown; did you mean 'address'\?"),
+        ("[gateway\n", r"is not valid TOML"),
+        ("[gateway]\nhost = '0.0.0.0'\n", r"gateway\.host = '0\.0\.0\.0': .*security\.internal_key"),
+    ],
+)
+def test_mistakes_in_the_file_stop_the_start(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        loaded(config(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("HEADRACE_GATEWAY__PROT", r"gateway\.prot"),
+        ("HEADRACE_GATWAY__PORT", r"gatway"),
+        ("HEADRACE_NONSENSE", r"nonsense"),
+        ("HEADRACE_GATEWAY__PORT__DEEP", r"gateway\.port"),
+    ],
+)
+def test_mistakes_in_the_environment_stop_the_start(name: str, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        load("gateway", GatewaySettings, None, {name: "1"})
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(SettingError, match=r"/does/not/exist.*cannot be read"):
+        loaded(Path("/does/not/exist"))
+
+
+def test_beyond_loopback_with_a_key_is_allowed() -> None:
+    _, own = loaded(HEADRACE_GATEWAY__HOST="0.0.0.0", HEADRACE_SECURITY__INTERNAL_KEY="k")
+    assert own.host == "0.0.0.0"
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("db", False)],
+)
+def test_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
