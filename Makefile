@@ -25,6 +25,22 @@ $(VENV)/installed: $(UV) requirements.lock $(MEMBERS:%=%/pyproject.toml)
 	$(UV) pip install --quiet --no-deps --no-build-isolation --python $(BIN)/python $(MEMBERS:%=--editable ./%)
 	@touch $@
 
+PACKAGES := headrace_schemas headrace_runtime headrace headrace_gateway $(addprefix headrace_,$(notdir $(wildcard services/*)))
+
+schemas: $(VENV)/installed ## write JSON Schema and AsyncAPI from the models
+	$(BIN)/python -m headrace_schemas.generate
+
+lint: $(VENV)/installed ## ruff, mypy strict, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(PACKAGES:%=-p %)
+	$(BIN)/mypy tests benchmarks examples
+	$(BIN)/lint-imports
+
+test: $(VENV)/installed ## every test, fast ones first; under 10 minutes on 2 cores
+	mkdir -p reports
+	$(BIN)/pytest tests/unit tests/repo tests/docs tests/contract tests/simulation tests/integration tests/e2e
+
 DISTRIBUTIONS := schemas runtime gateway $(notdir $(wildcard services/*))
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-annotate --no-header
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import kafka_node, postgres_node
+from tests.support import kafka_node, postgres_node, presence
 from tests.support.broker_process import BrokerProcess
 
 
@@ -23,9 +23,7 @@ def embedded_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def kafka_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Bootstrap address of a real Apache Kafka."""
-    reason = kafka_node.missing()
-    if reason:
-        pytest.skip(f"Kafka: {reason}")
+    presence.need("kafka")
     node = kafka_node.KafkaNode(tmp_path_factory.mktemp("kafka"))
     node.start()
     yield node.address
@@ -41,9 +39,7 @@ def bus(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[postgres_node.PostgresNode]:
-    reason = postgres_node.missing()
-    if reason:
-        pytest.skip(f"PostgreSQL: {reason}")
+    presence.need("postgres")
     node = postgres_node.PostgresNode(tmp_path_factory.mktemp("postgres"))
     node.start()
     yield node
@@ -62,3 +58,11 @@ def database_url(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
     return tmp_path / "data"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say plainly which real servers were used and which tests did not run for want of one."""
+    ran = ["the embedded broker", "SQLite", *sorted(presence.used)]
+    terminalreporter.write_line(f"real parts used where a test asked for them: {', '.join(ran)}")
+    for name, reason in sorted(presence.absent.items()):
+        terminalreporter.write_line(f"NOT RUN: tests that need {name} ({reason})", yellow=True)

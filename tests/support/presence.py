@@ -1,0 +1,40 @@
+"""Which real servers and programs tests could use here, and which tests did not run for want of one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+
+import pytest
+
+from tests.support import kafka_node, postgres_node
+
+REQUIRED = frozenset(filter(None, os.environ.get("REQUIRED_SERVERS", "").split(",")))
+"""Names whose absence is a failure: continuous integration sets all of them."""
+
+
+def _program(name: str) -> Callable[[], str | None]:
+    return lambda: None if shutil.which(name) else f"{name} is not installed"
+
+
+CHECKS: dict[str, Callable[[], str | None]] = {
+    "kafka": kafka_node.missing,
+    "postgres": postgres_node.missing,
+    "kcat": _program("kcat"),
+    "node": _program("node"),
+}
+used: set[str] = set()
+absent: dict[str, str] = {}
+
+
+def need(name: str) -> None:
+    """Go on when `name` is here; else skip the test, or fail it where `name` is required."""
+    reason = CHECKS[name]()
+    if reason is None:
+        used.add(name)
+        return
+    absent[name] = reason
+    if name in REQUIRED:
+        pytest.fail(f"{name} is required here: {reason}")
+    pytest.skip(f"{name}: {reason}")
