@@ -1,0 +1,117 @@
+"""Rules that keep the repository a pleasure to read. They only ever get stricter."""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LINES_MAX = 400
+MEDIAN_MAX = 130
+SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if (path / "pyproject.toml").exists())
+
+
+def tracked(pattern: str = "") -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).exists()]
+
+
+SOURCES = [path for path in tracked("*.py") if "tests" not in path.parts]
+
+
+def lines(path: Path) -> int:
+    return path.read_text(encoding="utf-8").count("\n")
+
+
+@pytest.mark.parametrize("path", tracked("*.py"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_is_longer_than_it_should_be(path: Path) -> None:
+    assert lines(path) <= LINES_MAX, "split it: one idea per file"
+
+
+def test_the_median_file_fits_two_screens() -> None:
+    assert statistics.median(lines(path) for path in SOURCES if path.name != "__init__.py") <= MEDIAN_MAX
+
+
+def test_every_module_and_public_class_says_what_it_is() -> None:
+    silent = []
+    for path in SOURCES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if tree.body and ast.get_docstring(tree) is None:
+            silent.append(f"{path.relative_to(ROOT)}: the module")
+        public = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+        silent += [f"{path.relative_to(ROOT)}: {node.name}" for node in public if ast.get_docstring(node) is None]
+    assert silent == []
+
+
+def test_no_heavy_module_is_imported_at_the_top_of_a_start_file() -> None:
+    heavy = {"torch", "transformers", "peft", "faust", "aiokafka", "sqlalchemy", "starlette", "uvicorn"}
+    for path in SOURCES:
+        if path.name not in {"__main__.py", "settings.py"}:
+            continue
+        names = {name for node in ast.walk(ast.parse(path.read_text())) for name in _imported(node)}
+        assert not names & heavy, f"{path.relative_to(ROOT)} imports {names & heavy}"
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name.split(".")[0] for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [node.module.split(".")[0]]
+    return []
+
+
+@pytest.mark.parametrize("service", [*SERVICES, "gateway"])
+def test_a_service_has_its_furniture(service: str) -> None:
+    folder = ROOT / "gateway" if service == "gateway" else ROOT / "services" / service
+    package = folder / "src" / f"headrace_{service}"
+    for name in ("__init__.py", "__main__.py", "app.py", "settings.py", "py.typed"):
+        assert (package / name).exists(), name
+    readme = (folder / "README.md").read_text(encoding="utf-8").lower()
+    for word in ("consumes", "produces", "state", "dies", "metrics"):
+        assert word in readme, f"the README of {service} says nothing about {word!r}"
+
+
+def test_metrics_are_made_in_their_catalogue_only() -> None:
+    maker = re.compile(r"^\s*\w+\s*=\s*(Counter|Gauge|Histogram)\(", re.MULTILINE)
+    for path in SOURCES:
+        if path.name != "metrics.py":
+            assert not maker.search(path.read_text(encoding="utf-8")), path.relative_to(ROOT)
+
+
+def test_nothing_names_a_machine_or_a_registry() -> None:
+    hosts = ["pypi" + ".org", "pythonhosted" + ".org", "registry.npmjs" + ".org", "repo1.maven" + ".org"]
+    machine = [f"/{folder}/" for folder in ("work", "root")]
+    for path in tracked():
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for word in [*hosts, *machine]:
+            assert word not in text, f"{path.relative_to(ROOT)} holds {word!r}"
+
+
+def test_every_locked_package_has_a_hash_and_an_exact_version() -> None:
+    text = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    entries = re.split(r"\n(?=[a-z0-9])", "\n" + text)[1:]
+    assert len(entries) > 100
+    for entry in entries:
+        assert re.match(r"[a-z0-9._-]+(\[[a-z,_-]+\])?==[^ ]+ ", entry), entry[:80]
+        assert "--hash=sha256:" in entry, entry[:80]
+
+
+def test_the_readme_is_short() -> None:
+    assert lines(ROOT / "README.md") < 200
+
+
+@pytest.mark.parametrize("path", tracked("*.md"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+        assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links to {target}"
+
+
+def test_skips_have_reasons() -> None:
+    bare = re.compile(r"pytest\.(skip\(\)|mark\.skip\b(?!\())")
+    for path in tracked("tests/*.py"):
+        assert not bare.search(path.read_text(encoding="utf-8")), path.relative_to(ROOT)
