@@ -20,6 +20,8 @@ from headrace_runtime.upsert import upsert
 
 @dataclass(frozen=True, slots=True)
 class Job:
+    """A leased piece of work."""
+
     job_id: str
     kind: str
     payload: bytes

@@ -37,6 +37,8 @@ class Section(BaseModel):
 
 
 class BusSettings(Section):
+    """Where the bus is and how long to wait for it."""
+
     address: str = "127.0.0.1:9092"
     """Kafka bootstrap address, ours or Apache Kafka's: `host:port`, several separated by commas."""
     replication: Annotated[int, Field(ge=1)] = 1
@@ -50,6 +52,8 @@ class BusSettings(Section):
 
 
 class DatabaseSettings(Section):
+    """Where a service's own state lives."""
+
     url: str = "sqlite"
     """`sqlite` for a file per service under `data_dir`, or `postgresql://user:password@host/database`."""
     pool_size: Annotated[int, Field(ge=1, le=100)] = 5
@@ -57,11 +61,15 @@ class DatabaseSettings(Section):
 
 
 class BlobSettings(Section):
+    """Where large content lives."""
+
     url: str = ""
     """An fsspec URL such as `s3://bucket/headrace`; empty for a folder under `data_dir`."""
 
 
 class LogSettings(Section):
+    """What is written to standard error, and how."""
+
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is written."""
     format: Literal["json", "console"] = "json"
@@ -69,6 +77,8 @@ class LogSettings(Section):
 
 
 class SecuritySettings(Section):
+    """What services know about each other."""
+
     internal_key: str = ""
     """Bearer token between services; required as soon as one of them listens beyond loopback."""
 

@@ -13,18 +13,24 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class FunctionCall(Model):
+    """The function that a tool call names."""
+
     name: Text
     arguments: LongText
     """JSON as the model wrote it; it may be malformed, that is the model's doing and the reward's business."""
 
 
 class ToolCall(Model):
+    """A call that the model asked for."""
+
     id: Text
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
 class TextPart(Model):
+    """One part of a content that came as a list."""
+
     type: Literal["text"] = "text"
     text: LongText
 
@@ -48,6 +54,8 @@ class Message(Model):
 
 
 class FunctionDefinition(Model):
+    """What a tool is called and takes."""
+
     name: Text
     description: LongText | None = None
     parameters: dict[str, JsonValue] | None = None
@@ -56,6 +64,8 @@ class FunctionDefinition(Model):
 
 
 class Tool(Model):
+    """A tool that the model was offered."""
+
     type: Literal["function"] = "function"
     function: FunctionDefinition
 

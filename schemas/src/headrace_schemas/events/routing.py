@@ -59,6 +59,8 @@ class Probe(Model):
 
 
 class LoadedVersion(Model):
+    """What a replica has made of one version so far."""
+
     version: Version
     state: Literal["loading", "ready", "draining", "failed"]
     error: LongText | None = None

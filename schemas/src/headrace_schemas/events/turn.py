@@ -34,6 +34,8 @@ class Choice(Model):
 
 
 class Usage(Model):
+    """Token counts as the engine reported them."""
+
     prompt_tokens: Annotated[int, Field(ge=0)]
     completion_tokens: Annotated[int, Field(ge=0)]
 
