@@ -16,7 +16,7 @@ MEDIAN_MAX = 130
 SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if (path / "pyproject.toml").exists())
 
 
-def tracked(pattern: str = "") -> list[Path]:
+def tracked(pattern: str = "*") -> list[Path]:
     listed = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True, check=True)
     return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).exists()]
 
