@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -39,11 +40,18 @@ class Service(Generic[S]):
     def _main(self) -> int:
         parser = argparse.ArgumentParser(prog=f"headrace_{self.name}", description=self.summary)
         parser.add_argument("--config", type=Path, default=os.environ.get(CONFIG_VARIABLE), help="a TOML file")
+        parser.add_argument("--check-config", action="store_true", help="read the settings, start nothing")
+        parser.add_argument("--describe-settings", action="store_true", help="print every setting as JSON and stop")
+        arguments = parser.parse_args()
+        if arguments.describe_settings:
+            return self._describe()
         try:
-            common, own = load(self.name, self.settings, parser.parse_args().config)
+            common, own = load(self.name, self.settings, arguments.config)
         except SettingError as error:
             print(f"headrace {self.name}: {error}", file=sys.stderr)  # noqa: T201 (logs are not configured yet)
             return 2
+        if arguments.check_config:
+            return 0
         from headrace_runtime import logs
 
         logs.configure(self.name, common.logs)
@@ -63,6 +71,14 @@ class Service(Generic[S]):
         except BaseExceptionGroup as group:
             log.error("crashed", error=repr(group.exceptions), exc_info=group)
             return 1
+        return 0
+
+    def _describe(self) -> int:
+        from headrace_runtime.reference import describe
+
+        described = {"common": describe(Common), self.name: describe(self.settings, f"{self.name}.")}
+        text = json.dumps({name: [doc.model_dump() for doc in docs] for name, docs in described.items()})
+        sys.stdout.write(text + "\n")
         return 0
 
 

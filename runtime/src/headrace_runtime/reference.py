@@ -1,0 +1,60 @@
+"""A service's settings as data: what `--describe-settings` prints and `headrace config` turns into a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import BaseModel, JsonValue, TypeAdapter
+from pydantic.fields import FieldInfo
+
+_BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+
+
+class SettingDoc(BaseModel):
+    """One setting. `name` is its dotted path, `default` is None when it has none or when None is the default."""
+
+    name: str
+    kind: str
+    default: JsonValue = None
+    required: bool = False
+    description: str = ""
+
+
+def describe(model: type[BaseModel], prefix: str = "") -> Iterator[SettingDoc]:
+    """Every setting of a section, depth first, plain values before inner sections, as TOML wants them."""
+    inner = []
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            inner.append((name, field.annotation))
+        else:
+            yield _doc(prefix + name, field)
+    for name, section in inner:
+        yield from describe(section, f"{prefix}{name}.")
+
+
+def _doc(name: str, field: FieldInfo) -> SettingDoc:
+    annotated: Any = Annotated[field.annotation, field]
+    adapter: TypeAdapter[Any] = TypeAdapter(annotated)
+    value = None if field.is_required() else field.get_default(call_default_factory=True)
+    return SettingDoc(
+        name=name,
+        kind=_kind(adapter.json_schema()),
+        default=None if value is None else adapter.dump_python(value, mode="json"),
+        required=field.is_required(),
+        description=" ".join((field.description or "").split()),
+    )
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    """A JSON Schema as a few words: `integer ≥ 1`, `"json" or "console"`, `list of string`."""
+    if "enum" in schema:
+        return " or ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in schema["enum"])
+    if "anyOf" in schema:
+        return " or ".join(_kind(one) for one in schema["anyOf"])
+    if "$ref" in schema or schema.get("type") == "object":
+        return "table"
+    if schema.get("type") == "array":
+        return f"list of {_kind(schema.get('items', {}))}"
+    bounds = [f"{sign} {schema[key]}" for key, sign in _BOUNDS.items() if key in schema]
+    return " ".join([schema.get("type", "value"), *bounds])

@@ -1,0 +1,39 @@
+"""Every setting can be asked for: name, kind, default, meaning."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from headrace_runtime.reference import SettingDoc, describe
+from headrace_runtime.settings import Common, Section
+
+
+class Gate(Section):
+    command: tuple[str, ...] = ()
+    """What plays the held-out tasks."""
+    margin: Annotated[float, Field(ge=0, le=1)] = 0.05
+
+
+class Own(Section):
+    gate: Gate = Gate()
+    key: str
+    mode: Literal["a", "b"] | None = None
+    weights: dict[str, float] = Field(default_factory=lambda: {"feedback": 1.0})
+
+
+def test_settings_are_listed_with_values_before_sections() -> None:
+    assert list(describe(Own, "own.")) == [
+        SettingDoc(name="own.key", kind="string", required=True),
+        SettingDoc(name="own.mode", kind='"a" or "b" or null'),
+        SettingDoc(name="own.weights", kind="table", default={"feedback": 1.0}),
+        SettingDoc(
+            name="own.gate.command", kind="list of string", default=[], description="What plays the held-out tasks."
+        ),
+        SettingDoc(name="own.gate.margin", kind="number ≥ 0 ≤ 1", default=0.05),
+    ]
+
+
+def test_every_common_setting_says_what_it_is() -> None:
+    assert [doc.name for doc in describe(Common) if not doc.description] == []
