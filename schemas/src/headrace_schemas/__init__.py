@@ -19,6 +19,7 @@ from headrace_schemas.events.reward import Reward
 from headrace_schemas.events.routing import LoadedVersion, Probe, Replica, Routing, ServedVersion
 from headrace_schemas.events.trajectory import Branch, Dialogue, LeftOut, Span, Trajectory
 from headrace_schemas.events.turn import Choice, Turn, Usage
+from headrace_schemas.reward_result import RewardResult
 
 EVENTS: dict[str, type[Event]] = {
     event.topic: event
@@ -59,6 +60,7 @@ __all__ = [
     "Replica",
     "Reward",
     "RewardPart",
+    "RewardResult",
     "Routing",
     "Sampling",
     "ServedVersion",

@@ -131,3 +131,19 @@ def test_a_refusal_names_the_field_and_never_the_value() -> None:
 def test_junk_is_an_invalid_event_on_every_topic(event: type[Event], junk: bytes) -> None:
     with pytest.raises(InvalidEvent):
         event.from_json(junk)
+
+
+def test_a_trajectory_names_the_versions_of_what_was_left_out_too() -> None:
+    data = example("trajectories/two-turns")
+    data["left_out"] = [{"turn_id": "greedy", "reason": "truncated_sampling", "version": "email-agent@" + "c" * 12}]
+    data["dialogues"].append({"messages": [{"role": "assistant", "content": "a line with nothing to train"}]})
+    trajectory = Trajectory.model_validate(data)
+    assert trajectory.versions == ("email-agent@5a1c0ffee0ddba11", "email-agent@cccccccccccc")
+    assert trajectory.final_answer == "Ada"
+
+
+def test_each_branch_has_its_dialogue() -> None:
+    data = example("trajectories/two-turns")
+    data["branches"] *= 2
+    with pytest.raises(ValidationError, match="1 dialogues for 2 branches"):
+        Trajectory.model_validate(data)

@@ -12,8 +12,8 @@ from headrace_schemas.events.chat import FinishReason, Message, Tool
 from headrace_schemas.events.turn import Purpose
 from headrace_schemas.ids import derived_id
 
-EndReason = Literal["end_call", "feedback", "commit", "idle", "ingest"]
-LeftOutReason = Literal["retried", "undelivered", "truncated_sampling", "mixed_version"]
+EndReason = Literal["end_call", "feedback", "commit", "idle", "limit", "ingest"]
+LeftOutReason = Literal["retried", "undelivered", "truncated_sampling", "empty"]
 
 
 class Span(Model):
@@ -78,6 +78,8 @@ class LeftOut(Model):
 
     turn_id: Text
     reason: LeftOutReason
+    version: Version | None = None
+    """What answered it: sampling at temperature 0 cannot be trained, yet it counts when versions are compared."""
 
 
 class Trajectory(Event):
@@ -100,7 +102,7 @@ class Trajectory(Event):
     model: ModelName
     branches: tuple[Branch, ...] = Field(max_length=1024)
     dialogues: tuple[Dialogue, ...] = Field(default=(), max_length=1024)
-    """One for each branch, in the same order; empty when the producer has none."""
+    """One for each branch, in the same order, then those that hold nothing to train; empty when there are none."""
     tools: tuple[Tool, ...] = Field(default=(), max_length=1024)
     left_out: tuple[LeftOut, ...] = Field(default=(), max_length=4096)
     parts: Annotated[int, Field(ge=1)] = 1
@@ -110,7 +112,7 @@ class Trajectory(Event):
 
     @model_validator(mode="after")
     def _dialogues_match_branches(self) -> Self:
-        if self.dialogues and len(self.dialogues) != len(self.branches):
+        if self.dialogues and len(self.dialogues) < len(self.branches):
             raise ValueError(f"{len(self.dialogues)} dialogues for {len(self.branches)} branches")
         return self
 
@@ -131,6 +133,12 @@ class Trajectory(Event):
         """Every turn of the run, left out or not."""
         spoken = (turn_id for branch in self.branches for turn_id in branch.turn_ids)
         return tuple(dict.fromkeys([*spoken, *(item.turn_id for item in self.left_out)]))
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """Every version that took part, also through turns that were left out."""
+        trained = (span.version for branch in self.branches for span in branch.spans)
+        return tuple(dict.fromkeys([*trained, *(item.version for item in self.left_out if item.version)]))
 
     @property
     def messages(self) -> tuple[Message, ...]:

@@ -1,0 +1,18 @@
+"""What a reward function may return when a bare number does not say enough."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from headrace_schemas.base import Finite, LongText, Model, Text
+
+
+class RewardResult(Model):
+    """A verdict with its reasons. `value` None abstains, which is not the same as 0.0 (P6).
+
+    With `value` left out and `criteria` given, the value is their mean.
+    """
+
+    value: Finite | None = None
+    criteria: dict[Text, Finite] = Field(default_factory=dict, max_length=64)
+    reason: LongText | None = None
