@@ -35,11 +35,15 @@ class BlobStore:
     def open(cls, common: Common) -> BlobStore:
         return cls(common.blobs.url or (common.data_dir.absolute() / "blobs").as_uri())
 
+    def ref(self, data: bytes) -> BlobRef:
+        """The reference that `put` would return, without storing anything."""
+        digest = hashlib.sha256(data).hexdigest()
+        return BlobRef(uri=self._fs.unstrip_protocol(self._path(digest)), sha256=digest, size=len(data))
+
     def put(self, data: bytes) -> BlobRef:
         """Store and return the reference. Atomic: a blob is whole or absent. Raises `Unavailable`."""
-        digest = hashlib.sha256(data).hexdigest()
-        path = self._path(digest)
-        ref = BlobRef(uri=self._fs.unstrip_protocol(path), sha256=digest, size=len(data))
+        ref = self.ref(data)
+        path = self._path(ref.sha256)
         try:
             if not self._fs.exists(path):
                 self._write(path, data)
@@ -98,6 +102,7 @@ class BlobStore:
             self._fs.pipe_file(path, data)  # object stores replace whole objects
             return
         target = Path(path)
+        missing = [folder for folder in target.parents if not folder.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
         with draft.open("wb") as file:
@@ -105,7 +110,20 @@ class BlobStore:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(target)
+        for folder in (target.parent, *(folder.parent for folder in missing)):
+            _sync_folder(folder)
 
     @staticmethod
     def _protocols(fs: Any) -> tuple[str, ...]:
         return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make new names in `folder` survive a power cut; a pointer must not fall back to what has since been deleted."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

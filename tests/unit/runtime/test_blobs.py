@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,27 @@ def test_a_pointer_is_replaced_whole(store: BlobStore) -> None:
     store.set_pointer("lineages/main", b"1")
     store.set_pointer("lineages/main", b"2")
     assert store.pointer("lineages/main") == b"2"
+
+
+def test_a_rename_is_durable_before_the_write_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def record(handle: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{handle}").readlink())
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", record)
+    BlobStore(tmp_path.as_uri()).set_pointer("lineages/main", b"1")
+    folder = tmp_path / "pointers" / "lineages"
+    assert synced[0].parent == folder, "first the bytes"
+    assert synced[1:] == [folder, folder.parent, tmp_path], "then its name, then the names of new folders"
+
+
+def test_a_reference_is_known_before_the_blob_is_stored(store: BlobStore) -> None:
+    ref = store.ref(b"x")
+    assert ref.sha256 not in set(store.digests())
+    assert store.put(b"x") == ref
 
 
 async def test_the_async_forms_do_the_same(store: BlobStore) -> None:

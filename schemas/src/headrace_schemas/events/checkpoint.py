@@ -16,6 +16,7 @@ DropReason = Literal[
     "superseded",
     "already_trained",
     "unchanged",
+    "singleton",
     "invalid",
     "too_long",
     "overflow",
