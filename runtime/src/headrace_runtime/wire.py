@@ -82,7 +82,11 @@ async def decode(record: Record, blobs: BlobStore, *, topic: str | None = None) 
     if any(name == "ce_dataref" for name, _ in record.headers):
         value = await _fetch(model.type, value, blobs)
     event = model.from_json(value)
-    return Received(event, Envelope.read(record.headers, event), record)
+    try:
+        envelope = Envelope.read(record.headers, event)
+    except ValueError:  # `derived_id` refuses it
+        raise InvalidEvent("invalid_event", f"{model.type}: an identifier holds a NUL character") from None
+    return Received(event, envelope, record)
 
 
 async def _fetch(kind: str, value: bytes, blobs: BlobStore) -> bytes:

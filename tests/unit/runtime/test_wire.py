@@ -82,3 +82,10 @@ async def test_poison_has_a_reason(blobs: BlobStore, record: Record, reason: str
     with pytest.raises(InvalidEvent) as refusal:
         await decode(record, blobs)
     assert refusal.value.reason == reason
+
+
+async def test_an_identifier_from_which_no_id_can_be_derived_is_poison(blobs: BlobStore) -> None:
+    value = feedback().to_json().replace(b'"feedback_id":"f"', b'"feedback_id":"f\\u0000"')
+    with pytest.raises(InvalidEvent) as refusal:
+        await decode(Record("feedback", 0, 0, b"k", value), blobs)
+    assert refusal.value.reason == "invalid_event"
