@@ -11,12 +11,11 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import faust
-from aiokafka import TopicPartition
 
-from headrace_runtime.consumer import consumer
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import QUEUE_LENGTH
+from headrace_runtime.offsets import Offsets
 from headrace_runtime.processor import Processor
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import Record
@@ -37,6 +36,7 @@ class FaustHost:
         self._batch_max = batch_max
         self._queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=batch_max * 2)
         self._app = _app(group, bus)
+        self._offsets = Offsets(bus, group)
         self.assigned = asyncio.Event()
         """Set while the group has given us our partitions; the service is ready then."""
 
@@ -46,11 +46,10 @@ class FaustHost:
         Nothing is lost by that: what was not acknowledged is delivered again, and what was handled is deduped.
         """
         self._declare()
-        ends = consumer(self._bus, f"{self._app.conf.id}-ends")
-        await ends.start()
-        self._processor.ends = lambda topic: _ends(ends, topic)
-        await self._processor.recover()
         try:
+            await self._offsets.start()
+            self._processor.ends = self._offsets.ends
+            await self._processor.recover(await self._offsets.starts(self._topics))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._work())
                 group.create_task(self._prune())
@@ -58,7 +57,7 @@ class FaustHost:
                 await self._app.start()
         finally:
             await self._app.stop()
-            await ends.stop()
+            await self._offsets.stop()
 
     def _declare(self) -> None:
         channel = self._app.topic(
@@ -141,11 +140,3 @@ def _record(event: Any) -> Record:
         tuple(headers),
         message.timestamp_ms if hasattr(message, "timestamp_ms") else int(message.timestamp * 1000),
     )
-
-
-async def _ends(reader: Any, topic: str) -> Mapping[int, int]:
-    if not reader.partitions_for_topic(topic):
-        await reader.topics()
-    partitions = [TopicPartition(topic, number) for number in reader.partitions_for_topic(topic) or ()]
-    found = await reader.end_offsets(partitions)
-    return {partition.partition: offset for partition, offset in found.items()}

@@ -40,6 +40,20 @@ class Jobs:
         values = {"kind": kind, "payload": payload, "attempts": 0, "due_ms": epoch_ms(due)}
         await upsert(tx, self._table, {"job_id": job_id}, values, update=False)
 
+    async def start(self, tx: AsyncConnection, job_id: str, kind: str, payload: bytes, until: datetime) -> Job | None:
+        """Add a job that is leased to the caller already, which saves a round trip; None when one waits already.
+
+        The work may begin at once: `finish` tells whether `tx` was committed.
+        """
+        values = {"kind": kind, "payload": payload, "attempts": 1, "due_ms": epoch_ms(until)}
+        added = await upsert(tx, self._table, {"job_id": job_id}, values, update=False)
+        return Job(job_id, kind, payload, 0) if added else None
+
+    async def release(self, tx: AsyncConnection, kind: str, now: datetime) -> None:
+        """End every lease. For a process that starts and has the database to itself: whoever leased is dead."""
+        leased = (self._table.c.kind == kind) & (self._table.c.due_ms > epoch_ms(now)) & (self._table.c.attempts > 0)
+        await tx.execute(update(self._table).where(leased).values(due_ms=epoch_ms(now)))
+
     async def lease(self, tx: AsyncConnection, kind: str, now: datetime, lease: timedelta, limit: int) -> list[Job]:
         """Take up to `limit` due jobs; nobody else gets them before `now + lease`."""
         table = self._table
@@ -58,7 +72,7 @@ class Jobs:
         return [Job(row["job_id"], row["kind"], row["payload"], row["attempts"]) for row in rows]
 
     async def finish(self, tx: AsyncConnection, job: Job) -> bool:
-        """Remove a job that was leased. False: the lease had run out and somebody else has it; discard the result."""
+        """Remove a job that was leased. False: it is somebody else's or never came to be; discard the result."""
         mine = (self._table.c.job_id == job.job_id) & (self._table.c.attempts == job.attempts + 1)
         return bool((await tx.execute(delete(self._table).where(mine))).rowcount)
 

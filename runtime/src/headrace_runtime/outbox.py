@@ -43,11 +43,11 @@ class Outbox:
         """Owe `records` to the bus as part of `tx`, and forget rows that the bus has acknowledged. Once per `tx`."""
         if self._acknowledged:
             await tx.execute(delete(self._table).where(self._table.c.id.in_(self._acknowledged)))
-        now = epoch_ms(self._clock.now())
-        for record in records:
-            result = await tx.execute(insert(self._table).values(**_row(record), at_ms=now))
-            assert result.inserted_primary_key is not None
-            self._added.append((result.inserted_primary_key[0], record))
+        if records:
+            now = epoch_ms(self._clock.now())
+            ids = insert(self._table).returning(self._table.c.id, sort_by_parameter_order=True)
+            rows = await tx.execute(ids, [{**_row(record), "at_ms": now} for record in records])
+            self._added = list(zip(rows.scalars(), records, strict=True))
 
     def committed(self) -> None:
         """The transaction of the last `add` is durable."""

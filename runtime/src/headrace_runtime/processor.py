@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import delete, insert, select
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime import tracing
@@ -20,7 +21,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock, epoch_ms
 from headrace_runtime.database import Database
 from headrace_runtime.dead_letters import dead_letter
-from headrace_runtime.errors import InvalidEvent, Unavailable
+from headrace_runtime.errors import HeadraceError, InvalidEvent, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import BATCH_SECONDS, EVENT_AGE_SECONDS, EVENTS_HANDLED, RETRIES
 from headrace_runtime.outbox import Outbox
@@ -55,7 +56,10 @@ It must be deterministic in the event and the tables. It may raise `InvalidEvent
 """
 
 Step = Callable[[AsyncConnection, datetime], Awaitable[Sequence[Event]]]
-"""Timed work: like a handler, without an event."""
+"""Work without an event of its own: like a handler, but nothing can be dead-lettered for it.
+
+It may raise `Unavailable`; anything else is a bug and stops the process.
+"""
 
 Ends = Callable[[str], Awaitable[Mapping[int, int]]]
 
@@ -75,6 +79,18 @@ class Limits:
 DEFAULT_LIMITS = Limits()
 
 
+class StepFailed(HeadraceError):
+    """A step raised something that is no record's fault. Stops the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """A record that could not be decoded."""
+
+    record: Record
+    letter: Event
+
+
 @dataclass(slots=True)
 class Processor:
     """Runs handlers over batches. `process` and `step` never overlap; any task may call them."""
@@ -87,10 +103,12 @@ class Processor:
     blobs: BlobStore
     clock: Clock
     limits: Limits = DEFAULT_LIMITS
-    ends_of: Mapping[str, str] = field(default_factory=dict)
-    """Topic to the topic whose end offsets its handler wants to know."""
+    ends_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Topic to the topics whose end offsets its handler wants to know."""
+    settle: Step | None = None
+    """What follows from a batch as a whole: runs in its transaction, when `position` already includes it."""
     ends: Ends | None = None
-    """Asks the bus for end offsets; set by the host."""
+    """Asks the bus for end offsets, raising `Unavailable`; set by the host."""
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def process(self, records: Sequence[Record]) -> None:
@@ -106,8 +124,17 @@ class Processor:
             await self._persist(lambda: self._commit([], work=work))
             await self._persist(self.outbox.flush)
 
-    async def recover(self) -> None:
-        """Send what a crash left in the outbox. Called once, before the first batch."""
+    async def recover(self, starts: Mapping[tuple[str, int], int] | None = None) -> None:
+        """Send what a crash left in the outbox. Called once, before the first batch.
+
+        `starts` tells from where each (topic, partition) will be read. A database that knows no position yet takes it
+        from there, so that `position` reaches an end also where nothing is left to read.
+        """
+        if starts:
+            async with self.database.transaction() as tx:
+                for (topic, partition), offset in starts.items():
+                    place = {"topic": topic, "partition": partition}
+                    await upsert(tx, self.tables.positions, place, {"next_offset": offset}, update=False)
         adopted = await self.outbox.adopt(at_start=True)
         if adopted:
             log.info("outbox_adopted", rows=adopted)
@@ -135,72 +162,65 @@ class Processor:
             attempt += 1
 
     async def _handle(self, records: Sequence[Record]) -> None:
-        received, letters = await self._decode(records)
-        decoded = {id(item.record) for item in received}
-        refused = [record for record in records if id(record) not in decoded]
+        items = [await self._decode(record) for record in records]
         try:
-            await self._commit(received, letters, refused)
-        except Unavailable:
+            await self._commit(items)
+        except (Unavailable, StepFailed):
             raise
         except Exception as error:  # noqa: BLE001 (find out which record it was)
-            log.warning("batch_split", error=repr(error), size=len(received))
-            await self._commit([], letters, refused)
-            for item in received:
+            log.warning("batch_split", error=repr(error), size=len(items))
+            for item in items:  # one by one and in order, so that `position` never promises what has yet to be done
                 await self._handle_alone(item)
 
-    async def _handle_alone(self, item: Received) -> None:
+    async def _handle_alone(self, item: Received | _Refused) -> None:
         for attempt in range(1, self.limits.attempts + 1):
             try:
                 return await self._commit([item])
-            except Unavailable:
+            except (Unavailable, StepFailed):
                 raise
             except InvalidEvent as error:
-                letter = dead_letter(self.service, item.record, error.reason, str(error))
-                return await self._commit([], [letter], [item.record])
+                return await self._refuse(item.record, error.reason, str(error), attempt)
             except Exception as error:
                 log.exception("handler_failed", topic=item.record.topic, offset=item.record.offset, attempt=attempt)
                 if attempt == self.limits.attempts:
-                    letter = dead_letter(self.service, item.record, "handler_error", repr(error), attempt)
-                    return await self._commit([], [letter], [item.record])
+                    return await self._refuse(item.record, "handler_error", repr(error), attempt)
         raise AssertionError("unreachable")
 
-    async def _decode(self, records: Sequence[Record]) -> tuple[list[Received], list[Event]]:
-        received: list[Received] = []
-        letters: list[Event] = []
-        for record in records:
-            try:
-                received.append(await decode(record, self.blobs))
-            except InvalidEvent as error:
-                EVENTS_HANDLED.labels(record.topic, "refused").inc()
-                letters.append(dead_letter(self.service, record, error.reason, str(error)))
-        return received, letters
+    async def _refuse(self, record: Record, reason: str, error: str, attempts: int) -> None:
+        await self._commit([_Refused(record, dead_letter(self.service, record, reason, error, attempts))])
 
-    async def _commit(
-        self,
-        received: Sequence[Received],
-        letters: Sequence[Event] = (),
-        refused: Sequence[Record] = (),
-        work: Step | None = None,
-    ) -> None:
+    async def _decode(self, record: Record) -> Received | _Refused:
+        try:
+            return await decode(record, self.blobs)
+        except InvalidEvent as error:
+            return _Refused(record, dead_letter(self.service, record, error.reason, str(error)))
+
+    async def _commit(self, items: Sequence[Received | _Refused], work: Step | None = None) -> None:
+        received = [item for item in items if isinstance(item, Received)]
         ends = await self._ends(received)
         now = self.clock.now()
         try:
             async with self.database.transaction() as tx:
-                owed = await self.outbox.encode(letters)
-                for item in await self._unseen(tx, received, now):
-                    with tracing.span(item.envelope.traceparent):
-                        handler = self.handlers[item.event.topic]
-                        owed += await self.outbox.encode(await handler(item.event, Handling(tx, now, item, ends)))
-                if work is not None:
-                    owed += await self.outbox.encode(await work(tx, now))
+                owed = await self.outbox.encode([item.letter for item in items if isinstance(item, _Refused)])
+                for fresh in await self._unseen(tx, received, now):
+                    with tracing.span(fresh.envelope.traceparent):
+                        handler = self.handlers[fresh.event.topic]
+                        owed += await self.outbox.encode(await handler(fresh.event, Handling(tx, now, fresh, ends)))
+                await self._advance(tx, [item.record for item in items])
+                for step in (work, self.settle if items else None):
+                    if step is not None:
+                        owed += await self.outbox.encode(await _run(step, tx, now))
                 await self.outbox.add(tx, owed)
-                await self._advance(tx, [*refused, *(item.record for item in received)])
         except BaseException:
             self.outbox.rolled_back()
             raise
         self.outbox.committed()
-        for item in received:
-            EVENT_AGE_SECONDS.labels(item.record.topic).observe(max(0.0, (now - item.event.time).total_seconds()))
+        for item in items:
+            if isinstance(item, Received):
+                age_s = (now - item.event.time).total_seconds()
+                EVENT_AGE_SECONDS.labels(item.record.topic).observe(max(0.0, age_s))
+            else:
+                EVENTS_HANDLED.labels(item.record.topic, "refused").inc()
 
     async def _unseen(self, tx: AsyncConnection, received: Sequence[Received], now: datetime) -> list[Received]:
         """Those whose id is new, each id once; the new ids are marked as seen in the same transaction."""
@@ -227,17 +247,26 @@ class Processor:
             await upsert(tx, self.tables.positions, {"topic": topic, "partition": partition}, {"next_offset": offset})
 
     async def _ends(self, received: Sequence[Received]) -> dict[str, Mapping[int, int]]:
-        wanted = {self.ends_of[item.record.topic] for item in received if item.record.topic in self.ends_of}
+        wanted = {topic for item in received for topic in self.ends_of.get(item.record.topic, ())}
         if not wanted or self.ends is None:
             return {}
-        return {topic: await self.ends(topic) for topic in wanted}
+        return {topic: await self.ends(topic) for topic in sorted(wanted)}
+
+
+async def _run(step: Step, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+    try:
+        return await step(tx, now)
+    except (Unavailable, SQLAlchemyError, OSError):
+        raise  # `Database.transaction` knows which of them another try may mend
+    except Exception as error:
+        raise StepFailed(f"{getattr(step, '__qualname__', step)}: {error!r}") from error
 
 
 async def position(tx: AsyncConnection, tables: StreamTables, topic: str) -> dict[int, int]:
     """How far the effects in this database reach: the next offset of each partition of `topic`."""
     table = tables.positions
     rows = await tx.execute(select(table.c.partition, table.c.next_offset).where(table.c.topic == topic))
-    return dict(rows.tuples().all())
+    return {row.partition: row.next_offset for row in rows}
 
 
-__all__ = ["Handler", "Handling", "Limits", "Processor", "Step", "position"]
+__all__ = ["Handler", "Handling", "Limits", "Processor", "Step", "StepFailed", "position"]

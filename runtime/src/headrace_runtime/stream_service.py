@@ -41,7 +41,8 @@ class StreamService:
     tables: StreamTables
     handlers: Mapping[str, Handler]
     """Topic to handler; these are the topics that it consumes."""
-    ends_of: Mapping[str, str] = field(default_factory=dict)
+    ends_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    settle: Step | None = None
     timers: Sequence[Timer] = ()
     workers: Callable[[Processor], Sequence[Awaitable[None]]] = lambda _processor: ()
     """Tasks that run beside the stream, e.g. on jobs; they commit through `processor.step`."""
@@ -69,6 +70,7 @@ async def run(service: StreamService, common: Common, settings: ServiceSettings)
             clock=clock,
             limits=service.limits,
             ends_of=service.ends_of,
+            settle=service.settle,
         )
         host = FaustHost(processor, tuple(service.handlers), common.bus, group=f"headrace-{service.name}")
         checks: dict[str, web.Check] = {"bus": host.assigned.is_set, "database": database.ready}

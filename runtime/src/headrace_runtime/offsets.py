@@ -1,0 +1,68 @@
+"""Where partitions end and how far a consumer group has come; asked beside the group, not as its member."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import KafkaError
+
+from headrace_runtime.consumer import consumer
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.settings import BusSettings
+
+
+class Offsets:
+    """One connection that only asks. Start before use; every question raises `Unavailable` when the bus is away."""
+
+    def __init__(self, bus: BusSettings, group: str) -> None:
+        self._bus = bus
+        self._group = group
+        self._reader: AIOKafkaConsumer | None = None
+
+    async def start(self) -> None:
+        reader = consumer(self._bus, f"{self._group}-offsets", group_id=self._group)  # never subscribes, never joins
+        try:
+            await reader.start()
+        except (KafkaError, OSError) as error:
+            await reader.stop()
+            raise Unavailable(f"bus {self._bus.address}: {error!r}") from error
+        self._reader = reader
+
+    async def stop(self) -> None:
+        if self._reader is not None:
+            await self._reader.stop()
+            self._reader = None
+
+    async def ends(self, topic: str) -> Mapping[int, int]:
+        """Partition to the offset that its next record will get."""
+        try:
+            reader, partitions = await self._partitions(topic)
+            found = await reader.end_offsets(partitions)
+        except (KafkaError, OSError) as error:
+            raise Unavailable(f"bus {self._bus.address}: end of {topic}: {error!r}") from error
+        return {place.partition: offset for place, offset in found.items()}
+
+    async def starts(self, topics: Sequence[str]) -> Mapping[tuple[str, int], int]:
+        """Where the group will begin to read: what it has committed, else the oldest record that is left."""
+        try:
+            places: dict[tuple[str, int], int] = {}
+            for topic in topics:
+                reader, partitions = await self._partitions(topic)
+                for place, beginning in (await reader.beginning_offsets(partitions)).items():
+                    committed = await reader.committed(place)
+                    places[topic, place.partition] = beginning if committed is None else committed
+        except (KafkaError, OSError) as error:
+            raise Unavailable(f"bus {self._bus.address}: offsets of {self._group}: {error!r}") from error
+        return places
+
+    async def _partitions(self, topic: str) -> tuple[AIOKafkaConsumer, list[TopicPartition]]:
+        reader = self._reader
+        if reader is None:
+            raise Unavailable("the connection that asks for offsets is not started")
+        if not reader.partitions_for_topic(topic):
+            await reader.topics()
+        partitions = [TopicPartition(topic, number) for number in sorted(reader.partitions_for_topic(topic) or ())]
+        if not partitions:
+            raise Unavailable(f"topic {topic} does not exist yet")
+        return reader, partitions

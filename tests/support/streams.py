@@ -1,0 +1,187 @@
+"""A stream service without Kafka and Faust: its processor on a real database, a bus in memory, a clock that we move.
+
+`Bench.deliver` is one batch from the bus; `Bench.sent` is what the service has published.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_runtime import migrations
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.database import Database
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.outbox import Outbox
+from headrace_runtime.processor import Handler, Limits, Processor, Step
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import Common
+from headrace_runtime.stream_tables import StreamTables
+from headrace_runtime.wire import Outgoing, Record
+from headrace_schemas import Event
+from headrace_schemas.envelope import Envelope
+
+E = TypeVar("E", bound=Event)
+START = datetime(2026, 1, 1, tzinfo=UTC)
+if not structlog.is_configured():  # structlog's own default renders tracebacks with colours, which takes 0.5 s each
+    structlog.configure(processors=[structlog.processors.format_exc_info, structlog.processors.KeyValueRenderer()])
+
+
+class _Abort(Exception):
+    pass
+
+
+class ManualClock:
+    """Stands still until `advance`; sleeping moves it."""
+
+    def __init__(self) -> None:
+        self.at = START
+
+    def now(self) -> datetime:
+        return self.at
+
+    def monotonic_s(self) -> float:
+        return (self.at - START).total_seconds()
+
+    async def sleep(self, seconds: float) -> None:
+        self.advance(seconds)
+
+    def advance(self, seconds: float) -> None:
+        self.at += timedelta(seconds=seconds)
+
+
+class MemoryProducer(EventProducer):
+    """Keeps what it is given. `fail(n)` makes the next n sends fail, the bus being away."""
+
+    def __init__(self, blobs: BlobStore) -> None:
+        super().__init__(Common().bus, "test", blobs)
+        self.records: list[Outgoing] = []
+        self._failures = 0
+
+    def fail(self, times: int) -> None:
+        self._failures = times
+
+    async def send_raw(self, records: Iterable[Outgoing]) -> None:
+        if self._failures:
+            self._failures -= 1
+            raise Unavailable("the bus is away")
+        self.records += records
+
+
+@dataclass
+class Service:
+    """What `headrace_runtime.stream_service.StreamService` has, for tests. No `package`: the tables are just made."""
+
+    tables: StreamTables
+    handlers: Mapping[str, Handler]
+    package: str | None = None
+    ends_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    settle: Step | None = None
+    limits: Limits = field(default_factory=lambda: Limits(retry_s=10.0))
+
+
+@dataclass
+class Bench:
+    """One running service. `log` is the bus: what has been produced, per topic and partition, also undelivered."""
+
+    processor: Processor
+    producer: MemoryProducer
+    clock: ManualClock
+    log: dict[str, dict[int, list[Record]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+
+    def produce(self, *events: Event, partition: int = 0) -> list[Record]:
+        """Append to the bus and deliver nothing yet."""
+        return [self.append(event.topic, event.to_json(), event, partition=partition) for event in events]
+
+    def append(self, topic: str, value: bytes | None, event: Event | None = None, *, partition: int = 0) -> Record:
+        """Append raw bytes; `event`, when given, supplies key and headers."""
+        records = self.log[topic][partition]
+        headers = Envelope.of(event, "test").headers() if event else ()
+        key = event.key.encode() if event else None
+        records.append(Record(topic, partition, len(records), key, value, headers))
+        return records[-1]
+
+    async def deliver(self, *events: Event | Record, partition: int = 0) -> None:
+        """One batch. Events are appended to the bus first, records were appended before."""
+        batch = [e if isinstance(e, Record) else self.produce(e, partition=partition)[0] for e in events]
+        await self.processor.process(batch)
+
+    async def step(self, work: Step) -> None:
+        await self.processor.step(work)
+
+    def sent(self, event: type[E]) -> list[E]:
+        """What the service published on the event's topic, in order."""
+        values = [record.value for record in self.producer.records if record.topic == event.topic]
+        return [event.from_json(value) for value in values if value is not None]
+
+    def forget_sent(self) -> None:
+        self.producer.records.clear()
+
+    async def ends(self, topic: str) -> Mapping[int, int]:
+        return {number: len(self.log[topic][number]) for number in range(4)}
+
+    @contextlib.asynccontextmanager
+    async def aborted(self) -> AsyncIterator[AsyncConnection]:
+        """A transaction that is never committed."""
+        with contextlib.suppress(_Abort):
+            async with self.processor.database.transaction() as tx:
+                yield tx
+                raise _Abort
+
+    async def count(self, table: str) -> int:
+        async with self.processor.database.transaction() as tx:
+            found: int = (await tx.execute(text(f"SELECT count(*) FROM {table}"))).scalar_one()
+        return found
+
+
+@contextlib.asynccontextmanager
+async def bench(service: Service, url: str, data_dir: Path, clock: ManualClock | None = None) -> AsyncIterator[Bench]:
+    """A fresh database of its own at `url` (the setting `database.url`)."""
+    name = f"t{uuid.uuid4().hex[:12]}"
+    common = Common.model_validate({"data_dir": data_dir, "database": {"url": url}})
+    database = Database.open(name, common)
+    await _make_tables(service, database)
+    blobs = BlobStore.open(common)
+    producer = MemoryProducer(blobs)
+    clock = clock or ManualClock()
+    processor = Processor(
+        service="test",
+        handlers=service.handlers,
+        database=database,
+        tables=service.tables,
+        outbox=Outbox(database, service.tables, producer, clock),
+        blobs=blobs,
+        clock=clock,
+        limits=service.limits,
+        ends_of=service.ends_of,
+        settle=service.settle,
+    )
+    made = Bench(processor, producer, clock)
+    processor.ends = made.ends
+    try:
+        yield made
+    finally:
+        if database.schema:
+            async with database.transaction() as tx:
+                await tx.execute(text(f'DROP SCHEMA "{database.schema}" CASCADE'))
+        await database.close()
+
+
+async def _make_tables(service: Service, database: Database) -> None:
+    if service.package:
+        return await migrations.upgrade(database, service.package)
+    async with database.transaction() as tx:
+        if database.schema:
+            await tx.execute(text(f'CREATE SCHEMA "{database.schema}"'))
+        await tx.run_sync(service.tables.seen.metadata.create_all)
+    return None

@@ -1,0 +1,110 @@
+"""Slow work is done although workers die, and its result counts once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from sqlalchemy import MetaData
+
+from headrace_runtime.jobs import Job, Jobs
+from headrace_runtime.stream_tables import StreamTables
+from tests.support.streams import Bench, Service, bench
+
+metadata = MetaData()
+tables = StreamTables(metadata)
+jobs = Jobs(tables)
+LEASE = timedelta(seconds=30)
+
+
+@pytest.fixture
+async def stream(database_url: str, data_dir: Path) -> AsyncIterator[Bench]:
+    async with bench(Service(tables, {}), database_url, data_dir) as made:
+        yield made
+
+
+async def enqueue(stream: Bench, *names: str) -> None:
+    async with stream.processor.database.transaction() as tx:
+        for name in names:
+            stream.clock.advance(0.001)
+            await jobs.enqueue(tx, name, "k", b"payload", stream.clock.now())
+
+
+async def lease(stream: Bench, limit: int = 9) -> list[Job]:
+    async with stream.processor.database.transaction() as tx:
+        return await jobs.lease(tx, "k", stream.clock.now(), LEASE, limit)
+
+
+async def finish(stream: Bench, job: Job) -> bool:
+    async with stream.processor.database.transaction() as tx:
+        return await jobs.finish(tx, job)
+
+
+async def test_a_job_is_leased_to_one_worker_oldest_first(stream: Bench) -> None:
+    await enqueue(stream, "b", "a", "b", "c")
+    assert [job.job_id for job in await lease(stream, 2)] == ["b", "a"]
+    assert [job.job_id for job in await lease(stream)] == ["c"]
+    assert await lease(stream) == []
+
+
+async def test_a_dead_workers_job_is_done_again_and_its_late_result_is_refused(stream: Bench) -> None:
+    await enqueue(stream, "a")
+    (dead,) = await lease(stream)
+    stream.clock.advance(31)
+    (living,) = await lease(stream)
+    assert living.attempts == 1
+    assert not await finish(stream, dead)
+    assert await finish(stream, living)
+    assert not await finish(stream, living), "a result counts once"
+    assert await stream.count("jobs") == 0
+
+
+async def test_a_postponed_job_comes_back_when_it_is_due(stream: Bench) -> None:
+    await enqueue(stream, "a")
+    (job,) = await lease(stream)
+    async with stream.processor.database.transaction() as tx:
+        await jobs.postpone(tx, job.job_id, stream.clock.now() + timedelta(seconds=5))
+    assert await lease(stream) == []
+    stream.clock.advance(5)
+    assert len(await lease(stream)) == 1
+
+
+async def test_a_job_can_be_started_as_it_is_added(stream: Bench) -> None:
+    until = stream.clock.now() + LEASE
+    async with stream.processor.database.transaction() as tx:
+        job = await jobs.start(tx, "a", "k", b"payload", until)
+        assert await jobs.start(tx, "a", "k", b"other", until) is None
+    assert job is not None
+    assert await lease(stream) == []
+    assert await finish(stream, job)
+
+
+async def test_the_result_of_a_job_whose_transaction_failed_is_refused(stream: Bench) -> None:
+    async with stream.aborted() as tx:
+        job = await jobs.start(tx, "a", "k", b"payload", stream.clock.now() + LEASE)
+    assert job is not None
+    assert not await finish(stream, job)
+
+
+async def test_a_process_alone_takes_over_at_once(stream: Bench) -> None:
+    await enqueue(stream, "a")
+    await lease(stream)
+    async with stream.processor.database.transaction() as tx:
+        await jobs.enqueue(tx, "later", "k", b"", stream.clock.now() + LEASE)
+        await jobs.release(tx, "k", stream.clock.now())
+    assert [job.job_id for job in await lease(stream)] == ["a"]
+
+
+async def test_workers_never_share_a_job(stream: Bench) -> None:
+    await enqueue(stream, *map(str, range(20)))
+    taken = await asyncio.gather(*(lease(stream, 5) for _ in range(4)))
+    assert sorted(int(job.job_id) for part in taken for job in part) == list(range(20))
+
+
+async def test_waiting_jobs_are_counted_by_kind(stream: Bench) -> None:
+    await enqueue(stream, "a", "b")
+    async with stream.processor.database.transaction() as tx:
+        assert (await jobs.count(tx, "k"), await jobs.count(tx, "other")) == (2, 0)

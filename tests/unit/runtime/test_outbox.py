@@ -1,0 +1,122 @@
+"""An effect and the events that it owes commit together; the bus gets them once it answers, in order."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import MetaData, text
+
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.outbox import Outbox
+from headrace_runtime.stream_tables import StreamTables
+from headrace_schemas import Reward
+from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
+from headrace_schemas.ids import session_key
+from tests.support.streams import START, Bench, Service, bench
+
+metadata = MetaData()
+tables = StreamTables(metadata)
+KEY = session_key("default", "s")
+
+
+def reward(name: str, reason: str | None = None) -> Reward:
+    return Reward(time=START, trajectory_id=name, session_key=KEY, source="f", value=1.0, reason=reason)
+
+
+@pytest.fixture
+async def stream(database_url: str, data_dir: Path) -> AsyncIterator[Bench]:
+    async with bench(Service(tables, {}), database_url, data_dir) as made:
+        yield made
+
+
+@pytest.fixture
+def outbox(stream: Bench) -> Outbox:
+    return stream.processor.outbox
+
+
+async def owe(stream: Bench, outbox: Outbox, *names: str) -> None:
+    async with stream.processor.database.transaction() as tx:
+        await outbox.add(tx, await outbox.encode([reward(name) for name in names]))
+    outbox.committed()
+
+
+def sent(stream: Bench) -> list[str]:
+    return [event.trajectory_id for event in stream.sent(Reward)]
+
+
+def another(stream: Bench) -> Outbox:
+    """The outbox of a process that starts, or of another replica."""
+    return Outbox(stream.processor.database, tables, stream.producer, stream.clock)
+
+
+async def test_what_is_owed_is_sent_in_order_and_then_forgotten(stream: Bench, outbox: Outbox) -> None:
+    await owe(stream, outbox, *map(str, range(30)))
+    assert sent(stream) == []
+    await outbox.flush()
+    await owe(stream, outbox, "last")
+    await outbox.flush()
+    assert sent(stream) == [*map(str, range(30)), "last"]
+    assert await stream.count("outbox") == 1, "acknowledged rows go with the next transaction"
+
+
+async def test_a_transaction_that_failed_owes_nothing(stream: Bench, outbox: Outbox) -> None:
+    async with stream.aborted() as tx:
+        await outbox.add(tx, await outbox.encode([reward("never")]))
+    outbox.rolled_back()
+    await owe(stream, outbox, "a")
+    await outbox.flush()
+    assert sent(stream) == ["a"]
+
+
+async def test_acknowledged_rows_stay_until_their_removal_is_durable(stream: Bench, outbox: Outbox) -> None:
+    await owe(stream, outbox, "a")
+    await outbox.flush()
+    async with stream.aborted() as tx:
+        await outbox.add(tx, [])
+    outbox.rolled_back()
+    assert await stream.count("outbox") == 1
+    await owe(stream, outbox, "b")
+    assert await stream.count("outbox") == 1
+
+
+async def test_a_bus_that_is_away_gets_everything_later(stream: Bench, outbox: Outbox) -> None:
+    await owe(stream, outbox, "a", "b")
+    stream.producer.fail(1)
+    with pytest.raises(Unavailable):
+        await outbox.flush()
+    await outbox.flush()
+    assert sent(stream) == ["a", "b"]
+
+
+async def test_a_new_process_sends_what_the_dead_one_owed_byte_for_byte(stream: Bench, outbox: Outbox) -> None:
+    await owe(stream, outbox, "a", "b")
+    assert await another(stream).adopt(at_start=True) == 2
+    adopted = list(stream.producer.records)
+    stream.forget_sent()
+    await outbox.flush()
+    assert adopted == stream.producer.records, "sent again, and equal"
+
+
+async def test_more_rows_than_fit_one_batch_are_all_adopted(stream: Bench, outbox: Outbox) -> None:
+    names = [str(n) for n in range(1101)]
+    await owe(stream, outbox, *names)
+    assert await another(stream).adopt(at_start=True) == 1101
+    assert sent(stream) == names
+    assert await stream.count("outbox") == 0
+
+
+async def test_a_replica_leaves_the_fresh_rows_of_another_alone(stream: Bench, outbox: Outbox) -> None:
+    await owe(stream, outbox, "a")
+    other = another(stream)
+    assert await other.adopt() == 0
+    stream.clock.advance(31)
+    assert await other.adopt() == 1
+
+
+async def test_a_large_event_is_owed_as_a_reference(stream: Bench, outbox: Outbox) -> None:
+    async with stream.processor.database.transaction() as tx:
+        await outbox.add(tx, await outbox.encode([reward("big", "x" * (PAYLOAD_BYTES_MAX + 1))]))
+        (size,) = (await tx.execute(text("SELECT length(value) FROM outbox"))).one()
+    assert size < 512

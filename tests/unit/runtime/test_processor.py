@@ -1,0 +1,241 @@
+"""One policy for every stream service: at least once on the wire, once in effect, nothing logged and forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Column, Integer, MetaData, Table, Text, insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_runtime.errors import InvalidEvent, Unavailable
+from headrace_runtime.processor import Handling, StepFailed, position
+from headrace_runtime.stream_tables import StreamTables
+from headrace_schemas import DeadLetter, Event, Feedback, Reward, SessionEnd
+from headrace_schemas.ids import session_key
+from tests.support.streams import START, Bench, Service, bench
+
+metadata = MetaData()
+tables = StreamTables(metadata)
+effects = Table("effects", metadata, Column("n", Integer, primary_key=True), Column("feedback_id", Text))
+KEY = session_key("default", "s")
+
+
+def feedback(name: str, value: float = 1.0) -> Feedback:
+    return Feedback(time=START, feedback_id=name, session_key=KEY, value=value)
+
+
+class Handlers:
+    """Writes one row and one event per feedback. `on` maps a feedback id to the errors that it meets, one a try."""
+
+    def __init__(self) -> None:
+        self.on: dict[str, list[Exception]] = {}
+        self.seen_ends: list[dict[str, dict[int, int]]] = []
+        self.positions: list[int] = []
+        """What `position` said to each settling step."""
+        self.overtaken: list[int] = []
+        """Offsets of records that were handled when `position` was already past them."""
+        self.settle_fails: Exception | None = None
+
+    async def feedback(self, event: Feedback, handling: Handling) -> Sequence[Event]:
+        if (await position(handling.tx, tables, "feedback")).get(0, 0) > handling.received.record.offset:
+            self.overtaken.append(handling.received.record.offset)
+        await handling.tx.execute(insert(effects).values(feedback_id=event.feedback_id))
+        if self.on.get(event.feedback_id):
+            raise self.on[event.feedback_id].pop(0)
+        return [Reward(time=handling.now, trajectory_id=event.feedback_id, session_key=KEY, source="f", value=1.0)]
+
+    async def end(self, _event: SessionEnd, handling: Handling) -> Sequence[Event]:
+        self.seen_ends.append({topic: dict(found) for topic, found in handling.ends.items()})
+        return []
+
+    async def settle(self, tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+        self.positions += (await position(tx, tables, "feedback")).values()
+        if self.settle_fails:
+            raise self.settle_fails
+        return []
+
+
+@pytest.fixture
+def handlers() -> Handlers:
+    return Handlers()
+
+
+@pytest.fixture
+async def stream(handlers: Handlers, database_url: str, data_dir: Path) -> AsyncIterator[Bench]:
+    service = Service(
+        tables=tables,
+        handlers={"feedback": handlers.feedback, "session-ends": handlers.end},
+        ends_of={"session-ends": ("turns", "feedback")},
+        settle=handlers.settle,
+    )
+    async with bench(service, database_url, data_dir) as made:
+        yield made
+
+
+async def done(stream: Bench) -> list[str]:
+    async with stream.processor.database.transaction() as tx:
+        return list((await tx.execute(select(effects.c.feedback_id).order_by(effects.c.n))).scalars())
+
+
+def published(stream: Bench) -> list[str]:
+    return [reward.trajectory_id for reward in stream.sent(Reward)]
+
+
+async def test_a_batch_has_its_effects_events_and_position(stream: Bench, handlers: Handlers) -> None:
+    await stream.deliver(feedback("a"), feedback("b"))
+    await stream.deliver(feedback("c"))
+    assert await done(stream) == published(stream) == ["a", "b", "c"]
+    assert handlers.positions == [2, 3], "what settles a batch sees the position after it"
+
+
+async def test_an_event_has_one_effect_however_often_it_comes(stream: Bench) -> None:
+    record, again = stream.produce(feedback("a"), feedback("a"))
+    await stream.deliver(record, again)
+    await stream.deliver(record, feedback("b"))
+    assert await done(stream) == published(stream) == ["a", "b"]
+
+
+@pytest.mark.parametrize(("value", "reason"), [(b"{", "invalid_json"), (b"{}", "invalid_event"), (None, "empty_value")])
+async def test_a_record_that_cannot_be_read_is_dead_lettered_whole(
+    stream: Bench, value: bytes | None, reason: str
+) -> None:
+    poison = stream.append("feedback", value)
+    await stream.deliver(poison, feedback("a"))
+    (letter,) = stream.sent(DeadLetter)
+    assert (letter.reason, letter.value, letter.source_offset) == (reason, value or b"", 0)
+    assert await done(stream) == ["a"]
+
+
+async def test_one_bad_record_costs_the_others_nothing(stream: Bench, handlers: Handlers) -> None:
+    handlers.on["b"] = [RuntimeError("broken")] * 9
+    await stream.deliver(feedback("a"), feedback("b"), feedback("c"))
+    assert await done(stream) == published(stream) == ["a", "c"]
+    (letter,) = stream.sent(DeadLetter)
+    assert (letter.reason, letter.attempts, letter.source_offset) == ("handler_error", 3, 1)
+    assert Feedback.from_json(letter.value).feedback_id == "b"
+
+
+async def test_a_record_that_fails_once_is_handled_at_the_second_try(stream: Bench, handlers: Handlers) -> None:
+    handlers.on["b"] = [RuntimeError("in the batch"), RuntimeError("alone")]
+    await stream.deliver(feedback("a"), feedback("b"))
+    assert await done(stream) == ["a", "b"]
+    assert stream.sent(DeadLetter) == []
+
+
+async def test_a_handler_can_refuse_an_event_with_a_reason(stream: Bench, handlers: Handlers) -> None:
+    handlers.on["a"] = [InvalidEvent("unknown_target", "no such turn")] * 2
+    await stream.deliver(feedback("a"), feedback("b"))
+    assert [letter.reason for letter in stream.sent(DeadLetter)] == ["unknown_target"]
+    assert await done(stream) == ["b"]
+
+
+async def test_the_position_never_promises_what_is_still_to_be_done(stream: Bench, handlers: Handlers) -> None:
+    handlers.on["b"] = [RuntimeError("split the batch")]
+    batch = [*stream.produce(feedback("a")), stream.append("feedback", b"{"), *stream.produce(feedback("b"))]
+    await stream.deliver(*batch)
+    assert handlers.overtaken == []
+    assert handlers.positions[-3:] == [1, 2, 3]
+
+
+async def test_what_is_away_is_waited_for(stream: Bench, handlers: Handlers) -> None:
+    handlers.on["a"] = [Unavailable("away")] * 3
+    await stream.deliver(feedback("a"))
+    assert await done(stream) == ["a"]
+    assert stream.sent(DeadLetter) == []
+    assert stream.clock.now() > START
+
+
+async def test_what_stays_away_stops_the_process_and_loses_nothing(stream: Bench, handlers: Handlers) -> None:
+    handlers.on["b"] = [Unavailable("away")] * 99
+    batch = [stream.produce(feedback(name))[0] for name in "ab"]
+    with pytest.raises(Unavailable):
+        await stream.deliver(*batch)
+    assert await done(stream) == []
+    handlers.on.clear()
+    await stream.deliver(*batch)
+    assert await done(stream) == published(stream) == ["a", "b"]
+
+
+async def test_a_bus_that_cannot_tell_its_ends_dead_letters_nobody(stream: Bench, handlers: Handlers) -> None:
+    failures = [Unavailable("away")] * 2
+
+    async def ends(topic: str) -> Mapping[int, int]:
+        if failures:
+            raise failures.pop()
+        return await stream.ends(topic)
+
+    stream.processor.ends = ends
+    stream.produce(feedback("a"), feedback("b"))
+    await stream.deliver(SessionEnd(time=START, end_id="e", session_key=KEY))
+    assert stream.sent(DeadLetter) == []
+    assert handlers.seen_ends == [{"turns": dict.fromkeys(range(4), 0), "feedback": {0: 2, 1: 0, 2: 0, 3: 0}}]
+
+
+async def test_events_that_the_bus_refuses_are_sent_later_and_handled_once(stream: Bench) -> None:
+    stream.producer.fail(3)
+    await stream.deliver(feedback("a"))
+    assert await done(stream) == published(stream) == ["a"]
+
+
+async def test_a_crash_before_sending_is_made_good_at_the_next_start(stream: Bench) -> None:
+    stream.producer.fail(999)
+    with pytest.raises(Unavailable):
+        await stream.deliver(feedback("a"), feedback("b"))
+    stream.producer.fail(0)
+    assert published(stream) == []
+    stream.processor.outbox._owed.clear()  # what a process keeps in memory dies with it
+    await stream.processor.recover()
+    assert published(stream) == ["a", "b"]
+    await stream.deliver(feedback("c"))
+    await stream.processor.recover()
+    assert published(stream) == ["a", "b", "c"], "rows that the bus has acknowledged are gone"
+
+
+async def test_a_broken_step_stops_the_process_instead_of_blaming_a_record(stream: Bench, handlers: Handlers) -> None:
+    handlers.settle_fails = ValueError("a bug")
+    record = stream.produce(feedback("a"))[0]
+    with pytest.raises(StepFailed, match="a bug"):
+        await stream.deliver(record)
+    assert (await done(stream), stream.sent(DeadLetter)) == ([], [])
+    handlers.settle_fails = None
+    await stream.deliver(record)
+    assert await done(stream) == ["a"]
+
+
+async def test_timed_work_publishes_what_it_returns(stream: Bench) -> None:
+    async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+        await tx.execute(insert(effects).values(feedback_id="timed"))
+        return [Reward(time=now, trajectory_id="timed", session_key=KEY, source="f", value=1.0)]
+
+    await stream.step(work)
+    assert await done(stream) == published(stream) == ["timed"]
+
+
+async def test_a_new_database_starts_at_the_position_of_its_group(stream: Bench) -> None:
+    await stream.deliver(feedback("a"))
+    await stream.processor.recover({("feedback", 0): 7, ("turns", 2): 5})
+    async with stream.processor.database.transaction() as tx:
+        assert await position(tx, tables, "turns") == {2: 5}
+        assert await position(tx, tables, "feedback") == {0: 1}, "what the effects reach is known better than that"
+
+
+async def test_old_ids_are_forgotten(stream: Bench) -> None:
+    await stream.deliver(feedback("a"))
+    stream.clock.advance(timedelta(days=9).total_seconds())
+    await stream.deliver(feedback("b"))
+    await stream.processor.prune()
+    assert await stream.count("seen") == 1
+
+
+async def test_events_continue_the_trace_that_caused_them(stream: Bench) -> None:
+    parent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+    record = stream.produce(feedback("a"))[0]
+    headers = (*record.headers, ("traceparent", parent.encode()))
+    await stream.deliver(type(record)("feedback", 0, 0, record.key, record.value, headers))
+    (sent,) = stream.producer.records
+    carried = dict(sent.headers)["traceparent"].decode()
+    assert carried.split("-")[1] == "a" * 32
+    assert carried != parent
