@@ -25,7 +25,7 @@ class BrokerProcess:
 
     def start(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        settings = {"DATA_DIR": self._folder, "BROKER__KAFKA_PORT": self.port, **self._settings}
+        settings = {"DATA_DIR": self._folder, "BROKER__KAFKA_PORT": self.port, "BROKER__PORT": 0, **self._settings}
         environ = {f"HEADRACE_{name}": str(value) for name, value in settings.items()}
         log = (self._folder / "broker.log").open("ab")
         self._process = subprocess.Popen(

@@ -1,1 +1,1 @@
-"""x"""
+"""The embedded single-node broker that speaks the Kafka wire protocol."""

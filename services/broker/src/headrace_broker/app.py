@@ -1,0 +1,118 @@
+"""Composition root of the broker: opens the file, serves the Kafka port, then adds what may come a moment later."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+from collections.abc import AsyncIterator
+from importlib import import_module
+
+from headrace_broker import crc
+from headrace_broker.broker import Broker
+from headrace_broker.budget import Budget
+from headrace_broker.catalog import Catalog
+from headrace_broker.coordinator import TICK_S, Coordinator
+from headrace_broker.log import Log
+from headrace_broker.offsets import Offsets
+from headrace_broker.readers import Readers
+from headrace_broker.server import Server, bound
+from headrace_broker.settings import BrokerSettings
+from headrace_broker.stats import Stats
+from headrace_broker.store import Store
+from headrace_broker.topics import Topics
+from headrace_broker.transactions import Transactions
+from headrace_broker.writer import Writer
+from headrace_runtime.clock import Clock, SystemClock
+from headrace_runtime.errors import SettingError
+from headrace_runtime.logs import get_logger
+from headrace_runtime.settings import Common
+
+log = get_logger(__name__)
+
+
+async def run(common: Common, settings: BrokerSettings) -> None:
+    """Serve until cancelled. Raises when a restart is the only remedy."""
+    folder = common.data_dir.absolute() / "broker"
+    store = Store(folder, fsync=settings.fsync, file_bytes_max=settings.file_bytes_max)
+    try:
+        async with opened(store, settings, SystemClock()) as (broker, server):
+            log.info("listening", kafka=f"{settings.kafka_host}:{broker.port}", file=str(store.path))
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_until(broker.writer.failed))
+                group.create_task(_until(server.failed))
+                group.create_task(_tick(broker))
+                group.create_task(_late(broker, settings))
+    finally:
+        store.close()
+
+
+@contextlib.asynccontextmanager
+async def opened(store: Store, settings: BrokerSettings, clock: Clock) -> AsyncIterator[tuple[Broker, Server]]:
+    """A broker that answers on its port. Ends with everything submitted committed."""
+    try:
+        listener = bound(settings.kafka_host, settings.kafka_port)
+    except OSError as error:
+        remedy = f"cannot listen on {settings.kafka_host}: {error.strerror}; is another broker or Kafka running there?"
+        raise SettingError("broker.kafka_port", settings.kafka_port, remedy) from None
+    db = store.connect()
+    broker = assemble(store, db, settings, clock, listener.getsockname()[1])
+    server = Server(broker)
+    broker.writer.start()
+    try:
+        await server.serve(listener)
+        yield broker, server
+    finally:
+        await server.close()
+        await broker.writer.stop()
+        broker.readers.close()
+        db.close()
+
+
+def assemble(store: Store, db: sqlite3.Connection, settings: BrokerSettings, clock: Clock, port: int) -> Broker:
+    """Build the parts on what the file holds. `db` becomes the writer's."""
+    stats, catalog = Stats(), Catalog()
+    log_, offsets = Log(db), Offsets(db)
+    topics, transactions = Topics(db, log_, settings.partitions_max), Transactions(db, log_, offsets)
+    writer = Writer(db, (topics, log_, transactions), catalog.apply, stats)
+    coordinator = Coordinator(settings, writer, offsets, clock, stats)
+    catalog.apply(topics.all())
+    catalog.apply(log_.everything())
+    coordinator.load(db.execute("SELECT id, state, used_ms FROM groups").fetchall())
+    cluster_id = db.execute("SELECT value FROM meta WHERE name = 'cluster_id'").fetchone()[0]
+    return Broker(
+        settings=settings,
+        cluster_id=cluster_id,
+        catalog=catalog,
+        writer=writer,
+        readers=Readers(store, settings.reader_threads),
+        coordinator=coordinator,
+        log=log_,
+        topics=topics,
+        offsets=offsets,
+        transactions=transactions,
+        clock=clock,
+        stats=stats,
+        fetch_memory=Budget(settings.fetches_bytes_max),
+        port=port,
+    )
+
+
+async def _until(failed: asyncio.Future[None]) -> None:
+    await failed
+
+
+async def _tick(broker: Broker) -> None:
+    """Let time pass for groups and transactions."""
+    while True:
+        await broker.clock.sleep(TICK_S)
+        broker.coordinator.tick()
+
+
+async def _late(broker: Broker, settings: BrokerSettings) -> None:
+    """What takes longer to import than the broker to start, without holding up the event loop."""
+    await asyncio.to_thread(crc.prepare)
+    web = await asyncio.to_thread(import_module, "headrace_runtime.web")
+    async with web.serve(web.app({"store": lambda: broker.writer.healthy}), settings) as port:
+        log.info("metrics", port=port)
+        await asyncio.Event().wait()

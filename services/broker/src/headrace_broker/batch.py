@@ -1,0 +1,148 @@
+"""Record batches (magic 2): opaque to the broker but for their header. https://kafka.apache.org/documentation/#recordbatch"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from headrace_broker.crc import crc32c
+from headrace_broker.errors import Code, Rejected
+
+_HEADER = struct.Struct(">qiibIhiqqqhii")
+_BASE = struct.Struct(">qii")
+_CRC_AT = 17
+_CHECKED_FROM = 21
+"""The CRC covers everything from the attributes on, so that offset and leader epoch can be set without computing it."""
+HEADER_BYTES = _HEADER.size
+_LENGTH_FROM = 12
+_CODEC_BITS = 0x07
+_LOG_APPEND_TIME = 0x08
+_TRANSACTIONAL = 0x10
+_CONTROL = 0x20
+NO_PRODUCER = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch's header and its bytes."""
+
+    raw: bytes | memoryview
+    base_offset: int
+    attributes: int
+    last_offset_delta: int
+    base_timestamp: int
+    max_timestamp: int
+    producer_id: int
+    producer_epoch: int
+    base_sequence: int
+    count: int
+
+    @property
+    def codec(self) -> int:
+        return self.attributes & _CODEC_BITS
+
+    @property
+    def transactional(self) -> bool:
+        return bool(self.attributes & _TRANSACTIONAL)
+
+    @property
+    def control(self) -> bool:
+        return bool(self.attributes & _CONTROL)
+
+    @property
+    def last_offset(self) -> int:
+        return self.base_offset + self.last_offset_delta
+
+    @property
+    def body(self) -> memoryview:
+        """The records, compressed if `codec` says so."""
+        return memoryview(self.raw)[HEADER_BYTES:]
+
+    def at(self, offset: int) -> bytes:
+        """The same batch with another base offset."""
+        return _BASE.pack(offset, len(self.raw) - _LENGTH_FROM, 0) + memoryview(self.raw)[_BASE.size :]
+
+    def with_records(self, body: bytes, count: int, codec: int) -> bytes:
+        """The same batch with some of its records, at the same offsets."""
+        attributes = self.attributes & ~_CODEC_BITS | codec
+        return _pack(self, attributes, count, body)
+
+
+def parse(raw: bytes | memoryview) -> Batch:
+    """The header of stored bytes; they are trusted."""
+    base, _length, _epoch, _magic, _crc, attributes, delta, first, last, producer, epoch, sequence, count = (
+        _HEADER.unpack_from(raw)
+    )
+    return Batch(raw, base, attributes, delta, first, last, producer, epoch, sequence, count)
+
+
+def parse_produced(raw: bytes | memoryview) -> Batch:
+    """The header of what a producer sent, checked as Kafka does. Raises `Rejected`."""
+    if len(raw) > 16 and raw[16] != 2:
+        raise Rejected(Code.UNSUPPORTED_FOR_MESSAGE_FORMAT, f"message format {raw[16]}; only 2 is taken")
+    if len(raw) < HEADER_BYTES:
+        raise Rejected(Code.CORRUPT_MESSAGE, f"a batch of {len(raw)} bytes")
+    length, checksum = struct.unpack_from(">i", raw, 8)[0], struct.unpack_from(">I", raw, _CRC_AT)[0]
+    if length + _LENGTH_FROM < len(raw):
+        raise Rejected(Code.INVALID_RECORD, "more than one batch for a partition in one request")
+    if length + _LENGTH_FROM != len(raw):
+        raise Rejected(Code.CORRUPT_MESSAGE, f"a batch says it has {length + _LENGTH_FROM} bytes and has {len(raw)}")
+    if crc32c(memoryview(raw)[_CHECKED_FROM:]) != checksum:
+        raise Rejected(Code.CORRUPT_MESSAGE, "the checksum does not match")
+    batch = parse(raw)
+    _check(batch)
+    return batch
+
+
+def marker(*, committed: bool, producer_id: int, epoch: int, timestamp_ms: int) -> Batch:
+    """The control batch that ends a transaction in a partition."""
+    key = struct.pack(">hh", 0, int(committed))
+    value = struct.pack(">hi", 0, 0)
+    record = bytes([0, 0, 0, 2 * len(key)]) + key + bytes([2 * len(value)]) + value + b"\0"
+    template = Batch(
+        raw=b"",
+        base_offset=0,
+        attributes=_TRANSACTIONAL | _CONTROL,
+        last_offset_delta=0,
+        base_timestamp=timestamp_ms,
+        max_timestamp=timestamp_ms,
+        producer_id=producer_id,
+        producer_epoch=epoch,
+        base_sequence=-1,
+        count=1,
+    )
+    return parse(_pack(template, template.attributes, 1, bytes([2 * len(record)]) + record))
+
+
+def _check(batch: Batch) -> None:
+    if batch.count < 1 or batch.count != batch.last_offset_delta + 1:
+        raise Rejected(Code.INVALID_RECORD, f"{batch.count} records over {batch.last_offset_delta + 1} offsets")
+    if batch.control:
+        raise Rejected(Code.INVALID_RECORD, "clients may not write control records")
+    if batch.attributes & _LOG_APPEND_TIME:
+        raise Rejected(Code.INVALID_TIMESTAMP, "the timestamp type is the producer's (CreateTime)")
+    if batch.codec > 4:
+        raise Rejected(Code.UNSUPPORTED_COMPRESSION, f"compression {batch.codec}")
+    if batch.producer_id != NO_PRODUCER and (batch.producer_epoch < 0 or batch.base_sequence < 0):
+        raise Rejected(Code.INVALID_RECORD, "a producer id without epoch and sequence")
+    if batch.transactional and batch.producer_id == NO_PRODUCER:
+        raise Rejected(Code.INVALID_RECORD, "a transactional batch without a producer id")
+
+
+def _pack(batch: Batch, attributes: int, count: int, body: bytes) -> bytes:
+    checked = (
+        struct.pack(
+            ">hiqqqhii",
+            attributes,
+            batch.last_offset_delta,
+            batch.base_timestamp,
+            batch.max_timestamp,
+            batch.producer_id,
+            batch.producer_epoch,
+            batch.base_sequence,
+            count,
+        )
+        + body
+    )
+    length = _CHECKED_FROM + len(checked) - _LENGTH_FROM
+    return _BASE.pack(batch.base_offset, length, 0) + struct.pack(">bI", 2, crc32c(checked)) + checked

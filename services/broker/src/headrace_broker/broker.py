@@ -1,0 +1,61 @@
+"""The parts that request handlers work with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace_broker.budget import Budget
+from headrace_broker.catalog import Catalog, View
+from headrace_broker.coordinator import Coordinator
+from headrace_broker.errors import Code, Rejected
+from headrace_broker.log import Log
+from headrace_broker.offsets import Offsets
+from headrace_broker.readers import Readers
+from headrace_broker.settings import BrokerSettings
+from headrace_broker.stats import Stats
+from headrace_broker.topics import Topics
+from headrace_broker.transactions import Transactions
+from headrace_broker.writer import Writer
+from headrace_runtime.clock import Clock, epoch_ms
+
+NODE_ID = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Broker:
+    """`log`, `topics`, `offsets` and `transactions` are used inside `writer.submit` alone."""
+
+    settings: BrokerSettings
+    cluster_id: str
+    catalog: Catalog
+    writer: Writer
+    readers: Readers
+    coordinator: Coordinator
+    log: Log
+    topics: Topics
+    offsets: Offsets
+    transactions: Transactions
+    clock: Clock
+    stats: Stats
+    fetch_memory: Budget
+    port: int
+    """Where Kafka clients find us."""
+
+    def now_ms(self) -> int:
+        return epoch_ms(self.clock.now())
+
+    def view(self, topic: str, number: int) -> View:
+        """Raises `Rejected` (3) for a partition that does not exist."""
+        view = self.catalog.view(topic, number)
+        if view is None:
+            raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION)
+        return view
+
+
+@dataclass(slots=True)
+class Call:
+    """One request's surroundings. `response_bytes` is what it holds of the memory for responses."""
+
+    client_id: str
+    client_host: str
+    response_bytes: int = 0

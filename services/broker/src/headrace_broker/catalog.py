@@ -1,0 +1,82 @@
+"""What the event loop knows of topics and their logs: exactly what is committed, and who waits for more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from headrace_broker.log import Moved
+from headrace_broker.topic_config import TopicConfig
+from headrace_broker.topics import Created, Deleted
+
+Change = Moved | Created | Deleted
+
+
+@dataclass(eq=False, slots=True)
+class View:
+    """A partition as committed. `readers` are woken when it moves."""
+
+    id: int
+    topic: str
+    number: int
+    start: int = 0
+    end: int = 0
+    stable: int = 0
+    bytes: int = 0
+    deleted: bool = False
+    readers: set[asyncio.Event] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    name: str
+    config: TopicConfig
+    partitions: tuple[View, ...]
+
+
+class Catalog:
+    """Changed by `apply` alone, which the writer calls on the event loop after each commit."""
+
+    def __init__(self) -> None:
+        self.topics: dict[str, Topic] = {}
+        self._views: dict[int, View] = {}
+
+    def view(self, topic: str, number: int) -> View | None:
+        found = self.topics.get(topic)
+        return found.partitions[number] if found and 0 <= number < len(found.partitions) else None
+
+    def views(self) -> Iterable[View]:
+        return self._views.values()
+
+    def apply(self, changes: Iterable[Change]) -> None:
+        for change in changes:
+            match change:
+                case Created():
+                    self._add(change)
+                case Deleted():
+                    self._remove(change)
+                case Moved():
+                    self._move(change)
+
+    def _add(self, created: Created) -> None:
+        views = tuple(View(key, created.name, number) for number, key in enumerate(created.partition_ids))
+        self._views.update({view.id: view for view in views})
+        self.topics[created.name] = Topic(created.name, created.config, views)
+
+    def _remove(self, deleted: Deleted) -> None:
+        for view in self.topics.pop(deleted.name).partitions:
+            del self._views[view.id]
+            view.deleted = True
+            _wake(view)
+
+    def _move(self, moved: Moved) -> None:
+        view = self._views.get(moved.id)
+        if view is not None:
+            view.start, view.end, view.stable, view.bytes = moved.start, moved.end, moved.stable, moved.bytes
+            _wake(view)
+
+
+def _wake(view: View) -> None:
+    for reader in view.readers:
+        reader.set()

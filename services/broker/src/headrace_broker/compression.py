@@ -1,0 +1,93 @@
+"""Compressed record bodies, opened with a bound on what comes out. Only compaction and checks need to look inside."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+
+from headrace_broker.errors import Malformed
+
+NONE, GZIP, SNAPPY, LZ4, ZSTD = range(5)
+OPENED_BYTES_MAX = 64 * 1024 * 1024
+"""Largest body that is opened: a megabyte can be made to hold a thousand."""
+_XERIAL = b"\x82SNAPPY\0"
+_XERIAL_HEADER_BYTES = 16
+
+
+def opened(codec: int, body: bytes | memoryview) -> memoryview:
+    """The records of a batch. Raises `Malformed` for what is no such data or too large."""
+    if codec == NONE:
+        return memoryview(body)
+    import cramjam
+
+    try:
+        return _OPEN[codec](body)
+    except (zlib.error, cramjam.DecompressionError, ValueError, struct.error) as error:
+        raise Malformed(f"compressed records (codec {codec}): {error}") from None
+
+
+def gzipped(body: bytes) -> bytes:
+    """For batches that are written again: every client reads gzip, whatever the producer chose."""
+    squeeze = zlib.compressobj(level=6, wbits=31)
+    return squeeze.compress(body) + squeeze.flush()
+
+
+def _gunzip(body: bytes | memoryview) -> memoryview:
+    inflate = zlib.decompressobj(wbits=31)
+    data = inflate.decompress(body, OPENED_BYTES_MAX)
+    if not inflate.eof:
+        raise ValueError("cut short, or too large when opened")
+    return memoryview(data)
+
+
+def _snappy(body: bytes | memoryview) -> memoryview:
+    """Raw snappy, or the blocks with a header that Java writes."""
+    from cramjam import snappy
+
+    data = bytes(body)
+    blocks = [data]
+    if data.startswith(_XERIAL):
+        blocks, at = [], _XERIAL_HEADER_BYTES
+        while at < len(data):
+            (size,) = struct.unpack_from(">I", data, at)
+            blocks.append(data[at + 4 : at + 4 + size])
+            at += 4 + size
+    if sum(snappy.decompress_raw_len(block) for block in blocks) > OPENED_BYTES_MAX:
+        raise ValueError("too large when opened")
+    return memoryview(b"".join(bytes(snappy.decompress_raw(block)) for block in blocks))
+
+
+def _lz4(body: bytes | memoryview) -> memoryview:
+    from cramjam import lz4
+
+    return _into(lz4.decompress_into, bytes(body))
+
+
+def _zstd(body: bytes | memoryview) -> memoryview:
+    from cramjam import zstd
+
+    return _into(zstd.decompress_into, bytes(body))
+
+
+def _into(decompress: Callable[[bytes, bytearray], int], body: bytes) -> memoryview:
+    """Into a buffer that is usually large enough, then into the largest allowed one."""
+    import cramjam
+
+    room = min(16 * len(body) + 1024, OPENED_BYTES_MAX)
+    try:
+        out = bytearray(room)
+        return memoryview(out)[: decompress(body, out)]
+    except cramjam.DecompressionError:
+        if room == OPENED_BYTES_MAX:
+            raise
+    out = bytearray(OPENED_BYTES_MAX)
+    return memoryview(out)[: decompress(body, out)]
+
+
+_OPEN: dict[int, Callable[[bytes | memoryview], memoryview]] = {
+    GZIP: _gunzip,
+    SNAPPY: _snappy,
+    LZ4: _lz4,
+    ZSTD: _zstd,
+}

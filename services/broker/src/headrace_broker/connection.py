@@ -1,0 +1,128 @@
+"""One client's connection: requests start in the order they came in, run side by side, are answered in order."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from typing import Any
+
+from headrace_broker.broker import Broker, Call
+from headrace_broker.budget import Budget
+from headrace_broker.dispatch import Request, parse, respond
+from headrace_broker.errors import Malformed
+from headrace_broker.wire import encode
+from headrace_runtime.logs import get_logger
+
+log = get_logger(__name__)
+_SIZE = struct.Struct(">i")
+_RESPONSE_START = struct.Struct(">ii")
+
+
+class _Pending:
+    """A request that is being worked on. It holds memory until its answer is sent."""
+
+    __slots__ = ("call", "request", "request_bytes", "task")
+
+    def __init__(self, call: Call, request: Request, request_bytes: int, task: asyncio.Task[Any]) -> None:
+        self.call = call
+        self.request = request
+        self.request_bytes = request_bytes
+        self.task = task
+
+
+class Connection:
+    """`run` serves the client until it leaves, sends nonsense, or is too slow. Raises nothing but cancellation.
+
+    What the client has asked to be written is written even when it leaves: the writer has it then.
+    """
+
+    def __init__(
+        self, broker: Broker, memory: Budget, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._broker = broker
+        self._memory = memory
+        self._reader = reader
+        self._writer = writer
+        self._settings = broker.settings
+        self._pending: asyncio.Queue[_Pending] = asyncio.Queue(broker.settings.connection_requests_max)
+        self._started: set[_Pending] = set()
+        self._host = f"/{writer.get_extra_info('peername')[0]}"
+
+    async def run(self) -> None:
+        receive = asyncio.create_task(self._receive())
+        answer = asyncio.create_task(self._answer())
+        try:
+            done, _ = await asyncio.wait((receive, answer), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except (OSError, EOFError, TimeoutError):
+            pass  # it left, or it was too slow to keep
+        except Malformed as error:
+            self._broker.stats.malformed += 1
+            log.warning("connection_closed", client=self._host, error=str(error))
+        finally:
+            for task in (receive, answer, *(pending.task for pending in self._started)):
+                task.cancel()
+            await asyncio.gather(receive, answer, return_exceptions=True)
+            for pending in list(self._started):
+                await asyncio.gather(pending.task, return_exceptions=True)
+                self._release(pending)
+            self._writer.transport.abort()
+
+    async def _receive(self) -> None:
+        while True:
+            frame = await self._frame()
+            try:
+                request = parse(frame)
+            except BaseException:
+                self._memory.give(len(frame))
+                raise
+            call = Call(request.client_id, self._host)
+            task = asyncio.create_task(self._handle(call, request))
+            pending = _Pending(call, request, len(frame), task)
+            self._started.add(pending)
+            await self._pending.put(pending)
+
+    async def _frame(self) -> bytes:
+        """The next request, its memory taken. Raises `EOFError` at the end, `Malformed` for an impossible size."""
+        async with asyncio.timeout(self._settings.connection_idle_s):
+            (size,) = _SIZE.unpack(await self._reader.readexactly(_SIZE.size))
+        if not 8 <= size <= self._settings.request_bytes_max:
+            raise Malformed(
+                f"a request of {size} bytes; broker.request_bytes_max is {self._settings.request_bytes_max}"
+            )
+        await self._memory.take(size)
+        try:
+            async with asyncio.timeout(self._settings.transfer_timeout_s):
+                return await self._reader.readexactly(size)
+        except BaseException:
+            self._memory.give(size)
+            raise
+
+    async def _handle(self, call: Call, request: Request) -> Any:
+        started = time.perf_counter()
+        response = await respond(self._broker, call, request)
+        name = request.api.name if request.api else "ApiVersions"
+        self._broker.stats.requests[name] += 1
+        self._broker.stats.request_seconds[name] += time.perf_counter() - started
+        return response
+
+    async def _answer(self) -> None:
+        while True:
+            pending = await self._pending.get()
+            response = await pending.task
+            if response is not None:
+                sink = bytearray(_RESPONSE_START.size)
+                encode(response, sink)
+                _RESPONSE_START.pack_into(sink, 0, len(sink) - _SIZE.size, pending.request.correlation_id)
+                self._writer.write(sink)
+                async with asyncio.timeout(self._settings.transfer_timeout_s):
+                    await self._writer.drain()
+            self._release(pending)
+
+    def _release(self, pending: _Pending) -> None:
+        self._started.discard(pending)
+        self._memory.give(pending.request_bytes)
+        self._broker.fetch_memory.give(pending.call.response_bytes)
+        pending.call.response_bytes = 0

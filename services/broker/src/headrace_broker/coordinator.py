@@ -1,0 +1,175 @@
+"""All consumer groups: finds the group of a request, waits for its answer, saves what is worth saving."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterable
+from functools import partial
+
+from headrace_broker.errors import Code, Rejected
+from headrace_broker.group import Group, Member, Phase
+from headrace_broker.group_state import restore, saved
+from headrace_broker.offsets import Offsets
+from headrace_broker.protocol.groups import (
+    HeartbeatRequest,
+    JoinGroupRequest,
+    JoinGroupResponse,
+    LeaveGroupRequest,
+    SyncGroupRequest,
+    SyncGroupResponse,
+)
+from headrace_broker.protocol.offsets import CommitTopic, OffsetCommitRequest
+from headrace_broker.settings import BrokerSettings
+from headrace_broker.stats import Stats
+from headrace_broker.writer import T, Writer
+from headrace_runtime.clock import Clock, epoch_ms
+
+TICK_S = 0.2
+
+
+class Coordinator:
+    """Lives on the event loop. Methods raise `Rejected`; a storage error becomes COORDINATOR_NOT_AVAILABLE."""
+
+    def __init__(self, settings: BrokerSettings, writer: Writer, offsets: Offsets, clock: Clock, stats: Stats) -> None:
+        self._settings = settings
+        self._writer = writer
+        self._offsets = offsets
+        self._clock = clock
+        self._stats = stats
+        self._groups: dict[str, Group] = {}
+        self._saves: dict[str, asyncio.Future[None]] = {}
+
+    def load(self, rows: Iterable[tuple[str, bytes, int]]) -> None:
+        """Take over what is saved: id, state, last use."""
+        for group_id, state, used_ms in rows:
+            group = self._groups[group_id] = Group(group_id, self._settings.group_members_max, used_ms=used_ms)
+            restore(group, state, self._clock.monotonic_s())
+
+    def all(self) -> list[Group]:
+        return list(self._groups.values())
+
+    def find(self, group_id: str) -> Group | None:
+        return self._groups.get(group_id)
+
+    async def join(self, request: JoinGroupRequest, client_id: str, client_host: str) -> JoinGroupResponse:
+        low, high = self._settings.session_timeout_min_s, self._settings.session_timeout_max_s
+        if not low <= request.session_timeout_ms / 1000 <= high:
+            raise Rejected(Code.INVALID_SESSION_TIMEOUT, f"between {low} s and {high} s")
+        now_s = self._clock.monotonic_s()
+        member = Member(
+            id=request.member_id or f"{request.group_instance_id or client_id}-{uuid.uuid4()}",
+            instance_id=request.group_instance_id,
+            client_id=client_id,
+            client_host=client_host,
+            session_timeout_s=request.session_timeout_ms / 1000,
+            rebalance_timeout_s=request.rebalance_timeout_ms / 1000,
+            protocols=request.protocols,
+            expires_s=now_s + request.session_timeout_ms / 1000,
+        )
+        group = self._group(request.group_id, create=not request.member_id)
+        answer: asyncio.Future[JoinGroupResponse] = asyncio.get_running_loop().create_future()
+        try:
+            group.join(request, member, partial(_answer, answer), now_s)
+        except Rejected as error:
+            return JoinGroupResponse(0, error.code, -1, "", "", member.id, ())
+        self._save_if_changed(group)
+        return await answer
+
+    async def sync(self, request: SyncGroupRequest) -> SyncGroupResponse:
+        group = self._group(request.group_id)
+        answer: asyncio.Future[SyncGroupResponse] = asyncio.get_running_loop().create_future()
+        group.sync(request, partial(_answer, answer), self._clock.monotonic_s())
+        self._save_if_changed(group)
+        response = await answer
+        save = self._saves.get(group.id)
+        if save is not None and response.error_code == Code.NONE:
+            await self._stored(asyncio.shield(save))
+        return response
+
+    def heartbeat(self, request: HeartbeatRequest) -> None:
+        group = self._group(request.group_id)
+        group.heartbeat(request.member_id, request.generation_id, self._clock.monotonic_s())
+
+    async def leave(self, request: LeaveGroupRequest) -> None:
+        group = self._group(request.group_id)
+        group.leave(request.member_id, self._clock.monotonic_s())
+        self._save_if_changed(group)
+
+    async def commit(self, request: OffsetCommitRequest, topics: tuple[CommitTopic, ...]) -> None:
+        """Store offsets of partitions that exist; the member and generation are checked first."""
+        group = self._group(request.group_id, create=request.generation_id < 0)
+        group.check_commit(request.member_id, request.generation_id, self._clock.monotonic_s())
+        group.used_ms = epoch_ms(self._clock.now())
+        await self._stored(self._writer.submit(partial(self._offsets.commit, group.id, topics, group.used_ms)))
+
+    def enlist(self, group_id: str) -> None:
+        """A transaction will commit offsets for the group."""
+        self._group(group_id, create=True).used_ms = epoch_ms(self._clock.now())
+
+    async def delete(self, group_id: str) -> None:
+        """The group and its offsets. Raises `Rejected` (68, 69)."""
+        group = self._groups.get(group_id)
+        if group is None:
+            raise Rejected(Code.GROUP_ID_NOT_FOUND)
+        if group.phase is not Phase.EMPTY:
+            raise Rejected(Code.NON_EMPTY_GROUP)
+        del self._groups[group_id]
+        await self._stored(self._writer.submit(partial(self._offsets.delete_group, group_id)))
+
+    def tick(self) -> None:
+        """Let time pass in all groups. Called every `TICK_S`."""
+        now_s = self._clock.monotonic_s()
+        for group in self._groups.values():
+            group.tick(now_s)
+            self._save_if_changed(group)
+
+    async def expire(self) -> None:
+        """Delete groups that nobody has used for `group_retention_s`."""
+        before_ms = epoch_ms(self._clock.now()) - round(self._settings.group_retention_s * 1000)
+        for group in self.all():
+            if group.phase is Phase.EMPTY and not group.awaited and group.used_ms < before_ms:
+                await self.delete(group.id)
+
+    def _group(self, group_id: str, *, create: bool = False) -> Group:
+        if not group_id:
+            raise Rejected(Code.INVALID_GROUP_ID, "a group needs a name")
+        group = self._groups.get(group_id)
+        if group is None:
+            if not create:
+                raise Rejected(Code.UNKNOWN_MEMBER_ID)
+            if len(self._groups) >= self._settings.groups_max:
+                raise Rejected(Code.POLICY_VIOLATION, f"broker.groups_max = {self._settings.groups_max} is reached")
+            group = self._groups[group_id] = Group(group_id, self._settings.group_members_max)
+            group.used_ms = epoch_ms(self._clock.now())
+        return group
+
+    def _save_if_changed(self, group: Group) -> None:
+        if not group.changed:
+            return
+        group.changed = False
+        group.used_ms = epoch_ms(self._clock.now())
+        self._stats.rebalances += group.phase is Phase.STABLE
+        save = self._writer.submit(partial(self._offsets.save_group, group.id, saved(group), group.used_ms))
+        self._saves[group.id] = save
+        save.add_done_callback(partial(self._saved, group.id))
+
+    def _saved(self, group_id: str, save: asyncio.Future[None]) -> None:
+        if self._saves.get(group_id) is save:
+            del self._saves[group_id]
+        if not save.cancelled():
+            save.exception()  # those who wait for it have it; without one, a restart costs a rebalance
+
+    @staticmethod
+    async def _stored(write: asyncio.Future[T]) -> T:
+        try:
+            return await write
+        except Rejected as error:
+            if error.code is Code.STORAGE_ERROR:
+                raise Rejected(Code.COORDINATOR_NOT_AVAILABLE, str(error)) from error
+            raise
+
+
+def _answer(future: asyncio.Future[T], response: T) -> None:
+    if not future.done():  # its client may be gone
+        future.set_result(response)

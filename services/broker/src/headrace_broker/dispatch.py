@@ -1,0 +1,144 @@
+"""The whole API surface: one version of each request, who handles it, and how a refusal looks.
+
+Exactly one version is announced: librdkafka up to 2.0 derives features from the low end of a range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from headrace_broker.broker import Broker, Call
+from headrace_broker.errors import Code, Malformed, Rejected
+from headrace_broker.handlers import fetch, groups, list_offsets, metadata, offsets, produce, topics, transactions
+from headrace_broker.protocol import fetch as fetch_messages
+from headrace_broker.protocol import groups as group_messages
+from headrace_broker.protocol import metadata as metadata_messages
+from headrace_broker.protocol import offsets as offset_messages
+from headrace_broker.protocol import produce as produce_messages
+from headrace_broker.protocol import topics as topic_messages
+from headrace_broker.protocol import transactions as transaction_messages
+from headrace_broker.protocol.versions import (
+    ApiVersion,
+    ApiVersionsRequest,
+    ApiVersionsResponse,
+    RequestHeader,
+    RequestStart,
+)
+from headrace_broker.wire import Source, codec, decode
+
+API_VERSIONS = 18
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """One request type. `refuse` makes the response for a `Rejected`; handlers without it answer for themselves."""
+
+    name: str
+    key: int
+    version: int
+    request: type[Any]
+    handle: Callable[[Broker, Call, Any], Awaitable[Any]]
+    refuse: Callable[[Any, Code], Any] | None = None
+
+
+async def _api_versions(broker: Broker, call: Call, request: ApiVersionsRequest) -> ApiVersionsResponse:
+    return announced(Code.NONE)
+
+
+def _refuse_join(request: group_messages.JoinGroupRequest, code: Code) -> group_messages.JoinGroupResponse:
+    return group_messages.JoinGroupResponse(0, code, -1, "", "", request.member_id, ())
+
+
+APIS = (
+    Api("Produce", 0, 7, produce_messages.ProduceRequest, produce.produce),
+    Api("Fetch", 1, 11, fetch_messages.FetchRequest, fetch.fetch),
+    Api("ListOffsets", 2, 2, fetch_messages.ListOffsetsRequest, list_offsets.list_offsets),
+    Api("Metadata", 3, 4, metadata_messages.MetadataRequest, metadata.metadata),
+    Api("OffsetCommit", 8, 3, offset_messages.OffsetCommitRequest, offsets.offset_commit),
+    Api(
+        "OffsetFetch", 9, 3, offset_messages.OffsetFetchRequest, offsets.offset_fetch,
+        lambda _, code: offset_messages.OffsetFetchResponse(0, (), code),
+    ),
+    Api(
+        "FindCoordinator", 10, 1, metadata_messages.FindCoordinatorRequest, metadata.find_coordinator,
+        lambda _, code: metadata_messages.FindCoordinatorResponse(0, code, code.name, -1, "", -1),
+    ),
+    Api("JoinGroup", 11, 5, group_messages.JoinGroupRequest, groups.join_group, _refuse_join),
+    Api(
+        "Heartbeat", 12, 1, group_messages.HeartbeatRequest, groups.heartbeat,
+        lambda _, code: group_messages.HeartbeatResponse(0, code),
+    ),
+    Api(
+        "LeaveGroup", 13, 1, group_messages.LeaveGroupRequest, groups.leave_group,
+        lambda _, code: group_messages.LeaveGroupResponse(0, code),
+    ),
+    Api(
+        "SyncGroup", 14, 3, group_messages.SyncGroupRequest, groups.sync_group,
+        lambda _, code: group_messages.SyncGroupResponse(0, code, b""),
+    ),
+    Api("DescribeGroups", 15, 2, group_messages.DescribeGroupsRequest, groups.describe_groups),
+    Api("ListGroups", 16, 1, group_messages.ListGroupsRequest, groups.list_groups),
+    Api("ApiVersions", API_VERSIONS, 0, ApiVersionsRequest, _api_versions),
+    Api("CreateTopics", 19, 3, topic_messages.CreateTopicsRequest, topics.create_topics),
+    Api("DeleteTopics", 20, 1, topic_messages.DeleteTopicsRequest, topics.delete_topics),
+    Api(
+        "InitProducerId", 22, 0, produce_messages.InitProducerIdRequest, produce.init_producer_id,
+        lambda _, code: produce_messages.InitProducerIdResponse(0, code, -1, -1),
+    ),
+    Api("AddPartitionsToTxn", 24, 0, transaction_messages.AddPartitionsToTxnRequest, transactions.add_partitions),
+    Api(
+        "AddOffsetsToTxn", 25, 0, transaction_messages.AddOffsetsToTxnRequest, transactions.add_offsets,
+        lambda _, code: transaction_messages.AddOffsetsToTxnResponse(0, code),
+    ),
+    Api(
+        "EndTxn", 26, 0, transaction_messages.EndTxnRequest, transactions.end_txn,
+        lambda _, code: transaction_messages.EndTxnResponse(0, code),
+    ),
+    Api("TxnOffsetCommit", 28, 0, transaction_messages.TxnOffsetCommitRequest, transactions.txn_offset_commit),
+    Api("DescribeConfigs", 32, 1, topic_messages.DescribeConfigsRequest, topics.describe_configs),
+    Api("DeleteGroups", 42, 1, group_messages.DeleteGroupsRequest, groups.delete_groups),
+)  # fmt: skip
+_BY_KEY = {api.key: api for api in APIS}
+
+
+class Request(NamedTuple):
+    """A decoded request. `api` is None for an ApiVersions of another version, which gets the list and an error."""
+
+    correlation_id: int
+    client_id: str
+    api: Api | None
+    message: Any
+
+
+def announced(code: Code) -> ApiVersionsResponse:
+    """What we serve. Kafka's clients read this form after UNSUPPORTED_VERSION too, and ask again."""
+    return ApiVersionsResponse(code, tuple(ApiVersion(api.key, api.version, api.version) for api in APIS))
+
+
+def parse(frame: bytes) -> Request:
+    """Raises `Malformed`, also for what is not served: the form of an answer to it would be unknown, as in Kafka."""
+    start = codec(RequestStart).read(Source(frame))
+    api = _BY_KEY.get(start.api_key)
+    if api is None or api.version != start.api_version:
+        if start.api_key == API_VERSIONS:
+            return Request(start.correlation_id, "", None, None)
+        raise Malformed(f"API {start.api_key} version {start.api_version} is not served")
+    source = Source(frame)
+    header = codec(RequestHeader).read(source)
+    return Request(header.correlation_id, header.client_id or "", api, decode(api.request, source))
+
+
+async def respond(broker: Broker, call: Call, request: Request) -> Any:
+    """The response message, None when the client wants none."""
+    api = request.api
+    if api is None:
+        return announced(Code.UNSUPPORTED_VERSION)
+    try:
+        return await api.handle(broker, call, request.message)
+    except Rejected as error:
+        if api.refuse is None:
+            raise
+        broker.stats.errors[error.code] += 1
+        return api.refuse(request.message, error.code)

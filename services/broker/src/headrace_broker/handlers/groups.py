@@ -1,0 +1,85 @@
+"""Consumer groups: join, sync, heartbeat, leave, list, describe, delete."""
+
+from __future__ import annotations
+
+from headrace_broker.broker import Broker, Call
+from headrace_broker.errors import Code, Rejected
+from headrace_broker.group import Group, Phase
+from headrace_broker.protocol.groups import (
+    DeletedGroup,
+    DeleteGroupsRequest,
+    DeleteGroupsResponse,
+    DescribedGroup,
+    DescribedMember,
+    DescribeGroupsRequest,
+    DescribeGroupsResponse,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    JoinGroupRequest,
+    JoinGroupResponse,
+    LeaveGroupRequest,
+    LeaveGroupResponse,
+    ListedGroup,
+    ListGroupsRequest,
+    ListGroupsResponse,
+    SyncGroupRequest,
+    SyncGroupResponse,
+)
+
+
+async def join_group(broker: Broker, call: Call, request: JoinGroupRequest) -> JoinGroupResponse:
+    return await broker.coordinator.join(request, call.client_id, call.client_host)
+
+
+async def sync_group(broker: Broker, call: Call, request: SyncGroupRequest) -> SyncGroupResponse:
+    return await broker.coordinator.sync(request)
+
+
+async def heartbeat(broker: Broker, call: Call, request: HeartbeatRequest) -> HeartbeatResponse:
+    broker.coordinator.heartbeat(request)
+    return HeartbeatResponse(0, Code.NONE)
+
+
+async def leave_group(broker: Broker, call: Call, request: LeaveGroupRequest) -> LeaveGroupResponse:
+    await broker.coordinator.leave(request)
+    return LeaveGroupResponse(0, Code.NONE)
+
+
+async def list_groups(broker: Broker, call: Call, request: ListGroupsRequest) -> ListGroupsResponse:
+    groups = tuple(ListedGroup(group.id, group.protocol_type) for group in broker.coordinator.all())
+    return ListGroupsResponse(0, Code.NONE, groups)
+
+
+async def describe_groups(broker: Broker, call: Call, request: DescribeGroupsRequest) -> DescribeGroupsResponse:
+    found = [(group_id, broker.coordinator.find(group_id)) for group_id in request.groups]
+    dead = DescribedGroup(Code.NONE, "", "Dead", "", "", ())
+    return DescribeGroupsResponse(
+        0, tuple(_described(group) if group else dead._replace(group_id=group_id) for group_id, group in found)
+    )
+
+
+async def delete_groups(broker: Broker, call: Call, request: DeleteGroupsRequest) -> DeleteGroupsResponse:
+    results = []
+    for group_id in request.groups:
+        try:
+            await broker.coordinator.delete(group_id)
+            results.append(DeletedGroup(group_id, Code.NONE))
+        except Rejected as error:
+            results.append(DeletedGroup(group_id, error.code))
+    return DeleteGroupsResponse(0, tuple(results))
+
+
+def _described(group: Group) -> DescribedGroup:
+    settled = group.phase is Phase.STABLE
+    members = tuple(
+        DescribedMember(
+            member.id,
+            member.client_id,
+            member.client_host,
+            member.metadata(group.protocol) if settled else b"",
+            member.assignment,
+        )
+        for member in group.members.values()
+    )
+    protocol = group.protocol if settled else ""
+    return DescribedGroup(Code.NONE, group.id, group.phase, group.protocol_type, protocol, members)

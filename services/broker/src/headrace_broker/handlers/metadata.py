@@ -1,0 +1,51 @@
+"""Metadata and FindCoordinator. (ApiVersions is answered by `dispatch`, which knows the versions.)"""
+
+from __future__ import annotations
+
+from headrace_broker.broker import NODE_ID, Broker, Call
+from headrace_broker.catalog import Topic
+from headrace_broker.errors import Code, Rejected
+from headrace_broker.protocol.metadata import (
+    BrokerMetadata,
+    FindCoordinatorRequest,
+    FindCoordinatorResponse,
+    MetadataRequest,
+    MetadataResponse,
+    PartitionMetadata,
+    TopicMetadata,
+)
+from headrace_broker.topics import check_name
+
+_GROUP, _TRANSACTION = 0, 1
+
+
+async def metadata(broker: Broker, call: Call, request: MetadataRequest) -> MetadataResponse:
+    """Topics are never created by asking for them."""
+    topics = broker.catalog.topics
+    names = list(topics) if request.topics is None else request.topics
+    return MetadataResponse(
+        throttle_time_ms=0,
+        brokers=(BrokerMetadata(NODE_ID, broker.settings.kafka_host, broker.port, None),),
+        cluster_id=broker.cluster_id,
+        controller_id=NODE_ID,
+        topics=tuple(_topic(name, topics.get(name)) for name in names),
+    )
+
+
+async def find_coordinator(broker: Broker, call: Call, request: FindCoordinatorRequest) -> FindCoordinatorResponse:
+    if request.key_type not in (_GROUP, _TRANSACTION):
+        raise Rejected(Code.INVALID_REQUEST, f"coordinator type {request.key_type}")
+    return FindCoordinatorResponse(0, Code.NONE, None, NODE_ID, broker.settings.kafka_host, broker.port)
+
+
+def _topic(name: str, topic: Topic | None) -> TopicMetadata:
+    if topic is None:
+        try:
+            check_name(name)
+        except Rejected as error:
+            return TopicMetadata(error.code, name, False, ())
+        return TopicMetadata(Code.UNKNOWN_TOPIC_OR_PARTITION, name, False, ())
+    partitions = (
+        PartitionMetadata(Code.NONE, view.number, NODE_ID, (NODE_ID,), (NODE_ID,)) for view in topic.partitions
+    )
+    return TopicMetadata(Code.NONE, name, False, tuple(partitions))

@@ -1,0 +1,85 @@
+"""OffsetCommit and OffsetFetch."""
+
+from __future__ import annotations
+
+from headrace_broker import reads
+from headrace_broker.broker import Broker, Call
+from headrace_broker.errors import Code, Rejected
+from headrace_broker.protocol.offsets import (
+    CommitPartition,
+    CommittedPartition,
+    CommittedTopic,
+    CommitTopic,
+    FetchedOffset,
+    FetchedOffsets,
+    OffsetCommitRequest,
+    OffsetCommitResponse,
+    OffsetFetchRequest,
+    OffsetFetchResponse,
+    OffsetFetchTopic,
+)
+
+
+async def offset_commit(broker: Broker, call: Call, request: OffsetCommitRequest) -> OffsetCommitResponse:
+    codes = {
+        (topic.name, p.partition): check(broker, topic.name, p) for topic in request.topics for p in topic.partitions
+    }
+    failure = Code.NONE
+    try:
+        await broker.coordinator.commit(request, valid(request.topics, codes))
+    except Rejected as error:
+        failure = error.code
+    return OffsetCommitResponse(0, answers(request.topics, codes, failure))
+
+
+async def offset_fetch(broker: Broker, call: Call, request: OffsetFetchRequest) -> OffsetFetchResponse:
+    """Partitions without an offset have -1, as in Kafka."""
+    found = await broker.readers.run(reads.committed, request.group_id)
+    topics = request.topics
+    if topics is None:
+        names = dict.fromkeys(name for name, _ in found)
+        topics = tuple(OffsetFetchTopic(name, tuple(n for known, n in found if known == name)) for name in names)
+    return OffsetFetchResponse(
+        0,
+        tuple(
+            FetchedOffsets(
+                topic.name,
+                tuple(
+                    FetchedOffset(number, *found.get((topic.name, number), (-1, "")), Code.NONE)
+                    for number in topic.partitions
+                ),
+            )
+            for topic in topics
+        ),
+        Code.NONE,
+    )
+
+
+def check(broker: Broker, topic: str, partition: CommitPartition) -> Code:
+    """Whether an offset can be committed for a partition."""
+    if broker.catalog.view(topic, partition.partition) is None:
+        return Code.UNKNOWN_TOPIC_OR_PARTITION
+    if len(partition.metadata or "") > broker.settings.offset_metadata_bytes_max:
+        return Code.OFFSET_METADATA_TOO_LARGE
+    return Code.NONE
+
+
+def valid(topics: tuple[CommitTopic, ...], codes: dict[tuple[str, int], Code]) -> tuple[CommitTopic, ...]:
+    """The request's topics without the partitions that were refused."""
+    return tuple(
+        CommitTopic(topic.name, tuple(p for p in topic.partitions if codes[topic.name, p.partition] is Code.NONE))
+        for topic in topics
+    )
+
+
+def answers(
+    topics: tuple[CommitTopic, ...], codes: dict[tuple[str, int], Code], failure: Code
+) -> tuple[CommittedTopic, ...]:
+    """One code for each partition; `failure` for those that were valid."""
+    return tuple(
+        CommittedTopic(
+            topic.name,
+            tuple(CommittedPartition(p.partition, codes[topic.name, p.partition] or failure) for p in topic.partitions),
+        )
+        for topic in topics
+    )

@@ -1,0 +1,125 @@
+"""Produce and InitProducerId."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
+
+from headrace_broker.batch import Batch, parse_produced
+from headrace_broker.broker import Broker, Call
+from headrace_broker.errors import Code, Malformed, Rejected
+from headrace_broker.log import Appended
+from headrace_broker.protocol.produce import (
+    InitProducerIdRequest,
+    InitProducerIdResponse,
+    ProducedPartition,
+    ProducedTopic,
+    ProducePartition,
+    ProduceRequest,
+    ProduceResponse,
+)
+from headrace_broker.records import records
+
+
+class _Item(NamedTuple):
+    """One partition's batch on its way in."""
+
+    topic: str
+    number: int
+    partition_id: int
+    batch: Batch
+    keyed: bool
+    """Whether every record needs a key: the topic is compacted."""
+
+
+async def produce(broker: Broker, call: Call, request: ProduceRequest) -> ProduceResponse | None:
+    """Store each partition's batch, all of them in one commit. With acks 0 nobody waits for an answer."""
+    results: dict[tuple[str, int], Appended | Rejected] = {}
+    items: list[_Item] = []
+    for topic in request.topics:
+        for partition in topic.partitions:
+            try:
+                items.append(_checked(broker, request, topic.name, partition))
+            except Rejected as error:
+                results[topic.name, partition.partition] = error
+    if items:
+        try:
+            stored = await broker.writer.submit(partial(_store, broker, request.transactional_id, items))
+        except Rejected as error:
+            stored = [error] * len(items)
+        results.update({(item.topic, item.number): result for item, result in zip(items, stored, strict=True)})
+    if request.acks == 0:
+        failed = next((result for result in results.values() if isinstance(result, Rejected)), None)
+        if failed:
+            raise Malformed(f"produced without acknowledgement, and refused: {failed}")
+        return None
+    ordered = [(topic.name, p.partition) for topic in request.topics for p in topic.partitions]
+    return ProduceResponse(
+        tuple(
+            ProducedTopic(name, tuple(_answer(number, results[name, number]) for _, number in keys))
+            for name, keys in groupby(ordered, key=lambda key: key[0])
+        ),
+        throttle_time_ms=0,
+    )
+
+
+async def init_producer_id(broker: Broker, call: Call, request: InitProducerIdRequest) -> InitProducerIdResponse:
+    name, timeout_ms = request.transactional_id, request.transaction_timeout_ms
+    if name is None:
+        producer_id = await broker.writer.submit(broker.transactions.new_producer_id)
+        return InitProducerIdResponse(0, Code.NONE, producer_id, 0)
+    if not name:
+        raise Rejected(Code.INVALID_REQUEST, "an empty transactional id")
+    if not 0 < timeout_ms <= broker.settings.transaction_timeout_max_s * 1000:
+        raise Rejected(Code.INVALID_TRANSACTION_TIMEOUT, f"{timeout_ms} ms")
+    begin = partial(broker.transactions.begin_session, name, timeout_ms, broker.now_ms())
+    return InitProducerIdResponse(0, Code.NONE, *await broker.writer.submit(begin))
+
+
+def _checked(broker: Broker, request: ProduceRequest, topic: str, partition: ProducePartition) -> _Item:
+    if request.acks not in (-1, 0, 1):
+        raise Rejected(Code.INVALID_REQUIRED_ACKS, f"acks {request.acks}")
+    view = broker.view(topic, partition.partition)
+    config = broker.catalog.topics[topic].config
+    raw = partition.records or b""
+    if len(raw) > config.max_message_bytes:
+        raise Rejected(Code.MESSAGE_TOO_LARGE, f"{len(raw)} bytes, max.message.bytes is {config.max_message_bytes}")
+    batch = parse_produced(raw)
+    if batch.max_timestamp > broker.now_ms() + broker.settings.timestamp_ahead_max_s * 1000:
+        raise Rejected(Code.INVALID_TIMESTAMP, f"{batch.max_timestamp} ms is too far in the future")
+    broker.stats.produced_bytes += len(raw)
+    return _Item(topic, partition.partition, view.id, batch, config.compacts)
+
+
+def _store(broker: Broker, transactional_id: str | None, items: list[_Item]) -> list[Appended | Rejected]:
+    """On the writer's thread."""
+    now_ms = broker.now_ms()
+    results: list[Appended | Rejected] = []
+    for item in items:
+        batch = item.batch
+        try:
+            if item.keyed:
+                _check_keys(batch)
+            if batch.transactional:
+                broker.transactions.check_append(
+                    transactional_id, item.partition_id, batch.producer_id, batch.producer_epoch
+                )
+            results.append(broker.log.append(item.partition_id, batch, now_ms))
+        except Rejected as error:
+            results.append(error)
+    return results
+
+
+def _check_keys(batch: Batch) -> None:
+    try:
+        if any(record.key is None for record in records(batch)):
+            raise Rejected(Code.INVALID_RECORD, "a record without key in a compacted topic")
+    except Malformed as error:
+        raise Rejected(Code.INVALID_RECORD, str(error)) from error
+
+
+def _answer(number: int, result: Appended | Rejected) -> ProducedPartition:
+    if isinstance(result, Rejected):
+        return ProducedPartition(number, result.code, -1, -1, -1)
+    return ProducedPartition(number, Code.NONE, result.base_offset, -1, result.log_start)

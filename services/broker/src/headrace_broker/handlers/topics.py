@@ -1,0 +1,110 @@
+"""CreateTopics, DeleteTopics and DescribeConfigs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+from headrace_broker import topic_config
+from headrace_broker.broker import NODE_ID, Broker, Call
+from headrace_broker.errors import Code, Rejected
+from headrace_broker.protocol.topics import (
+    ConfigResource,
+    CreatedTopic,
+    CreateTopicsRequest,
+    CreateTopicsResponse,
+    DeletedTopic,
+    DeleteTopicsRequest,
+    DeleteTopicsResponse,
+    DescribeConfigsRequest,
+    DescribeConfigsResponse,
+    DescribedConfig,
+    DescribedResource,
+    NewTopic,
+)
+
+_TOPIC, _BROKER = 2, 4
+_FROM_TOPIC, _FROM_BROKER_FILE, _FROM_DEFAULT = 1, 4, 5
+
+
+async def create_topics(broker: Broker, call: Call, request: CreateTopicsRequest) -> CreateTopicsResponse:
+    """Each topic in an operation of its own: one that is refused does not hold up the others."""
+    times = Counter(topic.name for topic in request.topics)
+    waits = []
+    for name, count in times.items():
+        topic = next(topic for topic in request.topics if topic.name == name)
+        waits.append((name, broker.writer.submit(partial(_create, broker, topic, count, request.validate_only))))
+    created = []
+    for name, wait in waits:
+        try:
+            await wait
+            created.append(CreatedTopic(name, Code.NONE, None))
+        except Rejected as error:
+            created.append(CreatedTopic(name, error.code, str(error)))
+    return CreateTopicsResponse(0, tuple(created))
+
+
+async def delete_topics(broker: Broker, call: Call, request: DeleteTopicsRequest) -> DeleteTopicsResponse:
+    waits = {name: broker.writer.submit(partial(broker.topics.delete, name)) for name in request.names}
+    deleted = []
+    for name, wait in waits.items():
+        try:
+            await wait
+            deleted.append(DeletedTopic(name, Code.NONE))
+        except Rejected as error:
+            deleted.append(DeletedTopic(name, error.code))
+    return DeleteTopicsResponse(0, tuple(deleted))
+
+
+async def describe_configs(broker: Broker, call: Call, request: DescribeConfigsRequest) -> DescribeConfigsResponse:
+    return DescribeConfigsResponse(0, tuple(_described(broker, resource) for resource in request.resources))
+
+
+def _create(broker: Broker, topic: NewTopic, times: int, validate_only: bool) -> None:
+    """On the writer's thread."""
+    if times > 1:
+        raise Rejected(Code.INVALID_REQUEST, f"topic {topic.name} is named {times} times in one request")
+    config = topic_config.parse((entry.name, entry.value) for entry in topic.configs)
+    if config.max_message_bytes > broker.settings.request_bytes_max:
+        limit = f"broker.request_bytes_max = {broker.settings.request_bytes_max}"
+        raise Rejected(Code.INVALID_CONFIG, f"max.message.bytes {config.max_message_bytes} passes {limit}")
+    broker.topics.create(topic.name, _partition_count(topic), config, validate_only=validate_only)
+
+
+def _partition_count(topic: NewTopic) -> int:
+    """By number, or by naming the replicas of each partition; the only replica there can be is this broker."""
+    if topic.assignments:
+        numbers = sorted(assignment.partition for assignment in topic.assignments)
+        here = all(assignment.broker_ids == (NODE_ID,) for assignment in topic.assignments)
+        if not here or numbers != list(range(len(numbers))) or topic.partitions != -1 or topic.replication_factor != -1:
+            raise Rejected(Code.INVALID_REPLICA_ASSIGNMENT, f"each partition can be on broker {NODE_ID} alone")
+        return len(numbers)
+    if topic.replication_factor not in (1, -1):
+        raise Rejected(Code.INVALID_REPLICATION_FACTOR, f"{topic.replication_factor} replicas; there is one broker")
+    return topic.partitions
+
+
+def _described(broker: Broker, resource: ConfigResource) -> DescribedResource:
+    try:
+        configs = _configs(broker, resource)
+    except Rejected as error:
+        return DescribedResource(error.code, str(error), resource.type, resource.name, ())
+    wanted = tuple(config for config in configs if resource.keys is None or config.name in resource.keys)
+    return DescribedResource(Code.NONE, None, resource.type, resource.name, wanted)
+
+
+def _configs(broker: Broker, resource: ConfigResource) -> list[DescribedConfig]:
+    if resource.type == _TOPIC:
+        topic = broker.catalog.topics.get(resource.name)
+        if topic is None:
+            raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION, f"there is no topic {resource.name}")
+        default = topic_config.TopicConfig().entries()
+        entries = topic.config.entries().items()
+        return [
+            DescribedConfig(name, value, True, _FROM_DEFAULT if value == default[name] else _FROM_TOPIC, False, ())
+            for name, value in entries
+        ]
+    if resource.type == _BROKER and resource.name == str(NODE_ID):
+        values = {"auto.create.topics.enable": "false", "default.replication.factor": "1", "broker.id": str(NODE_ID)}
+        return [DescribedConfig(name, value, True, _FROM_BROKER_FILE, False, ()) for name, value in values.items()]
+    raise Rejected(Code.INVALID_REQUEST, f"no configuration of type {resource.type} and name {resource.name!r}")

@@ -1,0 +1,207 @@
+"""The log as it is written: offsets, idempotence, transactions' markers, retention's deletes.
+
+Everything here runs on the writer's thread, inside the writer's transaction. What is kept in memory is a cache of the
+file: `flush` writes it back before the commit, `reload` forgets it after a rollback.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from headrace_broker.batch import NO_PRODUCER, Batch, marker
+from headrace_broker.errors import Code, Rejected
+from headrace_broker.idempotence import Producer
+from headrace_broker.store import position
+
+_PRODUCERS_CACHED = 10_000
+
+
+@dataclass(slots=True)
+class Partition:
+    """Where a partition's log begins and ends. `open` maps producers to the first offset of their open transaction."""
+
+    id: int
+    topic: str
+    number: int
+    start: int
+    end: int
+    bytes: int
+    max_timestamp: int
+    open: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def stable(self) -> int:
+        """Everything below is decided: committed or aborted (the last stable offset)."""
+        return min(self.open.values(), default=self.end)
+
+
+class Appended(NamedTuple):
+    base_offset: int
+    log_start: int
+
+
+class Moved(NamedTuple):
+    """What a commit changed about a partition, for the event loop."""
+
+    id: int
+    start: int
+    end: int
+    stable: int
+    bytes: int
+
+
+class Log:
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self._partitions: dict[int, Partition] = {}
+        self._producers: OrderedDict[tuple[int, int], Producer] = OrderedDict()
+        self._moved: set[int] = set()
+        self._noted: set[tuple[int, int]] = set()
+        self.reload()
+
+    def reload(self) -> None:
+        """Read again what is committed."""
+        query = "SELECT id, topic, number, log_start, log_end, bytes, max_timestamp FROM partitions"
+        self._partitions = {row[0]: Partition(*row) for row in self._db.execute(query)}
+        self._producers.clear()
+        self._moved.clear()
+        self._noted.clear()
+        query = "SELECT partition, producer_id, open_from FROM producers WHERE open_from IS NOT NULL"
+        for partition_id, producer_id, open_from in self._db.execute(query):
+            self._partitions[partition_id].open[producer_id] = open_from
+
+    def flush(self) -> list[Moved]:
+        """Write what changed since the last commit."""
+        partitions = [self._partitions[key] for key in self._moved if key in self._partitions]
+        self._db.executemany(
+            "UPDATE partitions SET log_start = ?, log_end = ?, bytes = ?, max_timestamp = ? WHERE id = ?",
+            [(p.start, p.end, p.bytes, p.max_timestamp, p.id) for p in partitions],
+        )
+        self._db.executemany(
+            "INSERT OR REPLACE INTO producers VALUES (?, ?, ?, ?, ?, ?)",
+            [
+                (*key, producer.epoch, producer.packed(), producer.open_from, producer.seen_ms)
+                for key in self._noted
+                if (producer := self._producers.get(key)) and key[0] in self._partitions
+            ],
+        )
+        self._moved.clear()
+        self._noted.clear()
+        while len(self._producers) > _PRODUCERS_CACHED:
+            self._producers.popitem(last=False)
+        return [_moved(partition) for partition in partitions]
+
+    def everything(self) -> list[Moved]:
+        """Where every partition is, for the start."""
+        return [_moved(partition) for partition in self._partitions.values()]
+
+    def partition(self, partition_id: int) -> Partition:
+        """Raises `Rejected` (3) when its topic was deleted."""
+        try:
+            return self._partitions[partition_id]
+        except KeyError:
+            raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION, "the topic was deleted") from None
+
+    def partitions(self) -> Iterable[Partition]:
+        return self._partitions.values()
+
+    def add(self, topic: str, number: int) -> Partition:
+        """A new, empty partition."""
+        row = self._db.execute("INSERT INTO partitions (topic, number) VALUES (?, ?)", (topic, number))
+        assert row.lastrowid is not None
+        partition = self._partitions[row.lastrowid] = Partition(row.lastrowid, topic, number, 0, 0, 0, -1)
+        return partition
+
+    def drop(self, partition_id: int) -> None:
+        """Forget a partition; its batches are deleted by maintenance."""
+        self._partitions.pop(partition_id, None)
+        for key in [key for key in self._producers if key[0] == partition_id]:
+            del self._producers[key]
+        self._db.execute("DELETE FROM partitions WHERE id = ?", (partition_id,))
+        self._db.execute("DELETE FROM producers WHERE partition = ?", (partition_id,))
+        self._db.execute("DELETE FROM aborted WHERE partition = ?", (partition_id,))
+
+    def append(self, partition_id: int, batch: Batch, now_ms: int) -> Appended:
+        """Store a batch at the end, or find where it is stored already. Raises `Rejected` and then wrote nothing."""
+        partition = self.partition(partition_id)
+        if batch.producer_id == NO_PRODUCER:
+            return Appended(self._store(partition, batch), partition.start)
+        producer = self.producer(partition_id, batch.producer_id)
+        if producer is not None:
+            known = producer.duplicate_of(batch)
+            if known is not None:
+                return Appended(known, partition.start)
+        offset = self._store(partition, batch)
+        key = (partition_id, batch.producer_id)
+        producer = self._producers.setdefault(key, producer or Producer(batch.producer_epoch))
+        producer.note(batch, offset, now_ms)
+        self._noted.add(key)
+        if producer.open_from is not None:
+            partition.open[batch.producer_id] = producer.open_from
+        return Appended(offset, partition.start)
+
+    def producer(self, partition_id: int, producer_id: int) -> Producer | None:
+        """What the partition remembers of a producer."""
+        key = (partition_id, producer_id)
+        found = self._producers.get(key)
+        if found is not None:
+            self._producers.move_to_end(key)
+            return found
+        query = "SELECT epoch, recent, open_from, seen_ms FROM producers WHERE partition = ? AND producer_id = ?"
+        row = self._db.execute(query, key).fetchone()
+        if row is not None:
+            self._producers[key] = found = Producer.unpacked(*row)
+        return found
+
+    def end_transaction(self, partition_id: int, producer_id: int, epoch: int, *, commit: bool, now_ms: int) -> None:
+        """Write the marker where the producer's open transaction has records; nothing where it has none."""
+        partition = self._partitions.get(partition_id)
+        if partition is None or producer_id not in partition.open:
+            return
+        first = partition.open[producer_id]
+        control = marker(committed=commit, producer_id=producer_id, epoch=epoch, timestamp_ms=now_ms)
+        offset = self._store(partition, control)
+        if not commit:
+            self._db.execute("INSERT INTO aborted VALUES (?, ?, ?, ?)", (partition_id, offset, first, producer_id))
+        del partition.open[producer_id]
+        producer = self.producer(partition_id, producer_id)
+        assert producer is not None
+        producer.open_from = None
+        self._noted.add((partition_id, producer_id))
+
+    def touch(self, partition: Partition) -> None:
+        """Have the next flush write the partition back."""
+        self._moved.add(partition.id)
+
+    def forget_producers(self, before_ms: int) -> None:
+        """Drop what is remembered of producers that were last seen before; a late duplicate of theirs is stored."""
+        statement = "DELETE FROM producers WHERE open_from IS NULL AND seen_ms < ? RETURNING partition, producer_id"
+        for key in self._db.execute(statement, (before_ms,)).fetchall():
+            self._producers.pop(key, None)
+
+    def _store(self, partition: Partition, batch: Batch) -> int:
+        offset = partition.end
+        payload = batch.at(offset)
+        partition.max_timestamp = max(partition.max_timestamp, batch.max_timestamp)
+        self._db.execute(
+            "INSERT INTO batches VALUES (?, ?, ?, ?, ?)",
+            (
+                position(partition.id, offset),
+                offset + batch.last_offset_delta,
+                batch.max_timestamp,
+                partition.max_timestamp,
+                payload,
+            ),
+        )
+        partition.end = offset + batch.last_offset_delta + 1
+        partition.bytes += len(payload)
+        self._moved.add(partition.id)
+        return offset
+
+
+def _moved(partition: Partition) -> Moved:
+    return Moved(partition.id, partition.start, partition.end, partition.stable, partition.bytes)

@@ -1,0 +1,39 @@
+"""ApiVersions 0, and the header that all requests have."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from headrace_broker.wire import Int16, Int32, NullableString
+
+
+class RequestStart(NamedTuple):
+    """The part of a header that is the same in every version, flexible ones included."""
+
+    api_key: Int16
+    api_version: Int16
+    correlation_id: Int32
+
+
+class RequestHeader(NamedTuple):
+    """Version 1: what precedes every request of a non-flexible version."""
+
+    api_key: Int16
+    api_version: Int16
+    correlation_id: Int32
+    client_id: NullableString
+
+
+class ApiVersionsRequest(NamedTuple):
+    pass
+
+
+class ApiVersion(NamedTuple):
+    api_key: Int16
+    min_version: Int16
+    max_version: Int16
+
+
+class ApiVersionsResponse(NamedTuple):
+    error_code: Int16
+    api_keys: tuple[ApiVersion, ...]

@@ -1,0 +1,48 @@
+"""Threads that read the file, so that a slow disk never holds up the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Concatenate, ParamSpec, TypeVar
+
+from headrace_broker.errors import Code, Rejected
+from headrace_broker.store import Store
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Readers:
+    """`count` threads and as many connections. A read that fails raises `Rejected` with STORAGE_ERROR."""
+
+    def __init__(self, store: Store, count: int) -> None:
+        self._connections: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
+        for _ in range(count):
+            self._connections.put(store.connect())
+        self._count = count
+        self._pool = ThreadPoolExecutor(count, "reader")
+
+    async def run(self, read: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `read` with a connection on a reader thread."""
+
+        def work() -> T:
+            db = self._connections.get_nowait()
+            try:
+                return read(db, *args, **kwargs)
+            finally:
+                self._connections.put(db)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        except sqlite3.Error as error:
+            raise Rejected(Code.STORAGE_ERROR, f"the broker's file: {error}") from error
+
+    def close(self) -> None:
+        """Wait for running reads and close the connections."""
+        self._pool.shutdown()
+        for _ in range(self._count):
+            self._connections.get_nowait().close()

@@ -1,0 +1,128 @@
+"""What is read from the file: batches, the aborted transactions among them, offsets by time, committed offsets.
+
+The functions take a connection of their own and run on a reader thread. They see what is committed and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from headrace_broker.batch import parse
+from headrace_broker.errors import Malformed
+from headrace_broker.protocol.fetch import AbortedTransaction
+from headrace_broker.records import records
+from headrace_broker.store import offset_of, position
+
+
+class Want(NamedTuple):
+    """Batches of a partition from the one that holds `offset` up to `before`."""
+
+    partition_id: int
+    offset: int
+    before: int
+    bytes_max: int
+    read_committed: bool
+
+
+class Got(NamedTuple):
+    records: bytes
+    aborted: tuple[AbortedTransaction, ...] | None
+
+
+def batches(db: sqlite3.Connection, wants: Sequence[Want], bytes_max: int) -> list[Got]:
+    """Whole batches for each want, all of one moment, at most `bytes_max` but for the first batch found."""
+    answers = []
+    left = bytes_max
+    with _snapshot(db):
+        for want in wants:
+            found = _read(db, want, min(left, want.bytes_max), first=left == bytes_max)
+            left = max(left - len(found), 0)
+            answers.append(Got(found, _aborted(db, want) if want.read_committed else None))
+    return answers
+
+
+def offset_at_time(db: sqlite3.Connection, partition_id: int, start: int, end: int, timestamp: int) -> tuple[int, int]:
+    """Offset and time of the first record in [start, end) that is not older than `timestamp`; (-1, -1) without one."""
+    with _snapshot(db):
+        start = _first_reaching(db, partition_id, start, end, timestamp)
+        rows = db.execute(
+            "SELECT payload FROM batches WHERE position >= ? AND position < ? AND max_timestamp >= ? ORDER BY position",
+            (position(partition_id, start), position(partition_id, end), timestamp),
+        )
+        for (payload,) in rows:
+            batch = parse(payload)
+            try:
+                for record in records(batch):
+                    if record.timestamp >= timestamp:
+                        return record.offset, record.timestamp
+            except Malformed:  # the producer's business; to a time lookup the batch is one record
+                return batch.base_offset, batch.max_timestamp
+    return -1, -1
+
+
+def committed(db: sqlite3.Connection, group_id: str) -> dict[tuple[str, int], tuple[int, str | None]]:
+    """A group's offsets and their metadata, by topic and partition."""
+    query = "SELECT topic, partition, committed, metadata FROM offsets WHERE group_id = ? ORDER BY topic, partition"
+    return {(row[0], row[1]): (row[2], row[3]) for row in db.execute(query, (group_id,))}
+
+
+@contextlib.contextmanager
+def _snapshot(db: sqlite3.Connection) -> Iterator[None]:
+    db.execute("BEGIN")
+    try:
+        yield
+    finally:
+        db.execute("ROLLBACK")
+
+
+def _read(db: sqlite3.Connection, want: Want, bytes_max: int, *, first: bool) -> bytes:
+    if bytes_max <= 0 and not first:
+        return b""
+    at = position(want.partition_id, want.offset)
+    rows = db.execute(
+        "SELECT last_offset, payload FROM batches WHERE position < :before AND position >= coalesce("
+        " (SELECT max(position) FROM batches WHERE position BETWEEN :begin AND :at), :at) ORDER BY position",
+        {
+            "before": position(want.partition_id, want.before),
+            "begin": position(want.partition_id, 0),
+            "at": at,
+        },
+    )
+    found: list[bytes] = []
+    size = 0
+    for last_offset, payload in rows:
+        if last_offset < want.offset:
+            continue
+        size += len(payload)
+        if size > bytes_max and (found or not first):
+            break
+        found.append(payload)
+        if size >= bytes_max:
+            break
+    return b"".join(found)
+
+
+def _aborted(db: sqlite3.Connection, want: Want) -> tuple[AbortedTransaction, ...]:
+    query = (
+        "SELECT producer_id, first_offset FROM aborted"
+        " WHERE partition = ? AND last_offset >= ? AND first_offset < ? ORDER BY first_offset"
+    )
+    return tuple(AbortedTransaction(*row) for row in db.execute(query, (want.partition_id, want.offset, want.before)))
+
+
+def _first_reaching(db: sqlite3.Connection, partition_id: int, start: int, end: int, timestamp: int) -> int:
+    """Bisect for the first batch by which the log had reached `timestamp`; that value only grows along the log."""
+    query = (
+        "SELECT position, reached_timestamp FROM batches WHERE position >= ? AND position < ? ORDER BY position LIMIT 1"
+    )
+    while start < end:
+        middle = (start + end) // 2
+        row = db.execute(query, (position(partition_id, middle), position(partition_id, end))).fetchone()
+        if row is None or row[1] >= timestamp:
+            end = middle
+        else:
+            start = offset_of(row[0]) + 1
+    return start
