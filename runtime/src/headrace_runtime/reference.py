@@ -34,7 +34,7 @@ def describe(model: type[BaseModel], prefix: str = "") -> Iterator[SettingDoc]:
 
 
 def _doc(name: str, field: FieldInfo) -> SettingDoc:
-    annotated: Any = Annotated[field.annotation, field]
+    annotated: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
     adapter: TypeAdapter[Any] = TypeAdapter(annotated)
     value = None if field.is_required() else field.get_default(call_default_factory=True)
     return SettingDoc(

@@ -163,9 +163,11 @@ def _validate(model: type[M], table: object, prefix: str) -> M:
     try:
         return model.model_validate(table)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        problems = error.errors(include_url=False)
+        # A misspelt name may well be the reason for what else is wrong.
+        first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
         where = [str(part) for part in first["loc"]]
-        remedy = first["msg"]
+        remedy = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             remedy = f"unknown{_hint(where[-1], _names_at(model, where[:-1]))}"
         raise SettingError(prefix + ".".join(where), first["input"], remedy) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import pytest
 from pydantic import Field
 
 from headrace_runtime.reference import SettingDoc, describe
@@ -21,13 +22,16 @@ class Own(Section):
     key: str
     mode: Literal["a", "b"] | None = None
     weights: dict[str, float] = Field(default_factory=lambda: {"feedback": 1.0})
+    secret: str = Field(default="", validate_default=True, repr=False)
 
 
+@pytest.mark.filterwarnings("error")
 def test_settings_are_listed_with_values_before_sections() -> None:
     assert list(describe(Own, "own.")) == [
         SettingDoc(name="own.key", kind="string", required=True),
         SettingDoc(name="own.mode", kind='"a" or "b" or null'),
         SettingDoc(name="own.weights", kind="table", default={"feedback": 1.0}),
+        SettingDoc(name="own.secret", kind="string", default=""),
         SettingDoc(
             name="own.gate.command", kind="list of string", default=[], description="What plays the held-out tasks."
         ),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import AfterValidator
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Common, Section, ServiceSettings, is_loopback, load
@@ -15,8 +16,15 @@ class Inner(Section):
     size_max: int = 10
 
 
+def _even(number: int) -> int:
+    if number % 2:
+        raise ValueError("must be even")
+    return number
+
+
 class GatewaySettings(ServiceSettings):
     mode: Literal["a", "b"] = "a"
+    even: Annotated[int, AfterValidator(_even)] = 0
     inner: Inner = Inner()
 
 
@@ -55,6 +63,8 @@ def test_other_services_sections_are_theirs_to_check(tmp_path: Path) -> None:
         ("[gateway]\nport = 'eighty'\n", r"gateway\.port = 'eighty': .*integer"),
         ("[gateway]\nport = 70000\n", r"gateway\.port = 70000"),
         ("[gateway]\nmode = 'c'\n", r"gateway\.mode = 'c': .*'a' or 'b'"),
+        ("[gateway]\neven = 1\n", r"gateway\.even = 1: must be even"),
+        ("[gateway]\nmode = 'c'\nprot = 1\n", r"gateway\.prot = 1: unknown"),  # perhaps the cause of the other
         ("[bus]\nadress = 'x'\n", r"bus\.adress = 'x': unknown; did you mean 'address'\?"),
         ("[gateway\n", r"is not valid TOML"),
         ("[gateway]\nhost = '0.0.0.0'\n", r"gateway\.host = '0\.0\.0\.0': .*security\.internal_key"),
