@@ -14,6 +14,7 @@ from headrace_broker.budget import Budget
 from headrace_broker.catalog import Catalog
 from headrace_broker.coordinator import TICK_S, Coordinator
 from headrace_broker.log import Log
+from headrace_broker.maintenance import Maintenance
 from headrace_broker.offsets import Offsets
 from headrace_broker.readers import Readers
 from headrace_broker.server import Server, bound
@@ -22,6 +23,7 @@ from headrace_broker.stats import Stats
 from headrace_broker.store import Store
 from headrace_broker.topics import Topics
 from headrace_broker.transactions import Transactions
+from headrace_broker.upkeep import Upkeep
 from headrace_broker.writer import Writer
 from headrace_runtime.clock import Clock, SystemClock
 from headrace_runtime.errors import SettingError
@@ -42,7 +44,8 @@ async def run(common: Common, settings: BrokerSettings) -> None:
                 group.create_task(_until(broker.writer.failed))
                 group.create_task(_until(server.failed))
                 group.create_task(_tick(broker))
-                group.create_task(_late(broker, settings))
+                group.create_task(_maintain(store, broker))
+                group.create_task(_late(broker, server))
     finally:
         store.close()
 
@@ -91,6 +94,7 @@ def assemble(store: Store, db: sqlite3.Connection, settings: BrokerSettings, clo
         topics=topics,
         offsets=offsets,
         transactions=transactions,
+        upkeep=Upkeep(db, log_),
         clock=clock,
         stats=stats,
         fetch_memory=Budget(settings.fetches_bytes_max),
@@ -109,10 +113,20 @@ async def _tick(broker: Broker) -> None:
         broker.coordinator.tick()
 
 
-async def _late(broker: Broker, settings: BrokerSettings) -> None:
+async def _maintain(store: Store, broker: Broker) -> None:
+    readers = Readers(store, 1)
+    try:
+        await Maintenance(broker, readers).run()
+    finally:
+        readers.close()
+
+
+async def _late(broker: Broker, server: Server) -> None:
     """What takes longer to import than the broker to start, without holding up the event loop."""
     await asyncio.to_thread(crc.prepare)
     web = await asyncio.to_thread(import_module, "headrace_runtime.web")
-    async with web.serve(web.app({"store": lambda: broker.writer.healthy}), settings) as port:
+    metrics = await asyncio.to_thread(import_module, "headrace_broker.metrics")
+    metrics.register(broker, server)
+    async with web.serve(web.app({"store": lambda: broker.writer.healthy}), broker.settings) as port:
         log.info("metrics", port=port)
         await asyncio.Event().wait()

@@ -15,6 +15,7 @@ from headrace_broker.settings import BrokerSettings
 from headrace_broker.stats import Stats
 from headrace_broker.topics import Topics
 from headrace_broker.transactions import Transactions
+from headrace_broker.upkeep import Upkeep
 from headrace_broker.writer import Writer
 from headrace_runtime.clock import Clock, epoch_ms
 
@@ -23,7 +24,7 @@ NODE_ID = 1
 
 @dataclass(frozen=True, slots=True)
 class Broker:
-    """`log`, `topics`, `offsets` and `transactions` are used inside `writer.submit` alone."""
+    """`log`, `topics`, `offsets`, `transactions` and `upkeep` are used inside `writer.submit` alone."""
 
     settings: BrokerSettings
     cluster_id: str
@@ -35,6 +36,7 @@ class Broker:
     topics: Topics
     offsets: Offsets
     transactions: Transactions
+    upkeep: Upkeep
     clock: Clock
     stats: Stats
     fetch_memory: Budget

@@ -174,7 +174,7 @@ class Log:
         self._noted.add((partition_id, producer_id))
 
     def touch(self, partition: Partition) -> None:
-        """Have the next flush write the partition back."""
+        """Have the next flush write the partition back and tell the event loop."""
         self._moved.add(partition.id)
 
     def forget_producers(self, before_ms: int) -> None:

@@ -62,6 +62,10 @@ def position(partition_id: int, offset: int) -> int:
     return partition_id << _OFFSET_BITS | offset
 
 
+def partition_of(row_id: int) -> int:
+    return row_id >> _OFFSET_BITS
+
+
 def offset_of(row_id: int) -> int:
     return row_id & (1 << _OFFSET_BITS) - 1
 

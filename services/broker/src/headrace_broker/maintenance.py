@@ -1,0 +1,126 @@
+"""Keeps the file small while the broker runs: retention, compaction, deleted topics, what nobody uses any more.
+
+Reading and computing happen on a thread with a connection of its own; what is found is written in small operations
+between those of clients, and the work rests as long as it ran, so that clients hardly notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Concatenate, NoReturn, ParamSpec, TypeVar
+
+from headrace_broker import compaction, retention
+from headrace_broker.broker import Broker
+from headrace_broker.catalog import View
+from headrace_broker.errors import Code, Rejected
+from headrace_broker.readers import Readers
+from headrace_broker.retention import Bounds
+from headrace_broker.topic_config import TopicConfig
+from headrace_runtime.logs import get_logger
+
+P = ParamSpec("P")
+T = TypeVar("T")
+log = get_logger(__name__)
+TRANSACTIONS_INTERVAL_S = 1.0
+
+
+class Maintenance:
+    """`run` until cancelled. What a full disk prevents is tried again in the next round."""
+
+    def __init__(self, broker: Broker, readers: Readers) -> None:
+        self._broker = broker
+        self._readers = readers
+        self._settings = broker.settings
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._every(self._settings.maintenance_interval_s, self.round))
+            group.create_task(self._every(TRANSACTIONS_INTERVAL_S, self.expire_transactions))
+
+    async def round(self) -> None:
+        """Everything once."""
+        await self._purge_deleted()
+        for topic in list(self._broker.catalog.topics.values()):
+            for view in topic.partitions:
+                await self._maintain(view, topic.config)
+        before_ms = self._broker.now_ms() - round(self._settings.producer_retention_s * 1000)
+        await self._broker.writer.submit(partial(self._broker.log.forget_producers, before_ms))
+        await self._broker.coordinator.expire()
+        while await self._broker.writer.submit(self._broker.upkeep.shrink):
+            pass
+
+    async def expire_transactions(self) -> None:
+        now_ms = self._broker.now_ms()
+        forget_before_ms = now_ms - round(self._settings.producer_retention_s * 1000)
+        await self._broker.writer.submit(partial(self._broker.transactions.expire, now_ms, forget_before_ms))
+
+    async def _maintain(self, view: View, config: TopicConfig) -> None:
+        try:
+            if config.deletes:
+                await self._expire(view, config)
+            if config.compacts:
+                await self._compact(view, config)
+        except Rejected as error:
+            if error.code is not Code.UNKNOWN_TOPIC_OR_PARTITION:  # deleted meanwhile
+                raise
+
+    async def _expire(self, view: View, config: TopicConfig) -> None:
+        while True:
+            bounds = Bounds(view.id, view.start, view.stable, view.bytes)
+            cut = await self._read(retention.expired, bounds, config, self._broker.now_ms())
+            if cut <= bounds.start:
+                return
+            freed = await self._broker.writer.submit(partial(self._broker.upkeep.cut, view.id, cut))
+            self._broker.stats.expired_bytes += freed
+
+    async def _compact(self, view: View, config: TopicConfig) -> None:
+        cleaned_to, clean_bytes = await self._read(compaction.progress, view.id)
+        dirty_bytes = view.bytes - clean_bytes
+        last = await self._read(retention.last_batch, view.id)
+        limit = min(view.stable, view.end if last is None else last)
+        if dirty_bytes < max(clean_bytes, 1) or cleaned_to >= limit:
+            return
+        work = compaction.Pass(
+            partition_id=view.id,
+            start=view.start,
+            limit=limit,
+            at=max(cleaned_to, view.start),
+            tombstones_before_ms=self._broker.now_ms() - config.delete_retention_ms,
+            keys_max=self._settings.compaction_keys_max,
+        )
+        await self._read(compaction.begin, work)
+        while await self._read(compaction.index, work):
+            pass
+        work.at = work.start
+        while (changes := await self._read(compaction.rewrite, work)) is not None:
+            saved = await self._broker.writer.submit(partial(self._broker.upkeep.replace, view.id, changes))
+            self._broker.stats.compacted_bytes += saved
+        done = partial(self._broker.upkeep.note_cleaned, view.id, work.limit, work.kept_bytes)
+        await self._broker.writer.submit(done)
+
+    async def _purge_deleted(self) -> None:
+        while (partition_id := await self._read(retention.deleted_partition)) is not None:
+            while await self._broker.writer.submit(partial(self._broker.upkeep.purge, partition_id)):
+                pass
+
+    async def _read(
+        self, read: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        started = time.perf_counter()
+        result = await self._readers.run(read, *args, **kwargs)
+        await asyncio.sleep(time.perf_counter() - started)
+        return result
+
+    async def _every(self, interval_s: float, work: Callable[[], Awaitable[None]]) -> NoReturn:
+        while True:
+            await self._broker.clock.sleep(interval_s)
+            try:
+                await work()
+            except Rejected as error:
+                if error.code not in (Code.STORAGE_ERROR, Code.COORDINATOR_NOT_AVAILABLE):
+                    raise
+                log.warning("maintenance_postponed", error=str(error))

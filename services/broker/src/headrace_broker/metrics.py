@@ -1,0 +1,79 @@
+"""What the broker shows to Prometheus: read from `Stats`, the catalog and the groups at the moment of a scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.registry import REGISTRY, Collector
+
+from headrace_broker.broker import Broker
+from headrace_broker.server import Server
+
+_PREFIX = "headrace_broker"
+
+
+def register(broker: Broker, server: Server) -> None:
+    """Show this process's broker on `/metrics`."""
+    REGISTRY.register(BrokerCollector(broker, server))
+
+
+class BrokerCollector(Collector):
+    def __init__(self, broker: Broker, server: Server) -> None:
+        self._broker = broker
+        self._server = server
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._requests()
+        yield from self._counters()
+        yield from self._log()
+        yield from self._memory()
+
+    def _requests(self) -> Iterator[Metric]:
+        stats = self._broker.stats
+        requests = SummaryMetricFamily(f"{_PREFIX}_request_seconds", "Requests by API; a Fetch waits", labels=["api"])
+        for api, count in stats.requests.items():
+            requests.add_metric([api], count, stats.request_seconds[api])
+        yield requests
+        errors = CounterMetricFamily(f"{_PREFIX}_errors", "Refusals by Kafka error code", labels=["code"])
+        for code, count in stats.errors.items():
+            errors.add_metric([str(int(code))], count)
+        yield errors
+        commits = SummaryMetricFamily(f"{_PREFIX}_commit_seconds", "Group commits, fsync included")
+        commits.add_metric([], stats.commits, stats.commit_seconds)
+        yield commits
+
+    def _counters(self) -> Iterator[Metric]:
+        stats = self._broker.stats
+        for name, text, value in (
+            ("commit_operations", "Operations in group commits", stats.commit_operations),
+            ("commit_failures", "Commits that the disk refused", stats.commit_failures),
+            ("malformed", "Connections closed for what they sent", stats.malformed),
+            ("connections_refused", "Connections beyond connections_max", stats.connections_refused),
+            ("produced_bytes", "Record batches taken", stats.produced_bytes),
+            ("fetched_bytes", "Record batches given out", stats.fetched_bytes),
+            ("rebalances", "Group generations with assignments", stats.rebalances),
+            ("expired_bytes", "Deleted by retention", stats.expired_bytes),
+            ("compacted_bytes", "Saved by compaction", stats.compacted_bytes),
+        ):
+            yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value)
+
+    def _log(self) -> Iterator[Metric]:
+        size = GaugeMetricFamily(f"{_PREFIX}_log_bytes", "Record batches stored", labels=["topic"])
+        offsets = GaugeMetricFamily(f"{_PREFIX}_log_offsets", "Offsets between start and end", labels=["topic"])
+        for topic in self._broker.catalog.topics.values():
+            size.add_metric([topic.name], sum(view.bytes for view in topic.partitions))
+            offsets.add_metric([topic.name], sum(view.end - view.start for view in topic.partitions))
+        yield size
+        yield offsets
+        members = GaugeMetricFamily(f"{_PREFIX}_group_members", "Members of a consumer group", labels=["group"])
+        for group in self._broker.coordinator.all():
+            members.add_metric([group.id], len(group.members))
+        yield members
+
+    def _memory(self) -> Iterator[Metric]:
+        held = GaugeMetricFamily(f"{_PREFIX}_held_bytes", "Memory that requests and fetches hold", labels=["what"])
+        held.add_metric(["requests"], self._server.request_bytes)
+        held.add_metric(["fetches"], self._broker.fetch_memory.used)
+        yield held
+        yield GaugeMetricFamily(f"{_PREFIX}_connections", "Clients connected", self._broker.stats.connections)

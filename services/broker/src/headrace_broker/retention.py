@@ -1,0 +1,65 @@
+"""Which batches are too old or too many. Reads only; `Log.cut` deletes what is found."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import NamedTuple
+
+from headrace_broker.store import offset_of, partition_of, position
+from headrace_broker.topic_config import TopicConfig
+
+_STEP_ROWS = 500
+_STEP_BYTES = 8 * 1024 * 1024
+"""What is deleted in one commit, so that producers hardly wait for it."""
+
+
+class Bounds(NamedTuple):
+    """A partition's log, from its first offset to where its decided part ends, and its size."""
+
+    partition_id: int
+    start: int
+    stable: int
+    bytes: int
+
+
+def expired(db: sqlite3.Connection, log: Bounds, config: TopicConfig, now_ms: int) -> int:
+    """Offset below which the log is to be cut now, `log.start` when nothing is; call again after cutting.
+
+    As in Kafka the oldest go first: a batch is kept, however old, while one before it is kept.
+    """
+    oldest_ms = now_ms - config.retention_ms if config.retention_ms >= 0 else None
+    excess = log.bytes - config.retention_bytes if config.retention_bytes >= 0 else 0
+    rows = db.execute(
+        "SELECT last_offset, max_timestamp, length(payload) FROM batches WHERE position >= ? AND position < ?"
+        " ORDER BY position LIMIT ?",
+        (position(log.partition_id, log.start), position(log.partition_id, log.stable), _STEP_ROWS),
+    )
+    cut, taken = log.start, 0
+    for last_offset, timestamp, size in rows:
+        too_old = oldest_ms is not None and timestamp < oldest_ms
+        if not (too_old or excess >= size) or taken > _STEP_BYTES:
+            break
+        cut = last_offset + 1
+        excess -= size
+        taken += size
+    return cut
+
+
+def deleted_partition(db: sqlite3.Connection) -> int | None:
+    """A partition of a deleted topic that still has batches."""
+    known = {row[0] for row in db.execute("SELECT id FROM partitions")}
+    at = 0
+    query = "SELECT position FROM batches WHERE position >= ? ORDER BY position LIMIT 1"
+    while row := db.execute(query, (at,)).fetchone():
+        partition_id = partition_of(row[0])
+        if partition_id not in known:
+            return partition_id
+        at = position(partition_id + 1, 0)
+    return None
+
+
+def last_batch(db: sqlite3.Connection, partition_id: int) -> int | None:
+    """Base offset of the last batch in a partition."""
+    query = "SELECT max(position) FROM batches WHERE position >= ? AND position < ?"
+    (found,) = db.execute(query, (position(partition_id, 0), position(partition_id + 1, 0))).fetchone()
+    return None if found is None else offset_of(found)

@@ -1,0 +1,80 @@
+"""What maintenance writes: deletes of retention, batches of compaction. Runs on the writer's thread."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+
+from headrace_broker.compaction import Replacement
+from headrace_broker.log import Log
+from headrace_broker.store import position
+
+_FREE_PAGES_KEPT = 4_000
+"""Free pages are written again by and by; more than this, and than a quarter of the file, is given back."""
+
+
+class Upkeep:
+    """Each method is one short operation; the caller submits it to the writer."""
+
+    def __init__(self, db: sqlite3.Connection, log: Log) -> None:
+        self._db = db
+        self._log = log
+
+    def cut(self, partition_id: int, before: int) -> int:
+        """Delete the batches below an offset, which becomes the log's start. Returns the bytes freed."""
+        partition = self._log.partition(partition_id)
+        span = (position(partition_id, 0), position(partition_id, before))
+        query = "SELECT coalesce(sum(length(payload)), 0) FROM batches WHERE position >= ? AND position < ?"
+        freed = int(self._db.execute(query, span).fetchone()[0])
+        self._db.execute("DELETE FROM batches WHERE position >= ? AND position < ?", span)
+        self._db.execute("DELETE FROM aborted WHERE partition = ? AND last_offset < ?", (partition_id, before))
+        statement = "UPDATE partitions SET clean_bytes = max(clean_bytes - ?, 0) WHERE id = ?"
+        self._db.execute(statement, (freed, partition_id))
+        partition.start = before
+        partition.bytes -= freed
+        self._log.touch(partition)
+        return freed
+
+    def replace(self, partition_id: int, changes: Iterable[Replacement]) -> int:
+        """Put compacted batches in the place of those they were made of. Returns the bytes saved."""
+        partition = self._log.partition(partition_id)
+        saved = 0
+        for base_offset, payload in changes:
+            at = position(partition_id, base_offset)
+            row = self._db.execute("SELECT length(payload) FROM batches WHERE position = ?", (at,)).fetchone()
+            if row is None:
+                continue  # retention was faster
+            if payload is None:
+                self._db.execute("DELETE FROM batches WHERE position = ?", (at,))
+                # An aborted transaction is forgotten with its marker: never is one there without the other.
+                self._db.execute(
+                    "DELETE FROM aborted WHERE partition = ? AND last_offset = ?", (partition_id, base_offset)
+                )
+            else:
+                self._db.execute("UPDATE batches SET payload = ? WHERE position = ?", (payload, at))
+            saved += row[0] - len(payload or b"")
+        partition.bytes -= saved
+        self._log.touch(partition)
+        return saved
+
+    def note_cleaned(self, partition_id: int, upto: int, kept_bytes: int) -> None:
+        """A compaction pass is through."""
+        statement = "UPDATE partitions SET cleaned_to = ?, clean_bytes = ? WHERE id = ?"
+        self._db.execute(statement, (upto, kept_bytes, partition_id))
+
+    def purge(self, partition_id: int) -> int:
+        """Delete some batches of a deleted topic. Returns how many; 0 when none are left."""
+        statement = (
+            "DELETE FROM batches WHERE position IN"
+            " (SELECT position FROM batches WHERE position >= ? AND position < ? LIMIT 500)"
+        )
+        return self._db.execute(statement, (position(partition_id, 0), position(partition_id + 1, 0))).rowcount
+
+    def shrink(self) -> bool:
+        """Give a piece of the file back to the system when much of it is free; whether there is more to give."""
+        free: int = self._db.execute("PRAGMA freelist_count").fetchone()[0]
+        pages: int = self._db.execute("PRAGMA page_count").fetchone()[0]
+        if free < max(pages // 4, _FREE_PAGES_KEPT):
+            return False
+        self._db.execute("PRAGMA incremental_vacuum(1000)").fetchall()
+        return True
