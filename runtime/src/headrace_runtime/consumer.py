@@ -50,12 +50,17 @@ def record_of(message: ConsumerRecord) -> Record:
 
 async def assign_all(reader: AIOKafkaConsumer, topic: str) -> list[TopicPartition]:
     """Assign every partition of `topic` by hand (no consumer group) and return them in order."""
-    await reader.topics()
-    found = reader.partitions_for_topic(topic) or set()
-    partitions = [TopicPartition(topic, number) for number in sorted(found)]
+    partitions = await partitions_of(reader, topic)
+    reader.assign(partitions)
+    return partitions
+
+
+async def partitions_of(reader: AIOKafkaConsumer, topic: str) -> list[TopicPartition]:
+    """Every partition of `topic`, in order. Raises `Unavailable` when it does not exist (yet)."""
+    cluster = await reader._client.fetch_all_metadata()  # the public methods only know topics that are subscribed to
+    partitions = [TopicPartition(topic, number) for number in sorted(cluster.partitions_for_topic(topic) or ())]
     if not partitions:
         raise Unavailable(f"topic {topic} does not exist yet")
-    reader.assign(partitions)
     return partitions
 
 

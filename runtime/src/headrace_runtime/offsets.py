@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 
-from headrace_runtime.consumer import consumer
+from headrace_runtime.consumer import consumer, partitions_of
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.settings import BusSettings
 
@@ -19,6 +19,7 @@ class Offsets:
         self._bus = bus
         self._group = group
         self._reader: AIOKafkaConsumer | None = None
+        self._known: dict[str, list[TopicPartition]] = {}
 
     async def start(self) -> None:
         reader = consumer(self._bus, f"{self._group}-offsets", group_id=self._group)  # never subscribes, never joins
@@ -37,8 +38,7 @@ class Offsets:
     async def ends(self, topic: str) -> Mapping[int, int]:
         """Partition to the offset that its next record will get."""
         try:
-            reader, partitions = await self._partitions(topic)
-            found = await reader.end_offsets(partitions)
+            found = await self._connected().end_offsets(await self._partitions(topic))
         except (KafkaError, OSError) as error:
             raise Unavailable(f"bus {self._bus.address}: end of {topic}: {error!r}") from error
         return {place.partition: offset for place, offset in found.items()}
@@ -48,21 +48,20 @@ class Offsets:
         try:
             places: dict[tuple[str, int], int] = {}
             for topic in topics:
-                reader, partitions = await self._partitions(topic)
-                for place, beginning in (await reader.beginning_offsets(partitions)).items():
-                    committed = await reader.committed(place)
+                beginnings = await self._connected().beginning_offsets(await self._partitions(topic))
+                for place, beginning in beginnings.items():
+                    committed = await self._connected().committed(place)
                     places[topic, place.partition] = beginning if committed is None else committed
         except (KafkaError, OSError) as error:
             raise Unavailable(f"bus {self._bus.address}: offsets of {self._group}: {error!r}") from error
         return places
 
-    async def _partitions(self, topic: str) -> tuple[AIOKafkaConsumer, list[TopicPartition]]:
-        reader = self._reader
-        if reader is None:
+    def _connected(self) -> AIOKafkaConsumer:
+        if self._reader is None:
             raise Unavailable("the connection that asks for offsets is not started")
-        if not reader.partitions_for_topic(topic):
-            await reader.topics()
-        partitions = [TopicPartition(topic, number) for number in sorted(reader.partitions_for_topic(topic) or ())]
-        if not partitions:
-            raise Unavailable(f"topic {topic} does not exist yet")
-        return reader, partitions
+        return self._reader
+
+    async def _partitions(self, topic: str) -> list[TopicPartition]:
+        if topic not in self._known:
+            self._known[topic] = await partitions_of(self._connected(), topic)
+        return self._known[topic]
