@@ -1,0 +1,14 @@
+"""`python -m headrace_gateway`."""
+
+from headrace_gateway.settings import GatewaySettings
+from headrace_runtime.main import Service
+
+SERVICE = Service(
+    "gateway",
+    "The OpenAI-compatible door: serves agents from the replicas and captures every model call.",
+    GatewaySettings,
+    "headrace_gateway.app:run",
+)
+
+if __name__ == "__main__":
+    SERVICE.main()

@@ -1,0 +1,105 @@
+"""Who is calling: API keys by digest, the tenant and the scopes that they give."""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from headrace_gateway.refusals import ApiError
+from headrace_gateway.settings import GatewaySettings, KeySettings, LimitSettings, Scope
+from headrace_runtime.errors import SettingError
+from headrace_runtime.settings import Section, is_loopback
+
+ALL_SCOPES: frozenset[Scope] = frozenset(("chat", "feedback", "admin"))
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A request's key, resolved. `key_id` keeps callers apart without telling the key."""
+
+    key_id: str
+    name: str
+    tenant: str
+    scopes: frozenset[Scope]
+    session_id: str | None
+    limits: LimitSettings
+
+    def need(self, scope: Scope) -> None:
+        """Raises `ApiError` 403 when the key lacks `scope`; `admin` has every scope."""
+        if scope not in self.scopes and "admin" not in self.scopes:
+            raise ApiError(403, "missing_scope", f"this API key lacks the scope {scope!r}; use one that has it")
+
+
+class KeyRing:
+    """All keys of this gateway. Without any, every caller is `default` with every scope."""
+
+    def __init__(self, keys: Iterable[KeySettings], default_limits: LimitSettings, internal_key: str = "") -> None:
+        self._callers = {key.sha256: _caller(key, default_limits) for key in keys}
+        self._open = None if self._callers else Caller("open", "open", "default", ALL_SCOPES, None, default_limits)
+        if internal_key:
+            digest = _digest(internal_key)
+            self._callers[digest] = Caller(digest, "internal", "default", ALL_SCOPES, None, default_limits)
+
+    def identify(self, path_key: str | None, headers: Mapping[bytes, bytes]) -> Caller:
+        """The caller by the key in its path (`/t/{key}/...`), else by its bearer token. Raises `ApiError` 401.
+
+        The path wins: clients that can only carry a key there send a made-up bearer token beside it.
+        """
+        if self._open is not None:
+            return self._open
+        key = path_key
+        if key is None:
+            kind, _, token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+            key = token.strip() if kind.lower() == "bearer" else ""
+        if not key:
+            raise ApiError(
+                401, "missing_api_key", "no API key; send 'Authorization: Bearer KEY' or put /t/KEY before the path"
+            )
+        caller = self._callers.get(_digest(key))
+        if caller is None:
+            raise ApiError(401, "invalid_api_key", "this API key is not known here")
+        return caller
+
+
+class _KeysFile(Section):
+    keys: tuple[KeySettings, ...]
+
+
+def read_keys(settings: GatewaySettings) -> tuple[KeySettings, ...]:
+    """The keys of the settings and of `keys_file`. Raises `SettingError`, also for an open gateway beyond loopback."""
+    keys = settings.keys + (_read_file(Path(settings.keys_file)) if settings.keys_file else ())
+    for field in ("name", "sha256"):
+        values = [getattr(key, field) for key in keys]
+        twice = next((value for value in values if values.count(value) > 1), None)
+        if twice is not None:
+            raise SettingError(f"gateway.keys.{field}", twice, "is there twice; each key needs its own")
+    if not keys and not is_loopback(settings.host):
+        raise SettingError("gateway.host", settings.host, "listens beyond this machine without keys; set gateway.keys")
+    return keys
+
+
+def _read_file(path: Path) -> tuple[KeySettings, ...]:
+    try:
+        return _KeysFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))).keys
+    except OSError as error:
+        raise SettingError("gateway.keys_file", str(path), f"cannot be read: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingError("gateway.keys_file", str(path), f"is not valid TOML: {error}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise SettingError("gateway.keys_file", str(path), f"{where}: {first['msg']}") from None
+
+
+def _caller(key: KeySettings, default_limits: LimitSettings) -> Caller:
+    limits = key.limits or default_limits
+    return Caller(key.sha256, key.name, key.tenant, frozenset(key.scopes), key.session_id or None, limits)
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()

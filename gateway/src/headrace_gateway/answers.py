@@ -1,0 +1,109 @@
+"""What clients get: OpenAI's shapes, with our id and the version that served, and nothing that they did not ask for."""
+
+from __future__ import annotations
+
+from pydantic import JsonValue
+from pydantic_core import to_json
+
+from headrace_gateway import sse
+from headrace_gateway.call import Call
+from headrace_gateway.chat_request import ChatRequest
+from headrace_gateway.engine_wire import EngineAnswer, EngineChoice, EngineMessage
+from headrace_gateway.refusals import ApiError
+
+DONE = sse.encode(sse.DONE)
+
+
+def whole(call: Call, answer: EngineAnswer) -> bytes:
+    """The body of a plain answer."""
+    request = call.request
+    body: dict[str, object] = {
+        **_head(call, "chat.completion", answer.model),
+        "choices": [_choice(request, choice, "message", _message(choice.message)) for choice in answer.choices],
+        "usage": answer.usage and answer.usage.model_dump(exclude_none=True),
+    }
+    if request.return_token_ids:
+        body["prompt_token_ids"] = answer.prompt_token_ids
+    return to_json(body)
+
+
+class Chunks:
+    """Turns the chunks of replicas into the events of one stream."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        options = call.request.stream_options
+        self._usage = options is not None and options.include_usage
+        self._head: bytes | None = None
+
+    def events(self, chunk: EngineAnswer, version: str) -> bytes:
+        """Nothing, one or two events. `version` is the stream's, settled with its first chunk."""
+        if self._head is None:
+            self._head = to_json(_head(self._call, "chat.completion.chunk", version))[:-1]
+        request = self._call.request
+        choices = [
+            _choice(request, choice, "delta", choice.delta.model_dump(exclude_unset=True, exclude_none=True))
+            for choice in chunk.choices
+            if _says_something(request, choice)
+        ]
+        events = b""
+        first_ids = chunk.prompt_token_ids if request.return_token_ids else None
+        if choices or first_ids:
+            more: dict[str, object] = {"choices": choices}
+            if self._usage:
+                more["usage"] = None
+            if first_ids:
+                more["prompt_token_ids"] = first_ids
+            events = self._event(self._head, more)
+        if self._usage and chunk.usage is not None:
+            usage = chunk.usage.model_dump(exclude_none=True)
+            events += self._event(self._head, {"choices": [], "usage": usage})
+        return events
+
+    @staticmethod
+    def _event(head: bytes, more: dict[str, object]) -> bytes:
+        return sse.encode(head + b"," + to_json(more)[1:])
+
+
+def broken(error: ApiError) -> bytes:
+    """The event that tells the client of a stream that there is no more; `[DONE]` does not follow it."""
+    return sse.encode(error.body)
+
+
+def _head(call: Call, kind: str, version: str) -> dict[str, JsonValue]:
+    return {
+        "id": call.response_id,
+        "object": kind,
+        "created": int(call.started_at.timestamp()),
+        "model": version,
+    }
+
+
+def _choice(request: ChatRequest, choice: EngineChoice, key: str, said: JsonValue) -> dict[str, object]:
+    shown: dict[str, object] = {
+        "index": choice.index,
+        key: said,
+        "logprobs": choice.logprobs.model_dump() if request.logprobs and choice.logprobs else None,
+        "finish_reason": choice.finish_reason,
+    }
+    if request.return_token_ids:
+        shown["token_ids"] = choice.token_ids
+    return shown
+
+
+def _message(message: EngineMessage) -> dict[str, JsonValue]:
+    said: dict[str, JsonValue] = message.model_dump(exclude_none=True, exclude={"tool_calls"})
+    said = {"role": "assistant", "content": message.content, "refusal": None, **said}
+    if message.tool_calls:
+        calls = [call.model_dump(exclude_none=True, exclude={"index"}) for call in message.tool_calls]
+        said["tool_calls"] = [{"type": "function", **call} for call in calls]
+    return said
+
+
+def _says_something(request: ChatRequest, choice: EngineChoice) -> bool:
+    """Some chunks only carry tokens whose text is held back; a client that asked for no tokens need not see them."""
+    delta = choice.delta
+    said = (delta.role, delta.content, delta.reasoning_content, delta.refusal, delta.tool_calls, choice.finish_reason)
+    if any(part for part in said):
+        return True
+    return bool((request.return_token_ids and choice.token_ids) or (request.logprobs and choice.logprobs))

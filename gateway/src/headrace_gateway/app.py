@@ -1,0 +1,75 @@
+"""The composition root: what the gateway is made of, what runs beside its HTTP server, and in which order it stops."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from headrace_gateway import metrics
+from headrace_gateway.access import KeyRing, read_keys
+from headrace_gateway.catalog import Catalog
+from headrace_gateway.door import Door
+from headrace_gateway.engine import Engines
+from headrace_gateway.fleet import Fleet
+from headrace_gateway.http import Parts, application
+from headrace_gateway.limits import Limits
+from headrace_gateway.publisher import Publisher
+from headrace_gateway.settings import GatewaySettings
+from headrace_gateway.spool import Spool
+from headrace_runtime import topics, web
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import SystemClock
+from headrace_runtime.consumer import Table
+from headrace_runtime.dead_letters import dead_letter
+from headrace_runtime.errors import InvalidEvent
+from headrace_runtime.logs import get_logger
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import Common
+from headrace_runtime.wire import Record
+from headrace_schemas import Replica, Routing
+
+SOURCE = "headrace/gateway"
+log = get_logger(__name__)
+
+
+async def run(common: Common, settings: GatewaySettings) -> None:
+    """Serve until cancelled; then open requests end first, and what the bus did not take stays in the spool."""
+    keys = KeyRing(read_keys(settings), settings.limits_per_key, common.security.internal_key)
+    blobs = BlobStore.open(common)
+    clock = SystemClock()
+    limits = Limits(settings.limits_total, clock)
+    metrics.IN_PROGRESS.set_function(lambda: limits.in_progress)
+    async with (
+        Spool(spool_folder(common, settings), settings.capture.spool_bytes_max) as spool,
+        Engines(settings.upstream, common.security.internal_key) as engines,
+        asyncio.TaskGroup() as group,
+    ):
+        publisher = Publisher(
+            lambda: EventProducer(common.bus, SOURCE, blobs),
+            spool,
+            settings.capture,
+            send_timeout_s=common.bus.request_timeout_s,
+            prepare=lambda: topics.ensure(common.bus),
+        )
+
+        async def refuse(record: Record, error: InvalidEvent) -> None:
+            await publisher.publish(dead_letter("gateway", record, error.reason, str(error)))
+
+        routing = Table(Routing, common.bus, SOURCE, blobs, refuse, lambda key, row: catalog.update(key, row))
+        replicas = Table(Replica, common.bus, SOURCE, blobs, refuse, lambda key, row: fleet.update(key, row))
+        catalog = Catalog(settings.model_aliases, routing.loaded.is_set, lambda: fleet.changed())
+        fleet = Fleet(clock, replicas.loaded.is_set)
+        beside = [group.create_task(work) for work in (publisher.run(), routing.run(), replicas.run())]
+        app = application(Parts(settings, Door(keys, limits, publisher), catalog, fleet, engines, clock))
+        try:
+            async with web.serve(app, settings) as port:
+                log.info("listening", host=settings.host, port=port, keys=len(settings.keys))
+                await asyncio.Event().wait()
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.wait(beside)
+
+
+def spool_folder(common: Common, settings: GatewaySettings) -> Path:
+    return Path(settings.capture.spool_dir or common.data_dir / "gateway" / "spool")

@@ -1,0 +1,126 @@
+"""A finished call as an event: a `Turn`, or a dead letter when its tokens cannot be the truth (P2)."""
+
+from __future__ import annotations
+
+import base64
+
+from pydantic import JsonValue, ValidationError
+from pydantic_core import to_json
+
+from headrace_gateway import metrics
+from headrace_gateway.call import Call
+from headrace_gateway.transcript import ChoiceSoFar, Transcript
+from headrace_runtime.logs import get_logger
+from headrace_runtime.metrics import DEAD_LETTERS
+from headrace_schemas import DeadLetter, Turn
+from headrace_schemas.base import utcnow
+
+log = get_logger(__name__)
+_RAW_BYTES_MAX = 1_500_000
+"""What fits into a dead letter's value after base64."""
+
+
+def event_of(call: Call, transcript: Transcript, *, delivered: bool) -> Turn | DeadLetter:
+    """The turn of a finished call, or what goes to `dead-letters` in its place."""
+    disagreement = transcript.disagreement()
+    if disagreement:
+        return _refused(call, transcript, "token_mismatch", disagreement)
+    try:
+        turn = _turn(call, transcript, delivered)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        return _refused(call, transcript, "invalid_turn", f"{where}: {problem['msg']}")
+    metrics.TURNS.labels(turn.version).inc()
+    metrics.TOKENS.labels("prompt").inc(turn.usage.prompt_tokens)
+    metrics.TOKENS.labels("sampled").inc(turn.usage.completion_tokens)
+    if not delivered:
+        metrics.UNDELIVERED.inc()
+    return turn
+
+
+def _turn(call: Call, transcript: Transcript, delivered: bool) -> Turn:
+    identity = call.identity
+    usage = transcript.usage
+    assert usage is not None
+    return Turn.model_validate(
+        {
+            "time": utcnow(),
+            "turn_id": call.response_id,
+            "session_key": identity.session_key,
+            "session_id": identity.session_id,
+            "session_source": identity.source,
+            "tenant": identity.tenant,
+            "purpose": identity.purpose,
+            "task_id": identity.task_id,
+            "run_id": identity.run_id,
+            "model": call.target.model,
+            "version": transcript.version,
+            "replica_id": transcript.replica_id,
+            "request_digest": call.digest,
+            "retry": call.retry,
+            "delivered": delivered,
+            "messages": call.messages,
+            "tools": call.request.tools or (),
+            "sampling": call.sampling,
+            "prompt_token_ids": transcript.prompt_token_ids,
+            "choices": [_choice(index, choice) for index, choice in sorted(transcript.choices.items())],
+            "usage": {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens},
+            "started_at": call.started_at,
+        }
+    )
+
+
+def _choice(index: int, choice: ChoiceSoFar) -> dict[str, object]:
+    calls = [
+        {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+        for _, call in sorted(choice.calls.items())
+    ]
+    return {
+        "index": index,
+        "token_ids": choice.token_ids,
+        "logprobs": choice.logprobs,
+        "finish_reason": choice.finish_reason,
+        "message": {
+            "role": "assistant",
+            "content": "".join(choice.content) or None,
+            "reasoning_content": "".join(choice.reasoning) or None,
+            "tool_calls": calls or None,
+        },
+    }
+
+
+def _refused(call: Call, transcript: Transcript, reason: str, error: str) -> DeadLetter:
+    DEAD_LETTERS.labels(Turn.topic, reason).inc()
+    log.error("capture_refused", turn_id=call.response_id, reason=reason, error=error)
+    raw = _raw(call, transcript)
+    return DeadLetter(
+        time=utcnow(),
+        service="gateway",
+        source_topic=Turn.topic,
+        source_id=call.response_id,
+        source_key=call.identity.session_key,
+        value_base64=base64.b64encode(raw).decode(),
+        reason=reason,
+        error=error,
+    )
+
+
+def _raw(call: Call, transcript: Transcript) -> bytes:
+    """Everything that was captured, as it came; without the texts when it would not fit."""
+    tokens: dict[str, JsonValue] = {
+        "turn_id": call.response_id,
+        "session_id": call.identity.session_id,
+        "tenant": call.identity.tenant,
+        "version": transcript.version,
+        "replica_id": transcript.replica_id,
+        "usage": transcript.usage.model_dump(mode="json") if transcript.usage else None,
+    }
+    choices = {index: _choice(index, choice) for index, choice in transcript.choices.items()}
+    whole = to_json(
+        {**tokens, "prompt_token_ids": transcript.prompt_token_ids, "choices": choices, "messages": call.messages}
+    )
+    if len(whole) <= _RAW_BYTES_MAX:
+        return whole
+    lengths = {index: [len(c.token_ids), len(c.logprobs)] for index, c in transcript.choices.items()}
+    return to_json({**tokens, "prompt_token_count": len(transcript.prompt_token_ids), "choice_lengths": lengths})

@@ -1,0 +1,134 @@
+"""`POST /v1/chat/completions`: from a request to a durable turn and a finished response, plain or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope, Send
+
+from headrace_gateway import answers, metrics
+from headrace_gateway.call import Call, asked, core_of, digest_of
+from headrace_gateway.capture import event_of
+from headrace_gateway.catalog import Catalog
+from headrace_gateway.chat_request import parse_chat
+from headrace_gateway.client import Client
+from headrace_gateway.door import Door, Entered
+from headrace_gateway.identity import Said, identify
+from headrace_gateway.refusals import ApiError, overloaded
+from headrace_gateway.relay import Relay
+from headrace_gateway.settings import GatewaySettings
+from headrace_gateway.transcript import Transcript
+from headrace_runtime.clock import Clock
+from headrace_schemas import ids
+
+_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+_ROUTING_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """The ASGI endpoint. It keeps nothing between requests."""
+
+    settings: GatewaySettings
+    door: Door
+    catalog: Catalog
+    relay: Relay
+    clock: Clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises `ApiError` until a status was sent; afterwards the stream itself says what went wrong."""
+        async with self.door.enter(scope, receive, "chat") as entered:
+            call = await self._understand(scope, entered)
+            mode = "stream" if call.request.stream else "plain"
+            with metrics.CALL_SECONDS.labels(mode).time():
+                await self._serve(call, receive, send)
+
+    async def _understand(self, scope: Scope, entered: Entered) -> Call:
+        started_at = self.clock.now()
+        request = parse_chat(entered.body, self.settings.choices_max)
+        await self._routing_is_known()
+        target = self.catalog.resolve(request.model)
+        messages = tuple(message.event() for message in request.messages)
+        sampling = request.sampling
+        said = Said(entered.headers, request.metadata or {})
+        identity = identify(entered.caller, scope, said, target.model, messages)
+        asked_json = asked(request, messages, sampling)
+        retry = entered.headers.get(b"x-stainless-retry-count", b"")
+        return Call(
+            request=request,
+            messages=messages,
+            sampling=sampling,
+            identity=identity,
+            target=target,
+            response_id=ids.response_id(identity.session_key),
+            digest=digest_of(request.model, asked_json),
+            retry=int(retry) if retry.isdigit() and len(retry) < 10 else 0,
+            started_at=started_at,
+            core=core_of(asked_json, request),
+        )
+
+    async def _routing_is_known(self) -> None:
+        """The one time that a request waits for us: after the start, until the bus has told which models there are."""
+        deadline_s = self.clock.monotonic_s() + self.settings.upstream.routing_wait_s
+        while not self.catalog.known:
+            if self.clock.monotonic_s() > deadline_s:
+                raise overloaded("no model is routed yet: the bus is away, or the registry has promoted none")
+            await self.clock.sleep(_ROUTING_POLL_S)
+
+    async def _serve(self, call: Call, receive: Receive, send: Send) -> None:
+        client = Client(receive, send)
+        try:
+            async with asyncio.timeout(self.settings.upstream.request_timeout_s) as deadline:
+                async with client.watched(lambda: self._hurry(deadline)):
+                    await (self._stream(call, client) if call.request.stream else self._plain(call, client))
+        except TimeoutError:
+            if client.gone:
+                metrics.ABANDONED.inc()
+                return
+            limit_s = self.settings.upstream.request_timeout_s
+            await self._fail(client, ApiError(504, "timeout", f"the request took longer than {limit_s:g} s"))
+        except ApiError as error:
+            await self._fail(client, error)
+
+    def _hurry(self, deadline: asyncio.Timeout) -> None:
+        """The client has gone: what is captured soon is worth capturing, more is a waste of the engine."""
+        soon = asyncio.get_running_loop().time() + self.settings.capture.undelivered_wait_s
+        with contextlib.suppress(RuntimeError):  # the deadline has just passed
+            deadline.reschedule(min(soon, deadline.when() or soon))
+
+    @staticmethod
+    async def _fail(client: Client, error: ApiError) -> None:
+        if not client.started:
+            raise error
+        await client.body(answers.broken(error))
+
+    async def _plain(self, call: Call, client: Client) -> None:
+        answer, transcript = await self.relay.complete(call)
+        await self._capture(call, transcript, delivered=not client.gone)
+        body = answers.whole(call, answer)
+        length = {"content-type": "application/json", "content-length": str(len(body))}
+        await client.start(200, {**length, "x-request-id": call.response_id})
+        await client.body(body)
+
+    async def _stream(self, call: Call, client: Client) -> None:
+        transcript = Transcript()
+        chunks = answers.Chunks(call)
+        async with contextlib.aclosing(self.relay.stream(call, transcript)) as stream:
+            async for chunk in stream:
+                events = chunks.events(chunk, transcript.version)
+                if events and not client.started:
+                    waited = self.clock.now() - call.started_at
+                    metrics.FIRST_CHUNK_SECONDS.observe(waited.total_seconds())
+                    await client.start(200, {**_STREAM, "x-request-id": call.response_id})
+                if events:
+                    await client.body(events, more=True)
+        await self._capture(call, transcript, delivered=not client.gone)
+        if not client.started:
+            await client.start(200, {**_STREAM, "x-request-id": call.response_id})
+        await client.body(answers.DONE)
+
+    async def _capture(self, call: Call, transcript: Transcript, *, delivered: bool) -> None:
+        with metrics.CAPTURE_SECONDS.time():
+            await self.door.publish(event_of(call, transcript, delivered=delivered))

@@ -1,0 +1,152 @@
+"""The body of `POST /v1/chat/completions`: what is honoured, what is harmless, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+
+from headrace_gateway.chat_messages import ChatMessage
+from headrace_gateway.refusals import ApiError
+from headrace_gateway.requests import parse, unknown_field
+from headrace_schemas import Sampling, Tool
+from headrace_schemas.base import Finite, Model, Text
+
+HARMLESS = frozenset(
+    ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "verbosity")
+)
+"""Hints that change no token we sample; accepted whatever they say."""
+
+NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "logit_bias": ({},),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "functions": ([],),
+    "function_call": (),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "prompt_logprobs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "structured_outputs": (),
+}
+"""Fields of OpenAI's and vLLM's APIs that we cannot honour, and the values besides null at which they ask for nothing.
+
+Most would change the sampled distribution in ways that a `Turn` does not record (pitfall 5).
+"""
+
+
+class StreamOptions(Model):
+    """`stream_options` of the request."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    """Padding against traffic analysis; accepted, none is sent."""
+
+
+def _stop(value: Any) -> Any:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+class ChatRequest(Model):
+    """A request as the client meant it. `parse_chat` builds it; what is not declared here never gets through."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: Text
+    messages: tuple[ChatMessage, ...] = Field(min_length=1, max_length=8192)
+    tools: tuple[Tool, ...] | None = Field(default=None, max_length=1024)
+    tool_choice: Literal["auto", "none"] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    temperature: Annotated[Finite, Field(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[Finite, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: int | None = None
+    stop: Annotated[tuple[Text, ...] | None, Field(max_length=16), BeforeValidator(_stop)] = None
+    presence_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] | None = None
+    frequency_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
+    """vLLM's extension: token ids in the answer."""
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    """vLLM's extension: arguments of the chat template, e.g. `enable_thinking`."""
+    metadata: dict[str, JsonValue] | None = None
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) == 2:
+            raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
+    @property
+    def sampling(self) -> Sampling:
+        """The client's own choice, with OpenAI's defaults where it made none."""
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "max_tokens": self.max_tokens or self.max_completion_tokens,
+            "seed": self.seed,
+            "stop": self.stop,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+        }
+        return Sampling.model_validate({name: value for name, value in given.items() if value is not None})
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+
+def parse_chat(body: bytes, choices_max: int) -> ChatRequest:
+    """Raises `ApiError` 400 that names the field at fault."""
+    request = parse(ChatRequest, body)
+    for name, value in (request.model_extra or {}).items():
+        _check_extra(name, value)
+    if request.choices > choices_max:
+        raise ApiError(400, "invalid_value", f"n: at most {choices_max} choices can be asked for here", "n")
+    return request
+
+
+def _check_extra(name: str, value: JsonValue) -> None:
+    if name in HARMLESS:
+        return
+    if name not in NEUTRAL:
+        raise unknown_field(name, [*ChatRequest.model_fields, *HARMLESS, *NEUTRAL])
+    if value is not None and value not in NEUTRAL[name]:
+        reason = _WHY.get(name, "it would change what is sampled without a record of it")
+        raise ApiError(400, "unsupported_field", f"{name}: not supported here, leave it out; {reason}", name)
+
+
+_WHY = {
+    "store": "use the captured turns instead",
+    "service_tier": "there is one tier",
+    "modalities": "only text is served",
+    "audio": "only text is served",
+    "functions": "use tools",
+    "function_call": "use tools and tool_choice",
+    "web_search_options": "offer a search tool instead",
+    "prompt_logprobs": "only sampled tokens have logprobs",
+}

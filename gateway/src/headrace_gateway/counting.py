@@ -1,0 +1,44 @@
+"""Counts every request by route and status, whoever answered it."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace_gateway.metrics import REQUESTS
+
+_ROUTES = {
+    "/v1/chat/completions": "chat",
+    "/v1/models": "models",
+    "/v1/feedback": "feedback",
+    "/v1/trajectories": "trajectories",
+    "/feedback": "trinity_feedback",
+    "/commit": "trinity_commit",
+    "/health": "health",
+    "/metrics": "metrics",
+}
+
+
+class Counting:
+    """Around the application; unknown paths share one label."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                REQUESTS.labels(route_of(scope["path"]), str(message["status"])).inc()
+            await send(message)
+
+        return await self._app(scope, receive, counted)
+
+
+def route_of(path: str) -> str:
+    if path.startswith("/v1/sessions/"):
+        return "end"
+    if path.startswith("/v1/models/"):
+        return "models"
+    return _ROUTES.get(path, "other")

@@ -1,0 +1,61 @@
+"""What every endpoint does first: who is it, may they, is there room, and read the body."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope
+
+from headrace_gateway import prefixes
+from headrace_gateway.access import Caller, KeyRing
+from headrace_gateway.limits import Limits
+from headrace_gateway.publisher import Publisher
+from headrace_gateway.refusals import ApiError
+from headrace_gateway.requests import headers_of, read_body
+from headrace_gateway.settings import Scope as KeyScope
+from headrace_runtime import tracing
+from headrace_runtime.errors import Unavailable
+from headrace_schemas import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A request that was let in."""
+
+    caller: Caller
+    headers: Mapping[bytes, bytes]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Shared by all endpoints that take a body."""
+
+    keys: KeyRing
+    limits: Limits
+    publisher: Publisher
+
+    def caller(self, scope: Scope, headers: Mapping[bytes, bytes], need: KeyScope) -> Caller:
+        """Raises `ApiError` 401 or 403."""
+        caller = self.keys.identify(scope.get(prefixes.KEY), headers)
+        caller.need(need)
+        return caller
+
+    @contextlib.asynccontextmanager
+    async def enter(self, scope: Scope, receive: Receive, need: KeyScope) -> AsyncIterator[Entered]:
+        """Holds the caller's place and the request's trace while the body runs. Raises `ApiError`."""
+        headers = headers_of(scope)
+        caller = self.caller(scope, headers, need)
+        with self.limits.admit(caller), tracing.span(headers.get(b"traceparent", b"").decode("latin-1")):
+            self.publisher.admit()
+            yield Entered(caller, headers, await read_body(headers, receive, self.limits.body_bytes_max(caller)))
+
+    async def publish(self, *events: Event) -> None:
+        """Returns once durable. Raises `ApiError` 503."""
+        try:
+            await self.publisher.publish(*events)
+        except Unavailable as error:
+            message = "neither the bus nor the spool could take this; nothing was recorded, try again"
+            raise ApiError(503, "not_recorded", message, retry_after_s=5) from error

@@ -1,0 +1,168 @@
+"""One call to one replica, and what its failure means for the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Literal
+
+import aiohttp
+from pydantic import ValidationError
+
+from headrace_gateway import sse
+from headrace_gateway.engine_wire import EngineAnswer
+from headrace_gateway.refusals import ApiError
+from headrace_gateway.settings import UpstreamSettings
+from headrace_runtime import tracing
+from headrace_schemas import Replica
+
+Trouble = Literal["connection", "full", "version_missing", "aborted", "error"]
+_CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, OSError)
+_FULL = frozenset((429, 502, 503, 504))
+_NOT_THE_CLIENTS_FAULT = frozenset((401, 403, 407))
+_ERROR_BYTES_MAX = 65_536
+
+
+class ReplicaFailed(Exception):
+    """This replica did not finish the call; another one, or the same one later, may.
+
+    Only `error` (it reached the engine, which failed) is likely to come again. The message holds no text of a user's:
+    it is logged.
+    """
+
+    def __init__(self, trouble: Trouble, message: str) -> None:
+        super().__init__(message)
+        self.trouble: Trouble = trouble
+
+
+class Engines:
+    """The HTTP client to all replicas. Use as an async context manager."""
+
+    def __init__(self, settings: UpstreamSettings, internal_key: str = "") -> None:
+        self._settings = settings
+        self._headers = {"content-type": "application/json"}
+        if internal_key:
+            self._headers["authorization"] = f"Bearer {internal_key}"
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Engines:
+        connector = aiohttp.TCPConnector(
+            limit=self._settings.connections_max, keepalive_timeout=30, socket_factory=_watched_socket
+        )
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect_timeout_s)
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=timeout, headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._session is not None
+        await self._session.close()
+
+    async def complete(self, replica: Replica, body: bytes) -> EngineAnswer:
+        """A whole answer. Raises `ReplicaFailed`, or `ApiError` when the engine refuses the request itself."""
+        async with self._opened(replica, body) as response:
+            answer = _parse(await self._read(response))
+        if answer.error is not None:
+            raise ReplicaFailed("error", "an error inside an answer")
+        if answer.drop_abort():
+            raise ReplicaFailed("aborted", "the engine gave up on a choice")
+        return answer
+
+    async def stream(self, replica: Replica, body: bytes) -> AsyncGenerator[EngineAnswer]:
+        """Chunks until `[DONE]`. Raises as `complete` does, at any point; a stream that just ends has failed."""
+        splitter = sse.Splitter(self._settings.response_bytes_max)
+        patience_s: float | None = None  # the first tokens may have to wait for a place
+        async with self._opened(replica, body) as response:
+            while True:
+                async with asyncio.timeout(patience_s):
+                    data = await response.content.readany()
+                patience_s = self._settings.stall_timeout_s
+                if not data:
+                    raise ReplicaFailed("connection", "the stream ended before its end")
+                for event in splitter.feed(data):
+                    if event == sse.DONE:
+                        return
+                    chunk = _parse(event)
+                    if chunk.error is not None:
+                        raise ReplicaFailed("error", "an error inside the stream")
+                    aborted = chunk.drop_abort()
+                    yield chunk
+                    if aborted:
+                        raise ReplicaFailed("aborted", "the engine gave up on a choice")
+
+    @contextlib.asynccontextmanager
+    async def _opened(self, replica: Replica, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response with status 200; left early, its connection is closed and the engine stops the work."""
+        assert self._session is not None
+        trace = tracing.current()
+        try:
+            async with self._session.post(
+                f"{replica.url.rstrip('/')}/v1/chat/completions",
+                data=body,
+                headers={"traceparent": trace} if trace else None,
+            ) as response:
+                if response.status != 200:
+                    raise _failure(response.status, await response.content.read(_ERROR_BYTES_MAX))
+                yield response
+        except _CONNECTION_ERRORS as error:
+            raise ReplicaFailed("connection", repr(error)) from error
+        except sse.EventTooLarge as error:
+            raise ReplicaFailed("error", str(error)) from error
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        chunks: list[bytes] = []
+        room = self._settings.response_bytes_max
+        async for chunk in response.content.iter_any():
+            chunks.append(chunk)
+            room -= len(chunk)
+            if room < 0:
+                raise ReplicaFailed("error", "the answer is too large")
+        return b"".join(chunks)
+
+
+def _parse(data: bytes) -> EngineAnswer:
+    try:
+        return EngineAnswer.model_validate_json(data)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        raise ReplicaFailed("error", f"an answer that is none: {problem['loc']}: {problem['msg']}") from None
+
+
+def _failure(status: int, body: bytes) -> Exception:
+    """What a status other than 200 means: another replica may do better, or the client asked for the impossible."""
+    message, code, param = _read_error(body)
+    if status in _FULL:
+        return ReplicaFailed("full", f"status {status}")
+    if status == 404:
+        return ReplicaFailed("version_missing", f"status {status}")
+    if status >= 500 or status in _NOT_THE_CLIENTS_FAULT:
+        return ReplicaFailed("error", f"status {status}")
+    if "context length" in message:
+        code = "context_length_exceeded"
+    return ApiError(status, code or "invalid_request", message or f"the engine refused with status {status}", param)
+
+
+def _read_error(body: bytes) -> tuple[str, str | None, str | None]:
+    """Message, code and param of an OpenAI-shaped error; older vLLM servers leave out the outer `error`."""
+    try:
+        found = json.loads(body)
+        inner = found.get("error", found)
+        message, code, param = inner.get("message"), inner.get("code"), inner.get("param")
+    except (ValueError, AttributeError):
+        return "", None, None
+    return str(message or ""), code if isinstance(code, str) else None, param if isinstance(param, str) else None
+
+
+def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket that notices within half a minute that the other machine is gone, also while it waits in silence."""
+    family, kind, protocol, _, _ = address
+    watched = socket.socket(family, kind, protocol)
+    watched.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, option):  # not on every system
+            watched.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return watched

@@ -1,0 +1,103 @@
+"""What a replica answers, as far as we read it: a vLLM server's chat completions (COMPAT part H1).
+
+These models are also the list of what may reach a client: a field that is not declared here never does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Required
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, with_config
+from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
+
+
+class Wire(BaseModel):
+    """Tolerant: engines add fields with every release."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+@with_config(ConfigDict(extra="ignore"))
+class TokenLogprob(TypedDict, total=False):
+    """One sampled token. Plain dictionaries: there is one for every token."""
+
+    token: str
+    logprob: Required[float]
+    bytes: list[int] | None
+    top_logprobs: list[Any]
+
+
+class ChoiceLogprobs(Wire):
+    """`choices[].logprobs`."""
+
+    content: list[TokenLogprob] | None = None
+
+
+class EngineUsage(Wire):
+    """`usage`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, JsonValue] | None = None
+    completion_tokens_details: dict[str, JsonValue] | None = None
+
+
+class EngineFunction(Wire):
+    """A called function, or what is added to one."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class EngineToolCall(Wire):
+    """A tool call, or what is added to one: `index` says to which when streaming."""
+
+    index: int | None = None
+    id: str | None = None
+    type: str | None = None
+    function: EngineFunction = EngineFunction()
+
+
+class EngineMessage(Wire):
+    """A message, or what is added to one."""
+
+    role: str | None = None
+    content: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, exclude=True)
+    """What newer vLLM servers call `reasoning_content`."""
+    tool_calls: list[EngineToolCall] | None = None
+
+    def model_post_init(self, _context: Any) -> None:
+        if self.reasoning is not None and self.reasoning_content is None:
+            self.reasoning_content = self.reasoning
+
+
+class EngineChoice(Wire):
+    """One choice of a whole answer (`message`) or of a chunk (`delta`)."""
+
+    index: int
+    message: EngineMessage = EngineMessage()
+    delta: EngineMessage = EngineMessage()
+    logprobs: ChoiceLogprobs | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class EngineAnswer(Wire):
+    """A whole answer, or one chunk of a stream. `model` is the version that the engine used (P3)."""
+
+    model: str = ""
+    choices: list[EngineChoice] = []
+    usage: EngineUsage | None = None
+    prompt_token_ids: list[int] | None = None
+    error: JsonValue = None
+
+    def drop_abort(self) -> bool:
+        """Take back finish reasons that say the engine gave up; True when there was one."""
+        aborted = [choice for choice in self.choices if choice.finish_reason == "abort"]
+        for choice in aborted:
+            choice.finish_reason = None
+        return bool(aborted)

@@ -1,0 +1,137 @@
+"""The inference replicas as this gateway sees them: heartbeats, its own calls, and who gets the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from headrace_runtime.clock import Clock
+from headrace_schemas import Replica
+
+RESUMING_ENGINES = frozenset(("torch",))
+"""Engines that understand `headrace_resume`; a stock vLLM server does not."""
+_BACKOFF_S = 0.05
+_BACKOFF_MAX_S = 2.0
+
+
+@dataclass(slots=True)
+class Member:
+    """One replica. `heard_s` is when its last heartbeat came, on our monotonic clock."""
+
+    replica: Replica
+    heard_s: float
+    in_flight: int = 0
+    strikes: int = 0
+    shunned_until_s: float = 0.0
+    missing: set[str] = field(default_factory=set)
+    """Versions that it announced and then did not have."""
+
+    @property
+    def load(self) -> float:
+        """Calls per place. What we have open is newer than what its heartbeat says, but not all there is."""
+        return max(self.in_flight, self.replica.in_flight) / self.replica.capacity
+
+
+class Fleet:
+    """Fed by the `replicas` table; `loaded` tells whether its history has been read.
+
+    A replica that has gone silent is only asked when no other is left: the silence may be the bus's, and its own death
+    shows at the first connection.
+    """
+
+    def __init__(self, clock: Clock, loaded: Callable[[], bool]) -> None:
+        self._clock = clock
+        self._loaded = loaded
+        self._members: dict[str, Member] = {}
+        self._news = asyncio.Event()
+
+    def update(self, key: str, replica: Replica | None) -> None:
+        """Follows the table. A heartbeat is a reason to try a replica again that failed us before."""
+        if replica is None:
+            self._members.pop(key, None)
+        else:
+            heard_s = self._clock.monotonic_s()
+            if not self._loaded():  # history: trust its date; later on, arrival needs no equal clocks
+                heard_s -= max(0.0, (self._clock.now() - replica.time).total_seconds())
+            member = self._members.setdefault(key, Member(replica, heard_s))
+            member.replica, member.heard_s, member.shunned_until_s = replica, heard_s, 0.0
+            member.missing.clear()
+        self.changed()
+
+    def changed(self) -> None:
+        """Wake everybody in `wait`."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until something changed, the pause of a shunned replica is over, or `timeout_s` passed."""
+        now = self._clock.monotonic_s()
+        pauses = [m.shunned_until_s - now for m in self._members.values() if m.shunned_until_s > now]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min([timeout_s, *pauses])):
+                await self._news.wait()
+
+    def pick(
+        self, version: str, session_key: str, avoid: frozenset[str] = frozenset(), *, resuming: bool = False
+    ) -> Member | None:
+        """The replica for one more call, None when nobody can take it now.
+
+        Rendezvous hashing keeps a session where its keys and values are cached, at most the sessions of a replica that
+        comes or goes move; a full replica passes its calls to the least loaded one.
+        """
+        now = self._clock.monotonic_s()
+        able = [member for member in self._members.values() if _able(member, version, resuming, now)]
+        if not able:
+            return None
+        able = [member for member in able if member.replica.replica_id not in avoid] or able
+        candidates = [member for member in able if now - member.heard_s <= member.replica.ttl_s] or able
+        first = max(candidates, key=lambda member: _weight(session_key, member.replica.replica_id))
+        return first if first.load < 1 else min(candidates, key=lambda member: member.load)
+
+    def can_resume(self, version: str) -> bool:
+        """Whether any replica with `version`, even one that is busy now, could take over a broken stream."""
+        holders = (m for m in self._members.values() if m.replica.ready(version))
+        return any(member.replica.engine in RESUMING_ENGINES for member in holders)
+
+    @contextlib.contextmanager
+    def calling(self, member: Member) -> Iterator[None]:
+        """Counts one call while the body runs."""
+        member.in_flight += 1
+        try:
+            yield
+        finally:
+            member.in_flight -= 1
+
+    def served(self, member: Member) -> None:
+        member.strikes = 0
+
+    def failed(self, member: Member) -> None:
+        """Leave it alone for a while, twice as long each time. Calls that fail together count once."""
+        now = self._clock.monotonic_s()
+        if member.shunned_until_s <= now:
+            member.shunned_until_s = now + min(_BACKOFF_MAX_S, _BACKOFF_S * 2**member.strikes)
+            member.strikes = min(member.strikes + 1, 10)
+
+    def full(self, member: Member) -> None:
+        """It is well and has no place; ask again soon."""
+        member.shunned_until_s = max(member.shunned_until_s, self._clock.monotonic_s() + _BACKOFF_S)
+
+    def lacks(self, member: Member, version: str) -> None:
+        """It does not have `version`, whatever it announced; believe its next heartbeat."""
+        member.missing.add(version)
+
+
+def _able(member: Member, version: str, resuming: bool, now: float) -> bool:
+    return (
+        member.shunned_until_s <= now
+        and version not in member.missing
+        and member.replica.ready(version)
+        and not (resuming and member.replica.engine not in RESUMING_ENGINES)
+    )
+
+
+def _weight(session_key: str, replica_id: str) -> bytes:
+    return hashlib.blake2b(f"{session_key}\0{replica_id}".encode(), digest_size=8).digest()

@@ -1,0 +1,67 @@
+"""The HTTP application over its parts: every URL of the gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from headrace_gateway.catalog import Catalog
+from headrace_gateway.chat import Chat
+from headrace_gateway.counting import Counting
+from headrace_gateway.door import Door
+from headrace_gateway.engine import Engines
+from headrace_gateway.fleet import Fleet
+from headrace_gateway.models_api import ModelsApi
+from headrace_gateway.pins import Pins
+from headrace_gateway.placement import Placement
+from headrace_gateway.prefixes import Prefixes
+from headrace_gateway.refusals import crashed, refused
+from headrace_gateway.relay import Relay
+from headrace_gateway.sessions_api import SessionsApi
+from headrace_gateway.settings import GatewaySettings
+from headrace_runtime import web
+from headrace_runtime.clock import Clock
+from headrace_runtime.errors import Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What outlives a request."""
+
+    settings: GatewaySettings
+    door: Door
+    catalog: Catalog
+    fleet: Fleet
+    engines: Engines
+    clock: Clock
+
+
+def application(parts: Parts) -> ASGIApp:
+    """`/health` is 200 while chat requests can be served and captured; the bus being away does not change that."""
+    pins = Pins(parts.settings.sticky, parts.clock)
+    placement = Placement(parts.catalog, pins, parts.fleet)
+    relay = Relay(parts.engines, parts.fleet, placement, parts.settings.upstream, parts.clock)
+    chat = Chat(parts.settings, parts.door, parts.catalog, relay, parts.clock)
+    sessions = SessionsApi(parts.door, pins, parts.clock)
+    models = ModelsApi(parts.door, parts.catalog)
+    publisher = parts.door.publisher
+    starlette = web.app(
+        {"routing": lambda: parts.catalog.known, "capture": lambda: publisher.has_room},
+        [
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/models", models.list),
+            Route("/v1/models/{model:path}", models.one),
+            Route("/v1/feedback", sessions.feedback, methods=["POST"]),
+            Route("/v1/sessions/{session_id:path}/end", sessions.end, methods=["POST"]),
+            Route("/v1/trajectories", sessions.trajectories, methods=["POST"]),
+            Route("/feedback", sessions.trinity_feedback, methods=["POST"]),
+            Route("/commit", sessions.trinity_commit, methods=["POST"]),
+        ],
+    )
+    for refusal in (Refused, HTTPException):
+        starlette.add_exception_handler(refusal, refused)
+    starlette.add_exception_handler(Exception, crashed)
+    return Prefixes(Counting(starlette))

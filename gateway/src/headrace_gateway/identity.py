@@ -1,0 +1,112 @@
+"""Whose call this is: session, task, run and purpose, first match wins (DESIGN section 2)."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+from starlette.types import Scope
+
+from headrace_gateway import prefixes
+from headrace_gateway.access import Caller
+from headrace_gateway.refusals import ApiError
+from headrace_schemas import Message, ids
+from headrace_schemas.events.turn import Purpose, SessionSource
+
+LABEL = r"^[^\x00-\x1f\x7f]{1,512}$"
+"""Ids that callers choose: no control characters, which would break derived ids and logs."""
+_PURPOSES: dict[str, Purpose] = {"train": "train", "eval": "eval"}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The session that a call belongs to, and what else the caller said about it."""
+
+    tenant: str
+    session_id: str
+    session_key: str
+    source: SessionSource
+    task_id: str | None
+    run_id: str | None
+    purpose: Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a request says about itself outside its messages."""
+
+    headers: Mapping[bytes, bytes]
+    metadata: Mapping[str, JsonValue]
+
+    def label(self, name: str) -> str | None:
+        """The header `X-Session-Id` for `session_id` and so on, else the body's metadata. Raises `ApiError` 400."""
+        header = self.headers.get(b"x-" + name.replace("_", "-").encode())
+        if header is not None:
+            return label(header.decode("utf-8", "replace"), f"X-{name.replace('_', '-').title()}")
+        return label(self.metadata.get(name), f"metadata.{name}")
+
+    def purpose(self) -> Purpose:
+        header = self.headers.get(b"x-headrace-purpose")
+        text = self.metadata.get("purpose", "train") if header is None else header.decode("latin-1")
+        purpose = _PURPOSES.get(text) if isinstance(text, str) else None
+        if purpose is None:
+            raise ApiError(400, "invalid_value", "purpose: must be 'train' or 'eval'", "purpose")
+        return purpose
+
+
+def label(value: JsonValue, where: str) -> str | None:
+    """A short id: text, or a number that becomes text. None stays None. Raises `ApiError` 400."""
+    if value is None:
+        return None
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if not isinstance(text, str) or not re.match(LABEL, text):
+        raise ApiError(400, "invalid_value", f"{where}: must be 1 to 512 characters without control characters", where)
+    return text
+
+
+def identify(caller: Caller, scope: Scope, said: Said, model: str, messages: tuple[Message, ...]) -> Identity:
+    """The identity of a chat call. `model` is the name that was asked for, never the version that will serve."""
+    session_id, source = _session(caller, scope, said, model, messages)
+    return Identity(
+        tenant=caller.tenant,
+        session_id=session_id,
+        session_key=ids.session_key(caller.tenant, session_id),
+        source=source,
+        task_id=said.label("task_id"),
+        run_id=said.label("run_id"),
+        purpose=said.purpose(),
+    )
+
+
+def _session(
+    caller: Caller, scope: Scope, said: Said, model: str, messages: tuple[Message, ...]
+) -> tuple[str, SessionSource]:
+    given = said.label("session_id")
+    if given is not None:
+        return given, "header" if b"x-session-id" in said.headers else "metadata"
+    in_path = label(scope.get(prefixes.SESSION), "the session in the path")
+    if in_path is not None:
+        return in_path, "path"
+    if caller.session_id is not None:
+        return caller.session_id, "key"
+    return _implied(caller, model, messages), "implicit"
+
+
+def _implied(caller: Caller, model: str, messages: tuple[Message, ...]) -> str:
+    """Calls that open alike are one session: everything up to the first user message, by key and model.
+
+    What tells two runs with one opening apart is the exact token prefix, and time: the collector closes idle sessions.
+    """
+    digest = hashlib.sha256(f"{caller.key_id}\0{model}".encode())
+    for message in opening(messages):
+        digest.update(message.model_dump_json(exclude_none=True).encode())
+    return f"implicit-{digest.hexdigest()[:32]}"
+
+
+def opening(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Everything up to and including the first user message; all of it when there is none."""
+    first = next((at for at, message in enumerate(messages) if message.role == "user"), len(messages) - 1)
+    return messages[: first + 1]

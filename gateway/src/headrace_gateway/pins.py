@@ -1,0 +1,35 @@
+"""Sticky versions: a session keeps the version it began with until it is idle (see `placement`)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from headrace_gateway.settings import StickySettings
+from headrace_runtime.clock import Clock
+
+
+class Pins:
+    """Version by session key and model, in memory: another gateway, or a restart, may pin a session anew."""
+
+    def __init__(self, settings: StickySettings, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._pins: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def get(self, session_key: str, model: str) -> str | None:
+        version, used_s = self._pins.get((session_key, model), (None, 0.0))
+        return version if self._clock.monotonic_s() - used_s < self._settings.idle_s else None
+
+    def set(self, session_key: str, model: str, version: str) -> None:
+        self._pins[session_key, model] = (version, self._clock.monotonic_s())
+        self._pins.move_to_end((session_key, model))
+        if len(self._pins) > self._settings.sessions_max:
+            self._pins.popitem(last=False)
+
+    def drop(self, session_key: str) -> None:
+        """The session has ended."""
+        for pinned in [pin for pin in self._pins if pin[0] == session_key]:
+            del self._pins[pinned]

@@ -1,0 +1,149 @@
+"""To the bus, or to the spool when the bus is away: either way durable when `publish` returns (P1)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+from headrace_gateway import metrics
+from headrace_gateway.refusals import overloaded
+from headrace_gateway.settings import CaptureSettings
+from headrace_gateway.spool import Spool, Spooled
+from headrace_runtime import tracing
+from headrace_runtime.dead_letters import dead_letter
+from headrace_runtime.errors import InvalidEvent, Unavailable
+from headrace_runtime.logs import get_logger
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.wire import Outgoing, Record
+from headrace_schemas import EVENTS, Event, SessionEnd
+
+log = get_logger(__name__)
+_STOP_TIMEOUT_S = 5.0
+_RECONNECT_S = 0.5
+
+
+class Publisher:
+    """Direct while the spool is empty; while it is not, everything goes through it, so that a session keeps its order.
+
+    An event may reach the bus twice (acknowledged too late, or sent again after a crash), with the same id.
+    """
+
+    def __init__(
+        self,
+        producer: Callable[[], EventProducer],
+        spool: Spool,
+        settings: CaptureSettings,
+        *,
+        send_timeout_s: float,
+        prepare: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`producer` makes a fresh one whenever the last gave up; `prepare` runs before it starts (topics)."""
+        self._make = producer
+        self._spool = spool
+        self._settings = settings
+        self._send_timeout_s = send_timeout_s
+        self._prepare = prepare
+        self._producer: EventProducer | None = None
+        self._spooled = asyncio.Event()
+
+    @property
+    def connected(self) -> bool:
+        return self._producer is not None
+
+    @property
+    def has_room(self) -> bool:
+        """False when the bus is away and the spool has reached its bound."""
+        return not self._spool.full
+
+    def admit(self) -> None:
+        """Raises `ApiError` 503 when nothing more could be made durable. Called before work begins."""
+        if not self.has_room:
+            raise overloaded("the bus is away and the spool is full; capture.spool_bytes_max bounds it")
+
+    async def publish(self, *events: Event) -> None:
+        """Returns once all are durable. Raises `Unavailable` when neither the bus nor the disk takes them."""
+        if self._spool.events == 0 and self._producer is not None:
+            try:
+                async with asyncio.timeout(self._settings.bus_wait_s):
+                    await self._send(self._producer, events)
+                self._count(events, "bus")
+                return
+            except (Unavailable, TimeoutError) as error:
+                log.warning("bus_away", error=repr(error), remedy="events go to the spool until it is back")
+        await self._spool.append([Spooled(event.topic, event.to_json(), tracing.current()) for event in events])
+        self._count(events, "spool")
+        self._spooled.set()
+
+    async def run(self) -> None:
+        """Keep a connection to the bus and drain the spool into it. Cancelled by the owner."""
+        while True:
+            try:
+                async with self._connection() as producer:
+                    await self._drain(producer)
+            except (Unavailable, TimeoutError) as error:
+                log.warning("bus_reconnect", error=repr(error), spooled=self._spool.events)
+                await asyncio.sleep(_RECONNECT_S)
+
+    @contextlib.asynccontextmanager
+    async def _connection(self) -> AsyncIterator[EventProducer]:
+        producer = self._make()
+        async with asyncio.timeout(self._send_timeout_s):
+            if self._prepare is not None:
+                await self._prepare()
+            await producer.start()
+        self._producer = producer
+        try:
+            yield producer
+        finally:
+            self._producer = None
+            with contextlib.suppress(TimeoutError):  # it flushes, for ever when the bus is away
+                async with asyncio.timeout(_STOP_TIMEOUT_S):
+                    await producer.stop()
+
+    async def _drain(self, producer: EventProducer) -> None:
+        while True:
+            self._spooled.clear()
+            while self._spool.events:
+                batch = await self._spool.oldest(self._settings.drain_batch)
+                if not batch:  # still on its way to the disk
+                    await asyncio.sleep(0.01)
+                    continue
+                async with asyncio.timeout(self._send_timeout_s):
+                    await self._send_spooled(producer, batch)
+                await self._spool.remove(batch)
+                log.info("spool_drained", sent=len(batch), left=self._spool.events)
+            await self._spooled.wait()
+
+    async def _send_spooled(self, producer: EventProducer, batch: Sequence[Spooled]) -> None:
+        """Topic by topic as they came: an end may be sent only once the turns before it are acknowledged."""
+        for _, items in itertools.groupby(batch, key=lambda item: item.topic):
+            records: list[Outgoing] = []
+            for item in items:
+                with tracing.span(item.traceparent):
+                    records += await _records(producer, _event(item))
+            await producer.send_raw(records)
+
+    async def _send(self, producer: EventProducer, events: Sequence[Event]) -> None:
+        await producer.send_raw([record for event in events for record in await _records(producer, event)])
+
+    @staticmethod
+    def _count(events: Sequence[Event], where: str) -> None:
+        for event in events:
+            metrics.PUBLISHED.labels(event.topic, where).inc()
+
+
+async def _records(producer: EventProducer, event: Event) -> list[Outgoing]:
+    """One record, or for a tenant's commit one for each partition: every collector has to hear it."""
+    if isinstance(event, SessionEnd) and event.scope == "tenant":
+        partitions = sorted(await producer.partitions(SessionEnd.topic))
+        return [await producer.encode(event.model_copy(update={"partition": number}), number) for number in partitions]
+    return [await producer.encode(event)]
+
+
+def _event(item: Spooled) -> Event:
+    try:
+        return EVENTS[item.topic].from_json(item.value)
+    except InvalidEvent as error:  # written by a release with another schema
+        return dead_letter("gateway", Record(item.topic, -1, -1, None, item.value), error.reason, str(error))

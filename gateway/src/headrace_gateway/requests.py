@@ -1,0 +1,73 @@
+"""Reading requests: headers as a mapping, a body within its bound, and validation errors as clear refusals."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.types import Receive, Scope
+
+from headrace_gateway.refusals import ApiError
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def headers_of(scope: Scope) -> dict[bytes, bytes]:
+    """Header names in lower case; of one that is repeated the last counts."""
+    return dict(scope["headers"])
+
+
+async def read_body(headers: Mapping[bytes, bytes], receive: Receive, bytes_max: int) -> bytes:
+    """The whole body. Raises `ApiError` 413 as soon as it is known to be too large, 415 when it is compressed."""
+    encoding = headers.get(b"content-encoding", b"identity")
+    if encoding != b"identity":
+        raise ApiError(415, "unsupported_encoding", "compressed request bodies are not read; send it as it is")
+    announced = headers.get(b"content-length", b"")
+    if announced.isdigit() and int(announced) > bytes_max:
+        raise _too_large(bytes_max)
+    chunks: list[bytes] = []
+    room = bytes_max
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "incomplete_body", "the connection ended inside the request body")
+        chunks.append(message.get("body", b""))
+        room -= len(chunks[-1])
+        if room < 0:
+            raise _too_large(bytes_max)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def parse(model: type[M], body: bytes, *, status: int = 400) -> M:
+    """Raises `ApiError` with `status` (400 for what is not JSON) that names the field at fault, never its value."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise refusal_of(error, model, status) from None
+
+
+def refusal_of(error: ValidationError, model: type[BaseModel], status: int = 400) -> ApiError:
+    """The first problem of `error` as a refusal."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "json_invalid":
+        return ApiError(400, "invalid_json", f"the body is not valid JSON: {first['ctx']['error']}")
+    if first["type"] == "extra_forbidden":
+        return unknown_field(where, model.model_fields if len(first["loc"]) == 1 else (), status)
+    code = "missing_field" if first["type"] == "missing" else "invalid_value"
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(status, code, f"{where}: {message}" if where else message, where or None)
+
+
+def unknown_field(name: str, known: Iterable[str], status: int = 400) -> ApiError:
+    """The refusal of a field that nobody would read (pitfall 25), with the name that was perhaps meant."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return ApiError(status, "unknown_field", f"unknown field {name!r}{hint}", name)
+
+
+def _too_large(bytes_max: int) -> ApiError:
+    return ApiError(413, "body_too_large", f"the request body is larger than {bytes_max} bytes")

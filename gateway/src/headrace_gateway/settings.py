@@ -1,0 +1,109 @@
+"""The `[gateway]` section. Every bound of the gateway is here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from headrace_runtime.settings import Port, Section, ServiceSettings
+
+Scope = Literal["chat", "feedback", "admin"]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Label = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class LimitSettings(Section):
+    """What one caller, or all callers together, may ask for. Beyond it the answer is 429 (413 for the body)."""
+
+    requests_per_s: Positive = 500.0
+    """Requests per second in the long run."""
+    burst: Annotated[int, Field(ge=1)] = 1000
+    """Requests that may come at once after a pause."""
+    concurrency: Annotated[int, Field(ge=1)] = 256
+    """Requests in progress at one time, those that wait for a replica included."""
+    body_bytes_max: Annotated[int, Field(ge=1024)] = 8_388_608
+    """Largest request body."""
+
+
+class KeySettings(Section):
+    """One API key. Only its digest is kept: `printf %s "$KEY" | sha256sum`."""
+
+    name: Label
+    """For logs and metrics; never the key itself."""
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    """SHA-256 of the key in hexadecimal."""
+    tenant: Label = "default"
+    """Whose data this key reads and writes; tenants never share a session."""
+    scopes: tuple[Scope, ...] = ("chat", "feedback")
+    """`chat` calls models, `feedback` judges and ends sessions, `admin` also ingests trajectories."""
+    session_id: str = ""
+    """Binds the key to one session; empty: calls say or imply their session."""
+    limits: LimitSettings | None = None
+    """Limits of this key in place of `gateway.limits_per_key`."""
+
+
+class CaptureSettings(Section):
+    """How a turn becomes durable before its client sees the end of the response (P1)."""
+
+    bus_wait_s: Positive = 2.0
+    """How long the bus may take to acknowledge before the event goes to the spool instead."""
+    spool_dir: str = ""
+    """Folder of the spool, one gateway process each; empty for `gateway/spool` under `data_dir`."""
+    spool_bytes_max: Annotated[int, Field(ge=1024)] = 1_073_741_824
+    """At this size, with the bus still away, new requests are refused with 503 rather than a turn lost."""
+    drain_batch: Annotated[int, Field(ge=1, le=10_000)] = 200
+    """Spooled events that are sent to the bus at one time."""
+    undelivered_wait_s: Positive = 10.0
+    """How long a response is still generated, to be captured as undelivered, after its client has gone."""
+
+
+class UpstreamSettings(Section):
+    """How replicas are called and how long trouble among them is hidden from clients (P8)."""
+
+    hold_s: Positive = 60.0
+    """How long a request waits for a replica that can serve it, retries included, before it fails."""
+    routing_wait_s: Positive = 10.0
+    """How long a request waits for the first routing table after the start."""
+    request_timeout_s: Positive = 600.0
+    """How long one request may take altogether."""
+    connect_timeout_s: Positive = 2.0
+    """How long connecting to a replica may take."""
+    stall_timeout_s: Positive = 60.0
+    """How long a replica that has begun to answer may send nothing before its work is moved to another."""
+    errors_max: Annotated[int, Field(ge=1)] = 3
+    """Internal errors of replicas (500) for one request before it fails; other trouble only counts against `hold_s`."""
+    connections_max: Annotated[int, Field(ge=1)] = 1024
+    """Connections to all replicas together."""
+    response_bytes_max: Annotated[int, Field(ge=65536)] = 67_108_864
+    """Largest response, or event of a stream, that a replica may send."""
+
+
+class StickySettings(Section):
+    """A session keeps its version until it is idle or the version is withdrawn."""
+
+    idle_s: Positive = 300.0
+    """A session without a call for this long gets the current version at its next one."""
+    sessions_max: Annotated[int, Field(ge=1)] = 100_000
+    """Sessions remembered; the one that was idle longest is forgotten first."""
+
+
+class GatewaySettings(ServiceSettings):
+    """Settings of the gateway."""
+
+    port: Port = 8000
+    keys: tuple[KeySettings, ...] = ()
+    """API keys. None at all: everything is open, tenant `default`, and only loopback may be listened on."""
+    keys_file: str = ""
+    """A TOML file with more `[[keys]]`, so that they need not lie beside the other settings."""
+    limits_total: LimitSettings = LimitSettings(requests_per_s=2000.0, burst=4000, concurrency=1024)
+    """Limits of all callers together."""
+    limits_per_key: LimitSettings = LimitSettings()
+    """Limits of each key."""
+    choices_max: Annotated[int, Field(ge=1, le=128)] = 16
+    """Largest `n` that a request may ask for."""
+    model_aliases: dict[str, str] = Field(default={})
+    """Names that clients use to ours, e.g. `"gpt-4o" = "email-agent"` or `"old" = "email-agent:previous"`."""
+    capture: CaptureSettings = CaptureSettings()
+    upstream: UpstreamSettings = UpstreamSettings()
+    sticky: StickySettings = StickySettings()

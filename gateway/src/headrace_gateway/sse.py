@@ -1,0 +1,42 @@
+"""Server-sent events, as OpenAI-compatible servers use them: `data: ...` lines, events parted by an empty line.
+
+https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation
+"""
+
+from __future__ import annotations
+
+DONE = b"[DONE]"
+
+
+class EventTooLarge(Exception):
+    """An event did not end within its bound."""
+
+
+class Splitter:
+    """Bytes as they come, events' data out. Comments and other fields are skipped."""
+
+    def __init__(self, event_bytes_max: int) -> None:
+        self._rest = b""
+        self._max = event_bytes_max
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of every event that `data` completes. Raises `EventTooLarge`."""
+        data = self._rest + data
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n")
+        *events, self._rest = data.split(b"\n\n")
+        if len(self._rest) > self._max:
+            raise EventTooLarge(f"an event is larger than {self._max} bytes")
+        return [found for event in events if (found := _data(event)) is not None]
+
+
+def _data(event: bytes) -> bytes | None:
+    if event.startswith(b"data: ") and b"\n" not in event:
+        return event[6:]
+    lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None
+
+
+def encode(data: bytes) -> bytes:
+    """One event. `data` holds no newline: JSON as we write it has none."""
+    return b"data: " + data + b"\n\n"

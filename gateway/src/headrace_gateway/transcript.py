@@ -1,0 +1,117 @@
+"""What the engine has sampled for one call so far, gathered from a whole answer or from the chunks of a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace_gateway.engine_wire import EngineAnswer, EngineChoice, EngineMessage, EngineToolCall, EngineUsage
+from headrace_schemas.resume import Resume
+
+
+@dataclass(slots=True)
+class CallSoFar:
+    """A tool call in the making."""
+
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class ChoiceSoFar:
+    """One choice in the making."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, CallSoFar] = field(default_factory=dict)
+    finish_reason: str | None = None
+
+    def add(self, choice: EngineChoice, message: EngineMessage) -> None:
+        self.token_ids += choice.token_ids or ()
+        if choice.logprobs is not None and choice.logprobs.content:
+            self.logprobs += [entry["logprob"] for entry in choice.logprobs.content]
+        if message.content:
+            self.content.append(message.content)
+        if message.reasoning_content:
+            self.reasoning.append(message.reasoning_content)
+        for position, call in enumerate(message.tool_calls or ()):
+            self._add_call(position if call.index is None else call.index, call)
+        self.finish_reason = choice.finish_reason or self.finish_reason
+
+    def _add_call(self, index: int, added: EngineToolCall) -> None:
+        call = self.calls.setdefault(index, CallSoFar())
+        call.id = call.id or added.id or ""
+        call.name += added.function.name or ""
+        call.arguments += added.function.arguments or ""
+
+
+@dataclass(slots=True)
+class Transcript:
+    """The whole call so far. `version` is what the engine reported first; a resumed stream keeps it."""
+
+    replica_id: str = ""
+    version: str = ""
+    prompt_token_ids: list[int] = field(default_factory=list)
+    choices: dict[int, ChoiceSoFar] = field(default_factory=dict)
+    usage: EngineUsage | None = None
+    other_prompt: bool = False
+    """Two replicas made different prompts of the same request: they cannot both be this version."""
+
+    def add(self, answer: EngineAnswer, *, streamed: bool) -> None:
+        self.version = self.version or answer.model
+        if answer.prompt_token_ids is not None:
+            if self.prompt_token_ids and self.prompt_token_ids != answer.prompt_token_ids:
+                self.other_prompt = True
+            self.prompt_token_ids = self.prompt_token_ids or answer.prompt_token_ids
+        self.usage = answer.usage or self.usage
+        for choice in answer.choices:
+            so_far = self.choices.setdefault(choice.index, ChoiceSoFar())
+            so_far.add(choice, choice.delta if streamed else choice.message)
+
+    def finished(self, choices: int) -> bool:
+        """Whether all `choices` have ended."""
+        ended = [choice for choice in self.choices.values() if choice.finish_reason is not None]
+        return len(ended) == choices
+
+    def disagreement(self) -> str | None:
+        """Why this cannot be the truth about what was sampled (P2); None when everything agrees."""
+        for index, choice in self.choices.items():
+            if len(choice.token_ids) != len(choice.logprobs):
+                return f"choice {index} has {len(choice.token_ids)} token ids and {len(choice.logprobs)} logprobs"
+        if self.other_prompt:
+            return "the replica that went on with the stream has other prompt ids than the one that began it"
+        if not self.prompt_token_ids:
+            return "the engine sent no prompt_token_ids"
+        if self.usage is None:
+            return "the engine sent no usage"
+        sampled = sum(len(choice.token_ids) for choice in self.choices.values())
+        gathered = (len(self.prompt_token_ids), sampled)
+        counted = (self.usage.prompt_tokens, self.usage.completion_tokens)
+        if gathered != counted:
+            return (
+                f"prompt and sampled ids are {gathered[0]} and {gathered[1]}, usage says {counted[0]} and {counted[1]}"
+            )
+        return None
+
+    def resume(self) -> Resume | None:
+        """How another replica goes on from here; None when nothing was sampled yet.
+
+        Raises `ValidationError` when tokens and logprobs disagree: such a stream cannot be continued.
+        """
+        if not any(choice.token_ids for choice in self.choices.values()):
+            return None
+        return Resume.model_validate(
+            {
+                "choices": [
+                    {
+                        "index": index,
+                        "token_ids": choice.token_ids,
+                        "logprobs": choice.logprobs,
+                        "finish_reason": choice.finish_reason,
+                    }
+                    for index, choice in sorted(self.choices.items())
+                ]
+            }
+        )

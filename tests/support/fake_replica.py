@@ -1,0 +1,281 @@
+"""An inference replica without a model: the wire of ARCHITECTURE.md, deterministic tokens, and faults on demand.
+
+Equal requests get equal tokens from every fake replica, so a stream that was resumed can be compared with one that was
+not. Each token is a word: token 17 reads `w17 `.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from aiohttp import web
+
+from headrace_schemas import LoadedVersion, Replica
+from headrace_schemas.resume import Resume
+
+VERSION = "tiny@0123456789abcdef"
+LENGTH = 6
+"""Tokens of an answer whose request sets no smaller limit."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong with one request."""
+
+    status: int = 200
+    """Answer with this status and an OpenAI-shaped error."""
+    message: str = "fault"
+    drop_after: int | None = None
+    """Cut the connection after so many tokens (streams) or before the body (plain answers)."""
+    abort_after: int | None = None
+    """End every choice with `finish_reason: "abort"` after so many tokens."""
+    stall_after: int | None = None
+    """Send so many tokens, then nothing until `FakeReplica.go_on` is set."""
+    lose_logprobs: int = 0
+    """Leave out so many logprobs at the end."""
+    usage_off_by: int = 0
+    no_usage: bool = False
+    model: str | None = None
+    """Report this version instead of the one that was asked for."""
+
+
+@dataclass
+class FakeReplica:
+    """Serves while `running()` is entered. `faults` are used up one per request, first come first served."""
+
+    replica_id: str = "replica-0"
+    versions: tuple[str, ...] = (VERSION,)
+    engine: str = "torch"
+    capacity: int = 16
+    faults: list[Fault] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    token_delay_s: float = 0.0
+    url: str = ""
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: int = 0
+    """Requests whose connection the gateway closed before their end."""
+
+    @contextlib.asynccontextmanager
+    async def running(self, port: int = 0) -> AsyncIterator[FakeReplica]:
+        app = web.Application(client_max_size=64 * 2**20)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", port)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            self.go_on.set()
+            await runner.cleanup()
+
+    def heartbeat(self, **changes: Any) -> Replica:
+        now = datetime.now(UTC)
+        ready = tuple(LoadedVersion(version=version, state="ready") for version in self.versions)
+        beat = Replica(
+            time=now,
+            replica_id=self.replica_id,
+            url=self.url,
+            engine=self.engine,
+            versions=ready,
+            capacity=self.capacity,
+            ttl_s=5,
+            started_at=now,
+        )
+        return beat.model_copy(update=changes)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        self.headers.append(dict(request.headers))
+        fault = self.faults.pop(0) if self.faults else Fault()
+        if fault.status != 200:
+            error = {"message": fault.message, "type": "fault", "param": None, "code": fault.status}
+            return web.json_response({"error": error}, status=fault.status)
+        if body["model"] not in self.versions:
+            return web.json_response({"error": {"message": "no such model"}}, status=404)
+        try:
+            return await (self._stream if body.get("stream") else self._plain)(
+                request, Generation(body, fault.model or body["model"]), fault
+            )
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def _plain(self, request: web.Request, work: Generation, fault: Fault) -> web.StreamResponse:
+        await asyncio.sleep(self.token_delay_s * LENGTH)
+        if fault.stall_after is not None:
+            await self.go_on.wait()
+        if fault.drop_after is not None:
+            assert request.transport is not None
+            request.transport.abort()
+            await asyncio.sleep(60)
+        choices = [self._whole(work, index, fault) for index in range(work.n)]
+        prompt = work.prompt_ids
+        answer: dict[str, Any] = {
+            "id": "cmpl-of-the-engine",
+            "object": "chat.completion",
+            "model": work.model,
+            "choices": choices,
+            "usage": None if fault.no_usage else work.usage(fault.usage_off_by),
+            "prompt_token_ids": prompt,
+            "prompt_logprobs": None,
+            "kv_transfer_params": {"secret": 1},
+        }
+        return web.json_response(answer)
+
+    def _whole(self, work: Generation, index: int, fault: Fault) -> dict[str, Any]:
+        tokens = work.tokens(index)
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(map(text_of, tokens))}
+        if work.calls_a_tool:
+            message |= {"content": None, "tool_calls": [work.tool_call(index)]}
+        kept = len(tokens) - fault.lose_logprobs
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": {"content": [entry(token, work.top) for token in tokens[:kept]]},
+            "finish_reason": "abort" if fault.abort_after is not None else work.finish_reason,
+            "stop_reason": None,
+            "token_ids": tokens,
+        }
+
+    async def _stream(self, request: web.Request, work: Generation, fault: Fault) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        sent = 0
+        for chunk, tokens in work.chunks(fault):
+            if fault.drop_after is not None and sent >= fault.drop_after and tokens:
+                assert request.transport is not None
+                request.transport.abort()
+                await asyncio.sleep(60)
+            if fault.stall_after is not None and sent >= fault.stall_after and tokens:
+                await self.go_on.wait()
+            sent += tokens
+            await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            if self.token_delay_s:
+                await asyncio.sleep(self.token_delay_s)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+@dataclass
+class Generation:
+    """What one request asks for and gets."""
+
+    body: dict[str, Any]
+    model: str
+
+    @property
+    def n(self) -> int:
+        return int(self.body.get("n") or 1)
+
+    @property
+    def top(self) -> int:
+        return int(self.body.get("top_logprobs") or 0)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return list(json.dumps([self.body["messages"], self.body.get("tools")]).encode())
+
+    @property
+    def limit(self) -> int:
+        return min(LENGTH, int(self.body.get("max_tokens") or LENGTH))
+
+    @property
+    def calls_a_tool(self) -> bool:
+        return bool(self.body.get("tools")) and self.body["messages"][-1]["role"] == "user"
+
+    @property
+    def finish_reason(self) -> str:
+        if self.calls_a_tool:
+            return "tool_calls"
+        return "stop" if self.limit == LENGTH else "length"
+
+    def tokens(self, index: int) -> list[int]:
+        seed = json.dumps([self.body["messages"], self.body.get("seed"), index]).encode()
+        return [byte + 100 for byte in hashlib.sha256(seed).digest()[: self.limit]]
+
+    def tool_call(self, index: int) -> dict[str, Any]:
+        name = self.body["tools"][0]["function"]["name"]
+        return {
+            "id": f"call_{self.tokens(index)[0]}",
+            "type": "function",
+            "function": {"name": name, "arguments": '{"query": "invoice"}'},
+        }
+
+    def usage(self, off_by: int = 0) -> dict[str, Any]:
+        prompt, sampled = len(self.prompt_ids), self.limit * self.n + off_by
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+    def chunks(self, fault: Fault) -> list[tuple[dict[str, Any], int]]:
+        """Every chunk with how many tokens it carries, choices interleaved."""
+        resumed = {choice.index: choice for choice in self._resumed()}
+        begun: list[tuple[dict[str, Any], int]] = []
+        for index in range(self.n):
+            first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            begun.append((self._chunk([first], prompt_token_ids=self.prompt_ids), 0))
+        for at in range(self.limit):
+            for index in range(self.n):
+                choice = resumed.get(index)
+                if choice is None or (at >= len(choice.token_ids) and choice.finish_reason is None):
+                    begun.append((self._chunk([self._token(index, at, fault)]), 1))
+        if not fault.no_usage:
+            begun.append((self._chunk([], usage=self.usage(fault.usage_off_by)), 0))
+        return begun
+
+    def _token(self, index: int, at: int, fault: Fault) -> dict[str, Any]:
+        token = self.tokens(index)[at]
+        last = at == self.limit - 1
+        delta: dict[str, Any] = {} if self.calls_a_tool else {"content": text_of(token)}
+        if self.calls_a_tool and at == self.limit - 2:
+            call = self.tool_call(index)
+            delta = {"tool_calls": [{"index": 0, **call, "function": {"name": call["function"]["name"], "arguments": ""}}]}
+        if self.calls_a_tool and last:
+            arguments = self.tool_call(index)["function"]["arguments"]
+            delta = {"tool_calls": [{"index": 0, "function": {"arguments": arguments}}]}
+        aborted = fault.abort_after is not None and at == fault.abort_after
+        lost = at >= self.limit - fault.lose_logprobs
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": {"content": [] if lost else [entry(token, self.top)]},
+            "finish_reason": "abort" if aborted else self.finish_reason if last else None,
+            "stop_reason": None,
+            "token_ids": [token],
+        }
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {"id": "of-the-engine", "object": "chat.completion.chunk", "model": self.model, "choices": choices} | more
+
+    def _resumed(self) -> Any:
+        raw = self.body.get("headrace_resume")
+        resume = Resume.model_validate(raw) if raw is not None else None
+        for choice in resume.choices if resume else ():
+            expected = self.tokens(choice.index)[: len(choice.token_ids)]
+            assert list(choice.token_ids) == expected, "the gateway lost or changed tokens on the way"
+            assert list(choice.logprobs) == [logprob_of(token) for token in expected]
+        return resume.choices if resume else ()
+
+
+def text_of(token: int) -> str:
+    return f"w{token} "
+
+
+def logprob_of(token: int) -> float:
+    return -(token % 64) / 64
+
+
+def entry(token: int, top: int = 0) -> dict[str, Any]:
+    """One token of `logprobs.content`."""
+    text = text_of(token)
+    ranked = [{"token": text, "logprob": logprob_of(token), "bytes": list(text.encode())}] * top
+    return {"token": text, "logprob": logprob_of(token), "bytes": list(text.encode()), "top_logprobs": ranked}

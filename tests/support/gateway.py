@@ -1,0 +1,158 @@
+"""A gateway in the test's own event loop: real HTTP, real spool, real relay; the bus is a list that can go away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx2
+
+from headrace_gateway.access import KeyRing, read_keys
+from headrace_gateway.catalog import Catalog
+from headrace_gateway.door import Door
+from headrace_gateway.engine import Engines
+from headrace_gateway.fleet import Fleet
+from headrace_gateway.http import Parts, application
+from headrace_gateway.limits import Limits
+from headrace_gateway.publisher import Publisher
+from headrace_gateway.settings import CaptureSettings, GatewaySettings, UpstreamSettings
+from headrace_gateway.spool import Spool
+from headrace_runtime import web
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import SystemClock
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import BusSettings
+from headrace_runtime.wire import Outgoing
+from headrace_schemas import EVENTS, Event, Routing, ServedVersion, Turn
+from headrace_schemas.blobs import BlobRef
+from tests.support.fake_replica import VERSION, FakeReplica
+
+E = TypeVar("E", bound=Event)
+PARTITIONS = 4
+
+
+@dataclass
+class ListBus:
+    """What reached the bus, in order. While `back` is clear it neither answers nor fails, as a producer sees it."""
+
+    records: list[Outgoing] = field(default_factory=list)
+    back: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.back.set()
+
+    def events(self, kind: type[E]) -> list[E]:
+        found = [record for record in self.records if record.topic == kind.topic]
+        return [kind.from_json(record.value or b"") for record in found]
+
+
+class ListProducer(EventProducer):
+    """An `EventProducer` whose connection is a `ListBus`."""
+
+    def __init__(self, bus: ListBus, blobs: BlobStore) -> None:
+        super().__init__(BusSettings(), "headrace/gateway", blobs)
+        self._bus = bus
+
+    async def start(self) -> None:
+        if not self._bus.back.is_set():
+            raise Unavailable("the bus is away")
+
+    async def stop(self) -> None:
+        pass
+
+    async def send_raw(self, records: Iterable[Outgoing]) -> None:
+        await self._bus.back.wait()
+        self._bus.records += records
+
+    async def partitions(self, topic: str) -> set[int]:
+        return set(range(PARTITIONS))
+
+
+@dataclass
+class Gateway:
+    """One that serves, and what the test may turn."""
+
+    url: str
+    bus: ListBus
+    spool: Spool
+    publisher: Publisher
+    catalog: Catalog
+    fleet: Fleet
+    client: httpx2.AsyncClient
+
+    def route(self, champion: str | None = VERSION, **changes: Any) -> None:
+        self.catalog.update("tiny", routing(champion, **changes))
+
+    def beat(self, *replicas: FakeReplica) -> None:
+        for replica in replicas:
+            self.fleet.update(replica.replica_id, replica.heartbeat())
+
+    async def chat(self, text: str = "hello", *, headers: dict[str, str] | None = None, **fields: Any) -> httpx2.Response:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": text}], **fields}
+        return await self.client.post("/v1/chat/completions", json=body, headers=headers)
+
+    @property
+    def turns(self) -> list[Turn]:
+        return self.bus.events(Turn)
+
+
+def routing(champion: str | None, serve: tuple[str, ...] = (), revision: int = 1, **changes: Any) -> Routing:
+    blob = BlobRef(uri="memory://manifest", sha256="0" * 64, size=1)
+    versions = dict.fromkeys([*([champion] if champion else ()), *serve])
+    return Routing(
+        time=datetime.now(UTC),
+        model="tiny",
+        revision=revision,
+        aliases={"champion": champion} if champion else {},
+        serve=tuple(ServedVersion(version=version, manifest=blob) for version in versions),
+    ).model_copy(update=changes)
+
+
+@contextlib.asynccontextmanager
+async def gateway(folder: Path, *replicas: FakeReplica, **settings: Any) -> AsyncIterator[Gateway]:
+    """Serves until left. The version of the first replica is champion; each replica has sent one heartbeat."""
+    defaults: dict[str, Any] = {
+        "port": 0,
+        "capture": CaptureSettings(bus_wait_s=0.2),
+        "upstream": UpstreamSettings(hold_s=5, routing_wait_s=0.2, stall_timeout_s=0.3),
+    }
+    own = GatewaySettings(**{**defaults, **settings})
+    blobs = BlobStore((folder / "blobs").as_uri())
+    clock = SystemClock()
+    bus = ListBus()
+    async with (
+        Spool(folder / "spool", own.capture.spool_bytes_max) as spool,
+        Engines(own.upstream) as engines,
+    ):
+        publisher = Publisher(lambda: ListProducer(bus, blobs), spool, own.capture, send_timeout_s=1)
+        draining = asyncio.create_task(publisher.run())
+        fleet = Fleet(clock, lambda: True)
+        catalog = Catalog(own.model_aliases, lambda: True, fleet.changed)
+        door = Door(KeyRing(read_keys(own), own.limits_per_key), Limits(own.limits_total, clock), publisher)
+        app = application(Parts(own, door, catalog, fleet, engines, clock))
+        try:
+            async with (
+                web.serve(app, own) as port,
+                httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client,
+            ):
+                made = Gateway(str(client.base_url).rstrip("/"), bus, spool, publisher, catalog, fleet, client)
+                if replicas:
+                    made.route(replicas[0].versions[0])
+                made.beat(*replicas)
+                yield made
+        finally:
+            draining.cancel()
+            await asyncio.wait([draining])
+
+
+async def until(condition: Any, timeout_s: float = 5) -> None:
+    """Wait until `condition()` holds. Raises `TimeoutError`."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
