@@ -101,8 +101,8 @@ class Table(Generic[E_co]):
 
     async def _follow(self) -> None:
         reader = consumer(self._settings, self._client_id)
-        await reader.start()
         try:
+            await reader.start()
             partitions = await assign_all(reader, self._event.topic)
             await reader.seek_to_beginning(*partitions)
             ends = await reader.end_offsets(partitions)
