@@ -92,6 +92,12 @@ def _sqlite(path: Path) -> AsyncEngine:
     def _begin(connection: Any) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")  # a read that later writes must not deadlock with another
 
+    @event.listens_for(engine.sync_engine, "invalidate")
+    def _abandon(connection: Any, _record: object, _error: object) -> None:
+        """End the transaction of a cancelled task: its open cursor would keep it, and its lock, past the close."""
+        with contextlib.suppress(ValueError):  # closed already
+            connection.run_async(lambda driver: asyncio.shield(driver.rollback()))
+
     return engine
 
 
