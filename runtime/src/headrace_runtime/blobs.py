@@ -63,10 +63,13 @@ class BlobStore:
         return data
 
     def delete(self, ref: BlobRef) -> None:
-        """Remove the bytes; removing what is not there is fine."""
+        """Remove the bytes; removing what is not there is fine. Raises `Unavailable`."""
         path = self._path(ref.sha256)
-        if self._fs.exists(path):
-            self._fs.rm_file(path)
+        try:
+            if self._fs.exists(path):
+                self._fs.rm_file(path)
+        except OSError as error:
+            raise Unavailable(f"blob store {self.url}: {error}") from error
 
     def digests(self) -> Iterator[str]:
         """Every blob's digest."""
@@ -76,16 +79,21 @@ class BlobStore:
                 yield name
 
     def set_pointer(self, name: str, data: bytes) -> None:
-        """Atomically replace the small mutable file `pointers/<name>`."""
-        self._write(f"{self._root}/pointers/{name}", data)
+        """Atomically replace the small mutable file `pointers/<name>`. Raises `Unavailable`."""
+        try:
+            self._write(f"{self._root}/pointers/{name}", data)
+        except OSError as error:
+            raise Unavailable(f"blob store {self.url}: {error}") from error
 
     def pointer(self, name: str) -> bytes | None:
-        """What `set_pointer` last wrote, None when it never did."""
+        """What `set_pointer` last wrote, None when it never did. Raises `Unavailable`."""
         path = f"{self._root}/pointers/{name}"
         try:
             data: bytes = self._fs.cat_file(path)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise Unavailable(f"blob store {self.url}: {error}") from error
         return data
 
     async def aput(self, data: bytes) -> BlobRef:

@@ -60,6 +60,15 @@ def test_a_pointer_is_replaced_whole(store: BlobStore) -> None:
     assert store.pointer("lineages/main") == b"2"
 
 
+def test_a_store_that_cannot_be_written_is_unavailable(tmp_path: Path) -> None:
+    (tmp_path / "pointers").write_bytes(b"in the way")
+    store = BlobStore(tmp_path.as_uri())
+    with pytest.raises(Unavailable, match="blob store"):
+        store.set_pointer("lineages/main", b"1")
+    with pytest.raises(Unavailable, match="blob store"):
+        store.pointer("lineages/main")
+
+
 def test_a_rename_is_durable_before_the_write_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
     fsync = os.fsync
