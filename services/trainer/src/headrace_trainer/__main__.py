@@ -1,0 +1,9 @@
+"""`python -m headrace_trainer`."""
+
+from headrace_runtime.main import Service
+from headrace_trainer.settings import TrainerSettings
+
+SERVICE = Service("trainer", "Learns from the stream of experiences.", TrainerSettings, "headrace_trainer.app:run")
+
+if __name__ == "__main__":
+    SERVICE.main()

@@ -1,0 +1,45 @@
+"""The composition root: bus, blobs, lineage, loop, HTTP."""
+
+from __future__ import annotations
+
+from headrace_runtime import topics, web
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import SystemClock
+from headrace_runtime.dead_letters import Refusals
+from headrace_runtime.logs import get_logger
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import Common
+from headrace_schemas import ModelEvent
+from headrace_trainer.report import Reporter
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.source import KafkaSource
+from headrace_trainer.trainer import Trainer
+
+log = get_logger(__name__)
+
+
+async def run(common: Common, settings: TrainerSettings) -> None:
+    """Train until `max_steps` or until cancelled."""
+    blobs = BlobStore.open(common)
+    producer = EventProducer(common.bus, "headrace/trainer", blobs)
+    source = KafkaSource(common.bus, settings.topic, ModelEvent.topic)
+    folder = common.data_dir.absolute() / "trainer" / "tensorboard" / settings.lineage
+    trainer = Trainer(
+        settings,
+        blobs,
+        source,
+        producer,
+        Refusals("trainer", producer),
+        SystemClock(),
+        lambda: Reporter(folder),
+    )
+    checks: dict[str, web.Check] = {"bus": lambda: source.started, "lineage": lambda: trainer.lineage is not None}
+    async with web.serve(web.app(checks), settings) as port:
+        log.info("listening", port=port)
+        try:
+            await topics.ensure(common.bus)
+            await producer.start()
+            await trainer.run()
+        finally:
+            await source.stop()
+            await producer.stop()

@@ -1,0 +1,147 @@
+"""One forward pass over several sequences: what the present weights think of each sampled token.
+
+`blocks` joins the sequences of a pack into one row. Attention runs block by block, so a token sees its own sequence and
+nothing else, no mask and no padding is computed, and the result is that of one pass per sequence. Position ids restart
+with each sequence. `padded` is the classical rectangle with an attention mask, for models whose layers mix along
+the row in other ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from headrace_trainer.batch import Row
+
+BLOCKS = "headrace_blocks"
+"""The name under which transformers knows our attention."""
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Tensors of one forward pass. `_N` are the positions of the loss, row by row, in order."""
+
+    token_ids_BT: Tensor
+    position_ids_BT: Tensor
+    attention_mask_BT: Tensor | None
+    """None for blocks."""
+    bounds: tuple[int, ...]
+    """Where each block starts, and where the last one ends; empty when padded."""
+    predicting_N: Tensor
+    """Flat positions whose logits predict the loss tokens."""
+    targets_N: Tensor
+    behaviour_N: Tensor
+    temperature_N: Tensor
+    advantage_N: Tensor
+    fresh_N: Tensor
+
+
+def collate(rows: Sequence[Row], device: torch.device, *, padded: bool) -> Pack:
+    """Join the rows of one pack. The logits that predict token t stand at position t - 1."""
+    lengths = [row.length for row in rows]
+    width = max(lengths) if padded else sum(lengths)
+    starts = [index * width for index in range(len(rows))] if padded else [0, *np.cumsum(lengths[:-1]).tolist()]
+    shape = (len(rows), width) if padded else (1, width)
+    token_ids = np.zeros(shape, np.int64)
+    positions = np.zeros(shape, np.int64)
+    attended = np.zeros(shape, np.int64)
+    for row, start in zip(rows, starts, strict=True):
+        place = slice(start, start + row.length)
+        token_ids.reshape(-1)[place] = row.token_ids_T
+        positions.reshape(-1)[place] = np.arange(row.length)
+        attended.reshape(-1)[place] = 1
+    predicting = [start + np.flatnonzero(row.loss_mask_T) - 1 for row, start in zip(rows, starts, strict=True)]
+
+    def chosen(values: Sequence[Any]) -> Tensor:
+        return torch.from_numpy(np.concatenate(values)).to(device)
+
+    return Pack(
+        torch.from_numpy(token_ids).to(device),
+        torch.from_numpy(positions).to(device),
+        torch.from_numpy(attended).to(device) if padded else None,
+        () if padded else (*starts, width),
+        chosen(predicting),
+        chosen([row.token_ids_T[row.loss_mask_T].astype(np.int64) for row in rows]),
+        chosen([row.behaviour_T[row.loss_mask_T] for row in rows]),
+        chosen([row.temperature_T[row.loss_mask_T] for row in rows]),
+        chosen([np.full(row.loss_mask_T.sum(), row.advantage, np.float32) for row in rows]),
+        chosen([row.fresh_T[row.loss_mask_T] for row in rows]),
+    )
+
+
+def logits(model: Any, pack: Pack) -> Tensor:
+    """`logits_NV` in float32, at the positions of the loss only: the output head is the widest matrix of a small
+    model."""
+    inputs = {"input_ids": pack.token_ids_BT, "position_ids": pack.position_ids_BT, "use_cache": False}
+    if pack.attention_mask_BT is None:
+        kept_NV: Tensor = model(**inputs, headrace_bounds=pack.bounds, logits_to_keep=pack.predicting_N).logits[0]
+        return kept_NV.float()
+    logits_BTV: Tensor = model(**inputs, attention_mask=pack.attention_mask_BT).logits
+    return logits_BTV.flatten(0, 1)[pack.predicting_N].float()
+
+
+def logprobs(logits_NV: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
+    """Log-probability of each sampled token and the entropy at its position, both at the sample's own temperature, as
+    the engine saw them (pitfall 4)."""
+    log_NV = functional.log_softmax(logits_NV / pack.temperature_N[:, None], dim=-1)
+    chosen_N = log_NV.gather(-1, pack.targets_N[:, None]).squeeze(-1)
+    with torch.no_grad():
+        entropy_N = -(log_NV.exp() * log_NV).sum(-1)
+    return chosen_N, entropy_N
+
+
+def _attend_in_blocks(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    headrace_bounds: Sequence[int] | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each block; shapes as transformers has them, `[1, heads, T, head_dim]` in."""
+    if any(unused.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        raise NotImplementedError(f"{type(module).__name__} needs more than plain attention")
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    bounds = headrace_bounds or (0, query.shape[2])
+    blocks = [
+        functional.scaled_dot_product_attention(
+            query[:, :, start:stop],
+            key[:, :, start:stop],
+            value[:, :, start:stop],
+            attn_mask=band,
+            is_causal=band is None,
+            scale=scaling,
+        )
+        for start, stop in pairwise(bounds)
+        for band in [_band(stop - start, sliding_window, query.device)]
+    ]
+    return torch.cat(blocks, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """The mask of a sliding window that is shorter than the block, None when plain causality will do."""
+    if window is None or window >= length:
+        return None
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def _no_mask(**_unused: Any) -> None:
+    return None
+
+
+AttentionInterface.register(BLOCKS, _attend_in_blocks)
+AttentionMaskInterface.register(BLOCKS, _no_mask)

@@ -1,0 +1,194 @@
+"""All that a lineage knows beside its tensors: one picture of one prefix of the stream (P4).
+
+The picture is saved as a whole, together with the weights it belongs to. Offsets say which prefix has been read. Every
+experience in it is trained (its verdict and its contribution are here), dropped (its verdict is here) or waiting (it is
+here itself, not as an offset to read again). So a restart neither loses nor repeats anything, whatever the bus delivers
+once more and whatever it no longer has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from headrace_runtime.clock import epoch_ms
+from headrace_schemas import Experience, Verdict
+from headrace_schemas.events.checkpoint import DropReason
+from headrace_trainer.admission import Decision, Limits, decide, expired, versions_of
+from headrace_trainer.baselines import Baselines
+from headrace_trainer.history import History
+from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, WAITING, WAITING_TOKENS
+from headrace_trainer.saved import Offsets
+from headrace_trainer.settings import MemorySettings
+from headrace_trainer.waiting import Waiting
+from headrace_trainer.window import Contribution, Entry, Window
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a step did with one experience. Baseline and scale are those of its first training."""
+
+    waiting: Waiting
+    advantage: float
+    baseline: float
+    scale: float
+    correction: bool = False
+
+
+class Ledger:
+    """Mutable; whoever owns it calls one method at a time. Nothing here blocks."""
+
+    def __init__(
+        self,
+        history: History,
+        limits: Limits,
+        memory: MemorySettings,
+        *,
+        baselines: Baselines | None = None,
+        window: Window | None = None,
+        waiting: Sequence[Waiting] = (),
+        offsets: Offsets | None = None,
+        promoted: tuple[str, ...] = (),
+        steps: int = 0,
+    ) -> None:
+        self.limits = limits
+        self._memory = memory
+        self.history = history
+        self.baselines = baselines or Baselines()
+        self.window = window or Window()
+        self._waiting = {item.experience.experience_id: item for item in waiting}
+        self._tokens = sum(item.tokens for item in waiting)
+        self.offsets = offsets or {}
+        self.promoted = promoted or (history.head,)
+        """The champion and the one before it; at first the version that everything started from."""
+        self.steps = steps
+        self.verdicts: list[Verdict] = []
+        """Those that no save holds yet."""
+        self._gauge()
+
+    @property
+    def waiting(self) -> Sequence[Waiting]:
+        """In order of arrival."""
+        return tuple(self._waiting.values())
+
+    @property
+    def room(self) -> int:
+        """Experiences that may still be admitted."""
+        if self._tokens >= self._memory.queue_tokens:
+            return 0
+        return max(0, self._memory.queue_experiences - len(self._waiting))
+
+    @property
+    def current(self) -> str | None:
+        """The version that the weights equal, None when steps have moved them on from it."""
+        return self.history.head if self.steps == self.history.head_step else None
+
+    def admit(self, experience: Experience, place: tuple[int, int], now: datetime) -> Decision:
+        """Decide about an arrival and note it. `place` is its partition and offset on the bus."""
+        name = experience.experience_id
+        entry = self.window.get(name)
+        decision = decide(experience, entry, self.history, self.steps, self.limits)
+        if decision.fate == "ignore":
+            DUPLICATES.inc()
+            return decision
+        versions = versions_of(experience)
+        self.window.see(name, experience.revision, versions, place if versions else None, now)
+        replaced = self._waiting.get(name) if decision.replaces else None
+        if replaced is not None:
+            self._verdict(replaced.experience, "superseded")
+        if decision.fate == "queue":
+            since_ms = replaced.since_ms if replaced else epoch_ms(now)
+            self._put(Waiting(experience=experience, since_ms=since_ms))
+        else:
+            self._remove(name)
+            self._verdict(experience, decision.reason)
+        return decision
+
+    def is_correction(self, item: Waiting) -> bool:
+        """Whether an earlier revision of the same experience was trained."""
+        entry = self.window.get(item.experience.experience_id)
+        return entry is not None and entry.trained
+
+    def drop(self, item: Waiting, reason: DropReason) -> None:
+        """Take it out of the queue for good."""
+        self._remove(item.experience.experience_id)
+        self._verdict(item.experience, reason)
+
+    def sweep(self) -> None:
+        """Drop what has become too old, or pointless, while it waited (P5: also right after a restart)."""
+        for item in self.waiting:
+            entry = self.window.get(item.experience.experience_id)
+            reason = expired(item.experience, entry, self.history, self.steps, self.limits)
+            if reason is not None:
+                self.drop(item, reason)
+
+    def stepped(self, trained: Sequence[Trained], baselines: Baselines) -> None:
+        """Note a step: contributions, verdicts, baselines. Called once the weights have changed."""
+        self.steps += 1
+        self.baselines = baselines
+        for one in trained:
+            experience = one.waiting.experience
+            entry = self.window.get(experience.experience_id)
+            assert entry is not None, "an experience that waits is never evicted"
+            contribution = Contribution(step=self.steps, advantage=one.advantage)
+            update: dict[str, object] = {"contributions": (*entry.contributions, contribution)}
+            if not entry.trained:
+                update |= {"baseline": one.baseline, "scale": one.scale}
+            self.window.put(experience.experience_id, entry.model_copy(update=update))
+            self._remove(experience.experience_id)
+            self._verdict(experience, None)
+
+    def picture(self) -> dict[str, object]:
+        """The fields of `Saved` that are kept here; a copy that later calls do not change."""
+        return {
+            "offsets": {topic: dict(offsets) for topic, offsets in self.offsets.items()},
+            "waiting": self.waiting,
+            "window": self.window.copy(),
+            "promoted": self.promoted,
+            "baselines": self.baselines,
+            "steps": self.steps,
+        }
+
+    def forget(self, now: datetime) -> None:
+        """Keep the window within its bounds."""
+        self.window.evict(
+            now, self._memory.window_experiences, timedelta(seconds=self._memory.window_age_s), self._needed
+        )
+
+    def _needed(self, name: str, entry: Entry) -> bool:
+        """It waits, or it changed the weights and is fresh enough that another revision could do so again."""
+        if name in self._waiting:
+            return True
+        staleness = self.history.staleness(entry.versions)
+        return entry.trained and staleness is not None and staleness <= self.limits.max_staleness
+
+    def _verdict(self, experience: Experience, dropped: DropReason | None) -> None:
+        self.verdicts.append(
+            Verdict(
+                experience_id=experience.experience_id,
+                revision=experience.revision,
+                turn_ids=experience.turn_ids,
+                dropped=dropped,
+            )
+        )
+        if dropped is None:
+            TRAINED.inc()
+        else:
+            DROPPED.labels(dropped).inc()
+
+    def _put(self, item: Waiting) -> None:
+        """Add, or replace in the same place."""
+        old = self._waiting.get(item.experience.experience_id)
+        self._waiting[item.experience.experience_id] = item
+        self._tokens += item.tokens - (old.tokens if old else 0)
+        self._gauge()
+
+    def _remove(self, name: str) -> None:
+        old = self._waiting.pop(name, None)
+        self._tokens -= old.tokens if old else 0
+        self._gauge()
+
+    def _gauge(self) -> None:
+        WAITING.set(len(self._waiting))
+        WAITING_TOKENS.set(self._tokens)

@@ -1,0 +1,270 @@
+"""A lineage: weights, optimizer and ledger, and all that may happen to them. No bus in here, and no event loop.
+
+`open_lineage` (in `opening`) finds the state that was saved last, or begins from the base. After that, experiences are
+admitted one by one, a step is taken when `next_batch` has one, and `save` makes all of it durable at once. What
+happened since the last save has not happened if the process dies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from headrace_runtime import versions as files
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import Clock
+from headrace_runtime.logs import get_logger
+from headrace_schemas import Checkpoint, Event, ModelEvent, TrainingMetrics
+from headrace_schemas.blobs import BlobRef
+from headrace_schemas.manifest import Manifest
+from headrace_trainer import control, summary, tensors, versions
+from headrace_trainer.baselines import Decay
+from headrace_trainer.history import History, Published
+from headrace_trainer.ledger import Ledger
+from headrace_trainer.metrics import NOT_FINITE, REWINDS, SAVE_SECONDS
+from headrace_trainer.optimizer import Optimizer
+from headrace_trainer.policy import Policy
+from headrace_trainer.prepare import prepare
+from headrace_trainer.saved import Saved, Tensors
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.step import NotFinite, train
+from headrace_trainer.store import LineageStore
+from headrace_trainer.waiting import Rules, Waiting, select
+
+log = get_logger(__name__)
+
+
+class Lineage:
+    """Not safe for concurrent use: whoever owns it makes one call at a time. `step`, `save` and `control` block."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        clock: Clock,
+        blobs: BlobStore,
+        store: LineageStore,
+        first: Manifest,
+        policy: Policy,
+        optimizer: Optimizer,
+        ledger: Ledger,
+        saved: Saved,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._blobs = blobs
+        self._store = store
+        self._first = first
+        self.policy = policy
+        self._optimizer = optimizer
+        self.ledger = ledger
+        self.saved = saved
+        """What is durable."""
+        self._measured: list[Mapping[str, float]] = []
+        self._tensors_moved = False
+        self._swept: tuple[str, int] | None = None
+        self._decay = Decay(
+            task=settings.advantage.task_decay,
+            model=settings.advantage.model_decay,
+            tasks_max=settings.memory.baseline_tasks,
+        )
+        self._rules = Rules(
+            experiences=settings.batch_experiences,
+            experiences_min=settings.batch_experiences_min,
+            wait=timedelta(seconds=settings.batch_wait_s),
+            group_size=settings.group_size if settings.grouped else 0,
+            group_wait=timedelta(seconds=settings.group_wait_s),
+        )
+
+    @property
+    def announcements(self) -> tuple[Event, ...]:
+        """What the bus has to know about the last save; after a restart it is told again, with the same ids."""
+        return self.saved.checkpoint, self.saved.metrics
+
+    @property
+    def version_due(self) -> bool:
+        return self.ledger.steps - self.ledger.history.head_step >= self._settings.steps_per_version
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether the last save lacks a verdict or a step."""
+        return bool(self.ledger.verdicts) or self.ledger.steps != self.saved.steps
+
+    def save_due(self, since_s: float) -> bool:
+        """`since_s`: seconds since the last save. A version that is due waits for the step that it is made of."""
+        if self.ledger.steps != self.saved.steps and self.version_due:
+            return True
+        late = since_s >= self._settings.save_interval_s
+        return self.unsaved and (late or len(self.ledger.verdicts) >= self._settings.memory.verdicts)
+
+    @property
+    def finished(self) -> bool:
+        return self._settings.max_steps is not None and self.ledger.steps >= self._settings.max_steps
+
+    def next_batch(self) -> tuple[Waiting, ...]:
+        """What to train now, empty when it is not time. Drops what has become too old to be trained (P5)."""
+        state = (self.ledger.history.head, self.ledger.history.head_step)
+        if self._swept != state:
+            self.ledger.sweep()
+            self._swept = state
+        ledger = self.ledger
+        full = ledger.room == 0
+        found = select(ledger.waiting, self._rules, self._clock.now(), full, ledger.is_correction)
+        for item in found.singletons:
+            ledger.drop(item, "singleton")
+        return found.batch
+
+    def step(self, items: Sequence[Waiting], stop: threading.Event) -> Mapping[str, float]:
+        """Train on what `next_batch` returned; the measurements, empty when the gradient was not finite and the batch
+        was dropped as `invalid`. Raises `step.Abandoned`, with nothing changed that a later save would see."""
+        settings = self._settings
+        prepared = prepare(items, self.ledger, settings.advantage, self._decay)
+        try:
+            measured = train(
+                self.policy, self._optimizer, prepared.batch, settings.loss, settings.compute.pack_tokens, stop
+            )
+        except NotFinite:
+            log.error("gradient_not_finite", batch=prepared.batch.digest(), experiences=len(items))
+            NOT_FINITE.inc()
+            for item in items:
+                self.ledger.drop(item, "invalid")
+            return {}
+        found = summary.of_batch(prepared, self.ledger.history) | measured
+        self.ledger.stepped(prepared.trained, prepared.baselines)
+        self._tensors_moved = True
+        self._measured.append(found)
+        return found
+
+    def control(self, event: ModelEvent) -> None:
+        """Follow a decision of the registry; see `headrace_trainer.control`."""
+        ledger = self.ledger
+        course = control.follow(event, ledger.history, ledger.promoted)
+        ledger.promoted = course.promoted
+        if course.rewind is None:
+            return
+        log.info("weights_go_back", version=course.rewind, decision=event.decision, about=event.version)
+        REWINDS.inc()
+        point = self.saved.restore_points.get(course.rewind)
+        if point is not None:
+            pair = self._store.get(point.weights), self._store.get(point.optimizer)
+            tensors.thaw(self.policy, self._optimizer, *pair, with_random=False)
+        else:
+            log.warning("optimizer_starts_afresh", version=course.rewind, remedy="raise memory.restore_points")
+            versions.load(self._blobs, self._manifest(course.rewind), self.policy)
+            self._optimizer.reset()
+        ledger.history = ledger.history.moved(course.rewind, ledger.steps)
+        self._tensors_moved = True
+
+    def save(self, *, publish: bool) -> bool:
+        """Make everything durable, as a new version when `publish` and when the weights differ from their parent's.
+
+        Returns whether there is a new version. Then `announcements` are to be sent. Raises what `LineageStore.save`
+        does.
+        """
+        with SAVE_SECONDS.time():
+            present, new = self._freeze()
+            published, ref = self._publish(present) if publish else (None, None)
+            history = self._history_with(published, ref)
+            self.ledger.forget(self._clock.now())
+            saved = self._picture(history, present, published, ref)
+            self._store.save(saved, {digest: data for digest, data in new.items() if digest in saved.blobs()})
+        self.saved = saved
+        self.ledger.history = history
+        self.ledger.verdicts.clear()
+        self._measured.clear()
+        self._tensors_moved = False
+        return published is not None
+
+    def _freeze(self) -> tuple[Tensors, dict[str, bytes]]:
+        """References to the tensors, and the bytes of those that are not stored yet."""
+        if not self._tensors_moved:
+            return self.saved.present, {}
+        weights, state = tensors.freeze(self.policy, self._optimizer, self._settings.lineage)
+        pair = Tensors(weights=self._blobs.ref(weights), optimizer=self._blobs.ref(state))
+        return pair, {pair.weights.sha256: weights, pair.optimizer.sha256: state}
+
+    def _publish(self, present: Tensors) -> tuple[Manifest, BlobRef] | tuple[None, None]:
+        """A new version, unless it would answer as its parent does."""
+        history = self.ledger.history
+        point = self.saved.restore_points.get(history.head)
+        if point is not None and point.weights == present.weights:
+            return None, None
+        manifest, ref = versions.publish(
+            self._blobs,
+            Path(self._settings.base),
+            self.policy,
+            first=self._first,
+            lineage=self._settings.lineage,
+            step=history.next_number,
+            parent=history.head,
+        )
+        same = versions.weight_digests(manifest) == versions.weight_digests(self._manifest(history.head))
+        return (None, None) if same else (manifest, ref)
+
+    def _history_with(self, manifest: Manifest | None, ref: BlobRef | None) -> History:
+        old = self.ledger.history
+        if manifest is None or ref is None:
+            return old
+        published = Published(
+            version=manifest.version,
+            parent=manifest.parent,
+            number=manifest.step,
+            manifest=ref,
+            first_step=old.head_step + 1,
+            last_step=self.ledger.steps,
+        )
+        keep = {self._first.version, *self.ledger.promoted}
+        return old.published(published, keep, self._settings.memory.versions)
+
+    def _picture(self, history: History, present: Tensors, manifest: Manifest | None, ref: BlobRef | None) -> Saved:
+        settings, ledger, now = self._settings, self.ledger, self._clock.now()
+        measured = summary.between_saves(self._measured, ledger.verdicts)
+        checkpoint = self.saved.checkpoint
+        if manifest is not None and ref is not None:
+            checkpoint = Checkpoint(
+                time=now,
+                model=settings.model,
+                version=manifest.version,
+                lineage=settings.lineage,
+                step=manifest.step,
+                parent=manifest.parent,
+                manifest=ref,
+                metrics=measured,
+            )
+        account = self.saved.account + 1
+        metrics = TrainingMetrics(
+            time=now,
+            model=settings.model,
+            lineage=settings.lineage,
+            step=history[history.head].number,
+            account=account,
+            version=manifest.version if manifest else None,
+            metrics=measured,
+            verdicts=tuple(ledger.verdicts),
+        )
+        update = ledger.picture() | {
+            "versions": history.versions,
+            "head": history.head,
+            "head_step": history.head_step,
+            "present": present,
+            "restore_points": self._restore_points(history, present, manifest),
+            "account": account,
+            "checkpoint": checkpoint,
+            "metrics": metrics,
+        }
+        return self.saved.model_copy(update=update)
+
+    def _restore_points(self, history: History, present: Tensors, manifest: Manifest | None) -> dict[str, Tensors]:
+        """Those of base, head, champion and previous, and the newest of the rest."""
+        points = dict(self.saved.restore_points)
+        if manifest is not None:
+            points[manifest.version] = present
+        keep = {self._first.version, history.head, *self.ledger.promoted}
+        spare = [version for version in points if version not in keep]
+        for version in spare[: max(0, len(points) - self._settings.memory.restore_points)]:
+            del points[version]
+        return points
+
+    def _manifest(self, version: str) -> Manifest:
+        return files.read_manifest(self._blobs, self.ledger.history[version].manifest)

@@ -1,0 +1,74 @@
+"""The standing measurements of a step (pitfall 6): how far engine and trainer are apart, what was clipped, how sure the
+policy is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headrace_trainer.batch import Batch
+from headrace_trainer.forward import Pack
+from headrace_trainer.loss import TokenLoss, k3
+
+
+@dataclass
+class Measures:
+    """Collects observations pass by pass and update by update. Tensors are `_N`, tokens of the loss."""
+
+    drift: list[Tensor] = field(default_factory=list)
+    """Logprob at the start of the step minus the engine's."""
+    fresh: list[Tensor] = field(default_factory=list)
+    entropy: list[Tensor] = field(default_factory=list)
+    weight: list[Tensor] = field(default_factory=list)
+    truncated: list[Tensor] = field(default_factory=list)
+    masked: list[Tensor] = field(default_factory=list)
+    clipped: list[Tensor] = field(default_factory=list)
+    base: list[Tensor] = field(default_factory=list)
+    """k3 from the base model, when it is part of the loss."""
+    losses: list[float] = field(default_factory=list)
+
+    def observe(self, one: Pack, start_N: Tensor, entropy_N: Tensor, tokens: TokenLoss, loss: float) -> None:
+        """One pass of one update; `loss` is its share of the batch's mean."""
+        self.drift.append((start_N - one.behaviour_N).cpu())
+        self.fresh.append(one.fresh_N.cpu())
+        self.entropy.append(entropy_N.cpu())
+        self.weight.append(tokens.weight_N.cpu())
+        self.truncated.append(tokens.truncated_N.cpu())
+        self.masked.append(tokens.masked_N.cpu())
+        self.clipped.append(tokens.clipped_N.cpu())
+        self.losses.append(loss)
+
+    def values(self, batch: Batch) -> dict[str, float]:
+        """Means over tokens and updates. `mismatch_*` is there only when the batch holds tokens sampled by the very
+        weights of this step."""
+        drift_N, fresh_N = torch.cat(self.drift), torch.cat(self.fresh)
+        advantages_B = torch.tensor([float(row.advantage) for row in batch.rows])
+        found = {
+            "loss": math.fsum(self.losses) * batch.loss_tokens / len(drift_N),
+            "loss_tokens": float(batch.loss_tokens),
+            "kl_behaviour": _mean(k3(torch.zeros_like(drift_N), drift_N)),
+            "entropy": _mean(torch.cat(self.entropy)),
+            "weight_mean": _mean(torch.cat(self.weight)),
+            "truncated_fraction": _mean(torch.cat(self.truncated)),
+            "masked_fraction": _mean(torch.cat(self.masked)),
+            "clip_fraction": _mean(torch.cat(self.clipped)),
+            "advantage_mean": _mean(advantages_B),
+            "advantage_std": float(advantages_B.std(correction=0)),
+            "advantage_min": float(advantages_B.min()),
+            "advantage_max": float(advantages_B.max()),
+        }
+        if self.base:
+            found["kl_base"] = _mean(torch.cat(self.base))
+        if fresh_N.any():
+            mismatch_N = drift_N[fresh_N].abs()
+            found["mismatch_mean"] = _mean(mismatch_N)
+            found["mismatch_p99"] = float(mismatch_N.sort().values[int(0.99 * (len(mismatch_N) - 1))])
+            found["mismatch_tokens"] = float(len(mismatch_N))
+        return found
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean())

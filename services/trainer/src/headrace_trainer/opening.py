@@ -1,0 +1,125 @@
+"""How a lineage is found or begun. Blocks; runs in the training thread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace_runtime import versions as files
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import Clock
+from headrace_runtime.errors import SettingError
+from headrace_runtime.logs import get_logger
+from headrace_schemas import Checkpoint, TrainingMetrics
+from headrace_schemas.manifest import Manifest
+from headrace_trainer import tensors, versions
+from headrace_trainer.admission import Limits
+from headrace_trainer.baselines import Baselines
+from headrace_trainer.history import History, Published
+from headrace_trainer.ledger import Ledger
+from headrace_trainer.lineage import Lineage
+from headrace_trainer.optimizer import Optimizer
+from headrace_trainer.policy import Policy
+from headrace_trainer.saved import Saved, Tensors
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.store import LineageStore
+from headrace_trainer.window import Window
+
+log = get_logger(__name__)
+
+
+def open_lineage(settings: TrainerSettings, blobs: BlobStore, clock: Clock) -> Lineage:
+    """Continue where the last save was, or publish the base as version 0 and start from there.
+
+    Raises `SettingError` when the settings are not those of the saved lineage, `CorruptBlob` or `Unavailable` when its
+    state cannot be read. Nothing is guessed.
+    """
+    base = Path(settings.base)
+    versions.check_base(base)
+    store = LineageStore(blobs, settings.lineage)
+    saved = store.load()
+    first = files.read_manifest(blobs, saved.versions[0].manifest) if saved else None
+    if saved is not None and first is not None:
+        _check_settings(settings, saved)
+        versions.check_same(base, first, settings.lineage)
+    policy = Policy.open(base, settings.compute, settings.lora, settings.seed)
+    if settings.loss.kl:
+        policy.keep_reference(base)
+    optimizer = Optimizer(policy.parameters, settings.optimizer)
+    if saved is None or first is None:
+        first, saved = _begin(settings, blobs, store, clock, policy, optimizer)
+        log.info("lineage_begins", lineage=settings.lineage, version=first.version)
+    else:
+        pair = store.get(saved.present.weights), store.get(saved.present.optimizer)
+        tensors.thaw(policy, optimizer, *pair, with_random=True)
+        log.info("lineage_continues", lineage=settings.lineage, head=saved.head, steps=saved.steps)
+    return Lineage(settings, clock, blobs, store, first, policy, optimizer, _ledger(settings, policy, saved), saved)
+
+
+def _begin(
+    settings: TrainerSettings,
+    blobs: BlobStore,
+    store: LineageStore,
+    clock: Clock,
+    policy: Policy,
+    optimizer: Optimizer,
+) -> tuple[Manifest, Saved]:
+    name, lineage, now = settings.model, settings.lineage, clock.now()
+    manifest, ref = versions.publish_base(blobs, Path(settings.base), policy, name=name, lineage=lineage)
+    weights, state = tensors.freeze(policy, optimizer, lineage)
+    present = Tensors(weights=blobs.ref(weights), optimizer=blobs.ref(state))
+    version = manifest.version
+    saved = Saved(
+        model=name,
+        lineage=lineage,
+        kind="lora" if policy.lora else "full",
+        offsets={},
+        waiting=(),
+        window={},
+        versions=(Published(version=version, parent=None, number=0, manifest=ref),),
+        head=version,
+        head_step=0,
+        promoted=(version,),
+        baselines=Baselines(),
+        steps=0,
+        account=0,
+        present=present,
+        restore_points={version: present},
+        checkpoint=Checkpoint(time=now, model=name, version=version, lineage=lineage, step=0, manifest=ref),
+        metrics=TrainingMetrics(time=now, model=name, lineage=lineage, step=0, account=0, version=version),
+    )
+    store.save(saved, {present.weights.sha256: weights, present.optimizer.sha256: state})
+    return manifest, saved
+
+
+def _check_settings(settings: TrainerSettings, saved: Saved) -> None:
+    if saved.model != settings.model:
+        raise SettingError("trainer.model", settings.model, f"lineage {saved.lineage} is of model {saved.model}")
+    kind = "lora" if settings.lora.rank else "full"
+    if saved.kind != kind:
+        raise SettingError(
+            "trainer.lora.rank",
+            settings.lora.rank,
+            f"lineage {saved.lineage} is trained as {saved.kind}; choose another trainer.lineage",
+        )
+
+
+def _ledger(settings: TrainerSettings, policy: Policy, saved: Saved) -> Ledger:
+    limits = Limits(
+        vocabulary=policy.vocabulary,
+        sequence_tokens=min(settings.memory.sequence_tokens, policy.context),
+        max_staleness=settings.max_staleness,
+        reward_max=settings.advantage.reward_max,
+        advantage_max=settings.advantage.limit,
+        correction_min=settings.advantage.correction_min,
+    )
+    return Ledger(
+        History(saved.versions, saved.head, saved.head_step),
+        limits,
+        settings.memory,
+        baselines=saved.baselines,
+        window=Window(saved.window),
+        waiting=saved.waiting,
+        offsets={topic: dict(offsets) for topic, offsets in saved.offsets.items()},
+        promoted=saved.promoted,
+        steps=saved.steps,
+    )

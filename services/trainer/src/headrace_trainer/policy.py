@@ -1,0 +1,198 @@
+"""The model in training: all its weights, or LoRA adapters on frozen ones.
+
+Loaded from the lineage's first version, never from where that came from: the blob store is the truth about a lineage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from headrace_runtime.errors import SettingError
+from headrace_schemas.manifest import Fingerprint
+from headrace_trainer import forward
+from headrace_trainer.batch import Row
+from headrace_trainer.forward import Pack
+from headrace_trainer.settings import ComputeSettings, LoraSettings
+
+FINGERPRINT_TOKENS = 48
+
+
+class Policy:
+    """What is trained (`parameters`, float32) and how it answers. One thread at a time may use it."""
+
+    def __init__(self, model: Any, compute: ComputeSettings, device: torch.device, *, lora: bool) -> None:
+        self.model = model
+        self.lora = lora
+        self.device = device
+        self._compute = compute
+        self._reference: Any = None
+        self.parameters: dict[str, nn.Parameter] = {
+            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
+
+    @classmethod
+    def open(cls, folder: Path, compute: ComputeSettings, lora: LoraSettings, seed: int) -> Policy:
+        """Load the weights in `folder`. Raises `SettingError` when model and settings do not go together."""
+        torch.set_num_threads(compute.threads)
+        transformers_logging.disable_progress_bar()
+        device = _device(compute.device)
+        model = _load(folder, compute, frozen=bool(lora.rank)).to(device)
+        if compute.gradient_checkpointing:
+            _without_dropout(model)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if lora.rank:
+            model = _with_adapters(model, lora, seed)
+            if compute.gradient_checkpointing:
+                model.enable_input_require_grads()
+        model.train(compute.gradient_checkpointing)
+        return cls(model, compute, device, lora=bool(lora.rank))
+
+    def keep_reference(self, folder: Path) -> None:
+        """Keep the first version's answers at hand, for the divergence from it. Adapters need no second copy."""
+        if not self.lora:
+            self._reference = _load(folder, self._compute, frozen=True).to(self.device).eval()
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model.get_input_embeddings().num_embeddings)
+
+    @property
+    def context(self) -> int:
+        """Longest sequence the model was made for, in tokens."""
+        return int(getattr(self.model.config, "max_position_embeddings", None) or 1 << 30)
+
+    def collate(self, rows: list[Row]) -> Pack:
+        return forward.collate(rows, self.device, padded=self._compute.packing == "padded")
+
+    def logprobs(self, pack: Pack) -> tuple[Tensor, Tensor]:
+        """`(logprobs_N, entropy_N)` of the present weights."""
+        with self._autocast():
+            logits_NV = forward.logits(self.model, pack)
+        return forward.logprobs(logits_NV, pack)
+
+    @contextlib.contextmanager
+    def as_base(self) -> Iterator[None]:
+        """Without what was trained since; only adapters can be taken off."""
+        with self.model.disable_adapter() if self.lora else contextlib.nullcontext():
+            yield
+
+    @torch.no_grad()
+    def reference_logprobs(self, pack: Pack) -> Tensor:
+        """The same of the first version's weights. `keep_reference` comes first."""
+        with self._autocast(), self.as_base():
+            logits_NV = forward.logits(self.model if self.lora else self._reference, pack)
+        return forward.logprobs(logits_NV, pack)[0]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of what is trained, on the CPU."""
+        return {name: parameter.detach().cpu().clone() for name, parameter in self.parameters.items()}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Back to what `tensors` returned. Raises `SettingError` when they are of another model or adapter shape."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        if shapes != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
+            raise SettingError(
+                "trainer.lora",
+                f"{len(shapes)} tensors",
+                "does not fit the saved lineage; choose another trainer.lineage",
+            )
+        for name, parameter in self.parameters.items():
+            parameter.copy_(tensors[name])
+
+    @torch.no_grad()
+    def load_files(self, folder: Path) -> None:
+        """Take the weights from a version's folder: a whole model, or an adapter where adapters are trained."""
+        if self.lora:
+            set_peft_model_state_dict(self.model, load_file(folder / "adapter_model.safetensors"))
+        else:
+            there = _load(folder, self._compute, frozen=False)
+            self.load({name: parameter.data for name, parameter in there.named_parameters()})
+
+    @torch.no_grad()
+    def fingerprint(self, published: Mapping[str, Tensor] | None = None) -> Fingerprint:
+        """Logprobs at temperature 1 of a fixed token sequence. `published` replaces weights by what the version's files
+        hold, where that is rounded. Computed here, in memory: an engine that loads the files checks them by it."""
+        token_ids = _fixed_tokens(self.vocabulary)
+        inputs = {"input_ids": torch.tensor([token_ids], device=self.device), "use_cache": False}
+        weights = {name: tensor.to(self.device, torch.float32) for name, tensor in (published or {}).items()}
+        logits_TV = functional_call(self.model, weights, (), inputs).logits[0, :-1].float()
+        targets_T = torch.tensor(token_ids[1:], device=self.device)
+        logprobs_T = logits_TV.log_softmax(-1).gather(-1, targets_T[:, None]).squeeze(-1)
+        return Fingerprint(token_ids=token_ids, logprobs=logprobs_T.tolist())
+
+    @contextlib.contextmanager
+    def _autocast(self) -> Iterator[None]:
+        enabled = self._compute.dtype == "bfloat16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):
+            yield
+
+
+def _fixed_tokens(vocabulary: int) -> tuple[int, ...]:
+    """The same for every model with this vocabulary: a full-period walk through the ids."""
+    stride = next(candidate for candidate in range(vocabulary * 5 // 8, 0, -1) if gcd(candidate, vocabulary) == 1)
+    return tuple((17 + index * stride) % vocabulary for index in range(FINGERPRINT_TOKENS))
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SettingError("trainer.compute.device", name, f"cannot be used: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def _load(folder: Path, compute: ComputeSettings, *, frozen: bool) -> Any:
+    for path in folder.glob("*.safetensors"):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError as error:
+            raise SettingError("trainer.base", str(path), f"is not a safetensors file: {error}") from None
+    dtype = torch.bfloat16 if frozen and compute.dtype == "bfloat16" else torch.float32
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=forward.BLOCKS if compute.packing == "blocks" else "sdpa",
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise SettingError("trainer.base", str(folder), f"is no model that transformers can load: {reason}") from None
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Checkpointing needs training mode; a policy gradient needs the logprobs of the policy that acted."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def _with_adapters(model: Any, lora: LoraSettings, seed: int) -> Any:
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=sorted(lora.targets), lora_dropout=0.0, task_type="CAUSAL_LM"
+    )
+    torch.manual_seed(seed)
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise SettingError("trainer.lora.targets", lora.targets, str(error).splitlines()[0]) from None

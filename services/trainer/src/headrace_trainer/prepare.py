@@ -1,0 +1,73 @@
+"""From the experiences of a batch to what is trained: advantages first, then arrays. Pure: nothing is changed (P9)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace_trainer.admission import missing_advantage, stale
+from headrace_trainer.advantages import Advantages, grpo, reinforce_pp, rloo
+from headrace_trainer.baselines import Baselines, Decay
+from headrace_trainer.batch import Batch, Row
+from headrace_trainer.ledger import Ledger, Trained
+from headrace_trainer.settings import AdvantageSettings
+from headrace_trainer.waiting import Waiting, run_of, task_of
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A batch, what the ledger is to note once it was trained, and the baselines with it in them."""
+
+    batch: Batch
+    trained: tuple[Trained, ...]
+    baselines: Baselines
+
+
+def prepare(items: Sequence[Waiting], ledger: Ledger, settings: AdvantageSettings, decay: Decay) -> Prepared:
+    """Rows in the order of `items`. Corrections take what is missing; they neither see nor move the baselines."""
+    for item in items:
+        assert stale(item.experience, ledger.history, ledger.limits.max_staleness) is None, "P5: swept just before"
+    new = [item for item in items if not ledger.is_correction(item)]
+    found, baselines = _advantages(new, ledger.baselines, settings, decay)
+    first = {
+        item.experience.experience_id: Trained(item, _bounded(value, settings.limit), baseline, scale)
+        for item, value, baseline, scale in zip(new, found.values_B, found.baselines_B, found.scales_B, strict=True)
+    }
+    trained = tuple(first.get(item.experience.experience_id) or _correction(item, ledger) for item in items)
+    rows = tuple(Row.of(one.waiting.experience, one.advantage, ledger.current) for one in trained)
+    return Prepared(Batch(rows), trained, baselines)
+
+
+def _advantages(
+    items: Sequence[Waiting], past: Baselines, settings: AdvantageSettings, decay: Decay
+) -> tuple[Advantages, Baselines]:
+    if not items:
+        return Advantages((), (), ()), past
+    experiences_B = [item.experience for item in items]
+    rewards_B = [experience.reward or 0.0 for experience in experiences_B]
+    weights_B = [experience.weight for experience in experiences_B]
+    runs_B = [run_of(experience) for experience in experiences_B]
+    tasks_B = [task_of(experience) for experience in experiences_B]
+    scaled = settings.scale == "std"
+    if settings.kind == "reinforce++":
+        return reinforce_pp(
+            rewards_B, weights_B, runs_B, tasks_B, past, decay, history_min=settings.history_min, scaled=scaled
+        )
+    groups_B = [task or run for task, run in zip(tasks_B, runs_B, strict=True)]
+    if settings.kind == "grpo":
+        return grpo(rewards_B, weights_B, runs_B, groups_B, scaled=scaled), past
+    return rloo(rewards_B, weights_B, runs_B, groups_B), past
+
+
+def _correction(item: Waiting, ledger: Ledger) -> Trained:
+    entry = ledger.window.get(item.experience.experience_id)
+    assert entry is not None
+    missing = missing_advantage(item.experience, entry, ledger.history, ledger.steps, ledger.limits.advantage_max)
+    return Trained(item, float(np.float32(missing)), entry.baseline, entry.scale, correction=True)
+
+
+def _bounded(advantage: float, limit: float) -> float:
+    """What the loss will really see: clipped, and in single precision."""
+    return float(np.float32(max(-limit, min(limit, advantage))))

@@ -1,0 +1,66 @@
+"""Tells people how training goes: TensorBoard, Prometheus, and one line per step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from torch.utils.tensorboard import SummaryWriter
+
+from headrace_runtime.logs import get_logger
+from headrace_trainer.ledger import Ledger
+from headrace_trainer.metrics import MEASURES, STEP_SECONDS, STEPS, VERSION_NUMBER
+
+log = get_logger(__name__)
+_LINE = {
+    "reward_mean": "reward {:.3f}",
+    "kl_behaviour": "kl {:.1e}",
+    "clip_fraction": "clipped {:.1%}",
+    "truncated_fraction": "truncated {:.1%}",
+    "entropy": "entropy {:.2f}",
+    "gradient_norm": "gradient {:.2f}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+}
+
+
+class Reporter:
+    """One per process. On a terminal the line is for people, otherwise it is a structured log line."""
+
+    def __init__(self, folder: Path) -> None:
+        self._board = SummaryWriter(str(folder))
+        self._console = Console(stderr=True) if sys.stderr.isatty() else None
+
+    def step(self, measured: Mapping[str, float], ledger: Ledger) -> None:
+        """After each step; `measured` as `Lineage.step` returned it."""
+        STEPS.set(ledger.steps)
+        STEP_SECONDS.observe(measured["step_seconds"])
+        for name, value in measured.items():
+            self._board.add_scalar(name if "/" in name else f"step/{name}", value, ledger.steps)
+            if not name.startswith("reward/"):  # task names have no bound
+                MEASURES.labels(name).set(value)
+        self._board.flush()
+        number = ledger.history[ledger.history.head].number
+        if self._console is None:
+            shown = {name: round(value, 6) for name, value in measured.items() if "/" not in name}
+            log.info("step", step=ledger.steps, version_number=number, waiting=len(ledger.waiting), **shown)
+        else:
+            parts = [text.format(measured[name]) for name, text in _LINE.items() if name in measured]
+            self._console.print(
+                f"[bold]step {ledger.steps}[/] on v{number}  {'  '.join(parts)}  waiting {len(ledger.waiting)}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    def published(self, version: str, number: int, step: int) -> None:
+        """After a new version is durable."""
+        VERSION_NUMBER.set(number)
+        self._board.add_scalar("version", number, step)
+        if self._console is None:
+            log.info("version", version=version, number=number)
+        else:
+            self._console.print(f"[bold green]version {number}[/]  {version}", highlight=False)
+
+    def close(self) -> None:
+        self._board.close()

@@ -1,0 +1,70 @@
+"""What a lineage's saved state looks like: JSON for all but the tensors, and no pickle anywhere."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from headrace_schemas import Checkpoint, TrainingMetrics
+from headrace_schemas.base import Model, ModelName, Version
+from headrace_schemas.blobs import BlobRef
+from headrace_trainer.baselines import Baselines
+from headrace_trainer.history import Published
+from headrace_trainer.waiting import Waiting
+from headrace_trainer.window import Entry
+
+Offsets = dict[str, dict[int, int]]
+"""Topic to partition to the offset of the next record to read."""
+
+
+class Tensors(Model):
+    """Weights and optimizer at one moment, as safetensors blobs."""
+
+    weights: BlobRef
+    optimizer: BlobRef
+
+
+class Saved(Model):
+    """A lineage between two steps. See `headrace_trainer.ledger` for what the fields mean and why they belong
+    together."""
+
+    format: Literal[1] = 1
+    model: ModelName
+    lineage: ModelName
+    kind: Literal["full", "lora"]
+    offsets: Offsets
+    waiting: tuple[Waiting, ...]
+    window: dict[str, Entry]
+    versions: Annotated[tuple[Published, ...], Field(min_length=1)]
+    """The first is the base that everything started from."""
+    head: Version
+    head_step: int
+    promoted: Annotated[tuple[Version, ...], Field(min_length=1, max_length=2)]
+    baselines: Baselines
+    steps: Annotated[int, Field(ge=0)]
+    account: Annotated[int, Field(ge=0)]
+    present: Tensors
+    restore_points: dict[str, Tensors]
+    checkpoint: Checkpoint
+    """The last version, announced again after a restart."""
+    metrics: TrainingMetrics
+    """The verdicts since the save before this one, announced again after a restart."""
+
+    def blobs(self) -> dict[str, BlobRef]:
+        """The tensors that must exist as long as this is the lineage's state, by digest."""
+        pairs = (self.present, *self.restore_points.values())
+        return {ref.sha256: ref for pair in pairs for ref in (pair.weights, pair.optimizer)}
+
+
+class Pointer(Model):
+    """The one mutable thing: what it names is the truth about the lineage."""
+
+    format: Literal[1] = 1
+    state: BlobRef
+
+
+class Draft(Model):
+    """Blobs that a save is about to add and to make superfluous. Whichever are not in use after a crash are garbage."""
+
+    blobs: tuple[BlobRef, ...]

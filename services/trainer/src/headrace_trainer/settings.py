@@ -1,0 +1,212 @@
+"""The section `[trainer]`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from headrace_runtime.errors import SettingError
+from headrace_runtime.settings import Port, Section, ServiceSettings
+from headrace_schemas.base import ModelName
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class AdvantageSettings(Section):
+    """How a reward becomes an advantage; the formulas are in docs/algorithms.md."""
+
+    kind: Literal["reinforce++", "grpo", "rloo"] = "reinforce++"
+    """`reinforce++` compares a run with a rolling baseline and works on single runs; `grpo` and `rloo` compare the runs
+    of one group and need several runs of each task."""
+    task_decay: Share = 0.9
+    """What a run's reward still weighs in its task's baseline after one more run of the task."""
+    model_decay: Share = 0.99
+    """The same for the baseline and the scale that all tasks share."""
+    history_min: Positive = 1.0
+    """Runs of a task (decayed, and those beside it in the batch) from which on its own baseline is used."""
+    scale: Literal["std", "none"] = "std"
+    """Divide by the running standard deviation (`grpo`: the group's), or leave rewards in their own unit."""
+    reward_max: Positive = 1e6
+    """Rewards beyond plus or minus this are dropped as `invalid`: somebody's unit is wrong."""
+    limit: Positive = 10.0
+    """Advantages are clipped to plus and minus this: the first surprise after long monotony is worth no more."""
+    correction_min: NotNegative = 1e-3
+    """A revised reward that moves the advantage by less than this after training is dropped as `unchanged`."""
+
+
+class LossSettings(Section):
+    """The clipped, importance-weighted policy gradient; the formulas are in docs/algorithms.md."""
+
+    clip_low: Share = 0.2
+    """The ratio counts no further down than `1 - clip_low`."""
+    clip_high: Positive = 0.28
+    """The ratio counts no further up than `1 + clip_high`."""
+    clip_dual: Annotated[float, Field(gt=1)] | None = None
+    """Bound on the ratio where the advantage is negative (dual clip), none by default."""
+    proximal: Literal["step", "behaviour"] = "step"
+    """What the ratio is taken against: the weights at the start of the step, with a truncated importance weight for
+    what separates them from the engine (decoupled), or the engine's own logprobs (classical PPO)."""
+    weight_max: Annotated[float, Field(ge=1)] = 2.0
+    """Where importance weights are truncated."""
+    mask_low: NotNegative = 0.0
+    """Tokens whose probability has fallen below this share of what the engine sampled from give no gradient."""
+    mask_high: Annotated[float, Field(gt=1)] = 1e4
+    """Tokens whose probability has grown beyond this multiple of what the engine sampled from give no gradient."""
+    kl: NotNegative = 0.0
+    """Coefficient of the k3 divergence from the base model; above 0 the base is kept in memory too."""
+    updates_per_step: Count = 1
+    """Optimizer updates on one batch; above 1 the clip bounds how far they lead."""
+
+
+class OptimizerSettings(Section):
+    """AdamW, or Muon on the matrices with AdamW on the rest."""
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`muon` orthogonalises the updates of two-dimensional weights other than embeddings and the output head."""
+    learning_rate: Positive = 1e-5
+    """After the warm-up. LoRA usually wants ten times as much as full training."""
+    warmup_updates: Annotated[int, Field(ge=0)] = 0
+    """Updates over which the learning rate rises linearly."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's first momentum."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """AdamW's second momentum; lower than in supervised training because rewards drift."""
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Muon's momentum."""
+    weight_decay: NotNegative = 0.0
+    """Decoupled decay of weights; 0 keeps a zero gradient a zero change."""
+    gradient_norm_max: Positive = 1.0
+    """Gradients are scaled down to this global norm."""
+
+
+class LoraSettings(Section):
+    """Low-rank adapters instead of full training."""
+
+    rank: Annotated[int, Field(ge=0)] = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: Positive = 32.0
+    """The adapters' output is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names of the modules that get adapters."""
+
+
+class ComputeSettings(Section):
+    """Where and how the model runs."""
+
+    device: str = "auto"
+    """`auto` is the first GPU when there is one; or `cpu`, `cuda`, `cuda:1`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What matrix products run in. What is trained is kept in float32 either way."""
+    threads: Count = 1
+    """Threads of a CPU step; the other services of a small machine need the rest."""
+    packing: Literal["blocks", "padded"] = "blocks"
+    """`blocks` joins sequences into one row and keeps their attention apart; `padded` is for models that cannot."""
+    pack_tokens: Count = 4096
+    """Tokens of one forward pass; a longer sequence runs alone. Lower it when memory runs out."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: slower, and far less memory for long sequences."""
+
+
+class MemorySettings(Section):
+    """Bounds on what is kept, in memory and in each checkpoint."""
+
+    queue_experiences: Annotated[int, Field(ge=1, le=16_384)] = 1024
+    """Experiences that may wait for a batch; when it is full the bus is not read."""
+    queue_tokens: Count = 1_000_000
+    """Tokens of those experiences, whichever bound is reached first."""
+    sequence_tokens: Annotated[int, Field(ge=2)] = 8192
+    """Longer sequences are dropped as `too_long`; so are those beyond the model's own context."""
+    window_experiences: Count = 20_000
+    """Experiences remembered to recognise duplicates and revisions. What could still change the weights stays
+    longer."""
+    window_age_s: Positive = 2_592_000.0
+    """How long they are remembered; as long as the topic keeps them."""
+    baseline_tasks: Count = 4096
+    """Tasks with a baseline of their own; the one unused for longest makes room."""
+    versions: Annotated[int, Field(ge=16)] = 512
+    """Published versions whose experiences are recognised."""
+    restore_points: Annotated[int, Field(ge=3)] = 6
+    """Versions whose weights and optimizer are kept to go back to, champion and previous among them."""
+    verdicts: Annotated[int, Field(ge=1, le=16_384)] = 4096
+    """Verdicts that may wait for the next save before they cause one."""
+
+
+class TrainerSettings(ServiceSettings):
+    """All of `[trainer]`."""
+
+    port: Port = 8034
+    """Port of `/health` and `/metrics`; 0 lets the system choose."""
+    base: str = ""
+    """A Hugging Face folder (safetensors, tokenizer, chat template): where a lineage starts. Required."""
+    model: ModelName = "headrace"
+    """The model that is trained; experiences of other models are passed over."""
+    lineage: ModelName = "main"
+    """Names this line of versions and its saved state. One process at a time may train a lineage."""
+    topic: Annotated[str, Field(min_length=1)] = "experiences"
+    """Where experiences come from; a replay names a copy of the usual topic."""
+    seed: int = 0
+    """Seeds what is drawn at random (the initial LoRA matrices)."""
+
+    batch_experiences: Count = 64
+    """Experiences in a step."""
+    batch_experiences_min: Count = 8
+    """Experiences with which a step is taken once `batch_wait_s` has passed."""
+    batch_wait_s: Positive = 30.0
+    """How long the first of a smaller batch waits for more. Batches that were cut by time depend on the clock."""
+    group_size: Count = 8
+    """Runs of one task that make a group (`grpo`, `rloo`)."""
+    group_wait_s: Positive = 300.0
+    """How long a group waits to be complete; then it is used as it is, and a single run is dropped."""
+    max_staleness: Annotated[int, Field(ge=0)] = 4
+    """Versions that may lie between the one that sampled an experience and the one that is trained (P5)."""
+    steps_per_version: Count = 1
+    """Steps between two published versions."""
+    max_steps: Count | None = None
+    """Stop after this many steps in the lineage; none: go on for ever."""
+    save_interval_s: Positive = 30.0
+    """How long a verdict may wait to be made durable and reported when no version is published."""
+    retry_s: Positive = 60.0
+    """How long bus or blob store may be away before the process gives up and is restarted."""
+
+    advantage: AdvantageSettings = AdvantageSettings()
+    loss: LossSettings = LossSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    lora: LoraSettings = LoraSettings()
+    compute: ComputeSettings = ComputeSettings()
+    memory: MemorySettings = MemorySettings()
+
+    @property
+    def grouped(self) -> bool:
+        """Whether advantages compare the runs of a group."""
+        return self.advantage.kind != "reinforce++"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        """Raises `SettingError` with the one setting to change, so that the start stops before anything is loaded."""
+        if not self.base:
+            raise SettingError("trainer.base", self.base, "name a Hugging Face folder to start from")
+        if self.grouped and self.group_size < 2:
+            raise SettingError(
+                "trainer.group_size",
+                self.group_size,
+                f"{self.advantage.kind} compares runs of one task and learns nothing from a single one: "
+                'set at least 2, or advantage.kind = "reinforce++", which has a rolling baseline',
+            )
+        if self.batch_experiences_min > self.batch_experiences:
+            raise SettingError(
+                "trainer.batch_experiences_min", self.batch_experiences_min, "is more than batch_experiences"
+            )
+        needed = max(self.batch_experiences, self.group_size if self.grouped else 1)
+        if self.memory.queue_experiences < needed:
+            raise SettingError(
+                "trainer.memory.queue_experiences", self.memory.queue_experiences, f"a batch needs {needed}"
+            )
+        if self.memory.queue_tokens < self.memory.sequence_tokens:
+            raise SettingError(
+                "trainer.memory.queue_tokens", self.memory.queue_tokens, "is less than memory.sequence_tokens"
+            )
+        return self

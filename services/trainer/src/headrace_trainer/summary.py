@@ -1,0 +1,63 @@
+"""What is worth knowing about the experiences of a batch and about the time between two saves. Numbers by name."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from headrace_schemas import Verdict
+from headrace_trainer.admission import versions_of
+from headrace_trainer.history import History
+from headrace_trainer.prepare import Prepared
+from headrace_trainer.waiting import task_of
+
+TASKS_MAX = 32
+"""Tasks whose mean reward is reported one by one: the most frequent of the batch."""
+VALUES_MAX = 256
+"""What the events take."""
+
+
+def of_batch(prepared: Prepared, history: History) -> dict[str, float]:
+    """Rewards (means over runs, corrections apart), staleness as a histogram, and how much there was."""
+    rewards: list[tuple[float, float]] = []
+    tasks: dict[str, list[tuple[float, float]]] = {}
+    staleness: Counter[int] = Counter()
+    for one in prepared.trained:
+        experience = one.waiting.experience
+        staleness[history.staleness(versions_of(experience)) or 0] += 1
+        if one.correction or experience.reward is None:
+            continue
+        rewards.append((experience.reward, experience.weight))
+        tasks.setdefault(task_of(experience) or "", []).append(rewards[-1])
+    tasks.pop("", None)
+    found = {
+        "experiences": float(len(prepared.trained)),
+        "corrections": float(len(prepared.trained) - len(rewards)),
+        "runs": math.fsum(weight for _, weight in rewards),
+    }
+    if rewards:
+        found["reward_mean"] = _mean(rewards)
+    for task, pairs in sorted(tasks.items(), key=lambda item: (-len(item[1]), item[0]))[:TASKS_MAX]:
+        found[f"reward/{task}"] = _mean(pairs)
+    for distance, count in sorted(staleness.items()):
+        found[f"staleness/{distance}"] = float(count)
+    return found
+
+
+def between_saves(steps: Sequence[Mapping[str, float]], verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """Each step measure's mean over the steps that have it, and the verdicts by outcome."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    found = {name: _average([step[name] for step in steps if name in step]) for name in names}
+    outcomes = Counter("trained" if verdict.dropped is None else f"dropped/{verdict.dropped}" for verdict in verdicts)
+    found |= {"steps": float(len(steps)), **{name: float(count) for name, count in sorted(outcomes.items())}}
+    finite = {name[:512]: value for name, value in found.items() if math.isfinite(value)}
+    return dict(list(finite.items())[-VALUES_MAX:])
+
+
+def _mean(pairs: Sequence[tuple[float, float]]) -> float:
+    return math.fsum(value * weight for value, weight in pairs) / math.fsum(weight for _, weight in pairs)
+
+
+def _average(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -1,0 +1,172 @@
+"""The loop: read, admit, step, save, announce, one after the other, so that there is nothing to lock.
+
+Only the step, the save and the loading of weights leave the event loop; they run in one thread, one at a time, while
+the loop answers `/health`. The process may be killed at any point: what counts is what the last save holds. A clean
+stop is the same thing, announced: the step in progress is abandoned, and the next start does it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Protocol, TypeVar
+
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import Clock
+from headrace_runtime.errors import InvalidEvent, Unavailable
+from headrace_runtime.logs import get_logger
+from headrace_runtime.metrics import EVENTS_HANDLED, RETRIES
+from headrace_runtime.wire import Record, decode
+from headrace_schemas import Event, Experience, ModelEvent
+from headrace_trainer.lineage import Lineage
+from headrace_trainer.metrics import OTHER_MODELS, UNCORRECTABLE
+from headrace_trainer.opening import open_lineage
+from headrace_trainer.report import Reporter
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.source import Source
+from headrace_trainer.waiting import Waiting
+
+log = get_logger(__name__)
+_BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
+T = TypeVar("T")
+
+
+class Sink(Protocol):
+    """Where announcements go; `headrace_runtime.producer.EventProducer`."""
+
+    async def send(self, event: Event) -> None: ...
+
+
+class Trainer:
+    """Owns a lineage and everything that happens to it. `run` is called once."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        blobs: BlobStore,
+        source: Source,
+        sink: Sink,
+        refuse: Callable[[Record, InvalidEvent], Awaitable[None]],
+        clock: Clock,
+        reporter: Callable[[], Reporter],
+    ) -> None:
+        self._settings = settings
+        self._blobs = blobs
+        self._source = source
+        self._sink = sink
+        self._refuse = refuse
+        self._clock = clock
+        self._open_reporter = reporter
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
+        self._stop = threading.Event()
+        self.lineage: Lineage | None = None
+        """None until the saved state has been read."""
+
+    async def run(self) -> None:
+        """Until `max_steps`, or until cancelled. Raises when a restart, or somebody's help, is the only remedy."""
+        try:
+            self.lineage = lineage = await self._in_thread(
+                lambda: open_lineage(self._settings, self._blobs, self._clock)
+            )
+            reporter = await self._in_thread(self._open_reporter)
+            try:
+                await self._announce(lineage)
+                await self._source.start(lineage.ledger.offsets)
+                await self._train(lineage, reporter)
+            finally:
+                reporter.close()
+        finally:
+            self._stop.set()
+            await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+
+    async def _train(self, lineage: Lineage, reporter: Reporter) -> None:
+        saved_at_s = self._clock.monotonic_s()
+        while not lineage.finished:
+            for record in await self._source.poll(lineage.ledger.room):
+                await self._receive(record, lineage)
+            batch = lineage.next_batch()
+            if batch:
+                await self._step(batch, lineage, reporter)
+            if lineage.save_due(self._clock.monotonic_s() - saved_at_s):
+                await self._save(lineage, reporter, publish=lineage.version_due)
+                saved_at_s = self._clock.monotonic_s()
+        if lineage.unsaved:
+            await self._save(lineage, reporter, publish=True)
+        log.info("finished", steps=lineage.ledger.steps)
+
+    async def _step(self, batch: tuple[Waiting, ...], lineage: Lineage, reporter: Reporter) -> None:
+        measured = await self._in_thread(lambda: lineage.step(batch, self._stop))
+        if measured:
+            reporter.step(measured, lineage.ledger)
+
+    async def _save(self, lineage: Lineage, reporter: Reporter, *, publish: bool) -> None:
+        """Durable first, then announced; the next save waits until the bus has both events."""
+        published = await self._retry(lambda: self._in_thread(lambda: lineage.save(publish=publish)))
+        await self._announce(lineage)
+        if published:
+            reporter.published(lineage.saved.checkpoint.version, lineage.saved.checkpoint.step, lineage.ledger.steps)
+
+    async def _announce(self, lineage: Lineage) -> None:
+        for event in lineage.announcements:
+            await self._retry(partial(self._sink.send, event))
+
+    async def _receive(self, record: Record, lineage: Lineage) -> None:
+        """Take one record into the ledger, then move the offset past it. A record that is no event is dead-lettered."""
+        try:
+            event = await self._decode(record)
+        except InvalidEvent as error:
+            EVENTS_HANDLED.labels(record.topic, "refused").inc()
+            await self._retry(partial(self._refuse, record, error))
+        else:
+            EVENTS_HANDLED.labels(record.topic, "handled").inc()
+            if isinstance(event, Experience):
+                await self._admit(event, record, lineage)
+            elif isinstance(event, ModelEvent) and event.model == self._settings.model:
+                await self._retry(lambda: self._in_thread(lambda: lineage.control(event)))
+        lineage.ledger.offsets.setdefault(record.topic, {})[record.partition] = record.offset + 1
+
+    async def _admit(self, experience: Experience, record: Record, lineage: Lineage) -> None:
+        if experience.model != self._settings.model:
+            OTHER_MODELS.inc()
+            return
+        whole = await self._with_branch(experience, lineage)
+        lineage.ledger.admit(whole, (record.partition, record.offset), self._clock.now())
+
+    async def _with_branch(self, experience: Experience, lineage: Lineage) -> Experience:
+        """A withdrawal need not repeat the tokens. To undo what they did they are read again from the bus."""
+        entry = lineage.ledger.window.get(experience.experience_id)
+        if experience.branch is not None or entry is None or not entry.trained:
+            return experience
+        record = await self._retry(lambda: self._source.fetch(entry.partition, entry.offset))
+        earlier = await self._decode(record) if record is not None else None
+        if isinstance(earlier, Experience) and earlier.experience_id == experience.experience_id:
+            return experience.model_copy(update={"branch": earlier.branch})
+        UNCORRECTABLE.inc()
+        log.error("tokens_are_gone", experience_id=experience.experience_id, offset=entry.offset)
+        return experience
+
+    async def _decode(self, record: Record) -> Event:
+        topic = Experience.topic if record.topic == self._settings.topic else None
+        received = await self._retry(lambda: decode(record, self._blobs, topic=topic))
+        return received.event
+
+    async def _retry(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Until it works or `retry_s` is over, while something that we depend on is away."""
+        deadline = self._clock.monotonic_s() + self._settings.retry_s
+        attempt = 0
+        while True:
+            try:
+                return await work()
+            except Unavailable as error:
+                if self._clock.monotonic_s() > deadline:
+                    raise
+                RETRIES.labels("trainer").inc()
+                log.warning("retrying", error=str(error), attempt=attempt)
+            await self._clock.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
+            attempt += 1
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

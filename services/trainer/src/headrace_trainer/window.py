@@ -1,0 +1,108 @@
+"""The dedupe window: what is known about every experience seen lately, and what it has done to the weights (P4).
+
+The window is saved with the weights, so both always describe the same prefix of the stream. It is bounded by count and
+age, but an entry that changed the weights stays for as long as the experience is fresh enough to be trained: once it
+has left, the staleness bound alone keeps the experience from changing the weights again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime, timedelta
+
+from headrace_runtime.clock import epoch_ms
+from headrace_schemas.base import Finite, Model, Version
+
+REVISIONS_MAX = 64
+"""Revisions of one experience that are remembered one by one; lower ones than those count as seen."""
+
+
+class Contribution(Model):
+    """In step `step` an experience was trained with this advantage. A correction adds another contribution."""
+
+    step: int
+    advantage: Finite
+
+
+class Entry(Model):
+    """One experience. `baseline` and `scale` turned its first trained reward into an advantage, and turn later ones."""
+
+    revisions: tuple[int, ...]
+    """Seen so far, ascending."""
+    versions: tuple[Version, ...]
+    """What sampled it; empty when it came without a branch."""
+    contributions: tuple[Contribution, ...] = ()
+    baseline: Finite = 0.0
+    scale: Finite = 1.0
+    partition: int = -1
+    offset: int = -1
+    """Where on the bus its tokens were last seen."""
+    touched_ms: int
+
+    @property
+    def trained(self) -> bool:
+        return bool(self.contributions)
+
+    def seen(self, revision: int) -> bool:
+        return revision in self.revisions or (len(self.revisions) == REVISIONS_MAX and revision < self.revisions[0])
+
+    def advantage_of(self, reward: float | None, limit: float) -> float:
+        """What `reward` is worth on the terms of the first training; 0 when there is none (any more)."""
+        return 0.0 if reward is None else max(-limit, min(limit, (reward - self.baseline) / self.scale))
+
+
+class Window:
+    """Entries by experience id, the one touched longest ago first."""
+
+    def __init__(self, entries: Mapping[str, Entry] | None = None) -> None:
+        self._entries = dict(entries or {})
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def get(self, experience_id: str) -> Entry | None:
+        return self._entries.get(experience_id)
+
+    def put(self, experience_id: str, entry: Entry) -> None:
+        """Add or replace; the entry is then the one touched last."""
+        self._entries.pop(experience_id, None)
+        self._entries[experience_id] = entry
+
+    def see(
+        self,
+        experience_id: str,
+        revision: int,
+        versions: Iterable[str],
+        place: tuple[int, int] | None,
+        now: datetime,
+    ) -> None:
+        """Note that a revision has arrived. `place` is the partition and offset of its tokens, None without any."""
+        entry = self._entries.get(experience_id) or Entry(revisions=(), versions=(), touched_ms=0)
+        change: dict[str, object] = {
+            "revisions": tuple(sorted({*entry.revisions, revision})[-REVISIONS_MAX:]),
+            "touched_ms": epoch_ms(now),
+        }
+        if place is not None:
+            change |= {"versions": tuple(versions), "partition": place[0], "offset": place[1]}
+        self.put(experience_id, entry.model_copy(update=change))
+
+    def evict(self, now: datetime, count: int, age: timedelta, needed: Callable[[str, Entry], bool]) -> int:
+        """Forget the oldest entries beyond `count` or `age`, except those that are `needed`. Returns how many went."""
+        horizon = epoch_ms(now - age)
+        surplus = len(self._entries) - count
+        gone: list[str] = []
+        for experience_id, entry in self._entries.items():
+            if surplus <= len(gone) and entry.touched_ms >= horizon:
+                break
+            if not needed(experience_id, entry):
+                gone.append(experience_id)
+        for experience_id in gone:
+            del self._entries[experience_id]
+        return len(gone)
+
+    def copy(self) -> dict[str, Entry]:
+        """Entries are immutable, so this is a consistent picture."""
+        return dict(self._entries)
