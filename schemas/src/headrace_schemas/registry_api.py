@@ -1,0 +1,70 @@
+"""The registry's REST interface: what it answers and what it takes. The service and the SDK share these models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from headrace_schemas.base import Model, ModelName, Text, Timestamp, Version
+from headrace_schemas.events.model_event import ModelEvent
+
+
+class ModelState(Model):
+    """A model and who has which role. `revision` is that of its routing, -1 before the first one."""
+
+    id: ModelName
+    object: Literal["model"] = "model"
+    champion: Version | None = None
+    previous: Version | None = None
+    candidate: Version | None = None
+    revision: int
+
+
+class ModelList(Model):
+    """`GET /v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: tuple[ModelState, ...]
+
+
+class VersionState(Model):
+    """A version and everything that was decided about it, the oldest decision first."""
+
+    id: Version
+    object: Literal["model.version"] = "model.version"
+    model: ModelName
+    lineage: Text
+    step: Annotated[int, Field(ge=0)]
+    parent: Version | None = None
+    base: Version | None = None
+    state: Literal["registered", "probing", "evaluating", "promoted", "rejected", "skipped", "withdrawn"]
+    registered_at: Timestamp
+    decisions: tuple[ModelEvent, ...] = ()
+
+
+class VersionList(Model):
+    """`GET /v1/models/{name}/versions`, the newest first."""
+
+    object: Literal["list"] = "list"
+    data: tuple[VersionState, ...]
+
+
+class PromoteRequest(Model):
+    """`POST /v1/models/{name}/promote`. `force` skips the gate, never the probe, and takes a withdrawal back."""
+
+    version: Version
+    force: bool = False
+
+
+class WithdrawRequest(Model):
+    """`POST /v1/models/{name}/withdraw`."""
+
+    version: Version
+    reason: Annotated[str, Field(max_length=4096)] = ""
+
+
+class RollbackRequest(Model):
+    """`POST /v1/models/{name}/rollback`; an empty body does."""
+
+    reason: Annotated[str, Field(max_length=4096)] = ""

@@ -1,0 +1,9 @@
+"""`python -m headrace_registry`."""
+
+from headrace_registry.settings import RegistrySettings
+from headrace_runtime.main import Service
+
+SERVICE = Service("registry", "Versions, aliases, gates and routing.", RegistrySettings, "headrace_registry.app:run")
+
+if __name__ == "__main__":
+    SERVICE.main()

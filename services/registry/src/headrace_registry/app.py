@@ -1,0 +1,119 @@
+"""The registry's composition root: database, lease, bus, director, REST."""
+
+from __future__ import annotations
+
+import asyncio
+
+from headrace_registry.api import Api
+from headrace_registry.director import Director
+from headrace_registry.gate import Gate
+from headrace_registry.handlers import CheckpointHandler
+from headrace_registry.leader import Lease
+from headrace_registry.reader import CheckpointReader
+from headrace_registry.reconcile import Reconciler
+from headrace_registry.settings import RegistrySettings
+from headrace_registry.tables import STREAM
+from headrace_runtime import migrations, topics, web
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import SystemClock
+from headrace_runtime.consumer import Table
+from headrace_runtime.database import Database
+from headrace_runtime.dead_letters import Refusals
+from headrace_runtime.logs import get_logger
+from headrace_runtime.outbox import Outbox
+from headrace_runtime.processor import Limits, Processor
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import Common
+from headrace_schemas import Checkpoint, Replica, Routing
+
+log = get_logger(__name__)
+_PRUNE_INTERVAL_S = 60.0
+
+
+async def run(common: Common, settings: RegistrySettings) -> None:
+    """Run until cancelled. Answers reads from the start, decides once it leads."""
+    blobs = BlobStore.open(common)
+    database = Database.open("registry", common)
+    producer = EventProducer(common.bus, "headrace/registry", blobs)
+    try:
+        await topics.ensure(common.bus)
+        await migrations.upgrade(database, "headrace_registry")
+        await producer.start()
+        await _Registry(common, settings, blobs, database, producer).run()
+    finally:
+        await producer.stop()
+        await database.close()
+
+
+class _Registry:
+    def __init__(
+        self, common: Common, settings: RegistrySettings, blobs: BlobStore, database: Database, producer: EventProducer
+    ) -> None:
+        clock = SystemClock()
+        refuse = Refusals("registry", producer)
+        self._settings = settings
+        self._database = database
+        self._lease = Lease(database, clock, settings.lease_s)
+        self._replicas = Table(Replica, common.bus, "headrace-registry-replicas", blobs, refuse, self._replica_changed)
+        self._routings = Table(Routing, common.bus, "headrace-registry-routing", blobs, refuse)
+        self._versions_seen: dict[str, object] = {}
+        self._processor = Processor(
+            service="registry",
+            handlers={Checkpoint.topic: CheckpointHandler(blobs, self._lease)},
+            database=database,
+            tables=STREAM,
+            outbox=Outbox(database, STREAM, producer, clock),
+            blobs=blobs,
+            clock=clock,
+            limits=Limits(retry_s=settings.retry_s),
+        )
+        self._reader = CheckpointReader(self._processor, database, common.bus)
+        self._director = Director(
+            self._processor, self._lease, Gate(settings.gate), settings, self._replicas.rows.values
+        )
+        self._reconciler = Reconciler(self._processor, self._lease, self._routings.rows, clock, settings.reconcile_s)
+        self._api = Api(
+            common, database, self._processor, self._lease, self._replicas.rows.values, self._director.wake.set
+        )
+
+    async def run(self) -> None:
+        checks: dict[str, web.Check] = {"database": self._database.ready, "bus": self._connected}
+        async with web.serve(web.app(checks, self._api.routes()), self._settings) as port:
+            log.info("listening", port=port)
+            try:
+                await self._lease.acquire()
+                await self._lead()
+            finally:
+                await self._lease.release()
+
+    async def _lead(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._lease.keep())
+            group.create_task(self._replicas.run())
+            group.create_task(self._routings.run())
+            await asyncio.gather(self._replicas.loaded.wait(), self._routings.loaded.wait())
+            await self._processor.recover()
+            group.create_task(self._reader.run())
+            group.create_task(self._director.run())
+            group.create_task(self._reconcile())
+            group.create_task(self._prune())
+
+    def _connected(self) -> bool:
+        """A standby has nothing to read."""
+        return self._reader.following.is_set() or not self._lease.held.is_set()
+
+    def _replica_changed(self, key: str, replica: Replica | None) -> None:
+        seen = replica and (replica.versions, replica.stopping)
+        if self._versions_seen.get(key) != seen:
+            self._versions_seen[key] = seen
+            self._director.wake.set()
+
+    async def _reconcile(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.poll_s)
+            await self._reconciler.tick()
+
+    async def _prune(self) -> None:
+        while True:
+            await asyncio.sleep(_PRUNE_INTERVAL_S)
+            await self._processor.prune()

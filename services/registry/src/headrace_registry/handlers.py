@@ -1,0 +1,52 @@
+"""`checkpoints`: a new version is checked and registered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from headrace_registry.leader import Lease
+from headrace_registry.ledger import Ledger
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.errors import CorruptBlob, Unavailable
+from headrace_runtime.processor import Handling
+from headrace_runtime.versions import read_manifest
+from headrace_schemas import Checkpoint, Event
+from headrace_schemas.manifest import Manifest
+
+
+class CheckpointHandler:
+    """Registers what the trainer published; a version whose manifest is not what its name says is rejected."""
+
+    def __init__(self, blobs: BlobStore, lease: Lease) -> None:
+        self._blobs = blobs
+        self._lease = lease
+
+    async def __call__(self, event: Checkpoint, handling: Handling) -> Sequence[Event]:
+        """Raises `Unavailable` while the blob store is away, `LostLeadership`."""
+        await self._lease.check(handling.tx)
+        manifest, problem = await self._manifest(event)
+        ledger = Ledger(handling.tx, handling.now)
+        await ledger.register(event, manifest, problem)
+        return await ledger.finish()
+
+    async def _manifest(self, event: Checkpoint) -> tuple[Manifest | None, str | None]:
+        try:
+            manifest = await asyncio.to_thread(read_manifest, self._blobs, event.manifest)
+        except CorruptBlob as error:
+            return None, str(error)
+        except Unavailable as error:
+            if isinstance(error.__cause__, FileNotFoundError):  # the store answers, and has no such blob
+                return None, f"its manifest does not exist: {error}"
+            raise
+        return manifest, _mismatch(event, manifest)
+
+
+def _mismatch(event: Checkpoint, manifest: Manifest) -> str | None:
+    if manifest.version != event.version:
+        return f"its manifest is that of {manifest.version}"
+    if manifest.name != event.model:
+        return f"its manifest names the model {manifest.name}, the checkpoint {event.model}"
+    if (manifest.lineage, manifest.step, manifest.parent) != (event.lineage, event.step, event.parent):
+        return "its manifest has another lineage, step or parent than the checkpoint"
+    return None

@@ -1,0 +1,15 @@
+"""What the registry counts beside the shared metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+DECISIONS = Counter("headrace_registry_decisions_total", "Decisions about versions", ["decision"])
+LEADER = Gauge("headrace_registry_leader", "1 while this process decides, 0 while it stands by")
+WAITING = Gauge("headrace_registry_waiting_versions", "Registered versions that wait for their turn", ["model"])
+GATE_SECONDS = Histogram(
+    "headrace_registry_gate_seconds",
+    "How long a gate run took, by how it ended",
+    ["outcome"],
+    buckets=(1, 2, 5, 10, 20, 60, 120, 300, 600, 1800),
+)

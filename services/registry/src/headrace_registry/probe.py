@@ -1,0 +1,90 @@
+"""What the live replicas say about a version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Literal
+
+from headrace_schemas import LoadedVersion, Replica
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeVerdict:
+    """`passed`: every live replica holds the version ready with a passed probe. `failed`: one of them refuses it."""
+
+    state: Literal["passed", "pending", "failed"]
+    reason: str = ""
+    statistics: dict[str, float] = field(default_factory=dict)
+
+
+def live(replicas: Iterable[Replica], now: datetime) -> list[Replica]:
+    """Those whose last heartbeat is not older than its `ttl_s` and who are not going away."""
+    return [
+        replica
+        for replica in replicas
+        if not replica.stopping and replica.time + timedelta(seconds=replica.ttl_s) >= now
+    ]
+
+
+def verdict(version: str, replicas: Sequence[Replica], since: datetime | None = None) -> ProbeVerdict:
+    """Judge `version` by the heartbeats of live replicas; those sent before `since` say nothing about it."""
+    if not replicas:
+        return ProbeVerdict("pending", "no replica is alive")
+    pending: list[str] = []
+    deltas: list[float] = []
+    parents: list[float] = []
+    for replica in replicas:
+        loaded = _loaded(replica, version) if since is None or replica.time >= since else None
+        objection = _objection(loaded) if loaded else None
+        if objection:
+            return ProbeVerdict("failed", f"replica {replica.replica_id}: {objection}")
+        if loaded is None or loaded.state != "ready" or loaded.probe is None:
+            pending.append(f"replica {replica.replica_id}: {_progress(loaded)}")
+            continue
+        deltas.append(loaded.probe.max_abs_delta)
+        if loaded.probe.parent_max_abs_delta is not None:
+            parents.append(loaded.probe.parent_max_abs_delta)
+    if pending:
+        return ProbeVerdict("pending", "; ".join(pending[:5]))
+    numbers = {"replicas": float(len(replicas)), "max_abs_delta": max(deltas)}
+    if parents:
+        numbers["parent_max_abs_delta"] = min(parents)
+    return ProbeVerdict("passed", statistics=numbers)
+
+
+def served_by_any(version: str, replicas: Iterable[Replica]) -> bool:
+    """Whether some replica could answer with `version` now."""
+    loaded = (_loaded(replica, version) for replica in replicas)
+    return any(
+        one is not None and one.state == "ready" and one.probe is not None and one.probe.passed for one in loaded
+    )
+
+
+def refused_by_all(version: str, replicas: Sequence[Replica]) -> str | None:
+    """The first replica's error when every one of them failed to serve `version`, else None."""
+    found = [_loaded(replica, version) for replica in replicas]
+    errors = [_objection(loaded) if loaded else None for loaded in found]
+    return errors[0] if errors and all(errors) else None
+
+
+def _loaded(replica: Replica, version: str) -> LoadedVersion | None:
+    return next((loaded for loaded in replica.versions if loaded.version == version), None)
+
+
+def _objection(loaded: LoadedVersion) -> str | None:
+    if loaded.state == "failed":
+        return loaded.error or "failed to load"
+    if loaded.probe is not None and not loaded.probe.passed:
+        probe = loaded.probe
+        return (
+            loaded.error or f"probe failed: max |Δlogprob| {probe.max_abs_delta:g}, parent {probe.parent_max_abs_delta}"
+        )
+    return None
+
+
+def _progress(loaded: LoadedVersion | None) -> str:
+    if loaded is None:
+        return "not loaded yet"
+    return "ready but not probed" if loaded.state == "ready" else loaded.state

@@ -1,0 +1,58 @@
+"""Holds the bus to the database: a routing that the bus lost, or that a former leader overwrote, is sent again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_registry import routing, store
+from headrace_registry.leader import Lease
+from headrace_runtime.clock import Clock
+from headrace_runtime.logs import get_logger
+from headrace_runtime.processor import Processor
+from headrace_schemas import Event, Routing
+
+log = get_logger(__name__)
+
+
+class Reconciler:
+    """`tick` once in a while. What differs for longer than `patience_s` is not just on its way."""
+
+    def __init__(
+        self, processor: Processor, lease: Lease, on_bus: Mapping[str, Routing], clock: Clock, patience_s: float
+    ) -> None:
+        self._processor = processor
+        self._lease = lease
+        self._on_bus = on_bus
+        self._clock = clock
+        self._patience_s = patience_s
+        self._differs_since: dict[str, float] = {}
+
+    async def tick(self) -> None:
+        """Publish again what is overdue, with a revision above the one that the bus shows."""
+        await self._processor.step(self._work)
+
+    async def _work(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+        await self._lease.check(tx)
+        events: list[Event] = []
+        for model in await store.model_names(tx):
+            record = await store.model(tx, model)
+            wanted = routing.stored(record) if record else None
+            shown = self._on_bus.get(model)
+            if wanted is None or shown == wanted:
+                self._differs_since.pop(model, None)
+            elif self._overdue(model):
+                seen = shown.revision if shown else -1
+                log.warning("routing_published_again", model=model, revision=wanted.revision, on_bus=seen)
+                events += await routing.publish_again(tx, now, model, seen)
+        return events
+
+    def _overdue(self, model: str) -> bool:
+        now_s = self._clock.monotonic_s()
+        since = self._differs_since.setdefault(model, now_s)
+        if now_s - since < self._patience_s:
+            return False
+        del self._differs_since[model]
+        return True

@@ -1,0 +1,82 @@
+"""The routing table of a model, published whole whenever it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from sqlalchemy import update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_registry import store
+from headrace_registry.records import ModelRecord
+from headrace_registry.tables import MODELS
+from headrace_schemas import Routing, ServedVersion
+from headrace_schemas.events.routing import Alias
+
+WITHDRAWN_MAX = 1024
+"""How many withdrawn versions a routing names, the last ones; what the event's schema takes."""
+
+
+async def publish(tx: AsyncConnection, now: datetime, name: str) -> Sequence[Routing]:
+    """The model's routing when it differs from the last published one, with the next revision; else nothing."""
+    record = await store.model(tx, name)
+    assert record is not None
+    wanted = await _wanted(tx, now, record)
+    last = stored(record)
+    if last is not None and _content(last) == _content(wanted):
+        return ()
+    return await _save(tx, wanted)
+
+
+async def publish_again(tx: AsyncConnection, now: datetime, name: str, revision_seen: int) -> Sequence[Routing]:
+    """The routing once more, above whatever revision the bus has."""
+    record = await store.model(tx, name)
+    if record is None or record.routing is None:
+        return ()
+    last = Routing.from_json(record.routing.encode())
+    revision = max(last.revision, revision_seen) + 1
+    return await _save(tx, last.model_copy(update={"time": now, "revision": revision}))
+
+
+def stored(record: ModelRecord) -> Routing | None:
+    """What was last published."""
+    return Routing.from_json(record.routing.encode()) if record.routing else None
+
+
+async def _wanted(tx: AsyncConnection, now: datetime, record: ModelRecord) -> Routing:
+    aliases: dict[Alias, str] = {}
+    if record.champion:
+        aliases["champion"] = record.champion
+    if record.previous:
+        aliases["previous"] = record.previous
+    return Routing(
+        time=now,
+        model=record.model,
+        revision=record.revision + 1,
+        aliases=aliases,
+        serve=await _serve(tx, record),
+        withdrawn=tuple(await store.withdrawn(tx, record.model, WITHDRAWN_MAX)),
+    )
+
+
+async def _serve(tx: AsyncConnection, record: ModelRecord) -> tuple[ServedVersion, ...]:
+    """Champion, previous, candidate, and before each adapter the base that it applies to."""
+    found: dict[str, ServedVersion] = {}
+    for name in (record.champion, record.previous, record.candidate):
+        version = await store.version(tx, name) if name else None
+        base = await store.version(tx, version.base) if version and version.base else None
+        for one in (base, version):
+            if one is not None:
+                found[one.version] = ServedVersion(version=one.version, manifest=one.manifest)
+    return tuple(found.values())
+
+
+async def _save(tx: AsyncConnection, routing: Routing) -> Sequence[Routing]:
+    values = {"revision": routing.revision, "routing": routing.to_json().decode()}
+    await tx.execute(update(MODELS).where(MODELS.c.model == routing.model).values(values))
+    return (routing,)
+
+
+def _content(routing: Routing) -> object:
+    return routing.aliases, routing.serve, routing.withdrawn

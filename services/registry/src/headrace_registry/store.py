@@ -1,0 +1,109 @@
+"""Reads the tables into records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from sqlalchemy import RowMapping, Select, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_registry.records import Evaluation, ModelRecord, VersionRecord, View
+from headrace_registry.tables import DECISIONS, EVALUATIONS, MODELS, VERSIONS
+from headrace_runtime.clock import from_epoch_ms
+from headrace_schemas import ModelEvent
+from headrace_schemas.blobs import BlobRef
+
+
+async def model_names(tx: AsyncConnection) -> list[str]:
+    return list((await tx.execute(select(MODELS.c.model).order_by(MODELS.c.model))).scalars())
+
+
+async def model(tx: AsyncConnection, name: str) -> ModelRecord | None:
+    row = (await tx.execute(select(MODELS).where(MODELS.c.model == name))).mappings().one_or_none()
+    return ModelRecord(**row) if row else None
+
+
+async def version(tx: AsyncConnection, name: str) -> VersionRecord | None:
+    return (await _versions(tx, select(VERSIONS).where(VERSIONS.c.version == name))).get(name)
+
+
+async def newest(tx: AsyncConnection, name: str, limit: int) -> list[VersionRecord]:
+    """A model's versions, the newest first."""
+    query = select(VERSIONS).where(VERSIONS.c.model == name).order_by(VERSIONS.c.number.desc()).limit(limit)
+    return list((await _versions(tx, query)).values())
+
+
+async def withdrawn(tx: AsyncConnection, name: str, limit: int) -> list[str]:
+    """A model's withdrawn versions, the last one first."""
+    query = (
+        select(VERSIONS.c.version)
+        .where(VERSIONS.c.model == name, VERSIONS.c.state == "withdrawn")
+        .order_by(VERSIONS.c.changed_ms.desc(), VERSIONS.c.number.desc())
+        .limit(limit)
+    )
+    return list((await tx.execute(query)).scalars())
+
+
+async def view(tx: AsyncConnection, record: ModelRecord, gate_sha256: str) -> View:
+    """What the next decision about one model depends on."""
+    query = select(VERSIONS).where(VERSIONS.c.model == record.model, VERSIONS.c.state == "registered")
+    waiting = await _versions(tx, query.order_by(VERSIONS.c.number))
+    roles = [name for name in (record.champion, record.previous, record.candidate) if name]
+    found = {**waiting, **await _named(tx, roles)}
+    found |= await _named(tx, [one.base for one in found.values() if one.base])
+    return View(record, found, tuple(waiting.values()), await evaluations(tx, roles, gate_sha256))
+
+
+async def evaluations(tx: AsyncConnection, names: Iterable[str], gate_sha256: str) -> dict[str, Evaluation]:
+    table = EVALUATIONS
+    query = select(table).where(table.c.version.in_(list(names)), table.c.gate_sha256 == gate_sha256)
+    rows = (await tx.execute(query)).mappings().all()
+    return {row["version"]: Evaluation(json.loads(row["scores"]), from_epoch_ms(row["at_ms"])) for row in rows}
+
+
+async def decisions(tx: AsyncConnection, names: Iterable[str]) -> list[ModelEvent]:
+    """Everything that was ever decided about some versions, the oldest first."""
+    query = select(DECISIONS).where(DECISIONS.c.version.in_(list(names))).order_by(DECISIONS.c.id)
+    return [_decision(row) for row in (await tx.execute(query)).mappings()]
+
+
+async def _named(tx: AsyncConnection, names: Iterable[str]) -> dict[str, VersionRecord]:
+    return await _versions(tx, select(VERSIONS).where(VERSIONS.c.version.in_(list(names))))
+
+
+async def _versions(tx: AsyncConnection, query: Select[tuple[object, ...]]) -> dict[str, VersionRecord]:
+    return {row["version"]: _version(row) for row in (await tx.execute(query)).mappings()}
+
+
+def _version(row: RowMapping) -> VersionRecord:
+    return VersionRecord(
+        number=row["number"],
+        version=row["version"],
+        model=row["model"],
+        lineage=row["lineage"],
+        step=row["step"],
+        parent=row["parent"],
+        base=row["base"],
+        manifest=BlobRef.model_validate_json(row["manifest"]),
+        tokenizer_sha256=row["tokenizer_sha256"],
+        template_sha256=row["template_sha256"],
+        state=row["state"],
+        request=row["request"],
+        replaced=row["replaced"],
+        registered=from_epoch_ms(row["registered_ms"]),
+        changed=from_epoch_ms(row["changed_ms"]),
+    )
+
+
+def _decision(row: RowMapping) -> ModelEvent:
+    return ModelEvent(
+        time=from_epoch_ms(row["at_ms"]),
+        decision_id=row["decision_id"],
+        model=row["model"],
+        version=row["version"],
+        decision=row["decision"],
+        previous=row["previous"],
+        reason=row["reason"],
+        statistics=json.loads(row["statistics"]),
+    )

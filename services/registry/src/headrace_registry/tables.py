@@ -1,0 +1,73 @@
+"""The registry's state: versions, what the gate said of them, decisions, one routing per model, the leader's lease."""
+
+from __future__ import annotations
+
+from sqlalchemy import BigInteger, Column, Index, MetaData, Table, Text
+
+from headrace_runtime.stream_tables import Id, StreamTables
+
+METADATA = MetaData()
+STREAM = StreamTables(METADATA)
+
+MODELS = Table(
+    "models",
+    METADATA,
+    Column("model", Text, primary_key=True),
+    Column("champion", Text),
+    Column("previous", Text),
+    Column("candidate", Text),
+    Column("revision", BigInteger, nullable=False),
+    Column("routing", Text),  # the last published Routing as JSON
+)
+
+VERSIONS = Table(
+    "versions",
+    METADATA,
+    Column("number", Id, primary_key=True, autoincrement=True),  # the order of arrival
+    Column("version", Text, nullable=False, unique=True),
+    Column("model", Text, nullable=False),
+    Column("lineage", Text, nullable=False),
+    Column("step", BigInteger, nullable=False),
+    Column("parent", Text),
+    Column("base", Text),
+    Column("manifest", Text, nullable=False),  # BlobRef as JSON
+    Column("tokenizer_sha256", Text, nullable=False),
+    Column("template_sha256", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("request", Text, nullable=False),  # what an operator asked for: "", "gate" or "force"
+    Column("replaced", Text),  # the champion that it took over from
+    Column("registered_ms", BigInteger, nullable=False),
+    Column("changed_ms", BigInteger, nullable=False),  # when it came into its state
+    Index("ix_versions_model_state", "model", "state"),
+)
+
+EVALUATIONS = Table(
+    "evaluations",
+    METADATA,
+    Column("version", Text, primary_key=True),
+    Column("gate_sha256", Text, nullable=False),  # which gate said so; another gate's scores are not comparable
+    Column("scores", Text, nullable=False),  # task to mean score, as JSON
+    Column("at_ms", BigInteger, nullable=False),
+)
+
+DECISIONS = Table(
+    "decisions",
+    METADATA,
+    Column("id", Id, primary_key=True, autoincrement=True),
+    Column("decision_id", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("version", Text, nullable=False, index=True),
+    Column("decision", Text, nullable=False),
+    Column("previous", Text),
+    Column("reason", Text),
+    Column("statistics", Text, nullable=False),  # name to number, as JSON
+    Column("at_ms", BigInteger, nullable=False),
+)
+
+LEASE = Table(
+    "lease",
+    METADATA,
+    Column("name", Text, primary_key=True),
+    Column("holder", Text, nullable=False),
+    Column("expires_ms", BigInteger, nullable=False),
+)

@@ -1,0 +1,276 @@
+"""A registry without a bus: real database, real blobs, a clock that stands still, replicas and a gate that we play."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TypeVar
+
+from headrace_registry import store
+from headrace_registry.director import Director
+from headrace_registry.gate import GateFailed
+from headrace_registry.handlers import CheckpointHandler
+from headrace_registry.leader import Lease
+from headrace_registry.records import VersionRecord
+from headrace_registry.settings import GateSettings, RegistrySettings
+from headrace_registry.tables import STREAM
+from headrace_runtime import migrations
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.database import Database
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.outbox import Outbox
+from headrace_runtime.processor import Limits, Processor
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import BusSettings, Common, DatabaseSettings
+from headrace_runtime.wire import Outgoing, Record
+from headrace_schemas import EVENTS, Checkpoint, DeadLetter, Event, LoadedVersion, ModelEvent, Probe, Replica, Routing
+from headrace_schemas.blobs import BlobRef
+from headrace_schemas.manifest import File, Fingerprint, Manifest
+
+E = TypeVar("E", bound=Event)
+START = datetime(2026, 1, 1, tzinfo=UTC)
+MODEL = "m"
+EQUAL = {"t1": 0.5, "t2": 0.5}
+
+
+class FakeClock:
+    """Stands still until it is moved; `sleep` yields and does not wait."""
+
+    def __init__(self) -> None:
+        self.elapsed_s = 0.0
+
+    def now(self) -> datetime:
+        return START + timedelta(seconds=self.elapsed_s)
+
+    def monotonic_s(self) -> float:
+        return self.elapsed_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.elapsed_s += seconds
+        await asyncio.sleep(0)
+
+
+class FakeBus(EventProducer):
+    """Keeps what it is sent; `away` makes it refuse."""
+
+    def __init__(self, blobs: BlobStore) -> None:
+        super().__init__(BusSettings(), "headrace/registry", blobs)
+        self.events: list[Event] = []
+        self.away = False
+
+    async def send_raw(self, records: Iterable[Outgoing]) -> None:
+        if self.away:
+            raise Unavailable("the bus is away")
+        for record in records:
+            assert record.value is not None
+            self.events.append(EVENTS[record.topic].from_json(record.value))
+
+
+class FakeGate:
+    """Scores by version, `EQUAL` unless set; an exception is raised instead. Runs wait while `open` is not set."""
+
+    def __init__(self) -> None:
+        self.configured = True
+        self.sha256 = "gate"
+        self.scores: dict[str, dict[str, float] | GateFailed] = {}
+        self.played: list[str] = []
+        self.cancelled: list[str] = []
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def play(self, version: str) -> dict[str, float]:
+        self.played.append(version)
+        try:
+            await self.open.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(version)
+            raise
+        found = self.scores.get(version, EQUAL)
+        if isinstance(found, GateFailed):
+            raise found
+        return found
+
+
+class Rig:
+    """`start`, then publish checkpoints, move replicas, tick; look at `events`."""
+
+    def __init__(self, folder: Path, database_url: str = "sqlite", settings: RegistrySettings | None = None) -> None:
+        common = Common(data_dir=folder, database=DatabaseSettings(url=database_url))
+        self.clock = FakeClock()
+        self.blobs = BlobStore.open(common)
+        self.database = Database.open("registry", common)
+        self.bus = FakeBus(self.blobs)
+        self.gate = FakeGate()
+        self.settings = settings or RegistrySettings(gate=GateSettings(margin=0.05, attempts=2), poll_s=0.01)
+        self.replicas: dict[str, Replica] = {}
+        self._offset = 0
+        self._director: Director | None = None
+        self.boot()
+
+    def boot(self) -> None:
+        """A new process on the same database: everything in memory is gone, and gate runs die with their process."""
+        for _, run in self._director._runs.values() if self._director else ():
+            run.cancel()
+        self.lease = Lease(self.database, self.clock, self.settings.lease_s)
+        self.processor = Processor(
+            service="registry",
+            handlers={Checkpoint.topic: CheckpointHandler(self.blobs, self.lease)},
+            database=self.database,
+            tables=STREAM,
+            outbox=Outbox(self.database, STREAM, self.bus, self.clock),
+            blobs=self.blobs,
+            clock=self.clock,
+            limits=Limits(retry_s=1.0),
+        )
+        self._director = Director(self.processor, self.lease, self.gate, self.settings, self.replicas.values)
+
+    @property
+    def director(self) -> Director:
+        assert self._director is not None
+        return self._director
+
+    async def start(self) -> None:
+        await migrations.upgrade(self.database, "headrace_registry")
+        await self.lease.acquire()
+        await self.processor.recover()
+
+    # checkpoints
+
+    def manifest(
+        self, step: int, *, tokenizer: str = "a", base: str | None = None, parent: str | None = None
+    ) -> tuple[Manifest, BlobRef]:
+        manifest = Manifest(
+            name=MODEL,
+            lineage="main",
+            step=step,
+            parent=parent,
+            kind="lora" if base else "full",
+            base=base,
+            files=(File(path="model.safetensors", blob=self.blobs.put(f"weights {step}".encode())),),
+            fingerprint=Fingerprint(token_ids=(1, 2), logprobs=(-1.0,)),
+            tokenizer_sha256=tokenizer * 64,
+            template_sha256="b" * 64,
+        )
+        return manifest, self.blobs.put(manifest.canonical_json())
+
+    async def checkpoint(
+        self, step: int, *, tokenizer: str = "a", base: str | None = None, parent: str | None = None
+    ) -> str:
+        """Publish one and return its version."""
+        manifest, ref = self.manifest(step, tokenizer=tokenizer, base=base, parent=parent)
+        event = Checkpoint(
+            time=self.clock.now(),
+            model=MODEL,
+            version=manifest.version,
+            lineage="main",
+            step=step,
+            parent=parent,
+            manifest=ref,
+        )
+        await self.receive(event.to_json())
+        return manifest.version
+
+    async def receive(self, value: bytes) -> None:
+        record = Record(Checkpoint.topic, 0, self._offset, MODEL.encode(), value)
+        self._offset += 1
+        await self.processor.process([record])
+
+    # replicas
+
+    def heartbeat(self, replica_id: str = "r1", **versions: str) -> None:
+        """A replica that holds `versions` in the given states, `ready` ones with a passed probe."""
+        self.say(replica_id, *(loaded(name, state) for name, state in versions.items()))
+
+    def say(self, replica_id: str, *versions: LoadedVersion, stopping: bool = False) -> None:
+        self.replicas[replica_id] = Replica(
+            time=self.clock.now(),
+            replica_id=replica_id,
+            url="http://x",
+            engine="fake",
+            versions=versions,
+            capacity=1,
+            ttl_s=10,
+            started_at=START,
+            stopping=stopping,
+        )
+
+    def follow(self, *replica_ids: str) -> None:
+        """The replicas hold what the last routing asks for."""
+        routings = self.sent(Routing)
+        serve = routings[-1].serve if routings else ()
+        for replica_id in replica_ids or ("r1",):
+            self.say(replica_id, *(loaded(served.version) for served in serve))
+
+    # running
+
+    async def ticks(self, count: int = 3) -> None:
+        for _ in range(count):
+            await self.director.tick()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """The director at work, replicas that do as they are told."""
+        task = asyncio.create_task(self.director.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def until(self, condition: Callable[[], bool], *, follow: bool = True) -> None:
+        """Wait for `condition`; meanwhile the replicas follow the routing."""
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, self.decided()
+            if follow:
+                self.follow()
+            await asyncio.sleep(0.005)
+
+    async def crowned(self, *steps: int) -> list[str]:
+        """A model whose champion is the last of `steps`, each promoted in turn, all with equal scores."""
+        versions = []
+        async with self.running():
+            for step in steps:
+                version = await self.checkpoint(step)
+                await self.until(lambda version=version: ("evaluated", version) in self.decided())  # type: ignore[misc]
+                await self.until(lambda version=version: ("promoted", version) in self.decided())  # type: ignore[misc]
+                versions.append(version)
+        return versions
+
+    # looking
+
+    def sent(self, kind: type[E]) -> list[E]:
+        """What a consumer sees, who drops what was sent twice."""
+        return list({event.event_id: event for event in self.bus.events if isinstance(event, kind)}.values())
+
+    def decided(self) -> list[tuple[str, str]]:
+        return [(event.decision, event.version) for event in self.sent(ModelEvent)]
+
+    def last(self, decision: str) -> ModelEvent:
+        return [event for event in self.sent(ModelEvent) if event.decision == decision][-1]
+
+    @property
+    def routing(self) -> Routing:
+        return self.sent(Routing)[-1]
+
+    @property
+    def dead_letters(self) -> list[DeadLetter]:
+        return self.sent(DeadLetter)
+
+    async def state(self, version: str) -> str:
+        return (await self.record(version)).state
+
+    async def record(self, version: str) -> VersionRecord:
+        async with self.database.transaction() as tx:
+            found = await store.version(tx, version)
+        assert found is not None
+        return found
+
+
+def loaded(version: str, state: str = "ready", *, passed: bool = True, error: str | None = None) -> LoadedVersion:
+    probe = Probe(max_abs_delta=0.001, parent_max_abs_delta=0.5, passed=passed) if state == "ready" else None
+    return LoadedVersion.model_validate({"version": version, "state": state, "error": error, "probe": probe})

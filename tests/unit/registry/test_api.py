@@ -1,0 +1,193 @@
+"""The REST interface: who may do what, and what it does."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx2
+import pytest
+import pytest_asyncio
+
+from headrace_registry.api import Api
+from headrace_runtime import web
+from headrace_runtime.settings import Common, SecuritySettings
+from headrace_schemas.registry_api import ModelList, ModelState, VersionList
+from tests.unit.registry.rig import MODEL, Rig, loaded
+
+
+def client(rig: Rig, key: str = "") -> httpx2.AsyncClient:
+    common = Common(data_dir=Path("unused"), security=SecuritySettings(internal_key=key))
+    api = Api(common, rig.database, rig.processor, rig.lease, rig.replicas.values, rig.director.wake.set)
+    transport = httpx2.ASGITransport(web.app({}, api.routes()))
+    return httpx2.AsyncClient(transport=transport, base_url="http://registry")
+
+
+@pytest_asyncio.fixture
+async def http(rig: Rig) -> AsyncIterator[httpx2.AsyncClient]:
+    async with client(rig) as made:
+        yield made
+
+
+def error(answer: httpx2.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+async def test_models_and_versions_with_their_decisions(rig: Rig, http: httpx2.AsyncClient) -> None:
+    old, new = await rig.crowned(0, 1)
+    listed = ModelList.model_validate_json((await http.get("/v1/models")).content)
+    assert [model.id for model in listed.data] == [MODEL]
+    model = ModelState.model_validate_json((await http.get(f"/v1/models/{MODEL}")).content)
+    assert (model.champion, model.previous, model.candidate) == (new, old, None)
+    assert model.revision == rig.routing.revision
+    found = VersionList.model_validate_json((await http.get(f"/v1/models/{MODEL}/versions")).content)
+    assert [version.id for version in found.data] == [new, old]
+    assert [event.decision for event in found.data[0].decisions] == ["registered", "probed", "evaluated", "promoted"]
+    assert found.data[0].decisions[-1].statistics["champion_score"] == 0.5
+    limited = await http.get(f"/v1/models/{MODEL}/versions", params={"limit": "1"})
+    assert len(VersionList.model_validate_json(limited.content).data) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "code"),
+    [
+        ("GET", "/v1/models/nobody", None, 404, "model_not_found"),
+        ("GET", "/v1/models/nobody/versions", None, 404, "model_not_found"),
+        ("GET", "/v1/models/m/versions?limit=0", None, 400, "invalid_request"),
+        ("GET", "/v1/models/m/versions?limit=x", None, 400, "invalid_request"),
+        ("POST", "/v1/models/nobody/rollback", {}, 404, "model_not_found"),
+        ("POST", "/v1/models/m/rollback", {}, 409, "no_previous"),
+        ("POST", "/v1/models/m/promote", {}, 400, "invalid_request"),
+        ("POST", "/v1/models/m/promote", {"version": "m@0123456789ab"}, 404, "version_not_found"),
+        ("POST", "/v1/models/m/promote", {"version": "m@0123456789ab", "farce": True}, 400, "invalid_request"),
+        ("POST", "/v1/models/m/withdraw", {"version": "nonsense"}, 400, "invalid_request"),
+        ("POST", "/v1/models/m/withdraw", {"reason": "x" * 70_000}, 413, "body_too_large"),
+    ],
+)
+async def test_refusals(
+    rig: Rig, http: httpx2.AsyncClient, method: str, path: str, body: object, status: int, code: str
+) -> None:
+    await rig.checkpoint(0)
+    assert error(await http.request(method, path, json=body)) == (status, code)
+    assert rig.decided() == [("registered", (await _only(http)))]
+
+
+async def _only(http: httpx2.AsyncClient) -> str:
+    found = VersionList.model_validate_json((await http.get(f"/v1/models/{MODEL}/versions")).content)
+    return found.data[0].id
+
+
+async def test_rolling_back_withdraws_the_bad_version(rig: Rig, http: httpx2.AsyncClient) -> None:
+    first, second, third = await rig.crowned(0, 1, 2)
+    answer = await http.post(f"/v1/models/{MODEL}/rollback", json={"reason": "users complain"})
+    assert answer.status_code == 200
+    assert answer.json()["champion"] == second
+    assert rig.routing.aliases == {"champion": second, "previous": first}
+    assert rig.routing.withdrawn == (third,)
+    assert third not in {served.version for served in rig.routing.serve}
+    event = rig.last("rolled_back")
+    assert (event.version, event.previous, event.reason) == (third, second, "users complain")
+    rig.follow()
+    assert (await http.post(f"/v1/models/{MODEL}/rollback")).json()["champion"] == first, "an empty body does"
+    assert rig.routing.aliases == {"champion": first}
+    assert error(await http.post(f"/v1/models/{MODEL}/rollback")) == (409, "no_previous")
+
+
+async def test_no_rollback_to_what_no_replica_holds(rig: Rig, http: httpx2.AsyncClient) -> None:
+    _, new = await rig.crowned(0, 1)
+    rig.say("r1", loaded(new))
+    assert error(await http.post(f"/v1/models/{MODEL}/rollback")) == (409, "previous_not_ready")
+    assert rig.routing.champion == new
+
+
+async def test_promoting_past_the_gate_but_never_past_the_probe(rig: Rig, http: httpx2.AsyncClient) -> None:
+    (old,) = await rig.crowned(0)
+    new = await rig.checkpoint(1)
+    rig.gate.scores[new] = {"t1": 0.0, "t2": 0.0}
+    async with rig.running():
+        await rig.until(lambda: ("rejected", new) in rig.decided())
+    rig.say("r1", loaded(old))
+    answer = await http.post(f"/v1/models/{MODEL}/promote", json={"version": new, "force": True})
+    assert answer.status_code == 202
+    await rig.ticks()
+    assert rig.routing.champion == old, "no replica has it yet"
+    rig.clock.elapsed_s += 1
+    rig.follow()
+    await rig.ticks()
+    assert rig.routing.champion == new
+    assert rig.last("promoted").reason == "an operator promoted it past the gate"
+
+
+async def test_promoting_through_the_gate_gives_a_second_chance(rig: Rig, http: httpx2.AsyncClient) -> None:
+    await rig.crowned(0)
+    skipped, newest = await rig.checkpoint(1), await rig.checkpoint(2)
+    async with rig.running():
+        await rig.until(lambda: ("promoted", newest) in rig.decided())
+        assert await rig.state(skipped) == "skipped"
+        assert (await http.post(f"/v1/models/{MODEL}/promote", json={"version": skipped})).status_code == 202
+        await rig.until(lambda: ("promoted", skipped) in rig.decided())
+    assert skipped in rig.gate.played
+    again = await http.post(f"/v1/models/{MODEL}/promote", json={"version": skipped})
+    assert error(again) == (409, "already_champion")
+
+
+async def test_forcing_a_candidate_at_the_gate_does_not_wait_for_the_gate(rig: Rig, http: httpx2.AsyncClient) -> None:
+    (old,) = await rig.crowned(0)
+    rig.gate.open.clear()
+    new = await rig.checkpoint(1)
+    async with rig.running():
+        await rig.until(lambda: rig.gate.played == [old, new])
+        await http.post(f"/v1/models/{MODEL}/promote", json={"version": new, "force": True})
+        await rig.until(lambda: ("promoted", new) in rig.decided())
+
+
+async def test_withdrawing_the_candidate_ends_its_gate_run(rig: Rig, http: httpx2.AsyncClient) -> None:
+    (old,) = await rig.crowned(0)
+    rig.gate.open.clear()
+    new = await rig.checkpoint(1)
+    async with rig.running():
+        await rig.until(lambda: rig.gate.played == [old, new])
+        answer = await http.post(f"/v1/models/{MODEL}/withdraw", json={"version": new, "reason": "leaks"})
+        assert answer.status_code == 200
+        await rig.until(lambda: rig.gate.cancelled == [new])
+    assert rig.routing.withdrawn == (new,)
+    assert [served.version for served in rig.routing.serve] == [old]
+    assert rig.last("withdrawn").reason == "leaks"
+    assert (await http.post(f"/v1/models/{MODEL}/withdraw", json={"version": new})).status_code == 200
+    assert len([d for d in rig.decided() if d[0] == "withdrawn"]) == 1, "once is enough"
+
+
+async def test_withdrawal_is_taken_back_by_force_only(rig: Rig, http: httpx2.AsyncClient) -> None:
+    old, new = await rig.crowned(0, 1)
+    assert error(await http.post(f"/v1/models/{MODEL}/withdraw", json={"version": new})) == (409, "is_champion")
+    await http.post(f"/v1/models/{MODEL}/withdraw", json={"version": old})
+    assert rig.routing.aliases == {"champion": new}
+    assert error(await http.post(f"/v1/models/{MODEL}/promote", json={"version": old})) == (409, "withdrawn")
+    async with rig.running():
+        await http.post(f"/v1/models/{MODEL}/promote", json={"version": old, "force": True})
+        await rig.until(lambda: rig.routing.champion == old)
+    assert rig.routing.withdrawn == ()
+
+
+async def test_promoting_another_tokenizer_is_refused_even_by_force(rig: Rig, http: httpx2.AsyncClient) -> None:
+    await rig.crowned(0)
+    other = await rig.checkpoint(1, tokenizer="c")
+    answer = await http.post(f"/v1/models/{MODEL}/promote", json={"version": other, "force": True})
+    assert error(answer) == (409, "incompatible_version")
+
+
+async def test_changes_need_the_internal_key_when_there_is_one(rig: Rig) -> None:
+    await rig.crowned(0, 1)
+    async with client(rig, "secret") as http:
+        path = f"/v1/models/{MODEL}/rollback"
+        assert error(await http.post(path)) == (401, "invalid_api_key")
+        assert error(await http.post(path, headers={"Authorization": "Bearer wrong"})) == (401, "invalid_api_key")
+        assert (await http.get("/v1/models")).status_code == 200
+        assert (await http.post(path, headers={"Authorization": "Bearer secret"})).status_code == 200
+
+
+async def test_a_standby_answers_reads_and_refuses_changes(rig: Rig, http: httpx2.AsyncClient) -> None:
+    await rig.crowned(0, 1)
+    await rig.lease.release()
+    assert (await http.get("/v1/models")).status_code == 200
+    assert error(await http.post(f"/v1/models/{MODEL}/rollback")) == (503, "not_leader")

@@ -1,0 +1,74 @@
+"""kill -9 at any point: a new process on the same database continues where the old one was."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace_runtime.errors import Unavailable
+from headrace_schemas import Event, ModelEvent, Routing
+from tests.unit.registry.rig import Rig
+
+
+async def reboot(rig: Rig) -> None:
+    rig.boot()
+    await rig.lease.acquire()
+    await rig.processor.recover()
+
+
+@pytest.mark.parametrize("ticks", range(4))
+async def test_a_crash_after_any_step_changes_no_outcome(rig: Rig, ticks: int) -> None:
+    (old,) = await rig.crowned(0)
+    new = await rig.checkpoint(1)
+    for _ in range(ticks):
+        await rig.director.tick()
+        rig.follow()
+    await reboot(rig)
+    async with rig.running():
+        await rig.until(lambda: ("promoted", new) in rig.decided())
+    decided = [d for d in rig.decided() if d[1] == new]
+    assert decided == [(d, new) for d in ("registered", "probed", "evaluated", "promoted")], "each once"
+    assert rig.routing.aliases == {"champion": new, "previous": old}
+
+
+async def test_a_gate_run_is_repeated(rig: Rig) -> None:
+    (old,) = await rig.crowned(0)
+    new = await rig.checkpoint(1)
+    rig.gate.open.clear()
+    async with rig.running():
+        await rig.until(lambda: rig.gate.played == [old, new])
+    await reboot(rig)
+    rig.gate.open.set()
+    async with rig.running():
+        await rig.until(lambda: ("promoted", new) in rig.decided())
+    assert rig.gate.played == [old, new, new]
+
+
+async def test_what_was_decided_while_the_bus_was_away_is_published_by_the_next_process(rig: Rig) -> None:
+    await rig.crowned(0)
+    new = await rig.checkpoint(1)
+    before = len(rig.bus.events)
+    rig.bus.away = True
+    with pytest.raises(Unavailable):
+        await rig.director.tick()
+    assert len(rig.bus.events) == before
+    rig.bus.away = False
+    await reboot(rig)
+    assert [served.version for served in rig.routing.serve][-1] == new
+
+
+async def test_events_that_are_sent_twice_are_equal(rig: Rig) -> None:
+    await rig.crowned(0)
+    await rig.checkpoint(1)
+    last = rig.last("registered")  # sent; the outbox row would go with the next transaction
+    await reboot(rig)
+    assert [event for event in rig.bus.events if event.event_id == last.event_id] == [last, last]
+
+
+async def test_every_role_change_has_its_event_in_the_same_transaction(rig: Rig) -> None:
+    """The order on the bus: a decision is never behind the routing that it led to."""
+    await rig.crowned(0, 1)
+    order: list[Event] = [event for event in rig.bus.events if isinstance(event, ModelEvent | Routing)]
+    for position, event in enumerate(order):
+        if isinstance(event, Routing) and event.champion:
+            earlier = [e.version for e in order[:position] if isinstance(e, ModelEvent) and e.decision == "promoted"]
+            assert event.champion in earlier

@@ -1,0 +1,47 @@
+"""What the bus shows is what the database says, or it is published again."""
+
+from __future__ import annotations
+
+from headrace_registry.reconcile import Reconciler
+from headrace_schemas import Routing
+from tests.unit.registry.rig import MODEL, Rig
+
+PATIENCE_S = 5.0
+
+
+async def test_a_routing_that_the_bus_lost_is_published_again_above_what_it_has(rig: Rig) -> None:
+    await rig.crowned(0)
+    last = rig.routing
+    on_bus: dict[str, Routing] = {}
+    reconciler = Reconciler(rig.processor, rig.lease, on_bus, rig.clock, PATIENCE_S)
+    await reconciler.tick()
+    assert rig.routing == last, "it may be on its way"
+    rig.clock.elapsed_s += PATIENCE_S
+    on_bus[MODEL] = last.model_copy(update={"revision": 41, "aliases": {}})
+    await reconciler.tick()
+    assert rig.routing == last.model_copy(update={"revision": 42, "time": rig.clock.now()})
+    on_bus[MODEL] = rig.routing
+    rig.clock.elapsed_s += 10 * PATIENCE_S
+    await reconciler.tick()
+    assert rig.routing.revision == 42, "nothing to do"
+
+
+async def test_a_difference_that_goes_away_is_forgotten(rig: Rig) -> None:
+    await rig.crowned(0)
+    on_bus: dict[str, Routing] = {}
+    reconciler = Reconciler(rig.processor, rig.lease, on_bus, rig.clock, PATIENCE_S)
+    for _ in range(5):
+        on_bus.clear()
+        await reconciler.tick()
+        rig.clock.elapsed_s += PATIENCE_S - 1
+        on_bus[MODEL] = rig.routing
+        await reconciler.tick()
+    assert len({routing.revision for routing in rig.sent(Routing)}) == rig.routing.revision + 1
+
+
+async def test_a_model_that_was_never_routed_is_left_alone(rig: Rig) -> None:
+    await rig.checkpoint(0)
+    reconciler = Reconciler(rig.processor, rig.lease, {}, rig.clock, 0.0)
+    await reconciler.tick()
+    await reconciler.tick()
+    assert rig.sent(Routing) == []
