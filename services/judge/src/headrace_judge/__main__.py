@@ -1,0 +1,9 @@
+"""`python -m headrace_judge`."""
+
+from headrace_judge.settings import JudgeSettings
+from headrace_runtime.main import Service
+
+SERVICE = Service("judge", "An LLM judge: trajectories to rewards.", JudgeSettings, "headrace_judge.app:run")
+
+if __name__ == "__main__":
+    SERVICE.main()

@@ -1,0 +1,117 @@
+"""The composition root: rubrics, prompts and endpoint around the shared stream service."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Sequence
+from datetime import datetime, timedelta
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_judge import verdict_cache
+from headrace_judge.breaker import Breaker
+from headrace_judge.cases import DEADLINE_JOB, VERDICT_JOB
+from headrace_judge.contests import Contests
+from headrace_judge.endpoint import Endpoint
+from headrace_judge.intake import Intake
+from headrace_judge.jury import Jury
+from headrace_judge.ledger import Ledger
+from headrace_judge.metrics import BUDGET_LEFT, OUTCOMES
+from headrace_judge.prompts import Prompts
+from headrace_judge.rubric import load_all
+from headrace_judge.settings import EndpointSettings, JudgeSettings
+from headrace_judge.tables import STREAM
+from headrace_judge.worker import Worker
+from headrace_runtime import stream_service
+from headrace_runtime.errors import SettingError
+from headrace_runtime.jobs import Jobs
+from headrace_runtime.processor import Limits, Processor
+from headrace_runtime.settings import Common
+from headrace_runtime.stream_service import StreamService, Timer
+from headrace_schemas import Reward
+
+_DEADLINES_S = 1.0
+_DEADLINES_AT_ONCE_MAX = 200
+_UPKEEP_S = 10.0
+
+
+async def run(common: Common, settings: JudgeSettings) -> None:
+    """Run until cancelled. Raises `SettingError` for what can only be seen once it runs, too."""
+    try:
+        await stream_service.run(service(settings), common, settings)
+    except BaseExceptionGroup as group:
+        refusal = _refusal(group)
+        if refusal is not None:
+            raise refusal from None
+        raise
+
+
+def service(settings: JudgeSettings) -> StreamService:
+    """All of the judge but the bus and the database. Raises `SettingError`."""
+    rubrics = load_all(settings.rubrics)
+    prompts = Prompts(settings.templates_dir)
+    for rubric in rubrics.values():
+        prompts.check(rubric)
+    judged_by = {name: prompts.judged_by(settings.endpoint.model, rubric) for name, rubric in rubrics.items()}
+    key = api_key(settings.endpoint)
+    jobs = Jobs(STREAM)
+    contests = Contests(jobs, settings.pairs)
+    ledger = Ledger(settings.budget)
+
+    async def work(processor: Processor) -> None:
+        endpoint = Endpoint(settings.endpoint, key, settings.retry.retry_after_max_s)
+        breaker = Breaker(processor.clock, settings.retry.backoff_s)
+        jury = Jury(settings, prompts, ledger, processor, endpoint, breaker)
+        try:
+            await Worker(settings, rubrics, judged_by, jobs, contests, processor, jury, breaker).run()
+        finally:
+            await endpoint.close()
+
+    def workers(processor: Processor) -> Sequence[Awaitable[None]]:
+        return (work(processor),)
+
+    async def deadlines(tx: AsyncConnection, now: datetime) -> list[Reward]:
+        rewards: list[Reward] = []
+        lease = timedelta(seconds=settings.lease_s)
+        for job in await jobs.lease(tx, DEADLINE_JOB, now, lease, _DEADLINES_AT_ONCE_MAX):
+            rewards += await contests.deadline(tx, now, job, judged_by)
+        for reward in rewards:
+            OUTCOMES.labels(reward.source, reward.outcome).inc()
+        return rewards
+
+    async def upkeep(tx: AsyncConnection, now: datetime) -> list[Reward]:
+        await verdict_cache.prune(tx, now, timedelta(days=settings.cache_days))
+        await ledger.prune(tx, now)
+        await jobs.count(tx, VERDICT_JOB)
+        for setting, left in (await ledger.left(tx, now)).items():
+            BUDGET_LEFT.labels(setting).set(left)
+        return []
+
+    return StreamService(
+        name="judge",
+        package="headrace_judge",
+        tables=STREAM,
+        handlers={"trajectories": Intake(settings, rubrics, judged_by, jobs, contests)},
+        timers=(Timer(_DEADLINES_S, deadlines), Timer(_UPKEEP_S, upkeep)),
+        workers=workers,
+        limits=Limits(retry_s=settings.retry_s),
+    )
+
+
+def _refusal(group: BaseExceptionGroup) -> SettingError | None:
+    """The first refusal anywhere in the group."""
+    for error in group.exceptions:
+        found = _refusal(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(found, SettingError):
+            return found
+    return None
+
+
+def api_key(settings: EndpointSettings) -> str:
+    """The bearer token. Raises `SettingError` when it is to come from a variable that is not set."""
+    if not settings.api_key_env:
+        return settings.api_key
+    key = os.environ.get(settings.api_key_env, "")
+    if not key:
+        raise SettingError("judge.endpoint.api_key_env", settings.api_key_env, "this environment variable is not set")
+    return key

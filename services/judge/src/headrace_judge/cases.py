@@ -1,0 +1,93 @@
+"""What waits to be judged, as it lies in the queue."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from headrace_judge.exhibit import Exhibit
+from headrace_judge.scoring import Judgement
+from headrace_schemas import Reward, Trajectory
+
+VERDICT_JOB = "verdict"
+DEADLINE_JOB = "deadline"
+
+
+class _Stored(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    def to_json(self) -> bytes:
+        return self.model_dump_json().encode()
+
+
+class Subject(_Stored):
+    """Which trajectory a reward is about, and by which rubric."""
+
+    rubric: str
+    trajectory_id: str
+    session_key: str
+    tenant: str
+    traceparent: str | None = None
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, rubric: str, traceparent: str | None = None) -> Subject:
+        return cls(
+            rubric=rubric,
+            trajectory_id=trajectory.trajectory_id,
+            session_key=trajectory.session_key,
+            tenant=trajectory.tenant,
+            traceparent=traceparent,
+        )
+
+    def reward(self, judgement: Judgement, now: datetime, judged_by: str, revision: int = 0) -> Reward:
+        return Reward(
+            time=now,
+            trajectory_id=self.trajectory_id,
+            session_key=self.session_key,
+            tenant=self.tenant,
+            source=f"judge:{self.rubric}",
+            revision=revision,
+            outcome=judgement.outcome,
+            value=judgement.value,
+            criteria=judgement.criteria,
+            reason=judgement.reason,
+            judged_by=judged_by,
+        )
+
+
+class Case(_Stored):
+    """One run and what the judge will see of it."""
+
+    subject: Subject
+    run: Exhibit
+
+
+class SingleTask(_Stored):
+    """Score one run."""
+
+    kind: Literal["single"] = "single"
+    case: Case
+
+    @property
+    def rubric(self) -> str:
+        return self.case.subject.rubric
+
+    @property
+    def traceparent(self) -> str | None:
+        return self.case.subject.traceparent
+
+
+class PairTask(_Stored):
+    """Compare two runs of a contest."""
+
+    kind: Literal["pair"] = "pair"
+    rubric: str
+    pair: str
+    traceparent: str | None = None
+    """Trace of the run that came last."""
+
+
+Task = SingleTask | PairTask
+TASK: TypeAdapter[Task] = TypeAdapter(Annotated[Task, Field(discriminator="kind")])

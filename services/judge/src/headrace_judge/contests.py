@@ -1,0 +1,180 @@
+"""Runs of one task, compared two by two: who meets whom, what came of it, and each run's win rate.
+
+A run's reward is revised whenever one of its pairs has been judged. Every change of a contest begins by locking its
+row, because the runs of one task have different keys and come through different replicas.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+
+from sqlalchemy import ColumnElement, RowMapping, delete, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_judge import scoring
+from headrace_judge.cases import DEADLINE_JOB, VERDICT_JOB, Case, PairTask, Subject
+from headrace_judge.scoring import Judgement
+from headrace_judge.settings import PairSettings
+from headrace_judge.tables import CONTESTANTS, CONTESTS, PAIRS
+from headrace_runtime.clock import epoch_ms, from_epoch_ms
+from headrace_runtime.jobs import Job, Jobs
+from headrace_runtime.upsert import upsert
+from headrace_schemas import Reward
+from headrace_schemas.ids import derived_id
+
+
+class Contests:
+    """All methods run in the caller's transaction."""
+
+    def __init__(self, jobs: Jobs, settings: PairSettings) -> None:
+        self._jobs = jobs
+        self._wait = timedelta(seconds=settings.wait_s)
+        self._window = timedelta(seconds=settings.window_s)
+        self._pairs_max = settings.pairs_per_task_max
+
+    async def enter(self, tx: AsyncConnection, now: datetime, case: Case, task_id: str, run_id: str | None) -> None:
+        """Let a run meet the others of its task that are here; those that come later will meet it."""
+        subject = case.subject
+        contest = derived_id("judge-contest", subject.rubric, subject.tenant, task_id)
+        run = run_id or subject.trajectory_id
+        await _lock(tx, contest, now)
+        key = {"rubric": subject.rubric, "trajectory_id": subject.trajectory_id}
+        row = {"contest": contest, "run": run, "case": case.to_json(), "arrived_ms": epoch_ms(now)}
+        if not await upsert(tx, CONTESTANTS, key, {**row, "closed": False, "revision": 0}, update=False):
+            return
+        for rival in await self._rivals(tx, now, contest, run):
+            pair = derived_id("judge-pair", subject.rubric, rival, subject.trajectory_id)
+            made = {"pair": pair, "contest": contest, "made_ms": epoch_ms(now)}
+            await tx.execute(insert(PAIRS).values(**made, first=rival, second=subject.trajectory_id))
+            task = PairTask(rubric=subject.rubric, pair=pair, traceparent=subject.traceparent)
+            await self._jobs.enqueue(tx, pair, VERDICT_JOB, task.to_json(), now)
+        deadline = derived_id("judge-deadline", subject.rubric, subject.trajectory_id)
+        await self._jobs.enqueue(tx, deadline, DEADLINE_JOB, subject.to_json(), now + self._wait)
+
+    async def runs(self, tx: AsyncConnection, task: PairTask) -> tuple[Case, Case] | None:
+        """The two runs of a pair, None when the pair is not there any more."""
+        row = await _pair(tx, task)
+        if row is None:
+            return None
+        cases = {name: (await _contestant(tx, task.rubric, row[name]))["case"] for name in ("first", "second")}
+        return Case.model_validate_json(cases["first"]), Case.model_validate_json(cases["second"])
+
+    async def decide(
+        self, tx: AsyncConnection, now: datetime, task: PairTask, judgement: Judgement, judged_by: str
+    ) -> list[Reward]:
+        """Note what came of a pair, as its first run has it; returns the revised rewards of both runs."""
+        row = await _pair(tx, task)
+        if row is None:
+            return []
+        await _lock(tx, row["contest"], now)
+        noted = {"judgement": judgement.model_dump_json().encode()}
+        await tx.execute(update(PAIRS).where(PAIRS.c.pair == task.pair).values(noted))
+        rewards = []
+        for trajectory_id in (row["first"], row["second"]):
+            judgement_now = await _standing(tx, row["contest"], trajectory_id)
+            if judgement_now is not None:
+                rewards.append(await _reward(tx, now, task.rubric, trajectory_id, judgement_now, judged_by))
+        await _tidy(tx, row["contest"])
+        return rewards
+
+    async def deadline(
+        self, tx: AsyncConnection, now: datetime, job: Job, judged_by: Mapping[str, str]
+    ) -> list[Reward]:
+        """A run has waited long enough: it abstains when it met nobody, and leaves at the end of its window."""
+        subject = Subject.model_validate_json(job.payload)
+        row = await _contestant(tx, subject.rubric, subject.trajectory_id)
+        await _lock(tx, row["contest"], now)
+        leaves = from_epoch_ms(row["arrived_ms"]) + self._window
+        rewards = []
+        met = await _met(tx, row["contest"], subject.trajectory_id)
+        if not met and row["revision"] == 0:
+            seconds = f"{self._wait.total_seconds():g} s"
+            alone = Judgement(outcome="abstained", reason=f"no other run of its task came within {seconds}")
+            name = judged_by.get(subject.rubric, subject.rubric)
+            rewards = [await _reward(tx, now, subject.rubric, subject.trajectory_id, alone, name)]
+        if now < leaves:
+            await self._jobs.postpone(tx, job.job_id, leaves)
+        else:
+            await self._jobs.finish(tx, job)
+            await tx.execute(update(CONTESTANTS).where(_is(subject.rubric, subject.trajectory_id)).values(closed=True))
+            await _tidy(tx, row["contest"])
+        return rewards
+
+    async def _rivals(self, tx: AsyncConnection, now: datetime, contest: str, run: str) -> list[str]:
+        """Whom a newcomer meets, as far as the contest has pairs left: first those that have met fewest."""
+        pairs = await _pairs(tx, contest)
+        recent = sum(row["made_ms"] >= epoch_ms(now - self._window) for row in pairs)
+        met = Counter(name for row in pairs for name in (row["first"], row["second"]))
+        waiting = (
+            select(CONTESTANTS.c.trajectory_id)
+            .where(CONTESTANTS.c.contest == contest, CONTESTANTS.c.run != run, CONTESTANTS.c.closed.is_(False))
+            .order_by(CONTESTANTS.c.arrived_ms, CONTESTANTS.c.trajectory_id)
+        )
+        rivals = list((await tx.execute(waiting)).scalars())
+        return sorted(rivals, key=lambda rival: met[rival])[: max(0, self._pairs_max - recent)]
+
+
+async def _lock(tx: AsyncConnection, contest: str, now: datetime) -> None:
+    """Nobody else changes this contest until `tx` ends."""
+    await upsert(tx, CONTESTS, {"contest": contest}, {"touched_ms": epoch_ms(now)})
+
+
+def _is(rubric: str, trajectory_id: str) -> ColumnElement[bool]:
+    return (CONTESTANTS.c.rubric == rubric) & (CONTESTANTS.c.trajectory_id == trajectory_id)
+
+
+async def _contestant(tx: AsyncConnection, rubric: str, trajectory_id: str) -> RowMapping:
+    return (await tx.execute(select(CONTESTANTS).where(_is(rubric, trajectory_id)))).mappings().one()
+
+
+async def _pair(tx: AsyncConnection, task: PairTask) -> RowMapping | None:
+    return (await tx.execute(select(PAIRS).where(PAIRS.c.pair == task.pair))).mappings().one_or_none()
+
+
+async def _pairs(tx: AsyncConnection, contest: str) -> Sequence[RowMapping]:
+    return (
+        (await tx.execute(select(PAIRS).where(PAIRS.c.contest == contest).order_by(PAIRS.c.made_ms))).mappings().all()
+    )
+
+
+async def _met(tx: AsyncConnection, contest: str, trajectory_id: str) -> list[tuple[str, Judgement | None]]:
+    """The pairs of one run: its opponents, and what came of them as this run has it (None: not judged yet)."""
+    found: list[tuple[str, Judgement | None]] = []
+    for row in await _pairs(tx, contest):
+        judgement = row["judgement"] and Judgement.model_validate_json(row["judgement"])
+        if row["first"] == trajectory_id:
+            found.append((row["second"], judgement))
+        elif row["second"] == trajectory_id:
+            found.append((row["first"], judgement and scoring.turned(judgement)))
+    return found
+
+
+async def _standing(tx: AsyncConnection, contest: str, trajectory_id: str) -> Judgement | None:
+    met = await _met(tx, contest, trajectory_id)
+    judged = [(opponent, judgement) for opponent, judgement in met if judgement is not None]
+    return scoring.standing(judged, waiting=len(met) - len(judged))
+
+
+async def _reward(
+    tx: AsyncConnection, now: datetime, rubric: str, trajectory_id: str, judgement: Judgement, judged_by: str
+) -> Reward:
+    row = await _contestant(tx, rubric, trajectory_id)
+    await tx.execute(update(CONTESTANTS).where(_is(rubric, trajectory_id)).values(revision=row["revision"] + 1))
+    subject = Case.model_validate_json(row["case"]).subject
+    return subject.reward(judgement, now, judged_by, row["revision"])
+
+
+async def _tidy(tx: AsyncConnection, contest: str) -> None:
+    """Forget runs that meet nobody any more and have nothing pending, and then what only they needed."""
+    pairs = await _pairs(tx, contest)
+    pending = {name for row in pairs if row["judgement"] is None for name in (row["first"], row["second"])}
+    here = (await tx.execute(select(CONTESTANTS).where(CONTESTANTS.c.contest == contest))).mappings().all()
+    gone = {row["trajectory_id"] for row in here if row["closed"]} - pending
+    left = {row["trajectory_id"] for row in here} - gone
+    lonely = [row["pair"] for row in pairs if not {row["first"], row["second"]} & left]
+    await tx.execute(delete(CONTESTANTS).where(CONTESTANTS.c.contest == contest, CONTESTANTS.c.trajectory_id.in_(gone)))
+    await tx.execute(delete(PAIRS).where(PAIRS.c.pair.in_(lonely)))
+    if not left:
+        await tx.execute(delete(CONTESTS).where(CONTESTS.c.contest == contest))

@@ -1,0 +1,180 @@
+"""One call to an OpenAI-compatible endpoint, and every way in which it may not be answered."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from datetime import UTC
+from email.utils import parsedate_to_datetime
+
+import httpx2
+from pydantic import BaseModel, Field, ValidationError
+
+from headrace_judge.metrics import CALL_SECONDS, CALLS, TOKENS
+from headrace_judge.prompts import ChatMessage
+from headrace_judge.settings import EndpointSettings
+from headrace_runtime.errors import HeadraceError, SettingError, Unavailable
+from headrace_schemas.base import utcnow
+from headrace_schemas.ids import key_of_response, uuid7
+
+OWN_SESSIONS = "headrace-judge-"
+"""How the sessions of the judge's own calls begin when the endpoint is a gateway; each call is one."""
+_CONTENT_REFUSED = frozenset({400, 413, 422})
+
+
+class EndpointAway(Unavailable):
+    """The endpoint is down, overloaded or not as configured; another try may help.
+
+    `wait_s` is what it asked for, `billed` whether it may have done the work all the same.
+    """
+
+    result = "away"
+
+    def __init__(self, message: str, *, wait_s: float | None = None, billed: bool = False) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
+        self.billed = billed
+
+
+class CallTimedOut(HeadraceError):
+    """No whole answer in time. It may have been billed."""
+
+    result = "timed_out"
+
+
+class CallRefused(HeadraceError):
+    """The endpoint will not answer this request, however often it is asked."""
+
+    result = "refused"
+
+
+class Completion(BaseModel):
+    """What came back. `tokens` is None where the endpoint did not report them."""
+
+    text: str
+    refused: bool = False
+    """The model's own refusal, or its provider's content filter."""
+    tokens: int | None = None
+
+
+class _Message(BaseModel):
+    content: str | None = None
+    refusal: str | None = None
+
+
+class _Choice(BaseModel):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int = Field(ge=0)
+    completion_tokens: int = Field(default=0, ge=0)
+
+
+class _Response(BaseModel):
+    id: str = ""
+    choices: list[_Choice] = Field(min_length=1)
+    usage: _Usage | None = None
+
+
+class Endpoint:
+    """Makes calls. `key` is the bearer token, empty for none. To be closed."""
+
+    def __init__(self, settings: EndpointSettings, key: str, retry_after_max_s: float) -> None:
+        self._settings = settings
+        self._retry_after_max_s = retry_after_max_s
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        limits = httpx2.Limits(max_connections=settings.concurrency)
+        self._client = httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def body(self, messages: list[ChatMessage]) -> dict[str, object]:
+        """The request. Equal ones are equal questions."""
+        body: dict[str, object] = {
+            "model": self._settings.model,
+            "messages": messages,
+            "temperature": self._settings.temperature,
+            "max_tokens": self._settings.max_tokens,
+        }
+        return body | ({"response_format": {"type": "json_object"}} if self._settings.json_mode else {})
+
+    async def complete(self, messages: list[ChatMessage]) -> Completion:
+        """Raises `EndpointAway`, `CallTimedOut` or `CallRefused`, whose messages never hold text of a run."""
+        try:
+            with CALL_SECONDS.time():
+                completion = await self._call(messages)
+        except (EndpointAway, CallTimedOut, CallRefused) as error:
+            CALLS.labels(error.result).inc()
+            raise
+        CALLS.labels("answered").inc()
+        return completion
+
+    async def _call(self, messages: list[ChatMessage]) -> Completion:
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                status, headers, content = await self._post(messages)
+        except TimeoutError:
+            raise CallTimedOut(f"no verdict within {self._settings.timeout_s:g} s") from None
+        except httpx2.HTTPError as error:
+            billed = not isinstance(error, httpx2.ConnectError)
+            raise EndpointAway(f"the endpoint cannot be reached: {type(error).__name__}", billed=billed) from None
+        return self._read(status, headers, content)
+
+    async def _post(self, messages: list[ChatMessage]) -> tuple[int, httpx2.Headers, bytes]:
+        url = f"{self._settings.base_url}/chat/completions"
+        headers = {}
+        if self._settings.is_gateway:
+            headers = {"X-Headrace-Purpose": "eval", "X-Session-Id": f"{OWN_SESSIONS}{uuid7()}"}
+        content = bytearray()
+        async with self._client.stream("POST", url, json=self.body(messages), headers=headers) as response:
+            async for chunk in response.aiter_bytes():
+                content += chunk
+                if len(content) > self._settings.response_bytes_max:
+                    raise CallRefused(f"the response is longer than {self._settings.response_bytes_max} bytes")
+        return response.status_code, response.headers, bytes(content)
+
+    def _read(self, status: int, headers: httpx2.Headers, content: bytes) -> Completion:
+        if status in _CONTENT_REFUSED:
+            raise CallRefused(f"the endpoint answered {status}")
+        if status != 200:
+            wait_s = retry_after_s(headers.get("retry-after"), self._retry_after_max_s)
+            raise EndpointAway(f"the endpoint answered {status}", wait_s=wait_s)
+        try:
+            response = _Response.model_validate_json(content)
+        except ValidationError:
+            raise EndpointAway("the endpoint answered 200 without a chat completion", billed=True) from None
+        if not self._settings.is_gateway and key_of_response(response.id):
+            raise SettingError(
+                "judge.endpoint.is_gateway", False, f"{self._settings.base_url} is a Headrace gateway; set this to true"
+            )
+        return _completion(response)
+
+
+def _completion(response: _Response) -> Completion:
+    choice, usage = response.choices[0], response.usage
+    if usage:
+        TOKENS.labels("prompt").inc(usage.prompt_tokens)
+        TOKENS.labels("completion").inc(usage.completion_tokens)
+    return Completion(
+        text=choice.message.content or "",
+        refused=bool(choice.message.refusal) or choice.finish_reason == "content_filter",
+        tokens=usage.prompt_tokens + usage.completion_tokens if usage else None,
+    )
+
+
+def retry_after_s(header: str | None, limit_s: float) -> float | None:
+    """Seconds to wait by `Retry-After` (a number or a date, RFC 9110 section 10.2.3), at most `limit_s`."""
+    if not header:
+        return None
+    try:
+        wait_s = float(header)
+    except ValueError:
+        try:
+            when = parsedate_to_datetime(header)
+        except ValueError:
+            return None
+        wait_s = ((when if when.tzinfo else when.replace(tzinfo=UTC)) - utcnow()).total_seconds()
+    return None if math.isnan(wait_s) else min(max(wait_s, 0.0), limit_s)

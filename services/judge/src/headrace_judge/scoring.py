@@ -1,0 +1,122 @@
+"""From verdicts to what is published. Pure; every number that leaves is between 0 and 1.
+
+Several verdicts on one question (`samples`) count by their median; more than half of them must be readable and not
+abstain. Pairs are asked in both orders: a winner that changes with the order is none (pitfall 23).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from headrace_judge.rubric import SCALE_MAX, SCALE_MIN, Rubric
+from headrace_judge.verdict import Unreadable, Verdict, shorten
+
+Outcome = Literal["scored", "abstained", "failed", "parse_error", "timed_out"]
+Reading = Verdict | Unreadable
+
+
+class Judgement(BaseModel):
+    """A reward before it has a trajectory. `value` exists exactly when `outcome` is `scored` (P6)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    outcome: Outcome
+    reason: str
+    value: float | None = None
+    criteria: dict[str, float] = {}
+
+
+def single(rubric: Rubric, readings: Sequence[Reading]) -> Judgement:
+    """The weighted mean of the criteria's medians, with the scale mapped to 0..1."""
+    numbers, reason = _medians(readings)
+    if isinstance(numbers, Judgement):
+        return numbers
+    criteria = {name: (score - SCALE_MIN) / (SCALE_MAX - SCALE_MIN) for name, score in numbers.items()}
+    return Judgement(outcome="scored", value=_weighted(rubric.weights, criteria), criteria=criteria, reason=reason)
+
+
+def pair(rubric: Rubric, forth: Sequence[Reading], back: Sequence[Reading]) -> Judgement:
+    """1 when the first run won, 0 when the second did, 0.5 for a tie. `back` was asked with the runs swapped.
+
+    A tie has the reason `order` when the two orders disagree, and `tie` when both found none better.
+    """
+    first, reason = _medians(forth)
+    if isinstance(first, Judgement):
+        return first
+    second, other = _medians(back)
+    if isinstance(second, Judgement):
+        return second
+    sides = _side(_weighted(rubric.weights, first)), -_side(_weighted(rubric.weights, second))
+    criteria = {name: _agreed(_side(first[name]), -_side(second[name])) for name in first}
+    if sides[0] != sides[1]:
+        reason = "order"
+    elif sides[0] == 0:
+        reason = "tie"
+    else:
+        reason = f"{reason} / {other}"
+    return Judgement(outcome="scored", value=_agreed(*sides), criteria=criteria, reason=reason)
+
+
+def turned(judgement: Judgement) -> Judgement:
+    """The judgement of a pair as the second run has it."""
+    if judgement.value is None:
+        return judgement
+    criteria = {name: 1 - value for name, value in judgement.criteria.items()}
+    return judgement.model_copy(update={"value": 1 - judgement.value, "criteria": criteria})
+
+
+def standing(met: Sequence[tuple[str, Judgement]], waiting: int) -> Judgement | None:
+    """The win rate over the pairs that were decided; `met` are opponents and what came of it, as this run has it.
+
+    None while there is nothing to say yet. When no pair could be decided it is what most of them came to.
+    """
+    scored = [(opponent, item) for opponent, item in met if item.value is not None]
+    if not scored:
+        if waiting or not met:
+            return None
+        outcome = Counter(item.outcome for _, item in met).most_common(1)[0][0]
+        example = next(item for _, item in met if item.outcome == outcome)
+        return Judgement(outcome=outcome, reason=f"none of {len(met)} pairs was decided: {example.reason}")
+    names = scored[0][1].criteria
+    criteria = {name: statistics.fmean(item.criteria.get(name, 0.5) for _, item in scored) for name in names}
+    value = statistics.fmean(item.value for _, item in scored if item.value is not None)
+    lines = [f"win rate over {len(scored)} pairs", *(_line(opponent, item) for opponent, item in met)]
+    return Judgement(outcome="scored", value=value, criteria=criteria, reason=shorten("\n".join(lines)))
+
+
+def _line(opponent: str, judgement: Judgement) -> str:
+    names = {1.0: "won", 0.0: "lost", 0.5: "tied"}
+    result = judgement.outcome if judgement.value is None else names[judgement.value]
+    return f"{result} against {opponent}: {judgement.reason}"
+
+
+def _medians(readings: Sequence[Reading]) -> tuple[dict[str, float] | Judgement, str]:
+    """Median per criterion and a reason, or the judgement that there is none."""
+    scored = [item for item in readings if isinstance(item, Verdict) and item.criteria is not None]
+    if 2 * len(scored) > len(readings):
+        names = scored[0].criteria or {}
+        medians = {name: float(statistics.median((item.criteria or {})[name] for item in scored)) for name in names}
+        return medians, scored[0].reason
+    unreadable = [item for item in readings if isinstance(item, Unreadable)]
+    if unreadable:
+        return Judgement(outcome="parse_error", reason=shorten(str(unreadable[0]))), ""
+    abstained = next(item for item in readings if isinstance(item, Verdict) and item.criteria is None)
+    return Judgement(outcome="abstained", reason=f"the model abstains: {abstained.reason}"), ""
+
+
+def _weighted(weights: Mapping[str, float], values: Mapping[str, float]) -> float:
+    return sum(weights[name] * value for name, value in values.items()) / sum(weights.values())
+
+
+def _side(value: float) -> int:
+    """-1, 0 or 1. Sums of weights that cancel may miss zero by a rounding error."""
+    return 0 if abs(value) < 1e-9 else 1 if value > 0 else -1
+
+
+def _agreed(first: int, second: int) -> float:
+    return (first + 1) / 2 if first == second else 0.5

@@ -1,0 +1,26 @@
+"""Small transactions beside the stream, under its policy for what is away."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime
+from typing import TypeVar
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_runtime.processor import Processor
+from headrace_schemas import Event
+
+T = TypeVar("T")
+
+
+async def transact(processor: Processor, work: Callable[[AsyncConnection, datetime], Awaitable[T]]) -> T:
+    """What `work` returns, once its transaction is durable. It publishes nothing, and may run more than once."""
+    results: list[T] = []
+
+    async def step(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+        results[:] = [await work(tx, now)]
+        return ()
+
+    await processor.step(step)
+    return results[0]

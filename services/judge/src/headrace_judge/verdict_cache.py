@@ -1,0 +1,36 @@
+"""Verdicts by question, so that the same question is not paid for twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+
+from sqlalchemy import delete, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_judge.tables import VERDICTS
+from headrace_judge.verdict import Verdict
+from headrace_runtime.clock import epoch_ms
+from headrace_runtime.upsert import upsert
+
+
+def question_digest(body: Mapping[str, object], sample: int) -> str:
+    """Names a question: all that the endpoint is sent (model, rubric, template, run), and which sample it is."""
+    text = json.dumps([body, sample], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+async def find(tx: AsyncConnection, question: str) -> Verdict | None:
+    row = await tx.scalar(select(VERDICTS.c.verdict).where(VERDICTS.c.question == question))
+    return None if row is None else Verdict.model_validate_json(row)
+
+
+async def keep(tx: AsyncConnection, now: datetime, question: str, verdict: Verdict) -> None:
+    values = {"verdict": verdict.model_dump_json().encode(), "at_ms": epoch_ms(now)}
+    await upsert(tx, VERDICTS, {"question": question}, values)
+
+
+async def prune(tx: AsyncConnection, now: datetime, kept: timedelta) -> None:
+    await tx.execute(delete(VERDICTS).where(VERDICTS.c.at_ms < epoch_ms(now - kept)))

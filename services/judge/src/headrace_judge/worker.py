@@ -1,0 +1,176 @@
+"""Works the queue: leases what is due, has it judged, and commits the reward with the job's removal.
+
+What could not be judged because the endpoint failed goes back into the queue, so that waiting takes up no slot and
+survives a restart. A worker that dies lets its leases run out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import traceback
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_judge.breaker import Breaker
+from headrace_judge.cases import TASK, VERDICT_JOB, PairTask, Task
+from headrace_judge.contests import Contests
+from headrace_judge.endpoint import CallRefused, CallTimedOut, EndpointAway
+from headrace_judge.jury import BudgetSpent, Jury
+from headrace_judge.metrics import IN_PROGRESS, OUTCOMES, RETRIES, TIES_BY_ORDER
+from headrace_judge.rubric import Rubric
+from headrace_judge.scoring import Judgement
+from headrace_judge.settings import JudgeSettings, RetrySettings
+from headrace_judge.transactions import transact
+from headrace_runtime import tracing
+from headrace_runtime.errors import HeadraceError
+from headrace_runtime.jobs import Job, Jobs
+from headrace_runtime.logs import get_logger
+from headrace_runtime.processor import Processor
+from headrace_schemas import Reward
+
+log = get_logger(__name__)
+_POLL_S = 0.25
+_GROWTH = 4.0
+
+
+class Worker:
+    """Judges up to `endpoint.concurrency` tasks at a time. `run` until cancelled."""
+
+    def __init__(
+        self,
+        settings: JudgeSettings,
+        rubrics: Mapping[str, Rubric],
+        judged_by: Mapping[str, str],
+        jobs: Jobs,
+        contests: Contests,
+        processor: Processor,
+        jury: Jury,
+        breaker: Breaker,
+    ) -> None:
+        self._settings = settings
+        self._rubrics = rubrics
+        self._judged_by = judged_by
+        self._jobs = jobs
+        self._contests = contests
+        self._processor = processor
+        self._jury = jury
+        self._breaker = breaker
+        self._lease = timedelta(seconds=settings.lease_s)
+        self._running: set[Job] = set()
+        self._freed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Raises what only a restart can mend; the leases of what was in progress then run out."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._renew())
+            while True:
+                self._freed.clear()
+                jobs = await self._take()
+                for job in jobs:
+                    self._running.add(job)
+                    group.create_task(self._work(job))
+                IN_PROGRESS.set(len(self._running))
+                if not jobs:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._freed.wait(), _POLL_S)
+
+    async def _take(self) -> list[Job]:
+        limit = self._breaker.admits(len(self._running), self._settings.endpoint.concurrency)
+        if limit < 1:
+            return []
+        return await transact(
+            self._processor, lambda tx, now: self._jobs.lease(tx, VERDICT_JOB, now, self._lease, limit)
+        )
+
+    async def _renew(self) -> None:
+        async def renew(tx: AsyncConnection, now: datetime) -> None:
+            for job in list(self._running):
+                await self._jobs.postpone(tx, job.job_id, now + self._lease)
+
+        while True:
+            await asyncio.sleep(self._settings.lease_s / 3)
+            if self._running:
+                await transact(self._processor, renew)
+
+    async def _work(self, job: Job) -> None:
+        task = TASK.validate_json(job.payload)
+        with tracing.span(task.traceparent):
+            try:
+                result = await self._try(job, task)
+            finally:
+                self._running.discard(job)  # before the job moves in the database, lest its lease be renewed
+                self._freed.set()
+            if isinstance(result, Judgement):
+                await self._finish(job, task, result)
+            else:
+                RETRIES.inc()
+                await transact(self._processor, lambda tx, now: self._jobs.postpone(tx, job.job_id, now + result))
+
+    async def _try(self, job: Job, task: Task) -> Judgement | timedelta:
+        """The judgement, or how long to wait before the next try."""
+        limit = self._settings.retry.attempts_max
+        if job.attempts >= limit:
+            return Judgement(outcome="failed", reason=f"given up: {limit} tries ended without a result")
+        wait_s: float | None = None
+        try:
+            return await self._judge(task)
+        except EndpointAway as error:
+            reason, wait_s = str(error), error.wait_s
+        except (HeadraceError, SQLAlchemyError):
+            raise
+        except Exception as error:  # noqa: BLE001 (one task must not stop all others; it is tried again, then failed)
+            reason = f"internal error: {type(error).__name__}"
+            frames = traceback.format_tb(error.__traceback__, limit=-5)  # the message may quote the run
+            log.error("judging_failed", kind=type(error).__name__, frames=frames)
+        if job.attempts + 1 >= limit:
+            return Judgement(outcome="failed", reason=f"{reason}; given up after {limit} tries")
+        log.warning("judging_postponed", reason=reason, attempt=job.attempts + 1)
+        return timedelta(seconds=backoff_s(self._settings.retry, job.attempts, wait_s))
+
+    async def _judge(self, task: Task) -> Judgement:
+        rubric = self._rubrics.get(task.rubric)
+        if rubric is None:
+            return Judgement(outcome="abstained", reason="its rubric is no longer among judge.rubrics")
+        try:
+            if not isinstance(task, PairTask):
+                return await self._jury.single(rubric, task.case.run)
+            runs = await transact(self._processor, lambda tx, _now: self._contests.runs(tx, task))
+            if runs is None:
+                return Judgement(outcome="abstained", reason="the pair is no longer there")
+            return await self._jury.pair(rubric, runs[0].run, runs[1].run)
+        except BudgetSpent as error:
+            return Judgement(outcome="abstained", reason=str(error))
+        except CallTimedOut as error:
+            return Judgement(outcome="timed_out", reason=str(error))
+        except CallRefused as error:
+            return Judgement(outcome="failed", reason=str(error))
+
+    async def _finish(self, job: Job, task: Task, judgement: Judgement) -> None:
+        """Publish, unless the lease had run out and somebody else has the job."""
+        judged_by = self._judged_by.get(task.rubric, self._settings.endpoint.model)
+        rewards: list[Reward] = []
+
+        async def finish(tx: AsyncConnection, now: datetime) -> Sequence[Reward]:
+            rewards.clear()
+            if await self._jobs.finish(tx, job):
+                if isinstance(task, PairTask):
+                    rewards.extend(await self._contests.decide(tx, now, task, judgement, judged_by))
+                else:
+                    rewards.append(task.case.subject.reward(judgement, now, judged_by))
+            return rewards
+
+        await self._processor.step(finish)
+        for reward in rewards:
+            OUTCOMES.labels(reward.source, reward.outcome).inc()
+        if rewards and isinstance(task, PairTask) and judgement.reason == "order":
+            TIES_BY_ORDER.labels(rewards[0].source).inc()
+
+
+def backoff_s(retry: RetrySettings, attempts: int, wait_s: float | None) -> float:
+    """How long to wait after `attempts` earlier tries; never less than what the endpoint asked for."""
+    own_s = min(retry.backoff_s * _GROWTH ** min(attempts, 16), retry.backoff_max_s)
+    return max(own_s, wait_s or 0.0)

@@ -1,0 +1,206 @@
+"""A small real HTTP server that speaks OpenAI's chat completions and does what a test tells it to, wrong things too.
+
+    with FakeLLM(verdict(outcome=4)) as llm:
+        llm.then(status(429, retry_after=1), drop())  # the next two calls
+        ... base_url=llm.base_url ...
+        assert len(llm.calls) == 3
+
+A behaviour takes the call and returns a reply. What is queued by `then` is used first, afterwards the usual behaviour.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+
+_HANG_S_MAX = 60.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request as it came."""
+
+    headers: dict[str, str]
+    body: dict[str, Any]
+
+    @property
+    def prompt(self) -> str:
+        """Everything that the model would read."""
+        return "\n\n".join(message["content"] for message in self.body["messages"])
+
+    @property
+    def last(self) -> str:
+        content: str = self.body["messages"][-1]["content"]
+        return content
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the server does with a call: answers `status` and `body`, or keeps it waiting, or hangs up on it."""
+
+    body: object = None
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    hang: bool = False
+    drop: bool = False
+    raw: bytes | None = None
+
+
+Behaviour = Callable[[Call], Reply]
+
+
+def completion(text: str | None, *, tokens: tuple[int, int] | None = (100, 20), **message: object) -> dict[str, object]:
+    """A chat completion with that text; `tokens` None leaves out the usage."""
+    choice = {"index": 0, "message": {"role": "assistant", "content": text, **message}, "finish_reason": "stop"}
+    usage = {} if tokens is None else {"usage": {"prompt_tokens": tokens[0], "completion_tokens": tokens[1]}}
+    return {"id": "cmpl-1", "object": "chat.completion", "choices": [choice], **usage}
+
+
+def say(text: str | None, **options: Any) -> Behaviour:
+    return lambda _call: Reply(completion(text, **options))
+
+
+def answer(function: Callable[[Call], str]) -> Behaviour:
+    """Says what `function` makes of the call."""
+    return lambda call: Reply(completion(function(call)))
+
+
+def verdict(reason: str = "because", **criteria: object) -> Behaviour:
+    """A proper verdict."""
+    return say(json.dumps({"reason": reason, "criteria": criteria}))
+
+
+def fenced(reason: str = "because", **criteria: object) -> Behaviour:
+    text = json.dumps({"reason": reason, "criteria": criteria}, indent=2)
+    return say(f"Here is my verdict.\n\n```json\n{text}\n```\nI hope that helps!")
+
+
+def abstain(reason: str = "nothing to see") -> Behaviour:
+    return say(json.dumps({"abstain": True, "reason": reason}))
+
+
+def prose() -> Behaviour:
+    return say("The agent did rather well, I would say four out of five.")
+
+
+def status(code: int, *, retry_after: object = None) -> Behaviour:
+    headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+    return lambda _call: Reply({"error": {"message": "no", "code": code}}, code, headers)
+
+
+def raw(content: bytes) -> Behaviour:
+    """A 200 with any bytes."""
+    return lambda _call: Reply(raw=content)
+
+
+def hang() -> Behaviour:
+    """Never answers."""
+    return lambda _call: Reply(hang=True)
+
+
+def drop() -> Behaviour:
+    """Closes the connection in the middle of the answer."""
+    return lambda _call: Reply(drop=True)
+
+
+class FakeLLM:
+    """The server, on a port of its own, in threads. Use it as a context manager."""
+
+    def __init__(self, usual: Behaviour, port: int = 0) -> None:
+        self.usual = usual
+        self.calls: list[Call] = []
+        self._next: deque[Behaviour] = deque()
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._server = _Server(("127.0.0.1", port), _handler(self))
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def then(self, *behaviours: Behaviour) -> None:
+        """Use these for the next calls, one each."""
+        self._next.extend(behaviours)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self._server.shutdown()
+        self._server.close_connections()
+        self._server.server_close()
+        self._thread.join()
+
+    def _reply(self, call: Call) -> Reply:
+        with self._lock:
+            self.calls.append(call)
+            behaviour = self._next.popleft() if self._next else self.usual
+        return behaviour(call)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(address, handler)
+        self._open: set[socket.socket] = set()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.discard(request)
+        super().shutdown_request(request)
+
+    def close_connections(self) -> None:
+        """End kept-alive connections, whose threads `server_close` would wait for."""
+        for request in list(self._open):
+            try:
+                request.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that gives up is what many tests want."""
+
+
+def _handler(llm: FakeLLM) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.path != "/v1/chat/completions":
+                return self._send(Reply({"error": {"message": "no such path"}}, 404))
+            self._send(llm._reply(Call({k.lower(): v for k, v in self.headers.items()}, json.loads(body))))
+            return None
+
+        def _send(self, reply: Reply) -> None:
+            if reply.hang:
+                llm._stopping.wait(_HANG_S_MAX)
+            content = json.dumps(reply.body).encode() if reply.raw is None else reply.raw
+            self.close_connection = reply.hang or reply.drop
+            self.send_response(reply.status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            for name, value in reply.headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content[: len(content) // 2] if reply.drop else content)
+
+        def log_message(self, *_: object) -> None:
+            """Quiet."""
+
+    return Handler

@@ -1,0 +1,129 @@
+"""The judge on a real database with a fake model, without a bus: trajectories in, rewards out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import REGISTRY
+
+from headrace_judge import app
+from headrace_judge.settings import JudgeSettings
+from headrace_runtime.stream_service import StreamService
+from headrace_schemas import Branch, Dialogue, Message, Reward, Span, Trajectory
+from headrace_schemas.ids import session_key
+from tests.support.fake_llm import FakeLLM
+from tests.support.streams import START, Bench, Service, bench
+
+WAIT_S = 20.0
+
+
+def settings(llm: FakeLLM | str, **changes: Any) -> JudgeSettings:
+    """Settings that point at `llm`; `changes` are merged in, section by section."""
+    base_url = llm if isinstance(llm, str) else llm.base_url
+    data: dict[str, Any] = {"endpoint": {"base_url": base_url, "model": "judge-1", "timeout_s": 5.0}}
+    for name, value in changes.items():
+        data[name] = {**data.get(name, {}), **value} if isinstance(value, dict) else value
+    return JudgeSettings.model_validate(data)
+
+
+def said(*messages: tuple[str, str]) -> tuple[Message, ...]:
+    return tuple(Message.model_validate({"role": role, "content": content}) for role, content in messages)
+
+
+def trajectory(name: str, answer: str = "Ada", **changes: Any) -> Trajectory:
+    """A run of one question and one answer; equal answers look alike to the judge."""
+    messages = changes.pop("messages", None) or said(("user", "Who sent the invoice?"), ("assistant", answer))
+    span = Span(start=1, logprobs=(-0.5,), turn_id=f"turn-{name}", version="agent@0123456789ab")
+    fields: dict[str, Any] = {
+        "time": START,
+        "trajectory_id": name,
+        "session_key": session_key("default", name),
+        "session_id": name,
+        "model": "agent",
+        "branches": (Branch(token_ids=(1, 2), spans=(span,)),),
+        "dialogues": (Dialogue(messages=messages),),
+        "end_reason": "end_call",
+        "started_at": START - timedelta(seconds=5),
+    }
+    return Trajectory(**(fields | changes))
+
+
+class Rig:
+    """One judge. `restart` is what a crash and a new process are to the database."""
+
+    def __init__(self, made: Bench, build: Callable[[], StreamService]) -> None:
+        self.bench = made
+        self._build = build
+        self.service = build()
+        self._work: asyncio.Task[None] | None = None
+
+    @property
+    def rewards(self) -> list[Reward]:
+        return self.bench.sent(Reward)
+
+    def start(self) -> None:
+        (work,) = self.service.workers(self.bench.processor)
+        self._work = asyncio.ensure_future(work)
+
+    async def stop(self) -> None:
+        assert self._work is not None
+        self._work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._work
+
+    async def restart(self) -> None:
+        await self.stop()
+        self.service = self._build()
+        self.bench.processor.handlers = self.service.handlers
+        self.start()
+
+    async def until(self, condition: Callable[[], object], what: str = "condition") -> None:
+        """Wait in real time; the clock of the judge stands still meanwhile. Raises what the worker raised."""
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert self._work is not None
+            if self._work.done():
+                self._work.result()
+            assert time.monotonic() < deadline, f"{what}: not after {WAIT_S} s; rewards: {self.rewards}"
+            await asyncio.sleep(0.005)
+
+    async def judged(self, count: int = 1) -> list[Reward]:
+        """The rewards, once there are `count`."""
+        await self.until(lambda: len(self.rewards) >= count, f"{count} rewards")
+        return self.rewards
+
+    async def idle(self) -> None:
+        """Wait until nothing is being judged."""
+        await asyncio.sleep(0.015)  # more than one look at the queue
+        await self.until(lambda: REGISTRY.get_sample_value("headrace_judge_in_progress") == 0, "an idle worker")
+
+    async def tick(self, seconds: float = 0.0) -> None:
+        """Move the clock and run the timers once."""
+        self.bench.clock.advance(seconds)
+        for timer in self.service.timers:
+            await self.bench.step(timer.step)
+
+
+@contextlib.asynccontextmanager
+async def judge(wanted: JudgeSettings, data_dir: Path, url: str = "sqlite") -> AsyncIterator[Rig]:
+    """A running judge with an empty database."""
+
+    def build() -> StreamService:
+        return app.service(wanted)
+
+    first = build()
+    tables = Service(first.tables, first.handlers, package=first.package, limits=first.limits)
+    async with bench(tables, url, data_dir) as made:
+        rig = Rig(made, build)
+        made.processor.handlers = rig.service.handlers
+        rig.start()
+        try:
+            yield rig
+        finally:
+            await rig.stop()
