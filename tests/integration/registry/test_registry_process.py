@@ -1,0 +1,76 @@
+"""The registry as its own process on a real bus: a version's life, kill -9 in the middle, a standby that takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from headrace_runtime.wire import Outgoing
+from headrace_schemas import Checkpoint
+from tests.integration.registry.town import Town
+from tests.support.broker_process import BrokerProcess
+
+
+@pytest.fixture(scope="module")
+def own_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A broker of these tests alone: the registry decides about every model that it finds on the bus."""
+    broker = BrokerProcess(tmp_path_factory.mktemp("broker"))
+    broker.start()
+    yield broker.address
+    broker.stop()
+
+
+async def test_promotion_survives_kill_9_in_the_middle_of_the_gate(own_bus: str, tmp_path: Path) -> None:
+    town = Town(own_bus, tmp_path)
+    async with town.open():
+        process, url = town.registry()
+        first = await town.publish("life", 0)
+        await town.until(lambda: town.champion("life") == first, "the first champion")
+        await town.until(lambda: "evaluated" in town.said(first), "its baseline")
+        (tmp_path / "hold").touch()
+        second = await town.publish("life", 1, {"t": 0.75})
+        await town.until(lambda: town.runs() == [first, second], "the gate's start")
+        process.kill()
+        process.wait()
+        assert town.champion("life") == first
+        (tmp_path / "hold").unlink()
+        await town.producer.send_raw([Outgoing(Checkpoint.topic, b"life", b"{poison", ())])
+        _, url = town.registry()
+        await town.until(lambda: town.champion("life") == second, "the second champion")
+        assert town.runs() == [first, second, second], "the run is repeated"
+        assert town.said(second) == ["registered", "probed", "evaluated", "promoted"], "each once"
+        async with httpx2.AsyncClient(base_url=url, timeout=10) as http:
+            assert (await http.get("/v1/models/life")).json()["champion"] == second
+            assert (await http.get("/health")).status_code == 200
+            answer = await http.post("/v1/models/life/rollback")
+            assert answer.json()["champion"] == first
+        await town.until(lambda: town.champion("life") == first, "the rollback on the bus")
+
+
+async def test_a_standby_takes_over_from_a_killed_leader(own_bus: str, tmp_path: Path, database_url: str) -> None:
+    town = Town(own_bus, tmp_path, database_url)
+    model = f"standby-{database_url[:6]}".replace(":", "")
+    async with town.open(), httpx2.AsyncClient(timeout=10) as http:
+        processes = {url: process for process, url in (town.registry(), town.registry())}
+        first = await town.publish(model, 0)
+        await town.until(lambda: town.champion(model) == first, "the first champion")
+        answers = {url: await _who(http, url) for url in processes}
+        assert sorted(answers.values()) == ["model_not_found", "not_leader"]
+        (leader,) = (processes[url] for url, code in answers.items() if code == "model_not_found")
+        (standby,) = (url for url, code in answers.items() if code == "not_leader")
+        assert (await http.get(f"{standby}/v1/models/{model}")).json()["champion"] == first
+        leader.kill()
+        leader.wait()
+        second = await town.publish(model, 1)
+        await town.until(lambda: town.champion(model) == second, "the second champion")
+        assert town.said(second) == ["registered", "probed", "evaluated", "promoted"]
+
+
+async def _who(http: httpx2.AsyncClient, url: str) -> str:
+    """A leader looks for the model, a standby does not even do that."""
+    answer = await http.post(f"{url}/v1/models/nobody/rollback")
+    code: str = answer.json()["error"]["code"]
+    return code

@@ -1,0 +1,147 @@
+"""A registry process on a real bus, a replica that does as it is told, a gate that reads its scores from a file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.consumer import Table
+from headrace_runtime.dead_letters import Refusals
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import BusSettings, Common
+from headrace_schemas import Checkpoint, LoadedVersion, ModelEvent, Probe, Replica, Routing
+from headrace_schemas.base import utcnow
+from headrace_schemas.manifest import File, Fingerprint, Manifest
+from tests.support.ports import free_port
+
+GATE = """
+import json, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+with (folder / "runs").open("a") as runs:
+    runs.write(sys.argv[2] + "\\n")
+while (folder / "hold").exists():
+    time.sleep(0.02)
+for task, score in json.loads((folder / "scores.json").read_text()).get(sys.argv[2], {"t": 0.5}).items():
+    print(json.dumps({"task": task, "score": score}))
+"""
+HEARTBEAT_S = 0.1
+
+
+class Town:
+    """`registry(n)` starts a process; `publish` a version; `settled` waits for what the routing says."""
+
+    def __init__(self, address: str, folder: Path, database_url: str = "sqlite") -> None:
+        self.folder = folder
+        self.common = Common(data_dir=folder / "data", bus=BusSettings(address=address))
+        self.blobs = BlobStore.open(self.common)
+        self.producer = EventProducer(self.common.bus, "test", self.blobs)
+        refuse = Refusals("test", self.producer)
+        self.routing = Table(Routing, self.common.bus, "test-routing", self.blobs, refuse)
+        self.decisions: list[ModelEvent] = []
+        self._events = Table(ModelEvent, self.common.bus, "test-events", self.blobs, refuse, self._decided)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._environ = {
+            "HEADRACE_DATA_DIR": str(self.common.data_dir),
+            "HEADRACE_BUS__ADDRESS": json.dumps(address),
+            "HEADRACE_DATABASE__URL": json.dumps(database_url),
+            "HEADRACE_REGISTRY__LEASE_S": "1.0",
+            "HEADRACE_REGISTRY__POLL_S": "0.2",
+            "HEADRACE_REGISTRY__GATE__COMMAND": json.dumps([sys.executable, "-S", "-c", GATE, str(folder), "{model}"]),
+        }
+
+    def _decided(self, _key: str, event: ModelEvent | None) -> None:
+        if event is not None and event.decision_id not in {known.decision_id for known in self.decisions}:
+            self.decisions.append(event)
+
+    def registry(self) -> tuple[subprocess.Popen[bytes], str]:
+        """A started process and the URL of its REST interface."""
+        port = free_port()
+        environ = {**os.environ, **self._environ, "HEADRACE_REGISTRY__PORT": str(port)}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        log = (self.folder / "registry.log").open("ab")
+        process = subprocess.Popen([sys.executable, "-m", "headrace_registry"], env=environ, stdout=log, stderr=log)
+        self._processes.append(process)
+        return process, f"http://127.0.0.1:{port}"
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        await self.producer.start()
+        tasks = [asyncio.create_task(work) for work in (self.routing.run(), self._events.run(), self._replica())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.producer.stop()
+            for process in self._processes:
+                process.send_signal(signal.SIGTERM)
+            for process in self._processes:
+                process.wait(20)
+
+    async def publish(self, model: str, step: int, scores: dict[str, float] | None = None) -> str:
+        manifest = Manifest(
+            name=model,
+            lineage="main",
+            step=step,
+            files=(File(path="model.safetensors", blob=self.blobs.put(f"{model} {step}".encode())),),
+            fingerprint=Fingerprint(token_ids=(1, 2), logprobs=(-1.0,)),
+            tokenizer_sha256="a" * 64,
+            template_sha256="b" * 64,
+        )
+        ref = self.blobs.put(manifest.canonical_json())
+        path = self.folder / "scores.json"
+        known = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(known | ({manifest.version: scores} if scores else {})))
+        await self.producer.send(
+            Checkpoint(time=utcnow(), model=model, version=manifest.version, lineage="main", step=step, manifest=ref)
+        )
+        return manifest.version
+
+    async def _replica(self) -> None:
+        started = utcnow()
+        while True:
+            served = {one.version for routing in self.routing.rows.values() for one in routing.serve}
+            probe = Probe(max_abs_delta=0.0, passed=True)
+            await self.producer.send(
+                Replica(
+                    time=utcnow(),
+                    replica_id="replica-1",
+                    url="http://127.0.0.1:1",
+                    engine="fake",
+                    versions=tuple(LoadedVersion(version=name, state="ready", probe=probe) for name in sorted(served)),
+                    capacity=1,
+                    ttl_s=10,
+                    started_at=started,
+                )
+            )
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def until(self, condition: Callable[[], object], what: str, timeout_s: float = 30) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                log = (self.folder / "registry.log").read_text()[-3000:]
+                raise TimeoutError(f"{what}: not after {timeout_s} s\n{self.decisions}\n{log}")
+            await asyncio.sleep(0.02)
+
+    def champion(self, model: str) -> str | None:
+        routing = self.routing.rows.get(model)
+        return routing.champion if routing else None
+
+    def runs(self) -> list[str]:
+        """The versions that the gate has played, in order, also where it did not get to its end."""
+        path = self.folder / "runs"
+        return path.read_text().split() if path.exists() else []
+
+    def said(self, version: str) -> list[str]:
+        return [event.decision for event in self.decisions if event.version == version]
