@@ -1,1 +1,1 @@
-"""x"""
+"""The collector: turns to trajectories."""

@@ -1,0 +1,73 @@
+"""The collector put together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import datetime
+from functools import partial
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_collector import schema, upkeep
+from headrace_collector.handlers import ENDS_OF, Collector
+from headrace_collector.idle import find_idle
+from headrace_collector.settings import Settings
+from headrace_runtime import stream_service
+from headrace_runtime.clock import SystemClock
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.logs import get_logger
+from headrace_runtime.processor import Processor, Step
+from headrace_runtime.settings import Common
+from headrace_runtime.stream_service import StreamService, Timer
+from headrace_schemas import Event
+
+log = get_logger(__name__)
+_ENDS_INTERVAL_S = 0.5
+_UPKEEP_INTERVAL_S = 5.0
+_IDLE_INTERVAL_S = 1.0
+
+
+async def run(common: Common, settings: Settings) -> None:
+    """Run until cancelled."""
+    await stream_service.run(service(settings, SystemClock().now()), common, settings)
+
+
+def service(settings: Settings, started: datetime) -> StreamService:
+    collector = Collector(settings, started)
+    return StreamService(
+        name="collector",
+        package="headrace_collector",
+        tables=schema.stream,
+        handlers={
+            "turns": collector.on_turn,
+            "feedback": collector.on_feedback,
+            "session-ends": collector.on_session_end,
+        },
+        ends_of=ENDS_OF,
+        settle=collector.settle,
+        timers=[Timer(_ENDS_INTERVAL_S, collector.settle), Timer(_UPKEEP_INTERVAL_S, _upkeep(settings))],
+        workers=lambda processor: [_watch_idle(processor, settings, started)],
+    )
+
+
+def _upkeep(settings: Settings) -> Step:
+    async def step(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+        await upkeep.keep_bounds(tx, now, settings)
+        await upkeep.forget(tx, now, settings)
+        return await upkeep.find_targets(tx, now, settings)
+
+    return step
+
+
+async def _watch_idle(processor: Processor, settings: Settings, started: datetime) -> None:
+    while True:
+        await asyncio.sleep(_IDLE_INTERVAL_S)
+        if processor.ends is None:
+            continue
+        try:
+            turns_end = await processor.ends("turns")
+        except Unavailable as error:
+            log.warning("idle_postponed", error=str(error))
+            continue
+        await processor.step(partial(find_idle, settings=settings, started=started, turns_end=turns_end))

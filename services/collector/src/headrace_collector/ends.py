@@ -1,0 +1,127 @@
+"""Ends that wait for what was sent before them (docs/decisions/0003).
+
+An end call, feedback that ends its session, a commit, idleness: each is a row in `ends` with how far `turns` and
+`feedback` reached when it came. It takes effect once the effects in the database have reached that far, so it cannot
+overtake a turn, and may come before any turn of its session is known.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqlalchemy import RowMapping, and_, delete, func, insert, literal, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_collector import applies
+from headrace_collector.closing import Choose, close_runs
+from headrace_collector.runs import Run
+from headrace_collector.schema import ends, sessions, stream
+from headrace_collector.settings import Settings
+from headrace_runtime.clock import epoch_ms
+from headrace_schemas import Event, Feedback
+from headrace_schemas.events.trajectory import EndReason
+
+_AT_ONCE_MAX = 200
+"""Ends that one transaction applies; a timer takes the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """One end to remember. The fields are those of the table; without a session key it is for all of the tenant."""
+
+    tenant: str
+    session_key: str | None
+    partition: int
+    reason: EndReason
+    turns_until: int = 0
+    feedback_until: int = 0
+    msg_ids: tuple[str, ...] = ()
+    before_ms: int | None = None
+    unseen_since_ms: int | None = None
+
+
+async def remember(tx: AsyncConnection, now: datetime, *found: End) -> None:
+    rows = [
+        {
+            "tenant": end.tenant,
+            "session_key": end.session_key,
+            "partition": end.partition,
+            "turns_until": end.turns_until,
+            "feedback_until": end.feedback_until,
+            "reason": end.reason,
+            "msg_ids": json.dumps(end.msg_ids) if end.msg_ids else None,
+            "before_ms": end.before_ms,
+            "unseen_since_ms": end.unseen_since_ms,
+            "at_ms": epoch_ms(now),
+        }
+        for end in found
+    ]
+    if rows:
+        await tx.execute(insert(ends), rows)
+
+
+async def apply_ends(tx: AsyncConnection, now: datetime, settings: Settings, started: datetime) -> list[Event]:
+    """Apply what is due, oldest first, and return the trajectories. `started` is when this service did."""
+    due = await _due(tx, now, settings, started)
+    if not due:
+        return []
+    events: list[Event] = []
+    for row in due:
+        if row["session_key"] is None:
+            await _spread(tx, row)
+        else:
+            key, tenant, reason = row["session_key"], row["tenant"], row["reason"]
+            events += await close_runs(tx, now, settings, key, tenant, reason, _chooser(row))
+    await tx.execute(delete(ends).where(ends.c.id.in_([row["id"] for row in due])))
+    if any(row["session_key"] is None for row in due):
+        events += await apply_ends(tx, now, settings, started)
+    return events
+
+
+async def _due(tx: AsyncConnection, now: datetime, settings: Settings, started: datetime) -> Sequence[RowMapping]:
+    turns, feedback = stream.positions.alias(), stream.positions.alias()
+    reached = and_(
+        ends.c.turns_until <= func.coalesce(turns.c.next_offset, 0),
+        ends.c.feedback_until <= func.coalesce(feedback.c.next_offset, 0),
+    )
+    overdue = now - timedelta(seconds=settings.end_wait_s)
+    if overdue >= started:  # a log may end in something that is no record, and a position then never reaches its end
+        reached = or_(reached, ends.c.at_ms <= epoch_ms(overdue))
+    query = (
+        select(ends)
+        .join(turns, (turns.c.topic == "turns") & (turns.c.partition == ends.c.partition), isouter=True)
+        .join(feedback, (feedback.c.topic == "feedback") & (feedback.c.partition == ends.c.partition), isouter=True)
+        .where(reached)
+        .order_by(ends.c.id)
+        .limit(_AT_ONCE_MAX)
+        .with_for_update(of=ends, skip_locked=True)
+    )
+    return (await tx.execute(query)).mappings().all()
+
+
+async def _spread(tx: AsyncConnection, row: RowMapping) -> None:
+    """A tenant's end becomes one of each open session in its partition; what it waited for has been reached."""
+    names = ["tenant", "session_key", "partition", "turns_until", "feedback_until", "reason", "before_ms", "at_ms"]
+    given = {name: literal(row[name], ends.c[name].type) for name in names if name != "session_key"}
+    each = select(*[given.get(name, sessions.c.session_key) for name in names]).where(
+        sessions.c.tenant == row["tenant"], sessions.c.partition == row["partition"], sessions.c.open_turns > 0
+    )
+    await tx.execute(insert(ends).from_select(names, each))
+
+
+def _chooser(row: RowMapping) -> Choose:
+    listed = frozenset(json.loads(row["msg_ids"])) if row["msg_ids"] else None
+    before_ms, unseen_since_ms, commit = row["before_ms"], row["unseen_since_ms"], row["reason"] == "commit"
+
+    def choose(run: Run, feedback: Sequence[Feedback]) -> bool:
+        return (
+            (listed is None or not run.turn_ids.isdisjoint(listed))
+            and (before_ms is None or run.time_ms <= before_ms)
+            and (unseen_since_ms is None or run.seen_ms <= unseen_since_ms)
+            and (not commit or applies.judged(feedback))
+        )
+
+    return choose

@@ -1,0 +1,60 @@
+"""What has to be known about a turn to say which run it belongs to; small enough to be read for a whole session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from headrace_collector import digests
+from headrace_runtime.clock import epoch_ms
+from headrace_schemas import Turn
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFacts:
+    """`prefixes` and `replies` are digests of `headrace_collector.digests`; times are milliseconds since 1970."""
+
+    turn_id: str
+    model: str
+    explicit: bool
+    """Whether the client named the session; otherwise several runs that open alike may share its key."""
+    task_id: str | None
+    run_id: str | None
+    request_digest: str
+    retry: int
+    delivered: bool
+    started_ms: int
+    time_ms: int
+    seen_ms: int
+    """When this service first saw it."""
+    completions: int
+    tokens: int
+    prefixes: tuple[bytes, ...]
+    replies: tuple[bytes, ...]
+    trajectory_id: str | None = None
+    """Of the trajectory that it went into; None while its run is open."""
+
+    @property
+    def order(self) -> tuple[int, int, int, str]:
+        """Whatever a turn continues or repeats comes before it, whichever clock stamped them."""
+        return (len(self.prefixes), self.retry, self.started_ms, self.turn_id)
+
+
+def facts_of(turn: Turn, seen: datetime) -> TurnFacts:
+    return TurnFacts(
+        turn_id=turn.turn_id,
+        model=turn.model,
+        explicit=turn.session_source != "implicit",
+        task_id=turn.task_id,
+        run_id=turn.run_id,
+        request_digest=turn.request_digest,
+        retry=turn.retry,
+        delivered=turn.delivered,
+        started_ms=epoch_ms(turn.started_at),
+        time_ms=epoch_ms(turn.time),
+        seen_ms=epoch_ms(seen),
+        completions=len(turn.choices),
+        tokens=turn.usage.prompt_tokens + turn.usage.completion_tokens,
+        prefixes=digests.prefixes(turn.messages),
+        replies=digests.replies(turn),
+    )

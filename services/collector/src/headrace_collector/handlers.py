@@ -1,0 +1,108 @@
+"""What the collector does with each event. Deterministic in the event and the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_collector import ends, store
+from headrace_collector.closing import close_runs, every_run
+from headrace_collector.ends import End
+from headrace_collector.facts import facts_of
+from headrace_collector.schema import feedback as feedback_table
+from headrace_collector.settings import Settings
+from headrace_runtime.clock import epoch_ms
+from headrace_runtime.errors import InvalidEvent
+from headrace_runtime.processor import Handling
+from headrace_runtime.upsert import upsert
+from headrace_schemas import Event, Feedback, SessionEnd, Turn
+from headrace_schemas.arrays import MAX_LENGTH
+
+_MESSAGES_MAX = 8191
+"""With its answer a turn's conversation must fit a dialogue."""
+
+ENDS_OF = {"session-ends": ("turns", "feedback"), "feedback": ("turns",)}
+"""What an end must not overtake. Feedback may say which turns are one run, so an end waits for it, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collector:
+    """`started` is when this process did: nothing is called idle or overdue because the collector was away."""
+
+    settings: Settings
+    started: datetime
+
+    async def on_turn(self, turn: Turn, handling: Handling) -> Sequence[Event]:
+        """Keep it. A session that has grown too large is closed, with this turn in it."""
+        _check_size(turn)
+        check_ms = epoch_ms(handling.now + timedelta(seconds=self.settings.idle_s))
+        facts = facts_of(turn, handling.now)
+        load = await store.add_turn(handling.tx, turn, facts, handling.received.record.partition, check_ms)
+        if load is None or not self._too_large(load):
+            return []
+        key, tenant = turn.session_key, turn.tenant
+        return await close_runs(handling.tx, handling.now, self.settings, key, tenant, "limit", every_run)
+
+    async def on_feedback(self, feedback: Feedback, handling: Handling) -> Sequence[Event]:
+        """Keep it for when its run closes, and remember the end when it is one."""
+        record = handling.received.record
+        until = handling.ends["turns"].get(record.partition, 0)
+        row = {
+            "session_key": feedback.session_key,
+            "partition": record.partition,
+            "source_offset": record.offset,
+            "turns_until": until,
+            "at_ms": epoch_ms(handling.now),
+            "resolved": False,
+            "payload": feedback.to_json(),
+        }
+        await upsert(handling.tx, feedback_table, {"event_id": feedback.event_id}, row, update=False)
+        if feedback.ends_session:
+            end = End(
+                tenant=feedback.tenant,
+                session_key=feedback.session_key,
+                partition=record.partition,
+                reason="feedback",
+                turns_until=until,
+                msg_ids=feedback.msg_ids,
+            )
+            await ends.remember(handling.tx, handling.now, end)
+        return []
+
+    async def on_session_end(self, end: SessionEnd, handling: Handling) -> Sequence[Event]:
+        """Remember it. Raises `InvalidEvent` for the end of a session that is not named."""
+        if end.scope == "session" and end.session_key is None:
+            raise InvalidEvent("invalid_event", "a session's end needs its session_key")
+        partition = handling.received.record.partition
+        remembered = End(
+            tenant=end.tenant,
+            session_key=end.session_key if end.scope == "session" else None,
+            partition=partition,
+            reason=end.reason if end.scope == "session" else "commit",
+            turns_until=handling.ends["turns"].get(partition, 0),
+            feedback_until=handling.ends["feedback"].get(partition, 0),
+            before_ms=epoch_ms(end.before) if end.before and end.scope == "tenant" else None,
+        )
+        await ends.remember(handling.tx, handling.now, remembered)
+        return []
+
+    async def settle(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+        """Close what has ended, now that the effects reach further."""
+        return await ends.apply_ends(tx, now, self.settings, self.started)
+
+    def _too_large(self, load: store.Load) -> bool:
+        too_many = load.completions >= self.settings.completions_per_session_max
+        return too_many or load.tokens >= self.settings.tokens_per_session_max
+
+
+def _check_size(turn: Turn) -> None:
+    longest = len(turn.prompt_token_ids) + max(len(choice.token_ids) for choice in turn.choices)
+    if longest > MAX_LENGTH:
+        raise InvalidEvent("too_long", f"prompt and answer have {longest} tokens, a branch holds {MAX_LENGTH}")
+    if len(turn.messages) > _MESSAGES_MAX:
+        raise InvalidEvent(
+            "too_long", f"{len(turn.messages)} messages, a dialogue holds {_MESSAGES_MAX} and the answer"
+        )

@@ -1,0 +1,55 @@
+"""Finds runs that nothing was seen of for long. They end like any other: once the turns sent until now are in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+
+from sqlalchemy import select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_collector import store
+from headrace_collector.closing import runs_of
+from headrace_collector.ends import End, remember
+from headrace_collector.schema import sessions
+from headrace_collector.settings import Settings
+from headrace_runtime.clock import epoch_ms
+from headrace_schemas import Event
+
+_AT_ONCE_MAX = 200
+
+
+async def find_idle(
+    tx: AsyncConnection, now: datetime, settings: Settings, started: datetime, turns_end: Mapping[int, int]
+) -> Sequence[Event]:
+    """Remember an end for each idle run; nothing is to be published yet.
+
+    `turns_end` is where the partitions of `turns` end, read before `tx` began. Nothing is idle before `idle_s` after the
+    start: what was sent while this service was away has to arrive first.
+    """
+    idle = timedelta(seconds=settings.idle_s)
+    if now < started + idle:
+        return []
+    since_ms = epoch_ms(now - idle)
+    due = select(sessions).where(sessions.c.check_ms <= epoch_ms(now)).order_by(sessions.c.check_ms)
+    rows = (await tx.execute(due.limit(_AT_ONCE_MAX).with_for_update(skip_locked=True))).mappings().all()
+    found = []
+    for row in rows:
+        last_seen = [row["seen_ms"]]
+        if row["seen_ms"] > since_ms:  # another run of the session may be idle all the same
+            last_seen = await _last_seen(tx, row["session_key"], row["tenant"])
+        if min(last_seen) <= since_ms:
+            until = turns_end.get(row["partition"], 0)
+            end = End(row["tenant"], row["session_key"], row["partition"], "idle", until, unseen_since_ms=since_ms)
+            found.append(end)
+        busy = [seen_ms for seen_ms in last_seen if seen_ms > since_ms]
+        check_ms = min(busy, default=epoch_ms(now)) + epoch_ms(now) - since_ms
+        await tx.execute(update(sessions).where(sessions.c.session_key == row["session_key"]).values(check_ms=check_ms))
+    await remember(tx, now, *found)
+    return []
+
+
+async def _last_seen(tx: AsyncConnection, session_key: str, tenant: str) -> list[int]:
+    turns = await store.facts_of_session(tx, session_key)
+    feedback = await store.feedback_of_session(tx, session_key, tenant)
+    return [run.seen_ms for run in await runs_of(tx, turns, feedback)]

@@ -1,0 +1,147 @@
+"""Which turns of a session are one run. A pure function of what is known, whatever order it came in."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from headrace_collector.facts import TurnFacts
+from headrace_collector.listings import Listing, by_name, by_overlap
+from headrace_collector.retries import superseded
+
+Label = tuple[object, ...]
+"""What the turns of one run share."""
+
+Tokens = Mapping[str, tuple[bytes, Sequence[bytes]]]
+"""Turn to its prompt ids and, for each choice, prompt and sampled ids, as bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Open turns that belong together, oldest first, all of one model."""
+
+    turns: tuple[TurnFacts, ...]
+    models: int
+    """How many models the run called; each is a trajectory of its own."""
+
+    @property
+    def turn_ids(self) -> frozenset[str]:
+        return frozenset(turn.turn_id for turn in self.turns)
+
+    @property
+    def started_ms(self) -> int:
+        return min(turn.started_ms for turn in self.turns)
+
+    @property
+    def time_ms(self) -> int:
+        return max(turn.time_ms for turn in self.turns)
+
+    @property
+    def seen_ms(self) -> int:
+        return max(turn.seen_ms for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A session's open runs, oldest first. `ties` are turns whose tokens would have decided, had they been given."""
+
+    runs: tuple[Run, ...]
+    ties: frozenset[str]
+
+
+def partition(turns: Sequence[TurnFacts], listings: Sequence[Listing], tokens: Tokens | None = None) -> Partition:
+    """Split the open ones of a session's `turns` into runs.
+
+    A session that the client named is one run, unless feedback or the client's own run ids name several. Otherwise a
+    feedback that lists turns says exactly which are one run, and the rest go with the turn whose conversation they
+    continue. What continues a closed run starts a new one.
+    """
+    labels = _Labels(turns, listings, tokens or {})
+    by_label: dict[Label, dict[str, list[TurnFacts]]] = defaultdict(lambda: defaultdict(list))
+    for turn in sorted(turns, key=lambda turn: turn.order):
+        label = labels.assign(turn)
+        if turn.trajectory_id is None:
+            by_label[label][turn.model].append(turn)
+    runs = [
+        Run(tuple(sorted(members, key=lambda turn: (turn.started_ms, turn.turn_id))), len(models))
+        for models in by_label.values()
+        for members in models.values()
+    ]
+    return Partition(
+        tuple(sorted(runs, key=lambda run: (run.started_ms, run.turns[0].turn_id))), frozenset(labels.ties)
+    )
+
+
+class _Labels:
+    """Labels turns one by one, in their `order`."""
+
+    def __init__(self, turns: Sequence[TurnFacts], listings: Sequence[Listing], tokens: Tokens) -> None:
+        self._tokens = tokens
+        self._explicit = any(turn.explicit for turn in turns)
+        self._listed = by_name(listings) if self._explicit else by_overlap(listings)
+        names = {self._listed.get(turn.turn_id, turn.run_id) for turn in turns} - {None}
+        self._split = len(names) > 1 or not self._explicit
+        self._original = {retry: turn for turn, retry in superseded(turns).items()}
+        self._label: dict[str, Label] = {}
+        self._by_reply: dict[bytes, list[tuple[TurnFacts, int]]] = defaultdict(list)
+        self._continued: Counter[tuple[str, int]] = Counter()
+        self.ties: set[str] = set()
+
+    def assign(self, turn: TurnFacts) -> Label:
+        label = self._own(turn) or self._inherited(turn)
+        self._label[turn.turn_id] = ("after", turn.trajectory_id) if turn.trajectory_id else label
+        if self._joinable(turn.turn_id):
+            for choice, reply in enumerate(turn.replies):
+                self._by_reply[reply].append((turn, choice))
+        return label
+
+    def _own(self, turn: TurnFacts) -> Label | None:
+        if not self._split:
+            return ("session",)
+        if self._explicit:
+            name = self._listed.get(turn.turn_id, turn.run_id)
+            return ("named", name) if name else None
+        if turn.turn_id in self._listed:
+            return ("listed", self._listed[turn.turn_id])
+        return ("named", turn.task_id, turn.run_id) if turn.run_id else None
+
+    def _joinable(self, turn_id: str) -> bool:
+        """A list is exact where it alone makes the run: nothing else joins it."""
+        return self._explicit or turn_id not in self._listed
+
+    def _inherited(self, turn: TurnFacts) -> Label:
+        original = self._original.get(turn.turn_id)
+        if original in self._label and self._joinable(original):
+            return self._label[original]
+        for length in range(len(turn.prefixes) - 1, 0, -1):
+            continues = self._by_reply.get(turn.prefixes[length - 1])
+            if continues:
+                parent, choice = self._closest(turn, continues)
+                self._continued[parent.turn_id, choice] += 1
+                return self._label[parent.turn_id]
+        return ("session",) if self._explicit else ("starts", turn.turn_id)
+
+    def _closest(self, turn: TurnFacts, candidates: Iterable[tuple[TurnFacts, int]]) -> tuple[TurnFacts, int]:
+        """Equal conversations: exact tokens decide, then what is open, then what nobody has continued yet."""
+        found = list(candidates)
+        if len(found) > 1 and len({self._label[parent.turn_id] for parent, _ in found}) > 1:
+            self.ties |= {turn.turn_id, *(parent.turn_id for parent, _ in found)}
+        return min(
+            found,
+            key=lambda one: (
+                -self._shared(turn, *one),
+                one[0].trajectory_id is not None,
+                self._continued[one[0].turn_id, one[1]],
+                one[0].started_ms,
+                one[0].turn_id,
+                one[1],
+            ),
+        )
+
+    def _shared(self, turn: TurnFacts, parent: TurnFacts, choice: int) -> int:
+        """How many bytes of exact history the two share: all of the parent's or nothing."""
+        if turn.turn_id not in self._tokens or parent.turn_id not in self._tokens:
+            return 0
+        history = self._tokens[parent.turn_id][1][choice]
+        return len(history) if self._tokens[turn.turn_id][0].startswith(history) else 0

@@ -1,0 +1,83 @@
+"""The collector's tables. Times are milliseconds since 1970."""
+
+from __future__ import annotations
+
+from sqlalchemy import BigInteger, Boolean, Column, Index, Integer, LargeBinary, MetaData, Table, Text
+
+from headrace_runtime.stream_tables import Id, StreamTables
+
+metadata = MetaData()
+stream = StreamTables(metadata)
+
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("session_key", Text, primary_key=True),
+    Column("tenant", Text, nullable=False),
+    Column("partition", Integer, nullable=False),
+    Column("open_turns", Integer, nullable=False),
+    Column("open_completions", Integer, nullable=False),
+    Column("open_tokens", BigInteger, nullable=False),
+    Column("seen_ms", BigInteger, nullable=False),
+    Column("check_ms", BigInteger),  # when a run may have become idle; null while none is open
+    Index("ix_sessions_check", "check_ms"),
+    Index("ix_sessions_tenant", "tenant", "partition"),
+)
+
+turns = Table(
+    "turns",
+    metadata,
+    Column("turn_id", Text, primary_key=True),
+    Column("session_key", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("explicit", Boolean, nullable=False),
+    Column("task_id", Text),
+    Column("run_id", Text),
+    Column("request_digest", Text, nullable=False),
+    Column("retry", Integer, nullable=False),
+    Column("delivered", Boolean, nullable=False),
+    Column("started_ms", BigInteger, nullable=False),
+    Column("time_ms", BigInteger, nullable=False),
+    Column("seen_ms", BigInteger, nullable=False),
+    Column("completions", Integer, nullable=False),
+    Column("tokens", Integer, nullable=False),
+    Column("prefixes", LargeBinary, nullable=False),
+    Column("replies", LargeBinary, nullable=False),
+    Column("trajectory_id", Text),  # null while the run is open
+    Column("closed_ms", BigInteger),
+    Column("payload", LargeBinary),  # the event; null once a closed run's retention is over
+    Index("ix_turns_session", "session_key"),
+    Index("ix_turns_closed", "closed_ms"),
+)
+
+feedback = Table(
+    "feedback",
+    metadata,
+    Column("event_id", Text, primary_key=True),
+    Column("session_key", Text, nullable=False),
+    Column("partition", Integer, nullable=False),
+    Column("source_offset", BigInteger, nullable=False),
+    Column("turns_until", BigInteger, nullable=False),  # turns before this offset were sent before the feedback
+    Column("at_ms", BigInteger, nullable=False),
+    Column("resolved", Boolean, nullable=False),  # whether its target has been found
+    Column("payload", LargeBinary, nullable=False),
+    Index("ix_feedback_session", "session_key"),
+    Index("ix_feedback_resolved", "resolved", "at_ms"),
+)
+
+ends = Table(
+    "ends",
+    metadata,
+    Column("id", Id, primary_key=True, autoincrement=True),
+    Column("tenant", Text, nullable=False),
+    Column("session_key", Text),  # null: every session of the tenant that has feedback
+    Column("partition", Integer, nullable=False),
+    Column("turns_until", BigInteger, nullable=False),
+    Column("feedback_until", BigInteger, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("msg_ids", Text),  # JSON; only runs with one of these turns
+    Column("before_ms", BigInteger),  # only runs whose last turn is not newer
+    Column("unseen_since_ms", BigInteger),  # only runs of which nothing has been seen since
+    Column("at_ms", BigInteger, nullable=False),
+    Index("ix_ends_at", "at_ms"),
+)

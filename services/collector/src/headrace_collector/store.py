@@ -1,0 +1,127 @@
+"""What the collector reads and writes of its tables. Every function runs in its caller's transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import RowMapping, func, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_collector import digests
+from headrace_collector.branches import pack
+from headrace_collector.facts import TurnFacts
+from headrace_collector.runs import Run, Tokens
+from headrace_collector.schema import feedback, sessions, turns
+from headrace_runtime.clock import epoch_ms
+from headrace_runtime.upsert import upsert
+from headrace_schemas import Feedback, Turn
+
+_FACTS = [turns.c[field.name] for field in fields(TurnFacts)]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How much of a session is open."""
+
+    completions: int
+    tokens: int
+
+
+async def add_turn(tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: int, check_ms: int) -> Load | None:
+    """Keep a turn as open, and say how much of its session is open now. None: this turn is known already."""
+    row = asdict(facts) | {
+        "session_key": turn.session_key,
+        "prefixes": digests.pack(facts.prefixes),
+        "replies": digests.pack(facts.replies),
+        "payload": turn.to_json(),
+    }
+    if not await upsert(tx, turns, {"turn_id": row.pop("turn_id")}, row, update=False):
+        return None
+    return await _open(tx, turn, facts, partition, check_ms)
+
+
+async def _open(tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: int, check_ms: int) -> Load:
+    insert: Any = sqlite.insert if tx.dialect.name == "sqlite" else postgresql.insert
+    added = insert(sessions).values(
+        session_key=turn.session_key,
+        tenant=turn.tenant,
+        partition=partition,
+        open_turns=1,
+        open_completions=facts.completions,
+        open_tokens=facts.tokens,
+        seen_ms=facts.seen_ms,
+        check_ms=check_ms,
+    )
+    upserted = added.on_conflict_do_update(
+        index_elements=[sessions.c.session_key],
+        set_={
+            "partition": partition,
+            "open_turns": sessions.c.open_turns + 1,
+            "open_completions": sessions.c.open_completions + facts.completions,
+            "open_tokens": sessions.c.open_tokens + facts.tokens,
+            "seen_ms": facts.seen_ms,
+            "check_ms": func.coalesce(sessions.c.check_ms, check_ms),
+        },
+    ).returning(sessions.c.open_completions, sessions.c.open_tokens)
+    row = (await tx.execute(upserted)).one()
+    return Load(row.open_completions, row.open_tokens)
+
+
+async def lock_session(tx: AsyncConnection, session_key: str) -> RowMapping | None:
+    """The session's row; nobody else changes the session before this transaction ends."""
+    query = select(sessions).where(sessions.c.session_key == session_key).with_for_update()
+    return (await tx.execute(query)).mappings().one_or_none()
+
+
+async def facts_of_session(tx: AsyncConnection, session_key: str) -> list[TurnFacts]:
+    """Of every turn that is remembered, open or closed."""
+    rows = await tx.execute(select(*_FACTS).where(turns.c.session_key == session_key))
+    return [_facts(row) for row in rows.mappings()]
+
+
+def _facts(row: RowMapping) -> TurnFacts:
+    packed = {name: digests.unpack(row[name]) for name in ("prefixes", "replies")}
+    return TurnFacts(**{**row, **packed})
+
+
+async def load_turns(tx: AsyncConnection, turn_ids: Collection[str]) -> list[Turn]:
+    """The events of those turns whose content is still kept."""
+    rows = await tx.execute(select(turns.c.payload).where(turns.c.turn_id.in_(turn_ids)))
+    return [Turn.from_json(payload) for payload in rows.scalars() if payload is not None]
+
+
+async def load_tokens(tx: AsyncConnection, turn_ids: Collection[str]) -> Tokens:
+    found = {}
+    for turn in await load_turns(tx, turn_ids):
+        prompt = pack(turn.prompt_token_ids)
+        found[turn.turn_id] = (prompt, [prompt + pack(choice.token_ids) for choice in turn.choices])
+    return found
+
+
+async def feedback_of_session(tx: AsyncConnection, session_key: str, tenant: str) -> list[Feedback]:
+    """Oldest first. What another tenant said is none of this session's business."""
+    rows = await tx.execute(select(feedback.c.payload).where(feedback.c.session_key == session_key))
+    found = [Feedback.from_json(payload) for payload in rows.scalars()]
+    return sorted((one for one in found if one.tenant == tenant), key=lambda one: (one.time, one.feedback_id))
+
+
+async def close(tx: AsyncConnection, run: Run, trajectory_id: str, now: datetime) -> None:
+    values = {"trajectory_id": trajectory_id, "closed_ms": epoch_ms(now)}
+    await tx.execute(update(turns).where(turns.c.turn_id.in_(run.turn_ids)).values(values))
+
+
+async def recount(tx: AsyncConnection, session_key: str, left: Iterable[Run], idle_ms: int) -> None:
+    """Set what is open of a session to the runs that are `left`."""
+    runs: Sequence[Run] = list(left)
+    members = [turn for run in runs for turn in run.turns]
+    values = {
+        "open_turns": len(members),
+        "open_completions": sum(turn.completions for turn in members),
+        "open_tokens": sum(turn.tokens for turn in members),
+        "check_ms": min((run.seen_ms + idle_ms for run in runs), default=None),
+    }
+    await tx.execute(update(sessions).where(sessions.c.session_key == session_key).values(values))

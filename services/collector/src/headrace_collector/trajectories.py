@@ -1,0 +1,97 @@
+"""Turns and feedback of one run to its trajectory. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
+
+from pydantic import JsonValue
+
+from headrace_collector.branches import branches
+from headrace_schemas import Feedback, LeftOut, Tool, Trajectory, Turn
+from headrace_schemas.events.trajectory import EndReason, LeftOutReason
+from headrace_schemas.ids import derived_id, key_of_response
+
+_CONTEXT_KEYS_MAX = 64
+_TOOLS_MAX = 1024
+
+
+def trajectory(
+    turns: Sequence[Turn],
+    *,
+    given_up: Collection[str],
+    about_run: Sequence[Feedback],
+    about_session: Sequence[Feedback],
+    reason: EndReason,
+    models: int,
+    now: datetime,
+) -> Trajectory:
+    """The trajectory of a run's turns, all of one model, in any order.
+
+    `given_up` are turns that a retry took the place of. `about_run` is feedback that lists turns of the run,
+    `about_session` what names no turns; in each the last wins, and what lists turns wins over the rest.
+    Raises pydantic's `ValidationError` when the run does not fit an event; the bounds in settings keep it from that.
+    """
+    ordered = sorted(turns, key=lambda turn: (turn.started_at, turn.turn_id))
+    first = ordered[0]
+    left_out = {turn.turn_id: why for turn in ordered if (why := _left_out(turn, given_up))}
+    spoken = [turn for turn in ordered if left_out.get(turn.turn_id) in (None, "truncated_sampling")]
+    graph, dialogues = branches(spoken)
+    feedback = [*about_session, *about_run]
+    return Trajectory(
+        time=now,
+        trajectory_id=derived_id("trajectory", first.session_key, first.turn_id),
+        session_key=first.session_key,
+        session_id=first.session_id,
+        tenant=first.tenant,
+        purpose="eval" if any(turn.purpose == "eval" for turn in ordered) else "train",
+        task_id=_named([about_session, ordered, about_run], "task_id"),
+        run_id=_named([about_session, ordered, about_run], "run_id"),
+        model=first.model,
+        branches=tuple(graph),
+        dialogues=tuple(dialogues),
+        tools=_tools(ordered),
+        left_out=tuple(
+            LeftOut(turn_id=turn.turn_id, reason=left_out[turn.turn_id], version=turn.version)
+            for turn in ordered
+            if turn.turn_id in left_out
+        ),
+        parts=max([1, *(_sessions(one) for one in about_run)]) * models,
+        end_reason=reason,
+        started_at=first.started_at,
+        context=_context(feedback),
+    )
+
+
+def _left_out(turn: Turn, given_up: Collection[str]) -> LeftOutReason | None:
+    if turn.turn_id in given_up:
+        return "retried"
+    if not turn.delivered:
+        return "undelivered"
+    if not any(choice.token_ids for choice in turn.choices):
+        return "empty"
+    return None if turn.sampling.untruncated else "truncated_sampling"
+
+
+def _sessions(feedback: Feedback) -> int:
+    """How many sessions the listed turns belong to."""
+    return len({key for turn in feedback.msg_ids if (key := key_of_response(turn))})
+
+
+def _named(sources: Sequence[Sequence[Turn] | Sequence[Feedback]], field: str) -> str | None:
+    values = [getattr(item, field) for items in sources for item in items]
+    return next((value for value in reversed(values) if value), None)
+
+
+def _tools(turns: Sequence[Turn]) -> tuple[Tool, ...]:
+    """Every tool that the run was offered; of several definitions the last."""
+    return tuple({tool.function.name: tool for turn in turns for tool in turn.tools}.values())[:_TOOLS_MAX]
+
+
+def _context(feedback: Sequence[Feedback]) -> Mapping[str, JsonValue]:
+    merged: dict[str, JsonValue] = {}
+    for one in feedback:
+        for name in one.context:
+            merged.pop(name, None)  # so that the newest are last, and stay when there are too many
+        merged |= one.context
+    return dict(list(merged.items())[-_CONTEXT_KEYS_MAX:])

@@ -1,0 +1,91 @@
+"""What has to be done now and then: bounds kept, content forgotten, feedback about nothing dead-lettered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+from sqlalchemy import RowMapping, delete, func, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_collector import metrics
+from headrace_collector.ends import End, remember
+from headrace_collector.schema import ends, feedback, sessions, stream, turns
+from headrace_collector.settings import Settings
+from headrace_runtime.clock import epoch_ms
+from headrace_runtime.dead_letters import dead_letter
+from headrace_runtime.wire import Record
+from headrace_schemas import DeadLetter, Feedback
+from headrace_schemas.ids import key_of_response
+
+_AT_ONCE_MAX = 500
+
+
+async def keep_bounds(tx: AsyncConnection, now: datetime, settings: Settings) -> None:
+    """Close the sessions that were not seen for longest when there are too many, and measure."""
+    is_open = sessions.c.open_turns > 0
+    count = await tx.scalar(select(func.count()).where(is_open)) or 0
+    metrics.OPEN_SESSIONS.set(count)
+    metrics.WAITING_ENDS.set(await tx.scalar(select(func.count()).select_from(ends)) or 0)
+    metrics.WAITING_FEEDBACK.set(await tx.scalar(select(func.count()).where(feedback.c.resolved.is_(False))) or 0)
+    surplus = min(count - settings.open_sessions_max, _AT_ONCE_MAX)
+    if surplus > 0:
+        oldest = select(sessions).where(is_open).order_by(sessions.c.seen_ms).limit(surplus)
+        rows = (await tx.execute(oldest)).mappings()
+        await remember(tx, now, *(End(row["tenant"], row["session_key"], row["partition"], "limit") for row in rows))
+
+
+async def forget(tx: AsyncConnection, now: datetime, settings: Settings) -> None:
+    """Drop the content of closed turns after `retention_s`, and all trace of them after `remember_s`."""
+    dropped = epoch_ms(now - timedelta(seconds=settings.retention_s))
+    forgotten = epoch_ms(now - timedelta(seconds=settings.remember_s))
+    stale = select(turns.c.turn_id).where(turns.c.closed_ms <= dropped, turns.c.payload.is_not(None))
+    await tx.execute(update(turns).where(turns.c.turn_id.in_(stale.limit(_AT_ONCE_MAX))).values(payload=None))
+    old = select(turns.c.turn_id).where(turns.c.closed_ms <= forgotten).limit(_AT_ONCE_MAX)
+    await tx.execute(delete(turns).where(turns.c.turn_id.in_(old)))
+    await tx.execute(delete(feedback).where(feedback.c.resolved, feedback.c.at_ms <= forgotten))
+    await tx.execute(delete(sessions).where(sessions.c.open_turns == 0, sessions.c.seen_ms <= forgotten))
+
+
+async def find_targets(tx: AsyncConnection, now: datetime, settings: Settings) -> list[DeadLetter]:
+    """Look whether feedback that has waited long enough is about anything that exists; dead-letter the rest."""
+    waited = now - timedelta(seconds=settings.feedback_wait_s)
+    overdue = waited - timedelta(seconds=settings.end_wait_s)
+    reached = select(stream.positions.c.next_offset).where(
+        stream.positions.c.topic == "turns", stream.positions.c.partition == feedback.c.partition
+    )
+    due = select(feedback).where(
+        feedback.c.resolved.is_(False),
+        feedback.c.at_ms <= epoch_ms(waited),
+        (feedback.c.turns_until <= func.coalesce(reached.scalar_subquery(), 0))
+        | (feedback.c.at_ms <= epoch_ms(overdue)),
+    )
+    rows: Sequence[RowMapping] = (await tx.execute(due.limit(_AT_ONCE_MAX))).mappings().all()
+    letters = []
+    found = []
+    for row in rows:
+        event = Feedback.from_json(row["payload"])
+        if await _has_target(tx, event):
+            found.append(row["event_id"])
+        else:
+            record = Record("feedback", row["partition"], row["source_offset"], event.key.encode(), row["payload"])
+            named = f"{len(event.msg_ids)} turns" if event.msg_ids else "its session"
+            error = f"{named} were not seen within {settings.feedback_wait_s:g} s by tenant {event.tenant}"
+            letters.append(dead_letter("collector", record, "unknown_target", error))
+            await tx.execute(delete(feedback).where(feedback.c.event_id == row["event_id"]))
+    if found:
+        await tx.execute(update(feedback).where(feedback.c.event_id.in_(found)).values(resolved=True))
+    return letters
+
+
+async def _has_target(tx: AsyncConnection, event: Feedback) -> bool:
+    elsewhere = {key_of_response(turn) for turn in event.msg_ids} - {None, event.session_key}
+    if elsewhere:  # a copy of this feedback went to each session that it is about
+        return True
+    known = select(sessions.c.session_key).where(
+        sessions.c.session_key == event.session_key, sessions.c.tenant == event.tenant
+    )
+    if event.msg_ids:
+        listed = select(turns.c.turn_id).where(turns.c.turn_id.in_(event.msg_ids))
+        known = known.where(listed.where(turns.c.session_key == event.session_key).exists())
+    return (await tx.scalar(known.limit(1))) is not None

@@ -1,0 +1,141 @@
+"""Turns as an agent makes them, on a chat template of one token per character.
+
+`ask` renders the messages, so the history of a conversation is an exact token prefix of what follows from it, as long
+as the answers are sent back as they were.
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from hashlib import sha256
+from typing import Any
+
+from headrace_schemas import Choice, Feedback, Message, Sampling, SessionEnd, Turn, Usage, ids
+from tests.support.streams import START
+
+ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
+EOS = 5
+VERSION = "m@0123456789ab"
+_count = itertools.count(1)
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def tool(text: str) -> Message:
+    return Message(role="tool", content=text, tool_call_id="c")
+
+
+def said(text: str) -> Message:
+    return Message(role="assistant", content=text)
+
+
+def text_ids(text: str) -> list[int]:
+    return [10 + ord(letter) for letter in text]
+
+
+def render(messages: Sequence[Message]) -> tuple[int, ...]:
+    """The prompt: each message with its role before and a stop behind it, then the role of who answers."""
+    tokens = [token for message in messages for token in (ROLES[message.role], *text_ids(message.text), EOS)]
+    return (*tokens, ROLES["assistant"])
+
+
+def ask(
+    messages: Sequence[Message],
+    *replies: str,
+    session: str = "s",
+    tenant: str = "default",
+    at: float = 0.0,
+    stop: bool = True,
+    **fields: Any,
+) -> Turn:
+    """A turn that starts `at` seconds after the start of time and takes one. Several replies are several choices.
+
+    Without `stop` the answer was cut off before its stop token.
+    """
+    key = ids.session_key(tenant, session)
+    prompt = fields.pop("prompt_token_ids", None) or render(messages)
+    choices = tuple(_choice(index, text, stop) for index, text in enumerate(replies or ("ok",)))
+    digest = sha256(repr([message.model_dump() for message in messages]).encode()).hexdigest()
+    given = {
+        "time": START + timedelta(seconds=at + 1),
+        "turn_id": ids.response_id(key, uuid.UUID(int=next(_count))),
+        "session_key": key,
+        "session_id": session,
+        "session_source": "header",
+        "tenant": tenant,
+        "model": "m",
+        "version": VERSION,
+        "replica_id": "r",
+        "request_digest": digest,
+        "messages": tuple(messages),
+        "sampling": Sampling(),
+        "prompt_token_ids": prompt,
+        "choices": choices,
+        "usage": Usage(prompt_tokens=len(prompt), completion_tokens=sum(len(choice.token_ids) for choice in choices)),
+        "started_at": START + timedelta(seconds=at),
+    }
+    return Turn.model_validate({**given, **fields})
+
+
+def _choice(index: int, text: str, stop: bool) -> Choice:
+    tokens = text_ids(text) + [EOS] * stop
+    logprobs = tuple(-0.125 * (1 + at % 7) for at in range(len(tokens)))
+    return Choice(
+        index=index,
+        token_ids=tuple(tokens),
+        logprobs=logprobs,
+        finish_reason="stop" if stop else "length",
+        message=said(text),
+    )
+
+
+def after(turn: Turn, *messages: Message, choice: int = 0) -> list[Message]:
+    """What a client sends next: the conversation, the answer that it chose, and something new."""
+    return [*turn.messages, turn.choices[choice].message, *messages]
+
+
+def feedback(
+    session: str = "s",
+    *turns: Turn,
+    value: float | None = 1.0,
+    tenant: str = "default",
+    at: float = 50.0,
+    **fields: Any,
+) -> Feedback:
+    """Feedback that lists `turns`, or is about the session when there are none."""
+    given = {
+        "time": START + timedelta(seconds=at),
+        "feedback_id": f"f{next(_count)}",
+        "session_key": ids.session_key(tenant, session),
+        "tenant": tenant,
+        "value": value,
+        "msg_ids": tuple(turn.turn_id for turn in turns),
+    }
+    return Feedback.model_validate({**given, **fields})
+
+
+def end(session: str = "s", *, tenant: str = "default", at: float = 50.0) -> SessionEnd:
+    return SessionEnd(
+        time=START + timedelta(seconds=at),
+        end_id=f"e{next(_count)}",
+        session_key=ids.session_key(tenant, session),
+        session_id=session,
+        tenant=tenant,
+    )
+
+
+def commit(partition: int = 0, *, tenant: str = "default", before: float | None = None) -> SessionEnd:
+    return SessionEnd(
+        time=START + timedelta(seconds=60),
+        end_id=f"e{next(_count)}",
+        scope="tenant",
+        tenant=tenant,
+        reason="commit",
+        partition=partition,
+        before=None if before is None else START + timedelta(seconds=before),
+    )

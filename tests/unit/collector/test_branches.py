@@ -1,0 +1,184 @@
+"""The branch graph: exact token prefixes, every sampled token in one span of one branch, bit for bit (P2)."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace_collector.branches import branches
+from headrace_schemas import Branch, Choice, Sampling, Turn
+from tests.support.turns import EOS, after, ask, render, said, text_ids, tool, user
+
+
+def spans(branch: Branch) -> list[tuple[str, int]]:
+    return [(span.turn_id, span.choice) for span in branch.spans]
+
+
+def test_a_conversation_is_one_branch_with_loss_on_what_was_sampled() -> None:
+    first = ask([user("q")], "call")
+    second = ask(after(first, tool("result")), "answer")
+    (branch,), (dialogue,) = branches([second, first])
+    assert branch.token_ids == render(second.messages) + second.choices[0].token_ids
+    sampled = [token for token, mask in zip(branch.token_ids, branch.loss_mask, strict=True) if mask]
+    assert sampled == [*text_ids("call"), EOS, *text_ids("answer"), EOS]
+    assert [message.text for message in dialogue.messages] == ["q", "call", "result", "answer"]
+
+
+def test_history_that_is_no_exact_prefix_forks() -> None:
+    first = ask([user("q")], "thinking: yes")
+    stripped = ask([user("q"), said("yes"), user("more")], "answer")
+    graph, _ = branches([first, stripped])
+    assert [spans(branch) for branch in graph] == [[(first.turn_id, 0)], [(stripped.turn_id, 0)]]
+
+
+def test_one_token_of_difference_forks() -> None:
+    first = ask([user("q")], "yes")
+    changed = (*render(first.messages)[:-1], 4, *text_ids("yes"), EOS, 2, *text_ids("more"), EOS, 3)
+    second = ask(after(first, user("more")), "answer", prompt_token_ids=changed)
+    assert len(branches([first, second])[0]) == 2
+
+
+def test_an_answer_that_was_cut_off_is_continued_when_its_tokens_are() -> None:
+    first = ask([user("q")], "one two", stop=False)
+    second = ask([user("q")], "three", prompt_token_ids=render([user("q")]) + first.choices[0].token_ids)
+    (branch,), _ = branches([first, second])
+    assert spans(branch) == [(first.turn_id, 0), (second.turn_id, 0)]
+    assert branch.spans[0].stop == branch.spans[1].start, "no observation between them"
+
+
+def test_a_fork_holds_what_it_shares_as_context() -> None:
+    first = ask([user("q")], "call")
+    left = ask(after(first, tool("a")), "left", at=2)
+    right = ask(after(first, tool("bbbb")), "right", at=3)
+    main, fork = branches([first, left, right])[0]
+    assert spans(main) == [(first.turn_id, 0), (right.turn_id, 0)], "the longest line goes on"
+    assert spans(fork) == [(left.turn_id, 0)]
+    assert sum(fork.loss_mask) == len(left.choices[0].token_ids)
+
+
+def test_each_choice_can_be_continued_and_the_others_are_leaves() -> None:
+    first = ask([user("q")], "a", "b", "c")
+    second = ask(after(first, user("more"), choice=1), "answer")
+    graph, dialogues = branches([first, second])
+    assert sorted(map(spans, graph)) == [
+        [(first.turn_id, 0)],
+        [(first.turn_id, 1), (second.turn_id, 0)],
+        [(first.turn_id, 2)],
+    ]
+    assert len(dialogues) == 3
+
+
+def test_parallel_samples_that_came_out_equal_stay_two_lines() -> None:
+    one, other = ask([user("q")], "same", at=0), ask([user("q")], "same", at=1)
+    next_one, next_other = ask(after(one, user("m")), "x", at=2), ask(after(one, user("m")), "y", at=3)
+    graph, _ = branches([one, other, next_one, next_other])
+    assert sorted(len(branch.spans) for branch in graph) == [2, 2]
+
+
+def test_turns_that_cannot_be_trained_are_context() -> None:
+    first = ask([user("q")], "a")
+    greedy = ask(after(first, user("m")), "b", sampling=Sampling(temperature=0.0))
+    third = ask(after(greedy, user("n")), "c")
+    (branch,), _ = branches([first, greedy, third])
+    assert spans(branch) == [(first.turn_id, 0), (third.turn_id, 0)]
+    assert sum(branch.loss_mask) == 4
+
+
+def test_a_branch_ends_with_its_last_trained_token_and_its_dialogue_with_the_last_word() -> None:
+    first = ask([user("q")], "a")
+    greedy = ask(after(first, user("m")), "final", sampling=Sampling(temperature=0.0))
+    (branch,), (dialogue,) = branches([first, greedy])
+    assert branch.token_ids == render(first.messages) + first.choices[0].token_ids
+    assert dialogue.messages[-1].text == "final"
+
+
+def test_a_line_with_nothing_to_train_is_a_dialogue_and_no_branch() -> None:
+    greedy = ask([user("q")], "a", sampling=Sampling(temperature=0.0))
+    graph, dialogues = branches([greedy])
+    assert (graph, [dialogue.messages[-1].text for dialogue in dialogues]) == ([], ["a"])
+
+
+def test_a_very_long_line_is_walked_without_recursion() -> None:
+    turns = []
+    prompt: tuple[int, ...] = (2,)
+    for at in range(1200):
+        turns.append(ask([user("q")], "x", at=at, prompt_token_ids=prompt))
+        prompt += (*turns[-1].choices[0].token_ids, 7)
+    (branch,), _ = branches(turns)
+    assert len(branch.spans) == 1200
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[Turn]:
+    """Random trees: continue any choice, repeat a prompt, rewrite history, cut answers off, sample greedily."""
+    turns: list[Turn] = []
+    for at in range(draw(st.integers(1, 12))):
+        texts = draw(st.lists(st.sampled_from(["a", "b", "aa", "ab", ""]), min_size=1, max_size=3))
+        stop = draw(st.booleans())  # an empty answer that was cut off has no token at all
+        messages = [user(draw(st.sampled_from(["q", "r"])))]
+        prompt: tuple[int, ...] | None = None
+        if turns and draw(st.integers(0, 3)):
+            parent, choice = draw(st.sampled_from([(turn, at) for turn in turns for at in range(len(turn.choices))]))
+            messages = after(parent, user(draw(st.sampled_from(["m", "n"]))), choice=choice)[-30:]
+            kind = draw(st.sampled_from(["exact", "rendered", "continued"]))
+            whole = parent.prompt_token_ids + parent.choices[choice].token_ids
+            if kind == "exact":
+                prompt = (*whole, 2, *text_ids(messages[-1].text), EOS, 3)
+            elif kind == "continued":
+                prompt = whole
+        sampling = draw(st.sampled_from([Sampling(), Sampling(), Sampling(), Sampling(temperature=0.0)]))
+        turns.append(ask(messages, *texts, at=at % 3, stop=stop, sampling=sampling, prompt_token_ids=prompt))
+    return turns
+
+
+def choices(turns: list[Turn]) -> dict[tuple[str, int], tuple[Turn, Choice]]:
+    """What is to be trained."""
+    return {
+        (turn.turn_id, choice.index): (turn, choice)
+        for turn in turns
+        if turn.sampling.untruncated
+        for choice in turn.choices
+        if choice.token_ids
+    }
+
+
+@settings(max_examples=150, deadline=None)
+@given(conversations(), st.randoms(use_true_random=False))
+def test_p2_every_sampled_token_lies_in_one_span_bit_for_bit(turns: list[Turn], shuffle: random.Random) -> None:
+    graph, dialogues = branches(turns)
+    expected = choices(turns)
+    found = [(span.turn_id, span.choice) for branch in graph for span in branch.spans]
+    assert sorted(found) == sorted(expected), "each exactly once"
+    for branch in graph:
+        for span in branch.spans:
+            turn, choice = expected[span.turn_id, span.choice]
+            assert branch.token_ids[: span.start] == turn.prompt_token_ids, "the context is what the engine saw"
+            assert branch.token_ids[span.start : span.stop] == choice.token_ids
+            assert span.logprobs == choice.logprobs
+        assert sum(branch.loss_mask) == sum(len(span.logprobs) for span in branch.spans)
+        assert branch.spans[-1].stop == len(branch.token_ids)
+    assert len(dialogues) >= len(graph)
+    for branch, dialogue in zip(graph, dialogues, strict=False):
+        last = expected[branch.spans[-1].turn_id, branch.spans[-1].choice]
+        assert (
+            dialogue.messages[: len(last[0].messages)] == last[0].messages or dialogue.messages[-1].role == "assistant"
+        )
+    shuffled = list(turns)
+    shuffle.shuffle(shuffled)
+    assert branches(shuffled) == (graph, dialogues), "in whatever order they arrived"
+
+
+@settings(max_examples=100, deadline=None)
+@given(conversations())
+def test_nothing_forks_that_could_have_continued(turns: list[Turn]) -> None:
+    graph, _ = branches([turn for turn in turns if turn.sampling.untruncated])
+    for fork in graph:
+        context = fork.token_ids[: fork.spans[0].start]
+        for other in graph:
+            length = len(other.token_ids)
+            if other is not fork and context[:length] == other.token_ids:
+                equal = [line for line in graph if line.token_ids[:length] == other.token_ids and line is not other]
+                ends = [span for line in equal for span in line.spans if span.stop == length]
+                assert ends, "it extends a line that nobody went on from, and that has no equal"
