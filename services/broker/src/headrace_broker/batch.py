@@ -81,12 +81,12 @@ def parse_produced(raw: bytes | memoryview) -> Batch:
     if len(raw) > 16 and raw[16] != 2:
         raise Rejected(Code.UNSUPPORTED_FOR_MESSAGE_FORMAT, f"message format {raw[16]}; only 2 is taken")
     if len(raw) < HEADER_BYTES:
-        raise Rejected(Code.CORRUPT_MESSAGE, f"a batch of {len(raw)} bytes")
+        raise Rejected(Code.INVALID_RECORD, f"a batch of {len(raw)} bytes")
     length, checksum = struct.unpack_from(">i", raw, 8)[0], struct.unpack_from(">I", raw, _CRC_AT)[0]
     if length + _LENGTH_FROM < len(raw):
         raise Rejected(Code.INVALID_RECORD, "more than one batch for a partition in one request")
     if length + _LENGTH_FROM != len(raw):
-        raise Rejected(Code.CORRUPT_MESSAGE, f"a batch says it has {length + _LENGTH_FROM} bytes and has {len(raw)}")
+        raise Rejected(Code.INVALID_RECORD, f"a batch says it has {length + _LENGTH_FROM} bytes and has {len(raw)}")
     if crc32c(memoryview(raw)[_CHECKED_FROM:]) != checksum:
         raise Rejected(Code.CORRUPT_MESSAGE, "the checksum does not match")
     batch = parse(raw)

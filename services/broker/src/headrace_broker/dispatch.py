@@ -1,6 +1,8 @@
 """The whole API surface: one version of each request, who handles it, and how a refusal looks.
 
-Exactly one version is announced: librdkafka up to 2.0 derives features from the low end of a range.
+The announced range ends at the version served, which is the one that clients then choose. It begins there too, but for
+a few APIs: librdkafka before 2.1 (Debian's kcat) switches record batches, consumer groups and lz4 off unless the range
+holds the version in which each first appeared, although it never sends that version.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ class Api:
     request: type[Any]
     handle: Callable[[Broker, Call, Any], Awaitable[Any]]
     refuse: Callable[[Any, Code], Any] | None = None
+    announced_from: int | None = None
+    """Low end of the announced range, when it is not `version`."""
 
 
 async def _api_versions(broker: Broker, call: Call, request: ApiVersionsRequest) -> ApiVersionsResponse:
@@ -52,31 +56,31 @@ def _refuse_join(request: group_messages.JoinGroupRequest, code: Code) -> group_
 
 
 APIS = (
-    Api("Produce", 0, 7, produce_messages.ProduceRequest, produce.produce),
-    Api("Fetch", 1, 11, fetch_messages.FetchRequest, fetch.fetch),
-    Api("ListOffsets", 2, 2, fetch_messages.ListOffsetsRequest, list_offsets.list_offsets),
+    Api("Produce", 0, 7, produce_messages.ProduceRequest, produce.produce, announced_from=3),
+    Api("Fetch", 1, 11, fetch_messages.FetchRequest, fetch.fetch, announced_from=4),
+    Api("ListOffsets", 2, 2, fetch_messages.ListOffsetsRequest, list_offsets.list_offsets, announced_from=1),
     Api("Metadata", 3, 4, metadata_messages.MetadataRequest, metadata.metadata),
-    Api("OffsetCommit", 8, 3, offset_messages.OffsetCommitRequest, offsets.offset_commit),
+    Api("OffsetCommit", 8, 3, offset_messages.OffsetCommitRequest, offsets.offset_commit, announced_from=2),
     Api(
         "OffsetFetch", 9, 3, offset_messages.OffsetFetchRequest, offsets.offset_fetch,
-        lambda _, code: offset_messages.OffsetFetchResponse(0, (), code),
+        lambda _, code: offset_messages.OffsetFetchResponse(0, (), code), announced_from=1,
     ),
     Api(
         "FindCoordinator", 10, 1, metadata_messages.FindCoordinatorRequest, metadata.find_coordinator,
-        lambda _, code: metadata_messages.FindCoordinatorResponse(0, code, code.name, -1, "", -1),
+        lambda _, code: metadata_messages.FindCoordinatorResponse(0, code, code.name, -1, "", -1), announced_from=0,
     ),
-    Api("JoinGroup", 11, 5, group_messages.JoinGroupRequest, groups.join_group, _refuse_join),
+    Api("JoinGroup", 11, 5, group_messages.JoinGroupRequest, groups.join_group, _refuse_join, announced_from=0),
     Api(
         "Heartbeat", 12, 1, group_messages.HeartbeatRequest, groups.heartbeat,
-        lambda _, code: group_messages.HeartbeatResponse(0, code),
+        lambda _, code: group_messages.HeartbeatResponse(0, code), announced_from=0,
     ),
     Api(
         "LeaveGroup", 13, 1, group_messages.LeaveGroupRequest, groups.leave_group,
-        lambda _, code: group_messages.LeaveGroupResponse(0, code),
+        lambda _, code: group_messages.LeaveGroupResponse(0, code), announced_from=0,
     ),
     Api(
         "SyncGroup", 14, 3, group_messages.SyncGroupRequest, groups.sync_group,
-        lambda _, code: group_messages.SyncGroupResponse(0, code, b""),
+        lambda _, code: group_messages.SyncGroupResponse(0, code, b""), announced_from=0,
     ),
     Api("DescribeGroups", 15, 2, group_messages.DescribeGroupsRequest, groups.describe_groups),
     Api("ListGroups", 16, 1, group_messages.ListGroupsRequest, groups.list_groups),
@@ -114,7 +118,13 @@ class Request(NamedTuple):
 
 def announced(code: Code) -> ApiVersionsResponse:
     """What we serve. Kafka's clients read this form after UNSUPPORTED_VERSION too, and ask again."""
-    return ApiVersionsResponse(code, tuple(ApiVersion(api.key, api.version, api.version) for api in APIS))
+    return ApiVersionsResponse(
+        code,
+        tuple(
+            ApiVersion(api.key, api.version if api.announced_from is None else api.announced_from, api.version)
+            for api in APIS
+        ),
+    )
 
 
 def parse(frame: bytes) -> Request:

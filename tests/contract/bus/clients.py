@@ -1,0 +1,68 @@
+"""aiokafka's producer and consumer as context managers, and reading until enough is there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
+
+READ_TIMEOUT_S = 20.0
+
+
+@contextlib.asynccontextmanager
+async def producing(bus: str, **options: object) -> AsyncIterator[AIOKafkaProducer]:
+    producer = AIOKafkaProducer(bootstrap_servers=bus, **{"enable_idempotence": True, **options})
+    await producer.start()
+    try:
+        yield producer
+    finally:
+        await producer.stop()
+
+
+@contextlib.asynccontextmanager
+async def consuming(bus: str, *topics: str, **options: object) -> AsyncIterator[AIOKafkaConsumer]:
+    defaults: dict[str, object] = {
+        "auto_offset_reset": "earliest",
+        "enable_auto_commit": False,
+        "heartbeat_interval_ms": 300,
+        "fetch_max_wait_ms": 200,
+        "retry_backoff_ms": 50,
+    }
+    consumer = AIOKafkaConsumer(*topics, bootstrap_servers=bus, **{**defaults, **options})
+    await consumer.start()
+    try:
+        yield consumer
+    finally:
+        await consumer.stop()
+
+
+async def eventually(holds: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
+    """Wait until `holds` does, asking ten times a second. Raises `TimeoutError`."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            if await holds():
+                return
+            await asyncio.sleep(0.1)
+
+
+async def take(consumer: AIOKafkaConsumer, count: int) -> list[ConsumerRecord]:
+    """Exactly the next `count` records. Raises `TimeoutError` when they do not come."""
+    async with asyncio.timeout(READ_TIMEOUT_S):
+        return [await consumer.getone() for _ in range(count)]
+
+
+async def everything(bus: str, topic: str, **options: object) -> list[ConsumerRecord]:
+    """All records of partition 0, from its start to where it ends now."""
+    async with consuming(bus, **options) as consumer:
+        partition = TopicPartition(topic, 0)
+        consumer.assign([partition])
+        end = (await consumer.end_offsets([partition]))[partition]
+        await consumer.seek_to_beginning(partition)
+        records: list[ConsumerRecord] = []
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            while await consumer.position(partition) < end:
+                for batch in (await consumer.getmany(timeout_ms=200)).values():
+                    records += batch
+        return [record for record in records if record.offset < end]

@@ -1,0 +1,182 @@
+"""librdkafka's view, through confluent-kafka: producer, group, admin, transactions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from confluent_kafka import Consumer, ConsumerGroupState, KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AdminClient,
+    ConfigResource,
+    NewTopic,
+    ResourceType,
+)
+
+from tests.contract.bus.conftest import CreateTopic
+
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture
+async def wide(create: CreateTopic) -> str:
+    """A topic with four partitions."""
+    return await create(partitions=4)
+
+
+@pytest.fixture
+def reader(bus: str, unique: str) -> Iterator[Consumer]:
+    consumer = Consumer(
+        {
+            "bootstrap.servers": bus,
+            "group.id": unique,
+            "auto.offset.reset": "earliest",
+            "enable.auto.commit": False,
+            "fetch.wait.max.ms": 100,
+            "isolation.level": "read_committed",
+        }
+    )
+    yield consumer
+    consumer.close()
+
+
+def _producer(bus: str, **options: object) -> Producer:
+    settings = {"bootstrap.servers": bus, "enable.idempotence": True, "linger.ms": 5}
+    return Producer({**settings, **{key.replace("_", "."): value for key, value in options.items()}})
+
+
+def _take(consumer: Consumer, count: int) -> list[Message]:
+    messages: list[Message] = []
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(messages) < count:
+        assert time.monotonic() < deadline, f"{len(messages)} of {count} records came"
+        message = consumer.poll(0.2)
+        if message is not None:
+            assert message.error() is None, message.error()
+            messages.append(message)
+    return messages
+
+
+@pytest.mark.parametrize("compression", ["none", "gzip", "snappy", "lz4", "zstd"])
+def test_produce_and_consume(bus: str, topic: str, reader: Consumer, compression: str) -> None:
+    producer = _producer(bus, compression_type=compression)
+    for number in range(1000):
+        producer.produce(
+            topic, b"%d" % number, b"k", headers={"n": b"%d" % number}, timestamp=1_700_000_000_000 + number
+        )
+    assert producer.flush(TIMEOUT_S) == 0
+    reader.subscribe([topic])
+    messages = _take(reader, 1000)
+    assert [message.value() for message in messages] == [b"%d" % number for number in range(1000)]
+    assert messages[500].headers() == [("n", b"500")]
+    assert messages[500].timestamp()[1] == 1_700_000_000_500
+
+
+def test_commits_positions_and_watermarks(bus: str, topic: str, reader: Consumer, unique: str) -> None:
+    producer = _producer(bus)
+    for number in range(10):
+        producer.produce(topic, b"%d" % number, timestamp=1_700_000_000_000 + 1000 * number)
+    assert producer.flush(TIMEOUT_S) == 0
+    reader.subscribe([topic])
+    third = _take(reader, 3)[2]
+    reader.commit(message=third, asynchronous=False)
+    (committed,) = reader.committed([TopicPartition(topic, 0)], TIMEOUT_S)
+    assert committed.offset == 3
+    assert reader.get_watermark_offsets(TopicPartition(topic, 0), TIMEOUT_S) == (0, 10)
+    (found,) = reader.offsets_for_times([TopicPartition(topic, 0, 1_700_000_004_500)], TIMEOUT_S)
+    assert found.offset == 5
+
+
+def test_two_members(bus: str, wide: str, unique: str) -> None:
+    options = {"bootstrap.servers": bus, "group.id": unique, "auto.offset.reset": "earliest"}
+    first, second = Consumer(options), Consumer(options)
+    try:
+        first.subscribe([wide])
+        second.subscribe([wide])
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (len(first.assignment()) == len(second.assignment()) == 2):
+            assert time.monotonic() < deadline
+            first.poll(0.05)
+            second.poll(0.05)
+        assert {p.partition for p in first.assignment() + second.assignment()} == {0, 1, 2, 3}
+    finally:
+        first.close()
+        second.close()
+
+
+def test_unknown_topic(bus: str, unique: str) -> None:
+    errors: list[KafkaError | None] = []
+    options = {"topic_metadata_propagation_max_ms": 200, "topic_metadata_refresh_fast_interval_ms": 100}
+    producer = _producer(bus, message_timeout_ms=3_000, **options)
+    producer.produce(unique, b"x", on_delivery=lambda error, _: errors.append(error))
+    producer.flush(TIMEOUT_S)
+    assert [error.code() for error in errors if error] == [KafkaError.UNKNOWN_TOPIC_OR_PART]
+
+
+def test_transaction(bus: str, topic: str, unique: str, reader: Consumer) -> None:
+    producer = _producer(bus, transactional_id=unique)
+    producer.init_transactions(TIMEOUT_S)
+    for number, commit in enumerate([False, True]):
+        producer.begin_transaction()
+        producer.produce(topic, b"%d" % number)
+        producer.commit_transaction(TIMEOUT_S) if commit else producer.abort_transaction(TIMEOUT_S)
+    reader.subscribe([topic])
+    assert [message.value() for message in _take(reader, 1)] == [b"1"]
+
+
+def test_topics_as_admin(bus: str, unique: str) -> None:
+    admin = AdminClient({"bootstrap.servers": bus})
+    admin.create_topics([NewTopic(unique, 2, 1, config={"retention.ms": "60000"})])[unique].result(TIMEOUT_S)
+    _until(lambda: unique in admin.list_topics(timeout=TIMEOUT_S).topics)
+    assert len(admin.list_topics(timeout=TIMEOUT_S).topics[unique].partitions) == 2
+    wrong = NewTopic(f"{unique}-x", 1, 1, config={"no.such": "1"})
+    with pytest.raises(KafkaException) as caught:
+        admin.create_topics([wrong])[wrong.topic].result(TIMEOUT_S)
+    assert caught.value.args[0].code() == KafkaError.INVALID_CONFIG
+    resource = ConfigResource(ResourceType.TOPIC, unique)
+    config = admin.describe_configs([resource])[resource].result(TIMEOUT_S)
+    assert config["retention.ms"].value == "60000"
+    assert config["cleanup.policy"].value == "delete"
+    admin.delete_topics([unique])[unique].result(TIMEOUT_S)
+    _until(lambda: unique not in admin.list_topics(timeout=TIMEOUT_S).topics)
+
+
+def test_groups_as_admin(bus: str, topic: str, unique: str, reader: Consumer) -> None:
+    admin = AdminClient({"bootstrap.servers": bus})
+    reader.subscribe([topic])
+    _until(lambda: reader.poll(0.1) is None and len(reader.assignment()) == 1)
+    group = admin.describe_consumer_groups([unique])[unique].result(TIMEOUT_S)
+    assert (group.state, len(group.members)) == (ConsumerGroupState.STABLE, 1)
+    assert unique in _groups(admin)
+    assert _refused(admin, unique) == KafkaError.NON_EMPTY_GROUP
+    reader.commit(offsets=[TopicPartition(topic, 0, 0)], asynchronous=False)
+    reader.unsubscribe()
+    _until(lambda: reader.poll(0.05) is None and _state(admin, unique) is ConsumerGroupState.EMPTY)
+    admin.delete_consumer_groups([unique])[unique].result(TIMEOUT_S)
+    assert unique not in _groups(admin)
+    assert _refused(admin, unique) == KafkaError.GROUP_ID_NOT_FOUND
+
+
+def _groups(admin: AdminClient) -> set[str]:
+    return {entry.group_id for entry in admin.list_consumer_groups().result(TIMEOUT_S).valid}
+
+
+def _refused(admin: AdminClient, group: str) -> int:
+    """The error code of deleting the group."""
+    with pytest.raises(KafkaException) as caught:
+        admin.delete_consumer_groups([group])[group].result(TIMEOUT_S)
+    code: int = caught.value.args[0].code()
+    return code
+
+
+def _state(admin: AdminClient, group: str) -> ConsumerGroupState:
+    state: ConsumerGroupState = admin.describe_consumer_groups([group])[group].result(TIMEOUT_S).state
+    return state
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,113 @@
+"""A client that sends exactly what a test says, in the versions of the embedded broker; Kafka knows them too."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import AsyncIterator
+from typing import NamedTuple, TypeVar
+
+from headrace_broker.batch import parse
+from headrace_broker.dispatch import APIS
+from headrace_broker.protocol.fetch import FetchPartition, FetchRequest, FetchResponse, FetchTopic
+from headrace_broker.protocol.produce import ProducePartition, ProduceRequest, ProduceResponse, ProduceTopic
+from headrace_broker.protocol.versions import RequestHeader
+from headrace_broker.wire import Source, decode, encode
+
+M = TypeVar("M", bound=NamedTuple)
+READY_TIMEOUT_S = 20.0
+NOT_LEADER = 6
+_LOADING = (14, 15, 16)
+_API_OF = {api.request: api for api in APIS}
+
+
+class WireClient:
+    """One connection. `ask` sends a request and reads its answer; `send` and `receive` do one of the two."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self.writer = writer
+        self._correlation = 0
+
+    async def ask(self, request: NamedTuple, answer: type[M]) -> M:
+        self.send(request)
+        return await self.receive(answer)
+
+    async def ask_ready(self, request: NamedTuple, answer: type[M]) -> M:
+        """The same, again while a Kafka that has just started says that it loads (`error_code` of the answer)."""
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            while True:
+                response = await self.ask(request, answer)
+                if response.error_code not in _LOADING:  # type: ignore[attr-defined]
+                    return response
+                await asyncio.sleep(0.1)
+
+    def send(self, request: NamedTuple) -> None:
+        api = _API_OF[type(request)]
+        self._correlation += 1
+        frame = encode(RequestHeader(api.key, api.version, self._correlation, "wire-test"))
+        encode(request, frame)
+        self.send_raw(bytes(frame))
+
+    def send_raw(self, frame: bytes) -> None:
+        self.writer.write(struct.pack(">i", len(frame)) + frame)
+
+    async def receive(self, answer: type[M]) -> M:
+        body = await self.receive_raw()
+        return decode(answer, Source(memoryview(body)[4:]))
+
+    async def receive_raw(self) -> bytes:
+        """The next answer, correlation id in front. Raises `EOFError` when the other side closed."""
+        async with asyncio.timeout(20):
+            (size,) = struct.unpack(">i", await self._reader.readexactly(4))
+            return await self._reader.readexactly(size)
+
+    async def produce(
+        self, topic: str, records: bytes, *, acks: int = -1, partition: int = 0, transactional_id: str | None = None
+    ) -> tuple[int, int]:
+        """Error code and base offset."""
+        await self._led(topic, partition)
+        topics = (ProduceTopic(topic, (ProducePartition(partition, records),)),)
+        response = await self.ask(ProduceRequest(transactional_id, acks, 10_000, topics), ProduceResponse)
+        answer = response.topics[0].partitions[0]
+        return answer.error_code, answer.base_offset
+
+    async def _led(self, topic: str, partition: int) -> None:
+        """Wait while a new partition has no leader: Kafka announces a topic a little before it serves it."""
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            while True:
+                code, _ = await self.fetch(topic, partition=partition)
+                if code != NOT_LEADER:
+                    return
+                await asyncio.sleep(0.05)
+
+    async def fetch(self, topic: str, offset: int = 0, *, isolation: int = 0, partition: int = 0) -> tuple[int, bytes]:
+        """Error code and records of what is there now."""
+        wanted = (FetchTopic(topic, (FetchPartition(partition, -1, offset, -1, 1_000_000),)),)
+        request = FetchRequest(-1, 0, 0, 10_000_000, isolation, 0, -1, wanted, (), "")
+        response = await self.ask(request, FetchResponse)
+        answer = response.topics[0].partitions[0]
+        return answer.error_code, bytes(answer.records or b"")
+
+    async def base_offsets(self, topic: str) -> list[int]:
+        """Base offsets of the batches of partition 0, from its start."""
+        _, data = await self.fetch(topic)
+        found = []
+        while data:
+            size = 12 + struct.unpack_from(">i", data, 8)[0]
+            found.append(parse(data[:size]).base_offset)
+            data = data[size:]
+        return found
+
+
+@contextlib.asynccontextmanager
+async def connected(address: str) -> AsyncIterator[WireClient]:
+    host, port = address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield WireClient(reader, writer)
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
