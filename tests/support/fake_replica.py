@@ -238,7 +238,9 @@ class Generation:
         delta: dict[str, Any] = {} if self.calls_a_tool else {"content": text_of(token)}
         if self.calls_a_tool and at == self.limit - 2:
             call = self.tool_call(index)
-            delta = {"tool_calls": [{"index": 0, **call, "function": {"name": call["function"]["name"], "arguments": ""}}]}
+            delta = {
+                "tool_calls": [{"index": 0, **call, "function": {"name": call["function"]["name"], "arguments": ""}}]
+            }
         if self.calls_a_tool and last:
             arguments = self.tool_call(index)["function"]["arguments"]
             delta = {"tool_calls": [{"index": 0, "function": {"arguments": arguments}}]}
@@ -254,7 +256,12 @@ class Generation:
         }
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        return {"id": "of-the-engine", "object": "chat.completion.chunk", "model": self.model, "choices": choices} | more
+        return {
+            "id": "of-the-engine",
+            "object": "chat.completion.chunk",
+            "model": self.model,
+            "choices": choices,
+        } | more
 
     def _resumed(self) -> Any:
         raw = self.body.get("headrace_resume")

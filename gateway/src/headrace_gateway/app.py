@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 from headrace_gateway import metrics
@@ -34,6 +35,7 @@ log = get_logger(__name__)
 
 async def run(common: Common, settings: GatewaySettings) -> None:
     """Serve until cancelled; then open requests end first, and what the bus did not take stays in the spool."""
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     keys = KeyRing(read_keys(settings), settings.limits_per_key, common.security.internal_key)
     blobs = BlobStore.open(common)
     clock = SystemClock()
@@ -69,6 +71,11 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             for task in beside:
                 task.cancel()
             await asyncio.wait(beside)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Every request of a JDK client offers `Upgrade: h2c`; that uvicorn stays with HTTP/1.1 is what we want."""
+    return "upgrade request" not in record.msg and "WebSocket library" not in record.msg
 
 
 def spool_folder(common: Common, settings: GatewaySettings) -> Path:

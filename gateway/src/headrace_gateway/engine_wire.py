@@ -56,7 +56,7 @@ class EngineToolCall(Wire):
     index: int | None = None
     id: str | None = None
     type: str | None = None
-    function: EngineFunction = EngineFunction()
+    function: EngineFunction = Field(default_factory=EngineFunction)
 
 
 class EngineMessage(Wire):
@@ -79,8 +79,8 @@ class EngineChoice(Wire):
     """One choice of a whole answer (`message`) or of a chunk (`delta`)."""
 
     index: int
-    message: EngineMessage = EngineMessage()
-    delta: EngineMessage = EngineMessage()
+    message: EngineMessage = Field(default_factory=EngineMessage)
+    delta: EngineMessage = Field(default_factory=EngineMessage)
     logprobs: ChoiceLogprobs | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None

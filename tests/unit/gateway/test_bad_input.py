@@ -1,0 +1,124 @@
+"""Whatever comes in, the answer is a clear OpenAI-shaped error, and the next request is served as if nothing was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_gateway.settings import KeySettings, LimitSettings
+from headrace_schemas import Feedback, Turn
+from tests.support.fake_replica import FakeReplica
+from tests.support.gateway import gateway
+
+GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b'{"model": "tiny", ', 400, "invalid_json"),
+        (b"\xff\xfe\x00", 400, "invalid_json"),
+        (b"[" * 100_000, 400, "invalid_json"),
+        (json.dumps({**GOOD, "temprature": 1}).encode(), 400, "unknown_field"),
+        (json.dumps({**GOOD, "response_format": {"type": "json_schema"}}).encode(), 400, "unsupported_field"),
+        (json.dumps({**GOOD, "messages": 7}).encode(), 400, "invalid_value"),
+        (json.dumps({**GOOD, "model": "nope"}).encode(), 404, "model_not_found"),
+        (json.dumps({**GOOD, "model": "tiny@000000000000"}).encode(), 404, "model_not_found"),
+        (json.dumps({**GOOD, "messages": [{"role": "user", "content": "x" * 9000}]}).encode(), 413, "body_too_large"),
+    ],
+    ids=["cut", "bytes", "deep", "unknown", "unsupported", "type", "model", "version", "large"],
+)
+async def test_a_bad_call_is_refused_and_the_next_one_served(
+    tmp_path: Path, body: bytes, status: int, code: str
+) -> None:
+    replica = FakeReplica()
+    limits = LimitSettings(body_bytes_max=8192) if code == "body_too_large" else LimitSettings()
+    async with replica.running(), gateway(tmp_path, replica, limits_per_key=limits) as served:
+        answer = await served.client.post("/v1/chat/completions", content=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (status, code)
+        assert set(error) == {"message", "type", "param", "code"}
+        assert replica.requests == []
+        assert (await served.chat()).status_code == 200
+        assert len(served.bus.events(Turn)) == 1
+
+
+async def test_a_large_body_is_refused_by_its_announcement_and_by_its_bytes(tmp_path: Path) -> None:
+    async def chunks() -> Any:
+        for _ in range(10):
+            yield b"x" * 1000
+
+    async with gateway(tmp_path, limits_per_key=LimitSettings(body_bytes_max=4096)) as served:
+        for body in (b"x" * 10_000, chunks()):
+            assert (await served.client.post("/v1/feedback", content=body)).status_code == 413
+
+
+async def test_a_compressed_body_is_refused(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as served:
+        answer = await served.client.post("/v1/feedback", content=b"x", headers={"content-encoding": "gzip"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_encoding")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/chat/completions", 405), ("POST", "/v1/completions", 404), ("GET", "/", 404), ("POST", "/t/k", 404)],
+)
+async def test_other_urls_are_refused_in_the_same_shape(tmp_path: Path, method: str, path: str, status: int) -> None:
+    async with gateway(tmp_path) as served:
+        answer = await served.client.request(method, path)
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def key(secret: str, **fields: Any) -> KeySettings:
+    return KeySettings(name=secret, sha256=hashlib.sha256(secret.encode()).hexdigest(), **fields)
+
+
+KEYS = (
+    key("agent", tenant="acme"),
+    key("bound", tenant="acme", session_id="run-9", scopes=("chat",)),
+    key("slow", limits=LimitSettings(requests_per_s=0.001, burst=1)),
+)
+
+
+async def test_keys_decide_who_may_do_what_for_whom(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    async with replica.running(), gateway(tmp_path, replica, keys=KEYS) as served:
+        assert (await served.chat()).status_code == 401
+        assert (await served.chat(headers={"authorization": "Bearer wrong"})).status_code == 401
+        assert (await served.client.get("/v1/models")).status_code == 401
+        assert (await served.client.get("/health")).status_code == 200
+        assert (await served.chat(headers={"authorization": "Bearer bound"})).status_code == 200
+        forbidden = await served.client.post(
+            "/v1/feedback", json={"session_id": "a", "value": 1}, headers={"authorization": "Bearer bound"}
+        )
+        assert (forbidden.status_code, forbidden.json()["error"]["code"]) == (403, "missing_scope")
+        for scope in ("agent", "bound"):
+            answer = await served.client.post("/v1/trajectories", json={}, headers={"authorization": f"Bearer {scope}"})
+            assert answer.status_code == 403
+        answer = await served.client.post("/t/agent/feedback", json={"msg_ids": ["x"], "reward": 1})
+        assert answer.status_code == 200
+        body = {**GOOD, "stream": False}
+        answer = await served.client.post(
+            "/t/agent/sessions/run-3/v1/chat/completions", json=body, headers={"authorization": "Bearer dummy"}
+        )
+        assert answer.status_code == 200
+        bound, in_path = served.turns
+        assert (bound.session_id, bound.session_source, bound.tenant) == ("run-9", "key", "acme")
+        assert (in_path.session_id, in_path.session_source, in_path.tenant) == ("run-3", "path", "acme")
+        assert [event.tenant for event in served.bus.events(Feedback)] == ["acme"]
+
+
+async def test_beyond_its_rate_a_key_is_told_to_wait_and_others_are_not(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    async with replica.running(), gateway(tmp_path, replica, keys=KEYS) as served:
+        slow = {"authorization": "Bearer slow"}
+        assert (await served.chat(headers=slow)).status_code == 200
+        refused = await served.chat(headers=slow)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert int(refused.headers["retry-after"]) > 100
+        assert (await served.chat(headers={"authorization": "Bearer agent"})).status_code == 200

@@ -1,0 +1,113 @@
+"""P1: the end of a response comes after the turn is durable, and the bus being away is nobody's problem."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+
+from headrace_gateway.settings import CaptureSettings
+from headrace_schemas import Turn
+from tests.support.fake_replica import FakeReplica
+from tests.support.gateway import gateway, until
+
+
+def spooled(folder: Path) -> list[Turn]:
+    """What lies in the spool's file, read as another process would."""
+    with sqlite3.connect(folder / "spool" / "spool.db") as db:
+        rows = db.execute("SELECT value FROM events WHERE topic = 'turns' ORDER BY seq").fetchall()
+    db.close()
+    return [Turn.from_json(value) for (value,) in rows]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+async def test_the_end_of_a_response_waits_for_the_acknowledgement(tmp_path: Path, stream: bool) -> None:
+    replica = FakeReplica()
+    capture = CaptureSettings(bus_wait_s=30)
+    async with replica.running(), gateway(tmp_path, replica, capture=capture) as served:
+        await served.chat()
+        served.bus.back.clear()
+        calling = asyncio.create_task(served.chat(stream=stream))
+        await until(lambda: len(replica.requests) == 2)
+        await asyncio.sleep(0.15)
+        assert not calling.done()
+        served.bus.back.set()
+        assert (await calling).status_code == 200
+        assert len(served.turns) == 2
+
+
+async def test_a_stream_shows_its_last_word_before_it_is_captured_and_done_only_after(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    async with replica.running(), gateway(tmp_path, replica, capture=CaptureSettings(bus_wait_s=30)) as served:
+        await until(lambda: served.publisher.connected)
+        served.bus.back.clear()
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+        async with served.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            seen = ""
+            lines = answer.aiter_lines()
+            async for line in lines:
+                seen += line
+                if '"finish_reason":"stop"' in line:
+                    break
+            assert "[DONE]" not in seen
+            served.bus.back.set()
+            rest = "".join([line async for line in lines])
+        assert rest.endswith("[DONE]")
+
+
+async def test_an_outage_fails_no_request_and_loses_no_turn(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        await served.chat("before")
+        served.bus.back.clear()
+        started = time.monotonic()
+        ids = []
+        for number in range(12):
+            answer = await served.chat(f"question {number}", headers={"X-Session-Id": "run"}, stream=number % 3 == 0)
+            assert answer.status_code == 200
+            ids.append(answer.headers["x-request-id"])
+            assert spooled(tmp_path)[-1].turn_id == ids[-1], "on the disk before the client saw the end"
+        assert time.monotonic() - started < 5
+        assert (await served.client.get("/health")).status_code == 200
+        served.bus.back.set()
+        await until(lambda: served.spool.events == 0)
+        assert list(dict.fromkeys(turn.turn_id for turn in served.turns))[1:] == ids
+
+
+async def test_with_the_spool_full_new_calls_are_refused_and_none_is_lost(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    capture = CaptureSettings(bus_wait_s=0.01, spool_bytes_max=4096)
+    async with replica.running(), gateway(tmp_path, replica, capture=capture) as served:
+        served.bus.back.clear()
+        answers = [await served.chat() for _ in range(12)]
+        statuses = [answer.status_code for answer in answers]
+        accepted = statuses.count(200)
+        assert statuses == [200] * accepted + [503] * (12 - accepted)
+        assert 0 < accepted < 12
+        assert answers[-1].headers["retry-after"] == "5"
+        assert "spool is full" in answers[-1].json()["error"]["message"]
+        assert (await served.client.get("/health")).json()["checks"]["capture"] is False
+        assert len(spooled(tmp_path)) == accepted
+        served.bus.back.set()
+        await until(lambda: served.spool.events == 0)
+        assert (await served.chat()).status_code == 200
+        assert len({turn.turn_id for turn in served.turns}) == accepted + 1
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+async def test_without_bus_and_disk_the_client_does_not_see_an_end(tmp_path: Path, stream: bool) -> None:
+    replica = FakeReplica()
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        served.bus.back.clear()
+        await served.chat()
+        served.spool._db.execute("PRAGMA query_only = ON")
+        answer = await served.chat(stream=stream)
+        if stream:
+            assert "[DONE]" not in answer.text
+            assert '"not_recorded"' in answer.text
+        else:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_recorded")
+        served.spool._db.execute("PRAGMA query_only = OFF")

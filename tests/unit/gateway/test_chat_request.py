@@ -1,0 +1,149 @@
+"""What a chat request may hold, what it may not, and how the refusal reads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from headrace_gateway.chat_request import HARMLESS, NEUTRAL, ChatRequest, parse_chat
+from headrace_gateway.refusals import ApiError
+from headrace_schemas import Message, Sampling
+
+USER = {"role": "user", "content": "hello"}
+FUNCTION = {"name": "search", "arguments": "{}"}
+CALL = {"id": "call_1", "type": "function", "function": FUNCTION}
+
+
+def parsed(**fields: Any) -> ChatRequest:
+    return parse_chat(json.dumps({"model": "tiny", "messages": [USER], **fields}).encode(), 4)
+
+
+def refused(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parsed(**fields)
+    return caught.value
+
+
+def test_the_clients_sampling_is_kept_and_openais_defaults_fill_the_rest() -> None:
+    """Pitfall 28: the temperature is the client's."""
+    request = parsed(temperature=0.25, top_p=0.5, top_k=7, max_completion_tokens=9, seed=3, stop="END")
+    assert request.sampling == Sampling(temperature=0.25, top_p=0.5, top_k=7, max_tokens=9, seed=3, stop=("END",))
+    assert parsed().sampling == Sampling()
+    assert parsed(temperature=0).sampling.temperature == 0.0
+
+
+def test_an_unknown_field_is_refused_with_the_name_that_was_meant() -> None:
+    """Pitfall 25."""
+    error = refused(temprature=0.5)
+    assert (error.status, error.code, error.param) == (400, "unknown_field", "temprature")
+    assert str(error) == "unknown field 'temprature'; did you mean 'temperature'?"
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+def test_what_cannot_be_honoured_is_refused_unless_it_asks_for_nothing(name: str) -> None:
+    for neutral in (None, *NEUTRAL[name]):
+        parsed(**{name: neutral})
+    error = refused(**{name: {"something": "else"}})
+    assert (error.status, error.code, error.param) == (400, "unsupported_field", name)
+    assert str(error).startswith(f"{name}: ")
+
+
+def test_harmless_fields_pass() -> None:
+    parsed(**dict.fromkeys(HARMLESS, "x"), store=False, service_tier="auto", metadata={"a": "b"})
+    parsed(response_format={"type": "text"}, stream=True, stream_options={"include_usage": True})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": "0.5"}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 3}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"n": 5}, "n"),
+        ({"n": True}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, None),
+        ({"top_logprobs": 2}, None),
+        ({"stop": 7}, "stop"),
+        ({"stop": [""]}, "stop.0"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usge": True}}, "stream_options.include_usge"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parametres": {}}}]}, "tools.0.function.parametres"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages.0"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content"),
+        ({"metadata": "x"}, "metadata"),
+        ({"model": ""}, "model"),
+        ({"model": None}, "model"),
+    ],
+    ids=lambda value: json.dumps(value)[:60],
+)
+def test_a_wrong_value_is_refused_by_the_name_of_its_field(fields: dict[str, Any], param: str | None) -> None:
+    error = refused(**fields)
+    assert error.status == 400
+    assert error.param == param
+    assert error.kind == "invalid_request_error"
+
+
+def test_refusals_do_not_repeat_what_the_user_wrote() -> None:
+    error = refused(messages=[{"role": "user", "content": {"secret": "my diary"}}])
+    assert "diary" not in str(error)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"model": "a", "model"'])
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_chat(body, 4)
+    assert caught.value.status == 400
+
+
+def test_a_field_that_is_missing_is_named() -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_chat(b'{"messages": [{"role": "user", "content": "x"}]}', 4)
+    assert (caught.value.code, caught.value.param) == ("missing_field", "model")
+
+
+@pytest.mark.parametrize(
+    "echoed",
+    [
+        {"content": "ok", "refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None},
+        {"tool_calls": [CALL], "name": "agent"},
+        {"content": None, "tool_calls": [{**CALL, "index": 0}], "refusal": None, "parsed": None},
+        {"content": "", "tool_calls": [{**CALL, "function": {**FUNCTION, "parsed_arguments": {}}}]},
+        {"content": "ok", "reasoning_content": "because"},
+        {"content": "ok", "reasoning": "because"},
+        {"content": None},
+    ],
+    ids=str,
+)
+def test_answers_that_sdks_echo_come_back_as_plain_messages(echoed: dict[str, Any]) -> None:
+    request = parsed(messages=[USER, {"role": "assistant", **echoed}, USER])
+    message = request.messages[1].event()
+    assert type(message) is Message
+    assert message.content == echoed.get("content")
+    assert message.name == echoed.get("name")
+    assert message.reasoning_content == echoed.get("reasoning_content", echoed.get("reasoning"))
+    assert bool(message.tool_calls) == bool(echoed.get("tool_calls"))
+
+
+def test_an_echoed_field_with_content_is_not_dropped_in_silence() -> None:
+    error = refused(messages=[USER, {"role": "assistant", "content": "x", "audio": {"id": "a"}}])
+    assert "'audio' in a message is not supported" in str(error)
+
+
+def test_text_parts_are_kept_as_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    message = parsed(messages=[{"role": "user", "content": parts}]).messages[0].event()
+    assert message.text == "ab"
+    assert isinstance(message.content, tuple)

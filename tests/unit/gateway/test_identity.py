@@ -1,0 +1,115 @@
+"""Where a session id comes from: header, metadata, path, key, implied; and what the implied one depends on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from headrace_gateway import prefixes
+from headrace_gateway.access import ALL_SCOPES, Caller
+from headrace_gateway.identity import Identity, Said, identify, opening
+from headrace_gateway.refusals import ApiError
+from headrace_gateway.settings import LimitSettings
+from headrace_schemas import Message, ids
+
+SYSTEM = Message(role="system", content="You are helpful.")
+HELLO = Message(role="user", content="hello")
+ANSWER = Message(role="assistant", content="hi")
+MORE = Message(role="user", content="and now?")
+
+
+def caller(key: str = "open", tenant: str = "default", session_id: str | None = None) -> Caller:
+    return Caller(hashlib.sha256(key.encode()).hexdigest(), key, tenant, ALL_SCOPES, session_id, LimitSettings())
+
+
+def identity(
+    *messages: Message,
+    headers: Mapping[bytes, bytes] | None = None,
+    metadata: dict[str, Any] | None = None,
+    path: str | None = None,
+    by: Caller | None = None,
+    model: str = "tiny",
+) -> Identity:
+    scope = {prefixes.SESSION: path} if path else {}
+    return identify(by or caller(), scope, Said(headers or {}, metadata or {}), model, messages or (SYSTEM, HELLO))
+
+
+def test_the_first_source_that_says_something_wins() -> None:
+    given: dict[str, Any] = {
+        "headers": {b"x-session-id": b"from-header"},
+        "metadata": {"session_id": "from-metadata"},
+        "path": "from-path",
+        "by": caller(session_id="from-key"),
+    }
+    expected = ["header", "metadata", "path", "key", "implicit"]
+    for source in expected:
+        found = identity(**given)
+        assert found.source == source
+        if source != "implicit":
+            assert found.session_id == f"from-{source}"
+            given.pop({"header": "headers", "key": "by"}.get(source, source))
+        assert found.session_key == ids.session_key("default", found.session_id)
+
+
+def test_calls_that_open_alike_are_one_session_and_its_forks() -> None:
+    first = identity(SYSTEM, HELLO)
+    assert first.session_id == identity(SYSTEM, HELLO, ANSWER, MORE).session_id
+    assert first.session_id == identity(SYSTEM, HELLO, Message(role="assistant", content="other")).session_id
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"messages": (SYSTEM, MORE)},
+        {"messages": (HELLO,)},
+        {"model": "other"},
+        {"by": caller("another-key")},
+    ],
+    ids=["question", "system", "model", "key"],
+)
+def test_another_opening_key_or_model_is_another_session(other: dict[str, Any]) -> None:
+    messages = other.pop("messages", (SYSTEM, HELLO))
+    assert identity(*messages, **other).session_key != identity(SYSTEM, HELLO).session_key
+
+
+def test_tenants_never_share_a_session() -> None:
+    mine = identity(headers={b"x-session-id": b"run-1"})
+    theirs = identity(headers={b"x-session-id": b"run-1"}, by=caller(tenant="other"))
+    assert mine.session_id == theirs.session_id
+    assert mine.session_key != theirs.session_key
+
+
+def test_an_opening_without_a_user_is_all_there_is() -> None:
+    assert opening((SYSTEM, ANSWER)) == (SYSTEM, ANSWER)
+    assert opening((SYSTEM, HELLO, ANSWER, MORE)) == (SYSTEM, HELLO)
+
+
+def test_task_run_and_purpose_come_the_same_ways() -> None:
+    found = identity(
+        headers={b"x-task-id": "größe-7".encode(), b"x-headrace-purpose": b"eval"},
+        metadata={"task_id": "t", "run_id": 3},
+    )
+    assert (found.task_id, found.run_id, found.purpose) == ("größe-7", "3", "eval")
+    assert identity(metadata={"purpose": "eval"}).purpose == "eval"
+    assert identity().purpose == "train"
+
+
+@pytest.mark.parametrize(
+    ("said", "param"),
+    [
+        ({"headers": {b"x-session-id": b""}}, "X-Session-Id"),
+        ({"headers": {b"x-run-id": b"x" * 513}}, "X-Run-Id"),
+        ({"metadata": {"session_id": ["a"]}}, "metadata.session_id"),
+        ({"metadata": {"session_id": True}}, "metadata.session_id"),
+        ({"metadata": {"task_id": "a\x00b"}}, "metadata.task_id"),
+        ({"metadata": {"purpose": "evaluation"}}, "purpose"),
+        ({"headers": {b"x-headrace-purpose": b"training"}}, "purpose"),
+    ],
+)
+def test_an_id_that_is_none_is_refused(said: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        identity(**said)
+    assert (caught.value.status, caught.value.param) == (400, param)

@@ -1,0 +1,218 @@
+"""To the bus or to the spool, in order, whatever the bus does (P1)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from headrace_gateway.publisher import Publisher
+from headrace_gateway.refusals import ApiError
+from headrace_gateway.settings import CaptureSettings
+from headrace_gateway.spool import Spool, Spooled
+from headrace_runtime import tracing
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.errors import Unavailable
+from headrace_schemas import DeadLetter, Feedback, SessionEnd, ids
+from headrace_schemas.base import utcnow
+from tests.support.gateway import PARTITIONS, ListBus, ListProducer, until
+
+KEY = ids.session_key("default", "run")
+
+
+def feedback(number: int) -> Feedback:
+    return Feedback(time=utcnow(), feedback_id=str(number), session_key=KEY, value=float(number))
+
+
+def end(number: int) -> SessionEnd:
+    return SessionEnd(time=utcnow(), end_id=str(number), session_key=KEY)
+
+
+@contextlib.asynccontextmanager
+async def publishing(folder: Path, bus: ListBus, **settings: float) -> AsyncIterator[Publisher]:
+    capture = CaptureSettings.model_validate({"bus_wait_s": 0.05, "drain_batch": 7, **settings})
+    blobs = BlobStore((folder / "blobs").as_uri())
+    async with Spool(folder / "spool", capture.spool_bytes_max) as spool:
+        publisher = Publisher(lambda: ListProducer(bus, blobs), spool, capture, send_timeout_s=0.3)
+        running = asyncio.create_task(publisher.run())
+        try:
+            yield publisher
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+
+def numbers(bus: ListBus) -> list[int]:
+    return [int(event.feedback_id) for event in bus.events(Feedback)]
+
+
+async def test_with_the_bus_there_nothing_touches_the_disk(tmp_path: Path) -> None:
+    bus = ListBus()
+    async with publishing(tmp_path, bus) as publisher:
+        await until(lambda: publisher.connected)
+        await publisher.publish(feedback(1), feedback(2))
+        assert numbers(bus) == [1, 2]
+        assert publisher._spool.events == 0
+
+
+async def test_an_outage_costs_one_bounded_wait_and_keeps_the_order(tmp_path: Path) -> None:
+    bus = ListBus()
+    async with publishing(tmp_path, bus) as publisher:
+        await until(lambda: publisher.connected)
+        await publisher.publish(feedback(0))
+        bus.back.clear()
+        started = time.monotonic()
+        for number in range(1, 30):
+            await publisher.publish(feedback(number))
+        assert time.monotonic() - started < 5, "only the first one waits for the bus"
+        assert numbers(bus) == [0]
+        assert publisher._spool.events == 29
+        bus.back.set()
+        await until(lambda: publisher._spool.events == 0)
+        await publisher.publish(feedback(30))
+        assert list(dict.fromkeys(numbers(bus))) == list(range(31)), "first appearances, in order, none lost"
+
+
+async def test_while_the_spool_drains_new_events_queue_behind_it(tmp_path: Path) -> None:
+    bus = ListBus()
+    bus.back.clear()
+    async with publishing(tmp_path, bus) as publisher:
+        await asyncio.gather(*(publisher.publish(feedback(number)) for number in range(20)))
+        bus.back.set()
+        for number in range(20, 60):
+            await publisher.publish(feedback(number))
+        await until(lambda: publisher._spool.events == 0)
+        assert sorted(numbers(bus)) == list(range(60))
+        assert numbers(bus)[20:] == list(range(20, 60))
+
+
+async def test_it_starts_without_a_bus_and_finds_it_later(tmp_path: Path) -> None:
+    bus = ListBus()
+    bus.back.clear()
+    async with publishing(tmp_path, bus) as publisher:
+        await publisher.publish(feedback(1))
+        assert not publisher.connected
+        bus.back.set()
+        await until(lambda: numbers(bus) == [1])
+
+
+async def test_a_spool_that_a_dead_process_left_is_drained(tmp_path: Path) -> None:
+    async with Spool(tmp_path / "spool", 1000) as spool:
+        await spool.append([Spooled("feedback", feedback(number).to_json()) for number in range(3)])
+    bus = ListBus()
+    async with publishing(tmp_path, bus) as publisher:
+        await publisher.publish(feedback(3))
+        await until(lambda: numbers(bus) == [0, 1, 2, 3])
+
+
+async def test_an_end_is_sent_only_after_the_events_before_it_are_acknowledged(tmp_path: Path) -> None:
+    """Ends and turns are on different topics: in one request to the bus an end could overtake its turn."""
+    bus = ListBus()
+    bus.back.clear()
+    sent: list[list[str]] = []
+
+    class Grouping(ListProducer):
+        async def send_raw(self, records: object) -> None:
+            await super().send_raw(records)  # type: ignore[arg-type]
+            sent.append([record.topic for record in records])  # type: ignore[attr-defined]
+
+    async with Spool(tmp_path / "spool", 10_000) as spool:
+        events = [feedback(1), feedback(2), end(1), feedback(3), end(2)]
+        await spool.append([Spooled(event.topic, event.to_json()) for event in events])
+        publisher = Publisher(
+            lambda: Grouping(bus, BlobStore(tmp_path.as_uri())), spool, CaptureSettings(), send_timeout_s=1
+        )
+        running = asyncio.create_task(publisher.run())
+        bus.back.set()
+        await until(lambda: spool.events == 0)
+        running.cancel()
+        await asyncio.wait([running])
+    assert sent == [["feedback", "feedback"], ["session-ends"], ["feedback"], ["session-ends"]]
+
+
+@pytest.mark.parametrize("away", [False, True], ids=["direct", "spooled"])
+async def test_a_commit_reaches_every_partition(tmp_path: Path, away: bool) -> None:
+    bus = ListBus()
+    if away:
+        bus.back.clear()
+    async with publishing(tmp_path, bus) as publisher:
+        if not away:
+            await until(lambda: publisher.connected)
+        await publisher.publish(SessionEnd(time=utcnow(), end_id="c", scope="tenant", reason="commit"))
+        bus.back.set()
+        await until(lambda: len(bus.records) == PARTITIONS)
+        copies = bus.events(SessionEnd)
+        assert [copy.partition for copy in copies] == [record.partition for record in bus.records] == [0, 1, 2, 3]
+        assert len({copy.event_id for copy in copies}) == PARTITIONS
+
+
+async def test_the_trace_of_a_spooled_event_goes_on(tmp_path: Path) -> None:
+    bus = ListBus()
+    bus.back.clear()
+    async with publishing(tmp_path, bus) as publisher:
+        with tracing.span(None):
+            trace = tracing.trace_id()
+            await publisher.publish(feedback(1))
+        bus.back.set()
+        await until(lambda: bus.records)
+        parent = dict(bus.records[0].headers)["traceparent"].decode()
+        assert parent.split("-")[1] == trace
+
+
+async def test_a_full_spool_refuses_new_work_loudly(tmp_path: Path) -> None:
+    bus = ListBus()
+    bus.back.clear()
+    async with publishing(tmp_path, bus, spool_bytes_max=1024) as publisher:
+        for number in range(10):
+            await publisher.publish(feedback(number))
+        with pytest.raises(ApiError) as caught:
+            publisher.admit()
+        assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
+        bus.back.set()
+        await until(lambda: publisher.has_room)
+        publisher.admit()
+
+
+async def test_a_producer_that_died_is_replaced(tmp_path: Path) -> None:
+    """aiokafka's sender can fail for good (a broker that lost its data): only a fresh one goes on."""
+    bus = ListBus()
+    dead: list[bool] = [False]
+
+    class Mortal(ListProducer):
+        async def start(self) -> None:
+            dead[0] = False
+
+        async def send_raw(self, records: object) -> None:
+            if dead[0]:
+                raise Unavailable("fatal, for ever")
+            await super().send_raw(records)  # type: ignore[arg-type]
+
+    async with Spool(tmp_path / "spool", 10_000) as spool:
+        publisher = Publisher(
+            lambda: Mortal(bus, BlobStore(tmp_path.as_uri())), spool, CaptureSettings(), send_timeout_s=1
+        )
+        running = asyncio.create_task(publisher.run())
+        await until(lambda: publisher.connected)
+        dead[0] = True
+        await publisher.publish(feedback(1))
+        await until(lambda: numbers(bus) == [1])
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def test_a_spooled_event_of_another_release_becomes_a_dead_letter(tmp_path: Path) -> None:
+    async with Spool(tmp_path / "spool", 1000) as spool:
+        await spool.append([Spooled("feedback", b'{"from": "the future"}')])
+    bus = ListBus()
+    async with publishing(tmp_path, bus):
+        await until(lambda: bus.records)
+        (letter,) = bus.events(DeadLetter)
+        assert (letter.reason, letter.source_topic, letter.value) == (
+            "invalid_event",
+            "feedback",
+            b'{"from": "the future"}',
+        )

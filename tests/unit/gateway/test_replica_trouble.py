@@ -1,0 +1,290 @@
+"""P8: what happens among replicas stays among replicas while one of them lives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from headrace_gateway.settings import UpstreamSettings
+from headrace_schemas import DeadLetter
+from tests.support.fake_replica import LENGTH, VERSION, FakeReplica, Fault, Generation, text_of
+from tests.support.gateway import Gateway, gateway, until
+from tests.support.ports import free_port
+
+OTHER = "tiny@fedcba9876543210"
+UPSTREAM = {"hold_s": 0.3, "routing_wait_s": 0.1, "stall_timeout_s": 0.2}
+
+
+def content(answer: httpx2.Response) -> str:
+    """What the client saw, from either kind of answer."""
+    if answer.headers["content-type"].startswith("application/json"):
+        said: str = answer.json()["choices"][0]["message"]["content"]
+        return said
+    assert answer.text.endswith("data: [DONE]\n\n"), answer.text[-300:]
+    events = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
+    roles = [choice["delta"].get("role") for event in events for choice in event["choices"]]
+    assert [role for role in roles if role] == ["assistant"], "the client must not see the stream begin twice"
+    return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+
+
+def expected(replica: FakeReplica) -> str:
+    return "".join(map(text_of, Generation(replica.requests[-1], VERSION).tokens(0)))
+
+
+def check_turn(served: Gateway, replica: FakeReplica) -> None:
+    (turn,) = served.turns
+    work = Generation(replica.requests[-1], VERSION)
+    assert list(turn.choices[0].token_ids) == work.tokens(0)
+    assert list(turn.prompt_token_ids) == work.prompt_ids
+    assert turn.replica_id == replica.replica_id
+
+
+FAULTS = [
+    Fault(status=503),
+    Fault(status=500),
+    Fault(status=429),
+    Fault(status=404),
+    Fault(drop_after=0),
+    Fault(drop_after=3),
+    Fault(abort_after=2),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize("fault", FAULTS, ids=["503", "500", "429", "404", "drop", "drop-late", "abort"])
+async def test_another_replica_takes_over(tmp_path: Path, fault: Fault, stream: bool) -> None:
+    a, b = FakeReplica("a"), FakeReplica("b")
+    async with a.running(), b.running(), gateway(tmp_path, a, b) as served:
+        await served.chat(max_tokens=1)
+        first, second = (a, b) if a.requests else (b, a)
+        served.bus.records.clear()
+        first.faults = [fault]
+        answer = await served.chat(stream=stream)
+        assert answer.status_code == 200
+        assert len(second.requests) == 1
+        assert content(answer) == expected(second)
+        check_turn(served, second)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize("fault", [Fault(status=503), Fault(drop_after=2)], ids=["503", "drop"])
+async def test_a_lonely_replica_is_waited_for(tmp_path: Path, fault: Fault, stream: bool) -> None:
+    replica = FakeReplica(faults=[fault, fault])
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        answer = await served.chat(stream=stream)
+        assert answer.status_code == 200
+        assert content(answer) == expected(replica)
+        check_turn(served, replica)
+
+
+async def test_a_stream_resumes_with_every_choice_and_every_token(tmp_path: Path) -> None:
+    a, b = FakeReplica("a"), FakeReplica("b")
+    async with a.running(), b.running(), gateway(tmp_path, a, b) as served:
+        await served.chat(n=2)
+        first, second = (a, b) if a.requests else (b, a)
+        first.faults = [Fault(drop_after=5)]
+        await served.chat(n=2, stream=True, stream_options={"include_usage": True})
+        resume = second.requests[0]["headrace_resume"]
+        assert [choice["index"] for choice in resume["choices"]] == [0, 1]
+        whole, resumed = served.turns
+        assert resumed.choices == whole.choices
+        assert resumed.usage == whole.usage
+
+
+async def test_a_stalled_stream_moves_on(tmp_path: Path) -> None:
+    a, b = FakeReplica("a"), FakeReplica("b")
+    async with a.running(), b.running(), gateway(tmp_path, a, b, upstream=UPSTREAM) as served:
+        await served.chat(max_tokens=1)
+        first, second = (a, b) if a.requests else (b, a)
+        served.bus.records.clear()
+        first.faults = [Fault(stall_after=2)]
+        answer = await served.chat(stream=True)
+        assert content(answer) == expected(second)
+        await until(lambda: first.cancelled == 1)
+
+
+async def test_a_replica_that_comes_back_serves_what_waited(tmp_path: Path) -> None:
+    replica, port = FakeReplica(), free_port()
+    async with gateway(tmp_path) as served:
+        served.route(VERSION)
+        replica.url = f"http://127.0.0.1:{port}"
+        served.beat(replica)
+        waiting = [asyncio.create_task(served.chat(f"question {n}", stream=n % 2 == 0)) for n in range(10)]
+        await asyncio.sleep(0.2)
+        assert not any(task.done() for task in waiting)
+        async with replica.running(port):
+            answers = await asyncio.gather(*waiting)
+    assert {answer.status_code for answer in answers} == {200}
+
+
+async def test_a_swap_of_weights_fails_nobody(tmp_path: Path) -> None:
+    """Pitfall 28: never 429 or 503 because weights change."""
+    replica = FakeReplica(versions=(VERSION, OTHER))
+    replica.token_delay_s = 0.005
+    stop = False
+    statuses: list[int] = []
+
+    async with replica.running(), gateway(tmp_path, replica) as served:
+
+        async def agent(name: int) -> None:
+            number = 0
+            while not stop:
+                number += 1
+                headers = {"X-Session-Id": f"{name}-{number // 3}"}
+                statuses.append((await served.chat(stream=number % 2 == 0, headers=headers)).status_code)
+
+        agents = [asyncio.create_task(agent(name)) for name in range(4)]
+        for revision in range(2, 12):
+            champion, old = (OTHER, VERSION) if revision % 2 == 0 else (VERSION, OTHER)
+            served.route(champion, revision=revision, serve=(VERSION, OTHER))
+            await asyncio.sleep(0.03)
+            served.route(champion, revision=revision, withdrawn=(old,))
+            replica.versions = (champion,)
+            served.beat(replica)
+            await asyncio.sleep(0.03)
+            replica.versions = (VERSION, OTHER)
+            served.beat(replica)
+        stop = True
+        await asyncio.gather(*agents)
+        assert len(statuses) > 20
+        assert set(statuses) == {200}
+        assert {turn.version for turn in served.turns} == {VERSION, OTHER}
+        assert len(served.turns) == len(statuses)
+
+
+async def test_when_nobody_can_serve_the_hold_is_bounded(tmp_path: Path) -> None:
+    async with gateway(tmp_path, upstream=UPSTREAM) as served:
+        served.route(VERSION)
+        started = time.monotonic()
+        answer = await served.chat()
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "5"
+        assert "no replica has the version ready" in answer.json()["error"]["message"]
+        assert time.monotonic() - started < 5
+        assert (await served.chat(stream=True)).status_code == 503
+
+
+async def test_a_model_without_a_champion_waits_for_one(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        served.route(None, revision=2)
+        waiting = asyncio.create_task(served.chat())
+        await asyncio.sleep(0.1)
+        served.route(VERSION, revision=3)
+        assert (await waiting).status_code == 200
+
+
+async def test_before_the_routing_is_known_a_request_waits_and_then_is_told_when_to_come_back(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    async with replica.running(), gateway(tmp_path, upstream=UPSTREAM) as served:
+        answer = await served.chat()
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert (await served.client.get("/health")).status_code == 503
+        waiting = asyncio.create_task(served.chat())
+        await asyncio.sleep(0.02)
+        served.route(VERSION)
+        served.beat(replica)
+        assert (await waiting).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+async def test_a_request_that_breaks_every_engine_fails_after_a_few(tmp_path: Path, stream: bool) -> None:
+    a, b = FakeReplica("a", faults=[Fault(status=500)] * 9), FakeReplica("b", faults=[Fault(status=500)] * 9)
+    async with a.running(), b.running(), gateway(tmp_path, a, b) as served:
+        answer = await served.chat(stream=stream)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_error")
+        assert a.requests
+        assert b.requests
+        assert len(a.requests) + len(b.requests) == 3
+        a.faults, b.faults = [], []
+        assert (await served.chat()).status_code == 200, "one bad request must not cost the others their replicas"
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "code"),
+    [
+        (400, "This model's maximum context length is 40 tokens.", "context_length_exceeded"),
+        (400, "the template refuses two system messages", "invalid_request"),
+        (422, "no", "invalid_request"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+async def test_what_the_engine_refuses_the_client_is_told(
+    tmp_path: Path, status: int, message: str, code: str, stream: bool
+) -> None:
+    replica = FakeReplica(faults=[Fault(status=status, message=message)])
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        answer = await served.chat(stream=stream)
+        assert answer.status_code == status
+        assert answer.json()["error"] == {
+            "message": message,
+            "type": "invalid_request_error",
+            "param": None,
+            "code": code,
+        }
+        assert len(replica.requests) == 1
+
+
+async def test_a_broken_stream_that_nobody_can_take_over_ends_with_an_error_and_without_done(tmp_path: Path) -> None:
+    replica = FakeReplica(engine="vllm", faults=[Fault(drop_after=2)])
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        answer = await served.chat(stream=True)
+        assert answer.status_code == 200
+        last = json.loads(answer.text.strip().split("\n\n")[-1].removeprefix("data: "))
+        assert last["error"]["code"] == "overloaded"
+        assert "[DONE]" not in answer.text
+        assert served.turns == []
+
+
+async def test_a_stream_cut_after_its_last_token_is_complete(tmp_path: Path) -> None:
+    replica = FakeReplica(engine="vllm", faults=[Fault(no_usage=True)])
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        replica.faults = [Fault(no_usage=True, drop_after=LENGTH)]
+        answer = await served.chat(stream=True)
+        assert content(answer) == expected(replica)
+
+
+async def test_one_request_may_not_take_for_ever(tmp_path: Path) -> None:
+    upstream = UpstreamSettings.model_validate({**UPSTREAM, "request_timeout_s": 0.2, "stall_timeout_s": 60})
+    replica = FakeReplica(faults=[Fault(stall_after=0), Fault(stall_after=2)])
+    async with replica.running(), gateway(tmp_path, replica, upstream=upstream) as served:
+        answer = await served.chat()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        assert '"code": "timeout"' in (await served.chat(stream=True)).text
+        await until(lambda: replica.cancelled == 2)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize(
+    "fault", [Fault(lose_logprobs=1), Fault(usage_off_by=-1), Fault(no_usage=True)], ids=["logprobs", "usage", "none"]
+)
+async def test_tokens_that_cannot_be_true_are_dead_lettered_and_the_client_still_answered(
+    tmp_path: Path, fault: Fault, stream: bool
+) -> None:
+    """P2, pitfalls 2 and 3: nothing is padded or truncated to fit."""
+    replica = FakeReplica(faults=[fault])
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        answer = await served.chat(stream=stream)
+        assert content(answer) == expected(replica)
+        assert served.turns == []
+        (letter,) = served.bus.events(DeadLetter)
+        assert (letter.service, letter.source_topic, letter.reason) == ("gateway", "turns", "token_mismatch")
+        raw: dict[str, Any] = json.loads(letter.value)
+        assert raw["turn_id"] == letter.source_id
+        assert raw["choices"]["0"]["token_ids"] == Generation(replica.requests[0], VERSION).tokens(0)
+        assert len(raw["choices"]["0"]["logprobs"]) == LENGTH - fault.lose_logprobs
+
+
+async def test_a_version_that_is_none_is_dead_lettered(tmp_path: Path) -> None:
+    replica = FakeReplica(faults=[Fault(model="served-model-name")])
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        assert (await served.chat()).status_code == 200
+        (letter,) = served.bus.events(DeadLetter)
+        assert letter.reason == "invalid_turn"
+        assert letter.error.startswith("version: ")

@@ -1,0 +1,232 @@
+"""Feedback, ends, commits and ingested trajectories over HTTP; Trinity's pair byte by byte as its clients send it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_schemas import Feedback, SessionEnd, Trajectory, ids
+from tests.support.fake_replica import VERSION
+from tests.support.gateway import PARTITIONS, Gateway, gateway, until
+
+KEYS = [ids.session_key("default", name) for name in ("run-1", "run-2")]
+IDS = [ids.response_id(key) for key in KEYS]
+
+
+async def ready(served: Gateway) -> None:
+    await until(lambda: served.publisher.connected)
+
+
+async def test_feedback_on_a_session(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as served:
+        await ready(served)
+        body = {
+            "session_id": "run-1",
+            "value": 1,
+            "source": "user",
+            "task_id": "t",
+            "run_id": 7,
+            "comment": "good",
+            "context": {"expected": "42"},
+            "ends_session": True,
+            "feedback_id": "f-1",
+        }
+        answer = await served.client.post("/v1/feedback", json=body)
+        (event,) = served.bus.events(Feedback)
+        assert answer.status_code == 202
+        assert answer.json() == {"event_ids": [event.event_id], "feedback_id": "f-1"}
+        assert event.model_dump(exclude={"time", "session_key"}) == {
+            **body,
+            "run_id": "7",
+            "value": 1.0,
+            "tenant": "default",
+            "msg_ids": (),
+            "withdrawn": False,
+        }
+        assert event.session_key == KEYS[0]
+        assert (await served.client.post("/v1/feedback", json=body)).json()["event_ids"] == [event.event_id]
+
+
+async def test_feedback_on_answers_of_several_sessions_reaches_each_with_the_whole_list(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as served:
+        await ready(served)
+        again = ids.response_id(KEYS[0])
+        body = {"msg_ids": [*IDS, again], "response_id": "not-one-of-ours", "value": -0.5}
+        await served.client.post("/v1/feedback", json=body)
+        events = served.bus.events(Feedback)
+        assert [event.session_key for event in events] == KEYS
+        assert {event.msg_ids for event in events} == {(*IDS, again, "not-one-of-ours")}
+        assert len({event.event_id for event in events}) == 2
+        assert len({event.feedback_id for event in events}) == 1
+
+
+async def test_feedback_for_ids_that_nobody_knows_is_accepted(tmp_path: Path) -> None:
+    """Pitfall 27: accept first, join later."""
+    async with gateway(tmp_path) as served:
+        await ready(served)
+        for target in ({"msg_ids": ["never-seen"]}, {"session_id": "never-seen"}, {"response_id": IDS[0]}):
+            answer = await served.client.post("/v1/feedback", json={**target, "value": 1})
+            assert answer.status_code == 202
+        assert len(served.bus.events(Feedback)) == 3
+
+
+async def test_feedback_can_be_withdrawn_or_only_add_facts(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as served:
+        await ready(served)
+        for fields in ({"withdrawn": True}, {"context": {"expected": "42"}}, {"ends_session": True}, {"task_id": "t"}):
+            assert (await served.client.post("/v1/feedback", json={"session_id": "a", **fields})).status_code == 202
+        assert [event.value for event in served.bus.events(Feedback)] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "word"),
+    [
+        ({"value": 1}, 400, "must say what this is about"),
+        ({"session_id": "a"}, 400, "says nothing"),
+        ({"session_id": "a", "value": "1"}, 400, "value: must be a number"),
+        ({"session_id": "a", "value": True}, 400, "value: must be a number"),
+        ({"session_id": "a", "value": float("nan")}, 400, "finite"),
+        ({"session_id": "a", "value": 1, "withdrawn": True}, 400, "withdrawn"),
+        ({"session_id": "a\u0000b", "value": 1}, 400, "session_id"),
+        ({"session_id": "a", "value": 1, "sorce": "x"}, 400, "did you mean 'source'?"),
+        ({"msg_ids": IDS * 2048, "value": 1}, 400, "msg_ids"),
+        ({"msg_ids": "abc", "value": 1}, 400, "msg_ids"),
+        ([], 400, "object"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_feedback_that_makes_no_sense_is_refused(tmp_path: Path, body: Any, status: int, word: str) -> None:
+    async with gateway(tmp_path) as served:
+        answer = await served.client.post("/v1/feedback", content=json.dumps(body))
+        assert answer.status_code == status
+        assert word in answer.json()["error"]["message"]
+        assert served.bus.records == []
+
+
+async def test_trinitys_feedback_as_agentscope_sends_it(tmp_path: Path) -> None:
+    """COMPAT A2 and B: string run id, long task id, no key, `{"status": "success"}`, also for unknown ids."""
+    task = "task-0b0e6a1e-92a4-4d2b-9d4b-3a4f5c6d7e8f"
+    async with gateway(tmp_path) as served:
+        await ready(served)
+        body = {"msg_ids": [IDS[0], "chatcmpl-unknown"], "reward": 0.5, "task_id": task, "run_id": "0"}
+        for _ in range(2):
+            answer = await served.client.post(
+                "/feedback", content=json.dumps(body), headers={"content-type": "application/json; charset=utf-8"}
+            )
+            assert (answer.status_code, answer.json()) == (200, {"status": "success"})
+        first, second = served.bus.events(Feedback)
+        assert (first.value, first.task_id, first.run_id, first.ends_session) == (0.5, task, "0", False)
+        assert first.msg_ids == (IDS[0], "chatcmpl-unknown")
+        assert first.session_key == KEYS[0]
+        assert first.event_id != second.event_id, "a value that comes back must be able to win again"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"msg_ids": [IDS[0]], "reward": 1, "task_id": None, "run_id": None}, 200),
+        ({"msg_ids": [IDS[0]], "reward": 1, "task_id": "ab12cd", "run_id": 0, "new_field": 1}, 200),
+        ({"msg_ids": [], "reward": 1}, 200),
+        ({"msg_ids": [IDS[0]]}, 400),
+        ({"reward": 1}, 400),
+        ({"msg_ids": [IDS[0]], "reward": "NaN"}, 400),
+        ({"msg_ids": [IDS[0]], "reward": None}, 400),
+    ],
+    ids=str,
+)
+async def test_trinitys_feedback_at_its_edges(tmp_path: Path, body: dict[str, Any], status: int) -> None:
+    async with gateway(tmp_path) as served:
+        answer = await served.client.post("/feedback", json=body)
+        assert answer.status_code == status
+        assert isinstance(answer.json(), dict)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", b'{"task_id":null,"run_id":null,"time_threshold":null}', b'{"task_id":"t","run_id":"1"}']
+)
+async def test_trinitys_commit_reaches_every_partition(tmp_path: Path, body: bytes) -> None:
+    async with gateway(tmp_path) as served:
+        await ready(served)
+        answer = await served.client.post("/commit", content=body)
+        assert (answer.status_code, answer.json()) == (200, {"status": "success"})
+        ends = served.bus.events(SessionEnd)
+        assert [end.partition for end in ends] == list(range(PARTITIONS))
+        assert {(end.scope, end.reason, end.tenant, end.before) for end in ends} == {
+            ("tenant", "commit", "default", None)
+        }
+
+
+@pytest.mark.parametrize("threshold", [1767225600, 1767225600000, "2026-01-01T00:00:00", "2026-01-01T01:00:00+01:00"])
+async def test_a_commit_may_hold_back_what_is_newer(tmp_path: Path, threshold: float | str) -> None:
+    async with gateway(tmp_path) as served:
+        await ready(served)
+        await served.client.post("/commit", json={"time_threshold": threshold})
+        before = served.bus.events(SessionEnd)[0].before
+        assert before
+        assert before.isoformat() == "2026-01-01T00:00:00+00:00"
+        assert (await served.client.post("/commit", json={"time_threshold": "soon"})).status_code == 400
+        assert (await served.client.post("/commit", json={"time_threshold": 1e300})).status_code == 400
+
+
+async def test_a_session_is_ended_under_any_name(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as served:
+        await ready(served)
+        answer = await served.client.post("/v1/sessions/team%2Frun%201/end")
+        (event,) = served.bus.events(SessionEnd)
+        assert answer.status_code == 202
+        assert answer.json() == {"event_ids": [event.event_id], "session_id": "team/run 1"}
+        assert (event.scope, event.reason, event.session_id) == ("session", "end_call", "team/run 1")
+        assert event.session_key == ids.session_key("default", "team/run 1")
+
+
+def trajectory(**fields: Any) -> dict[str, Any]:
+    span = {"start": 3, "logprobs": [-0.5, -0.25], "turn_id": "mine-1", "version": VERSION, "finish_reason": "stop"}
+    return {
+        "trajectory_id": "ours-7",
+        "session_id": "run-1",
+        "model": "tiny",
+        "branches": [{"token_ids": [1, 2, 3, 4, 5], "spans": [span]}],
+        "started_at": "2026-01-01T00:00:00Z",
+        **fields,
+    }
+
+
+async def test_another_runtimes_trajectory_is_ingested(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as served:
+        await ready(served)
+        answer = await served.client.post("/v1/trajectories", json=trajectory(context={"expected": "42"}))
+        assert answer.status_code == 202
+        (event,) = served.bus.events(Trajectory)
+        assert answer.json() == {"event_ids": [event.event_id], "trajectory_id": "ours-7"}
+        assert (event.session_key, event.tenant, event.end_reason) == (KEYS[0], "default", "ingest")
+        assert event.branches[0].loss_mask == (0, 0, 0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param"),
+    [
+        ({"branches": []}, 422, "branches"),
+        ({"branches": [{"token_ids": [1, 2]}]}, 422, "branches.0.spans"),
+        ({"branches": [{"token_ids": [1], "spans": [{"start": 0, "turn_id": "a", "version": VERSION}]}]}, 422, None),
+        ({"trajectory_id": None}, 422, "trajectory_id"),
+        ({"trajectory_id": "a\u0000b"}, 422, "trajectory_id"),
+        ({"session_key": KEYS[1]}, 422, "session_key"),
+        ({"tenant": "other"}, 403, "tenant"),
+        ({"rewardd": 1}, 422, "rewardd"),
+        ({"model": "not a name"}, 422, "model"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_a_trajectory_that_cannot_be_trained_is_refused(
+    tmp_path: Path, change: dict[str, Any], status: int, param: str | None
+) -> None:
+    async with gateway(tmp_path) as served:
+        answer = await served.client.post("/v1/trajectories", json=trajectory(**change))
+        assert answer.status_code == status, answer.text
+        if param:
+            assert answer.json()["error"]["param"] == param
+        assert served.bus.records == []
+        assert (await served.client.post("/v1/trajectories", content=b"{")).status_code == 400

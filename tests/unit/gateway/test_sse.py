@@ -1,0 +1,32 @@
+"""Splitting server-sent events, whatever the network makes of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_gateway.sse import EventTooLarge, Splitter, encode
+
+PAYLOADS = st.lists(st.binary(min_size=1, max_size=40).filter(lambda data: not {10, 13} & set(data)), max_size=8)
+
+
+@given(payloads=PAYLOADS, cuts=st.lists(st.integers(0, 400), max_size=12))
+def test_any_cut_of_the_bytes_gives_the_same_events(payloads: list[bytes], cuts: list[int]) -> None:
+    whole = b"".join(encode(payload) for payload in payloads)
+    edges = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
+    splitter = Splitter(1000)
+    found = [event for a, b in itertools.pairwise(edges) for event in splitter.feed(whole[a:b])]
+    assert found == payloads
+
+
+def test_comments_other_fields_and_carriage_returns_are_no_data() -> None:
+    splitter = Splitter(1000)
+    assert splitter.feed(b": ping\n\nevent: x\r\ndata: a\r\ndata:b\r\nid: 1\r\n\r\nretry: 5\n\n") == [b"a\nb"]
+
+
+def test_an_event_without_an_end_is_bounded() -> None:
+    with pytest.raises(EventTooLarge):
+        Splitter(10).feed(b"data: 0123456789")
