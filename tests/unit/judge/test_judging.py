@@ -138,13 +138,13 @@ async def test_an_hour_without_the_endpoint_is_caught_up(llm: FakeLLM, data_dir:
     async with judge(settings(llm), data_dir) as rig:
         await rig.bench.deliver(*(trajectory(name, answer=name) for name in names))
         while rig.bench.clock.monotonic_s() < 3600:
-            rig.bench.clock.advance(60.0)
+            rig.bench.clock.advance(150.0)
             await rig.idle()
         assert rig.rewards == []
         assert len(llm.calls) < 6 * 20
         llm.usual = fake_llm.verdict(outcome=5, grounding=4, conduct=3, clarity=2)
         while len(rig.rewards) < len(names):
-            rig.bench.clock.advance(10.0)
+            rig.bench.clock.advance(100.0)
             await rig.idle()
     assert {reward.outcome for reward in rig.rewards} == {"scored"}
 

@@ -56,7 +56,9 @@ class Jury:
         return scoring.single(rubric, await self._readings(rubric, self._prompts.single(rubric, run)))
 
     async def pair(self, rubric: Rubric, first: Exhibit, second: Exhibit) -> Judgement:
-        """The judgement as `first` has it. Both orders are asked."""
+        """The judgement as `first` has it. Both orders are asked, none when there is no difference to be seen."""
+        if first.entries == second.entries:
+            return scoring.equal(rubric)
         forth = await self._readings(rubric, self._prompts.pair(rubric, first, second))
         back = await self._readings(rubric, self._prompts.pair(rubric, second, first))
         return scoring.pair(rubric, forth, back)

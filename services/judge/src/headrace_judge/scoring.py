@@ -62,6 +62,12 @@ def pair(rubric: Rubric, forth: Sequence[Reading], back: Sequence[Reading]) -> J
     return Judgement(outcome="scored", value=_agreed(*sides), criteria=criteria, reason=reason)
 
 
+def equal(rubric: Rubric) -> Judgement:
+    """What a pair of runs comes to that look the same."""
+    criteria = dict.fromkeys(rubric.weights, 0.5)
+    return Judgement(outcome="scored", value=0.5, criteria=criteria, reason="equal")
+
+
 def turned(judgement: Judgement) -> Judgement:
     """The judgement of a pair as the second run has it."""
     if judgement.value is None:

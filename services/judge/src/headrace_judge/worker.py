@@ -76,7 +76,8 @@ class Worker:
                 IN_PROGRESS.set(len(self._running))
                 if not jobs:
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._freed.wait(), _POLL_S)
+                        async with asyncio.timeout(_POLL_S):
+                            await self._freed.wait()
 
     async def _take(self) -> list[Job]:
         limit = self._breaker.admits(len(self._running), self._settings.endpoint.concurrency)

@@ -1,0 +1,137 @@
+"""Every way in which an endpoint may not answer has its own name, and none quotes what it was sent."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from email.utils import format_datetime
+
+import pytest
+
+from headrace_judge.breaker import Breaker
+from headrace_judge.endpoint import CallRefused, CallTimedOut, Completion, Endpoint, EndpointAway, retry_after_s
+from headrace_judge.prompts import ChatMessage
+from headrace_judge.settings import EndpointSettings, RetrySettings
+from headrace_judge.worker import backoff_s
+from headrace_schemas.base import utcnow
+from tests.support import fake_llm
+from tests.support.fake_llm import FakeLLM
+from tests.support.streams import ManualClock
+
+MESSAGES: list[ChatMessage] = [{"role": "user", "content": "private"}]
+
+
+async def complete(llm: FakeLLM, **changes: object) -> Completion:
+    data = {"base_url": llm.base_url, "model": "m", "timeout_s": 0.3} | changes
+    endpoint = Endpoint(EndpointSettings.model_validate(data), "key", 60.0)
+    try:
+        return await endpoint.complete(MESSAGES)
+    finally:
+        await endpoint.close()
+
+
+async def test_an_answer_with_its_tokens(llm: FakeLLM) -> None:
+    llm.then(fake_llm.say("hi", tokens=(7, 3)), fake_llm.say("hi", tokens=None))
+    assert await complete(llm) == Completion(text="hi", tokens=10)
+    assert (await complete(llm)).tokens is None
+    assert llm.calls[0].headers["authorization"] == "Bearer key"
+    assert llm.calls[0].body == {"model": "m", "messages": MESSAGES, "temperature": 0.0, "max_tokens": 1024}
+
+
+async def test_json_mode_is_asked_for_when_wanted(llm: FakeLLM) -> None:
+    await complete(llm, json_mode=True)
+    assert llm.calls[0].body["response_format"] == {"type": "json_object"}
+
+
+@pytest.mark.parametrize(
+    "message", [fake_llm.say(None, refusal="I cannot"), fake_llm.say("x", refusal="no")], ids=["no text", "text"]
+)
+async def test_a_refusal_is_seen(llm: FakeLLM, message: fake_llm.Behaviour) -> None:
+    llm.then(message)
+    assert (await complete(llm)).refused
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error", "billed"),
+    [
+        (fake_llm.status(500), EndpointAway, False),
+        (fake_llm.status(401), EndpointAway, False),
+        (fake_llm.status(302), EndpointAway, False),
+        (fake_llm.drop(), EndpointAway, True),
+        (fake_llm.raw(b"{}"), EndpointAway, True),
+        (fake_llm.raw(b'{"choices": []}'), EndpointAway, True),
+        (fake_llm.status(400), CallRefused, None),
+        (fake_llm.status(422), CallRefused, None),
+        (fake_llm.say("x" * 3000), CallRefused, None),
+        (fake_llm.hang(), CallTimedOut, None),
+    ],
+)
+async def test_trouble_has_a_name(
+    llm: FakeLLM, behaviour: fake_llm.Behaviour, error: type[Exception], billed: bool | None
+) -> None:
+    llm.then(behaviour)
+    with pytest.raises(error) as raised:
+        await complete(llm, response_bytes_max=2048)
+    assert "private" not in str(raised.value)
+    if isinstance(raised.value, EndpointAway):
+        assert raised.value.billed is billed
+
+
+async def test_nobody_there(llm: FakeLLM) -> None:
+    with pytest.raises(EndpointAway, match="ConnectError") as raised:
+        await complete(llm, base_url="http://127.0.0.1:9/v1")
+    assert not raised.value.billed
+
+
+def test_retry_after_is_a_number_or_a_date_and_bounded() -> None:
+    assert retry_after_s("7", 60) == 7.0
+    assert retry_after_s("7.5", 60) == 7.5
+    assert retry_after_s("100000", 60) == 60.0
+    assert retry_after_s("inf", 60) == 60.0
+    assert retry_after_s("-3", 60) == 0.0
+    for nonsense in (None, "", "soon", "nan"):
+        assert retry_after_s(nonsense, 60) is None
+    date = format_datetime(utcnow() + timedelta(seconds=30), usegmt=True)
+    assert retry_after_s(date, 60) == pytest.approx(30, abs=2)
+    assert retry_after_s("Wed, 21 Oct 2015 07:28:00 GMT", 60) == 0.0
+
+
+def test_waits_grow_to_a_limit_and_obey_the_endpoint() -> None:
+    retry = RetrySettings()
+    assert [backoff_s(retry, attempts, None) for attempts in range(6)] == [1, 4, 16, 64, 256, 300]
+    assert backoff_s(retry, 10**6, None) == 300
+    assert backoff_s(retry, 0, 120.0) == 120.0
+    total = sum(backoff_s(retry, attempts, None) for attempts in range(retry.attempts_max - 1))
+    assert 3600 < total < 2 * 3600, "an endpoint may be away for an hour"
+
+
+def test_a_failure_holds_work_back_and_then_lets_one_try() -> None:
+    clock = ManualClock()
+    breaker = Breaker(clock, pause_s=1.0)
+    assert breaker.admits(running=3, concurrency=8) == 5
+    breaker.failed(None)
+    breaker.failed(None)  # of the same moment: no longer pause
+    assert breaker.admits(0, 8) == 0
+    clock.advance(1.0)
+    assert breaker.admits(0, 8) == 1
+    assert breaker.admits(1, 8) == 0
+    breaker.failed(None)
+    clock.advance(1.9)
+    assert breaker.admits(0, 8) == 0
+    clock.advance(0.1)
+    assert breaker.admits(0, 8) == 1
+    breaker.succeeded()
+    assert breaker.admits(0, 8) == 8
+
+
+def test_the_pause_has_a_limit_unless_the_endpoint_asks_for_more() -> None:
+    clock = ManualClock()
+    breaker = Breaker(clock, pause_s=1.0)
+    for _ in range(50):
+        breaker.failed(None)
+        clock.advance(30.0)
+        assert breaker.admits(0, 8) == 1
+    breaker.failed(100.0)
+    clock.advance(99.0)
+    assert breaker.admits(0, 8) == 0
+    clock.advance(1.0)
+    assert breaker.admits(0, 8) == 1
