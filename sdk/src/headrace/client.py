@@ -1,0 +1,119 @@
+"""The client for programs that block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self, Unpack
+
+import httpx2
+from pydantic import JsonValue
+
+from headrace.errors import HeadraceError
+from headrace.retries import Retries, checked
+from headrace.sessions import DEFAULT_URL, Feedback, Identity, Purpose, Verdict, feedback_body, new_id, root_of
+
+
+class Client:
+    """Sessions and feedback at a Headrace gateway. Safe to share between threads; close it or use `with`.
+
+    Model calls go through any OpenAI client, with a session's `base_url` or `headers`. Methods raise `ApiError` when
+    the gateway refuses and `Unreachable` when it does not answer within `retries`.
+    """
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 30.0,
+        retries: Retries | None = None,
+        transport: httpx2.BaseTransport | None = None,
+    ) -> None:
+        self.root = root_of(base_url)
+        self._retries = retries or Retries()
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx2.Client(base_url=self.root, headers=headers, timeout=timeout_s, transport=transport)
+
+    def session(
+        self,
+        session_id: str | None = None,
+        *,
+        task_id: str | None = None,
+        run_id: str | None = None,
+        purpose: Purpose = "train",
+    ) -> Session:
+        """A new session, or one that exists. `task_id` names its group; `purpose="eval"` keeps it out of training."""
+        return Session(self, Identity(session_id or new_id(), task_id, run_id, purpose))
+
+    def feedback(self, **options: Unpack[Feedback]) -> str:
+        """Judge a session, or exactly the responses `msg_ids`, early, late or again. Returns the feedback's id."""
+        body = feedback_body(options)
+        self._post("/v1/feedback", body)
+        return str(body["feedback_id"])
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _post(self, path: str, body: Mapping[str, JsonValue] | None = None) -> httpx2.Response:
+        attempt = 0
+        while True:
+            attempt += 1
+            answer, cause = None, None
+            try:
+                answer = self._http.post(path, json=body)
+            except httpx2.TransportError as error:
+                cause = error
+            pause_s = self._retries.pause_s(attempt, answer)
+            if pause_s is None:
+                return checked(answer, cause, f"{self.root}{path}")
+            time.sleep(pause_s)
+
+
+class Session:
+    """One run of an agent. Leaving a `with` block ends it, whether or not the block raised."""
+
+    def __init__(self, client: Client, identity: Identity) -> None:
+        self._client = client
+        self._identity = identity
+        self._ended = False
+        self.session_id = identity.session_id
+        self.headers: Mapping[str, str] = identity.headers
+        """For `OpenAI(default_headers=...)`: session, task and run."""
+        self.base_url = identity.base_url(client.root)
+        """For `OpenAI(base_url=...)`: names the session, but neither task nor run."""
+
+    def feedback(self, value: float | None = None, **options: Unpack[Verdict]) -> str:
+        """Judge the whole session. Returns the feedback's id."""
+        me = self._identity
+        found = self._client.feedback(
+            session_id=me.session_id, task_id=me.task_id, run_id=me.run_id, value=value, **options
+        )
+        self._ended = self._ended or options.get("ends_session", False)
+        return found
+
+    def end(self) -> None:
+        """The run is over; more calls do nothing. A session that nobody ends is over when it was idle for a while."""
+        if not self._ended:
+            self._client._post(self._identity.end_path())
+            self._ended = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        try:
+            self.end()
+        except HeadraceError as problem:
+            if error is None:
+                raise
+            error.add_note(f"and the session could not be ended: {problem}")

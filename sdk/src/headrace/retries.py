@@ -1,0 +1,48 @@
+"""When a request is made again. All that the SDK sends may be sent twice: feedback by its id, the rest by nature."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import httpx2
+
+from headrace.errors import ApiError, Unreachable
+
+_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """`attempts` in all, with pauses that double from `first_pause_s` to `pause_max_s`, up to half of them at random.
+
+    A server's `Retry-After` is kept to, up to `pause_max_s`.
+    """
+
+    attempts: int = 5
+    first_pause_s: float = 0.2
+    pause_max_s: float = 10.0
+
+    def pause_s(self, attempt: int, answer: httpx2.Response | None) -> float | None:
+        """How long to wait before the next attempt; None: there is none. `attempt` counts from 1."""
+        if attempt >= self.attempts or (answer is not None and answer.status_code not in _AGAIN):
+            return None
+        asked: str = answer.headers.get("retry-after", "") if answer is not None else ""
+        if asked.isdecimal():
+            return min(float(asked), self.pause_max_s)
+        pause_s = self.first_pause_s * 2.0 ** (attempt - 1)
+        return min(pause_s, self.pause_max_s) * random.uniform(0.5, 1.0)
+
+
+def checked(answer: httpx2.Response | None, cause: Exception | None, url: str) -> httpx2.Response:
+    """The answer, or what it means as an error: `ApiError` for a refusal, `Unreachable` for none at all."""
+    if answer is None:
+        raise Unreachable(f"{url} does not answer: {cause or 'no reason given'}; is Headrace up?") from cause
+    if answer.status_code < 400:
+        return answer
+    try:
+        error = answer.json()["error"]
+        message, code, param = str(error["message"]), str(error.get("code")), error.get("param")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message, code, param = f"{url} answered {answer.text[:200]!r}", "unknown", None
+    raise ApiError(answer.status_code, code, message, param)

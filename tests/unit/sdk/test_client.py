@@ -1,0 +1,175 @@
+"""The client: what it sends, when it sends again, what it raises."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import httpx2
+import pytest
+
+from headrace import ApiError, AsyncClient, Client, Unreachable
+from headrace.retries import Retries
+
+FAST = Retries(attempts=3, first_pause_s=0.001, pause_max_s=0.01)
+Answer = Callable[[httpx2.Request], httpx2.Response]
+
+
+class Gateway:
+    """Answers from a list, the last one for ever; keeps what it was asked."""
+
+    def __init__(self, *answers: httpx2.Response | Exception) -> None:
+        self._answers = list(answers) or [httpx2.Response(202, json={})]
+        self.asked: list[httpx2.Request] = []
+
+    def __call__(self, request: httpx2.Request) -> httpx2.Response:
+        self.asked.append(request)
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    @property
+    def bodies(self) -> list[dict[str, object]]:
+        return [json.loads(request.content or b"{}") for request in self.asked]
+
+    def client(self, url: str = "http://gateway:8000", **options: str) -> Client:
+        return Client(url, retries=FAST, transport=httpx2.MockTransport(self), **options)  # type: ignore[arg-type]
+
+
+def refusal(status: int, code: str, **headers: str) -> httpx2.Response:
+    body = {"error": {"message": "no", "code": code, "param": "value", "type": "x"}}
+    return httpx2.Response(status, json=body, headers=headers)
+
+
+def test_a_session_gives_what_an_openai_client_needs() -> None:
+    with Gateway().client("http://gateway:8000/v1/") as client:
+        session = client.session("run 7/u", task_id="t", run_id="3")
+        assert session.base_url == "http://gateway:8000/sessions/run%207%2Fu/v1"
+        assert session.headers == {"X-Session-Id": "run 7/u", "X-Task-Id": "t", "X-Run-Id": "3"}
+        assert client.session(purpose="eval").headers["X-Headrace-Purpose"] == "eval"
+        assert client.session().session_id != client.session().session_id
+
+
+def test_feedback_of_a_session_and_its_end() -> None:
+    gateway = Gateway()
+    with gateway.client(api_key="secret") as client, client.session("s", task_id="t") as session:
+        feedback_id = session.feedback(0.5, comment="fine", context={"expected": "42"})
+    assert [request.url.path for request in gateway.asked] == ["/v1/feedback", "/v1/sessions/s/end"]
+    assert gateway.bodies[0] == {
+        "session_id": "s",
+        "task_id": "t",
+        "value": 0.5,
+        "comment": "fine",
+        "context": {"expected": "42"},
+        "feedback_id": feedback_id,
+    }
+    assert {request.headers["authorization"] for request in gateway.asked} == {"Bearer secret"}
+
+
+def test_feedback_about_responses() -> None:
+    gateway = Gateway()
+    given = gateway.client().feedback(msg_ids=["a", "b"], value=0.0, source="user", feedback_id="mine")
+    assert given == "mine"
+    assert gateway.bodies == [{"msg_ids": ["a", "b"], "value": 0.0, "source": "user", "feedback_id": "mine"}]
+
+
+def test_zero_is_a_value_and_withdrawn_is_none() -> None:
+    gateway = Gateway()
+    client = gateway.client()
+    client.feedback(session_id="s", value=0.0)
+    client.feedback(session_id="s", withdrawn=True)
+    assert [("value" in body, body.get("withdrawn")) for body in gateway.bodies] == [(True, None), (False, True)]
+
+
+@pytest.mark.parametrize("ended", ["by the call", "by feedback"])
+def test_a_session_ends_once(ended: str) -> None:
+    gateway = Gateway()
+    with gateway.client().session("s") as session:
+        if ended == "by the call":
+            session.end()
+        else:
+            session.feedback(1.0, ends_session=True)
+        session.end()
+    assert len(gateway.asked) == 1
+
+
+def test_a_run_that_raised_is_over_too() -> None:
+    gateway = Gateway()
+    with pytest.raises(ZeroDivisionError), gateway.client().session("s"):
+        _ = 1 / 0
+    assert [request.url.path for request in gateway.asked] == ["/v1/sessions/s/end"]
+
+
+def test_what_went_wrong_first_is_what_is_raised() -> None:
+    gateway = Gateway(refusal(401, "invalid_api_key"))
+    with pytest.raises(ZeroDivisionError) as caught, gateway.client().session("s"):
+        _ = 1 / 0
+    assert "could not be ended" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("trouble", [httpx2.ConnectError("refused"), httpx2.ReadTimeout("slow"), refusal(503, "x")])
+def test_sent_again_with_the_same_id(trouble: httpx2.Response | Exception) -> None:
+    gateway = Gateway(trouble, trouble, httpx2.Response(202, json={}))
+    gateway.client().feedback(session_id="s", value=1.0)
+    assert len({str(body["feedback_id"]) for body in gateway.bodies}) == 1
+    assert len(gateway.asked) == 3
+
+
+def test_refusals_are_not_repeated() -> None:
+    gateway = Gateway(refusal(400, "invalid_value"))
+    with pytest.raises(ApiError, match=r"no \(400, invalid_value\)") as caught:
+        gateway.client().feedback(session_id="s", value=1.0)
+    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "invalid_value", "value")
+    assert len(gateway.asked) == 1
+
+
+def test_a_refusal_that_is_no_json() -> None:
+    with pytest.raises(ApiError, match="Bad Gateway"):
+        Gateway(httpx2.Response(404, text="<html>Bad Gateway")).client().feedback(session_id="s", value=1.0)
+
+
+def test_nobody_there() -> None:
+    gateway = Gateway(httpx2.ConnectError("refused"))
+    with pytest.raises(
+        Unreachable, match=r"/v1/feedback does not answer: refused; is Headrace up\?"
+    ):
+        gateway.client().feedback(session_id="s", value=1.0)
+    assert len(gateway.asked) == FAST.attempts
+
+
+def test_pauses_double_and_are_bounded_and_the_server_may_name_one() -> None:
+    retries = Retries(attempts=9, first_pause_s=1.0, pause_max_s=5.0)
+    for attempt, most in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 5.0), (8, 5.0)):
+        pause_s = retries.pause_s(attempt, None)
+        assert pause_s is not None
+        assert most / 2 <= pause_s <= most
+    assert retries.pause_s(9, None) is None
+    assert retries.pause_s(1, refusal(429, "x", **{"Retry-After": "3"})) == 3.0
+    assert retries.pause_s(1, refusal(429, "x", **{"Retry-After": "3600"})) == 5.0
+
+
+@pytest.mark.parametrize("bad", ["", "a\nb", "ü", "x" * 513])
+def test_ids_that_no_header_can_carry_are_refused_at_once(bad: str) -> None:
+    client = Gateway().client()
+    with pytest.raises(ValueError, match="printable ASCII"):
+        client.session("s", task_id=bad)
+
+
+def test_one_string_is_not_a_list_of_ids() -> None:
+    with pytest.raises(TypeError, match="not one string"):
+        Gateway().client().feedback(msg_ids="chatcmpl-1", value=1.0)
+
+
+async def test_the_async_client_sends_the_same() -> None:
+    plain, later = Gateway(), Gateway(refusal(503, "x"), httpx2.Response(202, json={}))
+    with plain.client() as client, client.session("s", task_id="t", run_id="r") as session:
+        session.feedback(1.0, feedback_id="f", comment="c")
+    transport = httpx2.MockTransport(later)
+    async with AsyncClient("http://gateway:8000", retries=FAST, transport=transport) as client_later:
+        async with client_later.session("s", task_id="t", run_id="r") as session_later:
+            assert (session_later.base_url, session_later.headers) == (session.base_url, session.headers)
+            await session_later.feedback(1.0, feedback_id="f", comment="c")
+        assert len(await asyncio.gather(*(client_later.feedback(session_id="x", value=0.0) for _ in range(3)))) == 3
+    assert later.bodies[1:3] == plain.bodies
