@@ -132,9 +132,7 @@ def test_a_refusal_that_is_no_json() -> None:
 
 def test_nobody_there() -> None:
     gateway = Gateway(httpx2.ConnectError("refused"))
-    with pytest.raises(
-        Unreachable, match=r"/v1/feedback does not answer: refused; is Headrace up\?"
-    ):
+    with pytest.raises(Unreachable, match=r"/v1/feedback does not answer: refused; is Headrace up\?"):
         gateway.client().feedback(session_id="s", value=1.0)
     assert len(gateway.asked) == FAST.attempts
 

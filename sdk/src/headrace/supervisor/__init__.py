@@ -1,0 +1,7 @@
+"""Starts every service as its own process, keeps it alive, and stops all of them: the library behind `headrace up`."""
+
+from headrace.supervisor.process import Limits
+from headrace.supervisor.state import RunState, ServiceState, read
+from headrace.supervisor.supervisor import StartFailed, Supervisor
+
+__all__ = ["Limits", "RunState", "ServiceState", "StartFailed", "Supervisor", "read"]

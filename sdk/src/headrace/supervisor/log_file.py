@@ -1,0 +1,53 @@
+"""A service's log: one file, rotated at a size, so that it stays bounded."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from pathlib import Path
+from typing import IO
+
+_LINE_BYTES_MAX = 65_536
+_TAIL_LINES = 20
+
+
+class LogFile:
+    """Copies a process's output to `path`; at `bytes_max` that becomes `path.1` and so on, `backups` of them."""
+
+    def __init__(self, path: Path, bytes_max: int, backups: int) -> None:
+        self.path = path
+        self._bytes_max = bytes_max
+        self._backups = backups
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        """The last lines, to say why a process ended."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def follow(self, pipe: IO[bytes]) -> threading.Thread:
+        """Copy in a thread of its own until the pipe's writers are gone."""
+        thread = threading.Thread(target=self._copy, args=(pipe,), name=f"log-{self.path.stem}", daemon=True)
+        thread.start()
+        return thread
+
+    def _copy(self, pipe: IO[bytes]) -> None:
+        file = self.path.open("ab")
+        try:
+            while line := pipe.readline(_LINE_BYTES_MAX):
+                if file.tell() + len(line) > self._bytes_max and file.tell():
+                    file.close()
+                    self._rotate()
+                    file = self.path.open("ab")
+                file.write(line)
+                file.flush()
+                self.tail.append(line.decode("utf-8", "replace").rstrip())
+        finally:
+            file.close()
+            pipe.close()
+
+    def _rotate(self) -> None:
+        for number in range(self._backups, 0, -1):
+            older = self.path.with_name(f"{self.path.name}.{number}")
+            newer = self.path if number == 1 else self.path.with_name(f"{self.path.name}.{number - 1}")
+            if newer.exists():
+                newer.replace(older)
+        if not self._backups:
+            self.path.unlink(missing_ok=True)

@@ -1,0 +1,158 @@
+"""One service as a process: started on a leash, watched, restarted with growing pauses, stopped for sure."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from headrace.supervisor.leash import leashed
+from headrace.supervisor.log_file import LogFile
+from headrace.supervisor.plan import ServicePlan
+from headrace.supervisor.state import ServiceState, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The bounds of a supervisor."""
+
+    first_pause_s: float = 0.5
+    """Pause before the first restart; it doubles with each death in quick succession."""
+    pause_max_s: float = 15.0
+    stable_s: float = 60.0
+    """A service that lived this long starts again with `first_pause_s`."""
+    stop_timeout_s: float = 25.0
+    """How long services may take to stop before they are killed."""
+    health_interval_s: float = 0.2
+    health_timeout_s: float = 1.0
+    log_bytes_max: int = 20_000_000
+    log_backups: int = 3
+
+
+class ManagedProcess:
+    """A service over all its lives. Used by the supervisor's thread alone: the leash is tied to that thread."""
+
+    def __init__(self, plan: ServicePlan, environ: Mapping[str, str], log: LogFile, limits: Limits) -> None:
+        self.plan = plan
+        self.log = log
+        self._environ = environ
+        self._limits = limits
+        self._process: subprocess.Popen[bytes] | None = None
+        self._copier: threading.Thread | None = None
+        self._status: Status = "stopped"
+        self._since = datetime.now(UTC)
+        self._started_s = 0.0
+        self._restart_s = 0.0
+        self._check_s = 0.0
+        self._quick_deaths = 0
+        self._restarts = 0
+
+    @property
+    def state(self) -> ServiceState:
+        return ServiceState(
+            status=self._status,
+            pid=self._process.pid if self._process else None,
+            url=self.plan.url,
+            port=self.plan.port,
+            log=str(self.log.path),
+            restarts=self._restarts,
+            since=self._since,
+        )
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None
+
+    @property
+    def ready(self) -> bool:
+        return self._status == "ready"
+
+    def start(self) -> None:
+        command = leashed([sys.executable, "-m", self.plan.module])
+        self._process = subprocess.Popen(
+            command,
+            env=dict(self._environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        self._copier = self.log.follow(self._process.stdout)
+        self._started_s = time.monotonic()
+        self._become("starting")
+
+    def died(self) -> int | None:
+        """The exit status when it has just ended (negative: the signal), else None. What it left behind is killed."""
+        if self._process is None or (status := self._process.poll()) is None:
+            return None
+        self._signal(signal.SIGKILL)
+        if self._copier is not None:
+            self._copier.join(1.0)  # its last words
+        self._process = None
+        return status
+
+    def plan_restart(self) -> float:
+        """Decide when it starts again; returns the pause."""
+        lived_s = time.monotonic() - self._started_s
+        self._quick_deaths = 0 if lived_s > self._limits.stable_s else self._quick_deaths + 1
+        pause_s = min(self._limits.first_pause_s * 2.0 ** max(0, self._quick_deaths - 1), self._limits.pause_max_s)
+        self._restart_s = time.monotonic() + pause_s
+        self._restarts += 1
+        self._become("restarting")
+        return pause_s
+
+    def restart_is_due(self) -> bool:
+        return self._process is None and self._status == "restarting" and time.monotonic() >= self._restart_s
+
+    def check_ready(self) -> bool:
+        """Whether it has just become ready, by its `/health`."""
+        if self._status != "starting" or time.monotonic() < self._check_s:
+            return False
+        self._check_s = time.monotonic() + self._limits.health_interval_s
+        if not self._healthy():
+            return False
+        self._become("ready")
+        return True
+
+    def terminate(self) -> None:
+        """Ask it to stop; `kill` what has not after a while."""
+        self._signal(signal.SIGTERM, group=False)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def stopped(self) -> bool:
+        """Whether its process is gone for good."""
+        if self.died() is not None or self._process is None:
+            self._become("stopped")
+        return self._process is None
+
+    def _become(self, status: Status) -> None:
+        if self._status != status:
+            self._status = status
+            self._since = datetime.now(UTC)
+
+    def _signal(self, number: signal.Signals, *, group: bool = True) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if group else os.kill)(self._process.pid, number)
+
+    def _healthy(self) -> bool:
+        address = self.plan.url.removeprefix("http://")
+        connection = http.client.HTTPConnection(address, timeout=self._limits.health_timeout_s)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()

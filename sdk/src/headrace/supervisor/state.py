@@ -1,0 +1,104 @@
+"""What runs: `<data_dir>/run/state.json`, true while a supervisor holds the lock beside it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from headrace.errors import NotRunning, UsageError
+
+_TRIES = 5
+_TRY_INTERVAL_S = 0.05
+Status = Literal["starting", "ready", "restarting", "stopped"]
+
+
+class ServiceState(BaseModel):
+    """One service. `pid` is None between two of its lives."""
+
+    model_config = ConfigDict(frozen=True)
+
+    status: Status
+    pid: int | None = None
+    url: str
+    port: int
+    log: str
+    restarts: int = 0
+    since: datetime
+
+
+class RunState(BaseModel):
+    """One `headrace up`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    pid: int
+    data_dir: str
+    started_at: datetime
+    bus: str
+    services: dict[str, ServiceState]
+    left_out: dict[str, str] = {}
+
+    @property
+    def base_url(self) -> str | None:
+        """What goes into `OpenAI(base_url=...)`."""
+        gateway = self.services.get("gateway")
+        return f"{gateway.url}/v1" if gateway else None
+
+    def write(self, data_dir: Path) -> None:
+        target = _folder(data_dir) / "state.json"
+        draft = target.with_name(f".state.json.{os.getpid()}")
+        draft.write_text(self.model_dump_json(indent=1), encoding="utf-8")
+        draft.replace(target)
+
+
+class Lock:
+    """Held by the one supervisor of a data directory; the system lets go of it however that one ends."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._path = _folder(data_dir) / "lock"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[bytes] = self._path.open("ab")
+
+    def take(self) -> None:
+        """Raises `UsageError` when another supervisor has it."""
+        for _ in range(_TRIES):
+            try:
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_TRY_INTERVAL_S)  # `read` may be looking
+        self._file.close()
+        folder = self._path.parent.parent
+        raise UsageError(f"Headrace is up already in {folder}; stop it, or give this one another --data-dir")
+
+    def release(self) -> None:
+        self._file.close()
+
+
+def read(data_dir: Path) -> RunState:
+    """What runs in `data_dir`. Raises `NotRunning`."""
+    folder = _folder(data_dir)
+    lock, state = folder / "lock", folder / "state.json"
+    if not lock.exists() or not state.exists() or not _held(lock):
+        raise NotRunning(
+            f"Headrace is not up in {data_dir.absolute()}; start it with `headrace up`, or name its --data-dir"
+        )
+    return RunState.model_validate_json(state.read_text(encoding="utf-8"))
+
+
+def _folder(data_dir: Path) -> Path:
+    return data_dir / "run"
+
+
+def _held(lock: Path) -> bool:
+    with lock.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -1,0 +1,75 @@
+"""Tiny services for a supervisor: each answers `/health` on the port that it is given, and misbehaves when told to."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+SOURCE = """
+import http.server, json, os, pathlib, signal, sys, time
+name = __name__ if __name__ != "__main__" else pathlib.Path(__file__).stem
+name = name.removeprefix("dummy_")
+folder = pathlib.Path(os.environ["DUMMY_FOLDER"])
+told = (folder / f"{name}.told").read_text() if (folder / f"{name}.told").exists() else ""
+print(f"{name} starts", flush=True)
+with (folder / "starts").open("a") as file:
+    file.write(f"{name} {os.getpid()}\\n")
+(folder / f"{name}.environ").write_text(json.dumps({k: v for k, v in os.environ.items() if k.startswith("HEADRACE_")}))
+
+def stop(*_):
+    with (folder / "stops").open("a") as file:
+        file.write(f"{name}\\n")
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN if told == "ignore SIGTERM" else stop)
+if told == "refuse settings":
+    print(f"setting {name}.prot = 1: unknown", flush=True)
+    sys.exit(2)
+if told == "crash":
+    sys.exit("boom")
+if told == "leave a child":
+    if os.fork() == 0:
+        (folder / "child").write_text(str(os.getpid()))
+        time.sleep(600)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(503 if told == "never ready" else 200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+
+http.server.HTTPServer(("127.0.0.1", int(os.environ[f"HEADRACE_{name.upper()}__PORT"])), Handler).serve_forever()
+"""
+
+
+class Dummies:
+    """Modules `dummy_<name>` in a folder; `environ` lets processes find them."""
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        self.folder = folder
+        self.services = {name: f"dummy_{name}" for name in names}
+        for module in self.services.values():
+            (folder / f"{module}.py").write_text(SOURCE)
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        path = os.pathsep.join([str(self.folder), *sys.path])
+        return {"PATH": os.environ["PATH"], "PYTHONPATH": path, "DUMMY_FOLDER": str(self.folder)}
+
+    def tell(self, name: str, what: str) -> None:
+        (self.folder / f"{name}.told").write_text(what)
+
+    def lines(self, file: str) -> list[str]:
+        path = self.folder / file
+        return path.read_text().splitlines() if path.exists() else []
+
+    @property
+    def starts(self) -> list[str]:
+        return [line.split()[0] for line in self.lines("starts")]
+
+    @property
+    def pids(self) -> list[int]:
+        return [int(line.split()[1]) for line in self.lines("starts")]
