@@ -1,7 +1,8 @@
 """An inference replica without a model: the wire of ARCHITECTURE.md, deterministic tokens, and faults on demand.
 
 Equal requests get equal tokens from every fake replica, so a stream that was resumed can be compared with one that was
-not. Each token is a word: token 17 reads `w17 `.
+not. Each token is a word: token 17 reads `w17 `. `python -m tests.support.fake_replica ID PORT VERSION DELAY` serves
+until it is killed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -273,6 +275,12 @@ class Generation:
         return resume.choices if resume else ()
 
 
+async def _serve(replica_id: str, port: int, version: str, token_delay_s: float) -> None:
+    replica = FakeReplica(replica_id, (version,), token_delay_s=token_delay_s)
+    async with replica.running(port):
+        await asyncio.Event().wait()
+
+
 def text_of(token: int) -> str:
     return f"w{token} "
 
@@ -286,3 +294,7 @@ def entry(token: int, top: int = 0) -> dict[str, Any]:
     text = text_of(token)
     ranked = [{"token": text, "logprob": logprob_of(token), "bytes": list(text.encode())}] * top
     return {"token": text, "logprob": logprob_of(token), "bytes": list(text.encode()), "top_logprobs": ranked}
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4])))

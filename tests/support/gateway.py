@@ -112,7 +112,7 @@ def routing(champion: str | None, serve: tuple[str, ...] = (), revision: int = 1
     versions = dict.fromkeys([*([champion] if champion else ()), *serve])
     return Routing(
         time=datetime.now(UTC),
-        model="tiny",
+        model=next(iter(versions), VERSION).partition("@")[0],
         revision=revision,
         aliases={"champion": champion} if champion else {},
         serve=tuple(ServedVersion(version=version, manifest=blob) for version in versions),

@@ -1,0 +1,83 @@
+"""A gateway process on a real bus, with a fake replica that really sends heartbeats."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from headrace_schemas import Turn
+from tests.support.fake_replica import FakeReplica
+from tests.support.gateway import routing
+from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy
+
+HEARTBEAT_S = 0.5
+
+
+@dataclass
+class Circle:
+    """Everything around one model of its own, so that tests can share a bus."""
+
+    model: str
+    gateway: GatewayProcess
+    replicas: list[FakeReplica]
+    bus: BusView
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.gateway.url}/v1"
+
+    async def turns(self) -> list[Turn]:
+        return [turn for turn in await self.bus.read(Turn) if turn.model == self.model]
+
+
+@contextlib.asynccontextmanager
+async def circle(folder: Path, bus: str, *replicas: FakeReplica, **settings: object) -> AsyncIterator[Circle]:
+    """Routed, heard of and healthy. `replicas` that already have a URL run elsewhere."""
+    model = f"tiny-{uuid.uuid4().hex[:8]}"
+    version = f"{model}@0123456789abcdef"
+    data = folder / "data"
+    gateway = GatewayProcess(data, bus, **settings)
+    async with contextlib.AsyncExitStack() as stack:
+        view = await stack.enter_async_context(bus_view(bus, data))
+        for replica in replicas:
+            replica.versions = (version,)
+            replica.replica_id = f"{model}-{replica.replica_id}"
+            if not replica.url:
+                await stack.enter_async_context(replica.running())
+        await view.producer.send(routing(version))
+        beating = asyncio.create_task(_beat(view, replicas))
+        await asyncio.to_thread(gateway.start)
+        try:
+            await asyncio.to_thread(wait_healthy, gateway.url)
+            yield Circle(model, gateway, list(replicas), view)
+        finally:
+            beating.cancel()
+            await asyncio.wait([beating])
+            await asyncio.to_thread(gateway.stop)
+
+
+async def _beat(view: BusView, replicas: tuple[FakeReplica, ...]) -> None:
+    while True:
+        for replica in replicas:
+            await view.producer.send(replica.heartbeat())
+        await asyncio.sleep(HEARTBEAT_S)
+
+
+@pytest.fixture
+async def served(tmp_path: Path, embedded_bus: str) -> AsyncIterator[Circle]:
+    """One replica, on the embedded broker."""
+    async with circle(tmp_path, embedded_bus, FakeReplica()) as made:
+        yield made
+
+
+@pytest.fixture
+async def served_anywhere(tmp_path: Path, bus: str) -> AsyncIterator[Circle]:
+    """One replica, on each bus that we support."""
+    async with circle(tmp_path, bus, FakeReplica()) as made:
+        yield made

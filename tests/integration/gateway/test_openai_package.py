@@ -1,0 +1,151 @@
+"""The unmodified `openai` package with nothing changed but its base_url."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx2
+import openai
+import pytest
+
+from headrace_schemas import Feedback, SessionEnd, ids
+from tests.integration.gateway.conftest import Circle
+from tests.support.fake_replica import LENGTH, Fault
+
+SEARCH: openai.types.chat.ChatCompletionFunctionToolParam = {
+    "type": "function",
+    "function": {"name": "search", "parameters": {"type": "object", "properties": {"query": {"type": "string"}}}},
+}
+
+
+def sync_agent(base_url: str, model: str) -> tuple[str, str]:
+    """Two turns with a tool, then the same question streamed; returns the plain answer and the streamed one."""
+    client = openai.OpenAI(base_url=base_url, api_key="none")
+    assert model in [listed.id for listed in client.models.list()]
+    assert client.models.retrieve(model).owned_by == "headrace"
+    messages: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "Who wrote?"}]
+    first = client.chat.completions.create(model=model, messages=messages, tools=[SEARCH], user="u", store=False)
+    assert first.choices[0].finish_reason == "tool_calls"
+    message = first.choices[0].message
+    assert message.tool_calls
+    call = message.tool_calls[0]
+    assert call.type == "function"
+    assert call.function.name == "search"
+    messages += [message.to_dict(), {"role": "tool", "tool_call_id": call.id, "content": "Ada"}]  # type: ignore[list-item]
+    plain = client.chat.completions.create(model=model, messages=messages, tools=[SEARCH])
+    assert plain.usage
+    assert plain.usage.completion_tokens == LENGTH
+    assert plain._request_id == plain.id
+    streamed = ""
+    with client.chat.completions.stream(model=model, messages=messages, tools=[SEARCH]) as stream:
+        for event in stream:
+            if event.type == "content.delta":
+                streamed += event.delta
+    return plain.choices[0].message.content or "", streamed
+
+
+async def test_sync_with_tools_and_streaming(served_anywhere: Circle) -> None:
+    served = served_anywhere
+    plain, streamed = await asyncio.to_thread(sync_agent, served.base_url, served.model)
+    assert plain
+    assert streamed == plain
+    turns = await served.turns()
+    assert len(turns) == 3
+    assert len({turn.session_key for turn in turns}) == 1, "the calls of one conversation are one session"
+    assert turns[1].messages[1].tool_calls == turns[0].choices[0].message.tool_calls
+    assert [turn.version for turn in turns] == list(served.replicas[0].versions) * 3
+
+
+async def test_async_in_parallel_with_choices_and_logprobs(served: Circle) -> None:
+    async with openai.AsyncOpenAI(base_url=served.base_url, api_key="none") as client:
+
+        async def ask(number: int) -> list[str]:
+            answer = await client.chat.completions.create(
+                model=served.model,
+                messages=[{"role": "user", "content": f"question {number}"}],
+                n=2,
+                temperature=0.5,
+                logprobs=True,
+                metadata={"session_id": f"run-{number}"},
+            )
+            first = answer.choices[0].logprobs
+            assert first
+            assert first.content
+            assert first.content[0].logprob <= 0
+            return [choice.message.content or "" for choice in answer.choices]
+
+        answers = await asyncio.gather(*(ask(number) for number in range(8)))
+        assert len({text for pair in answers for text in pair}) == 16
+        stream = await client.chat.completions.create(
+            model=served.model,
+            messages=[{"role": "user", "content": "question 3"}],
+            n=2,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        texts, usage = ["", ""], None
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+        assert texts == answers[3]
+        assert usage
+        assert usage.completion_tokens == 2 * LENGTH
+    turns = {turn.session_id: turn for turn in await served.turns() if turn.session_source == "metadata"}
+    assert set(turns) == {f"run-{number}" for number in range(8)}
+    assert all(turn.sampling.temperature == 0.5 for turn in turns.values())
+
+
+async def test_a_retry_after_a_time_out_leaves_one_undelivered_turn(served: Circle) -> None:
+    """Pitfall 20: the first sample is captured and marked, so nobody credits it."""
+    (replica,) = served.replicas
+    replica.faults = [Fault(stall_after=0)]
+    async with openai.AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=1, timeout=0.5) as client:
+        answer = await client.chat.completions.create(
+            model=served.model, messages=[{"role": "user", "content": "hello"}], extra_headers={"X-Session-Id": "run"}
+        )
+    replica.go_on.set()
+    async with asyncio.timeout(10):
+        while len(turns := await served.turns()) < 2:  # noqa: ASYNC110 (the bus is asked)
+            await asyncio.sleep(0.05)
+    by_retry = {turn.retry: turn for turn in turns}
+    assert (by_retry[1].turn_id, by_retry[1].delivered) == (answer.id, True)
+    assert not by_retry[0].delivered
+    assert by_retry[0].request_digest == by_retry[1].request_digest
+
+
+async def test_errors_are_the_packages_own(served: Circle) -> None:
+    async with openai.AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.NotFoundError, match="does not exist here"):
+            await client.chat.completions.create(model="gpt-4o", messages=[{"role": "user", "content": "x"}])
+        with pytest.raises(openai.BadRequestError, match="response_format"):
+            await client.chat.completions.create(
+                model=served.model,
+                messages=[{"role": "user", "content": "x"}],
+                response_format={"type": "json_object"},
+            )
+
+
+async def test_feedback_ends_and_commits_reach_the_bus(served_anywhere: Circle) -> None:
+    served = served_anywhere
+    session = f"{served.model}-run"
+    unknown = ids.response_id(ids.session_key("default", session))
+    async with httpx2.AsyncClient(base_url=served.gateway.url) as client:
+        accepted = await client.post("/v1/feedback", json={"msg_ids": [unknown], "value": 1})
+        ended = await client.post(f"/v1/sessions/{session}/end")
+        committed = await client.post("/commit")
+    assert (accepted.status_code, ended.status_code, committed.status_code) == (202, 202, 200)
+    feedback = [event for event in await served.bus.read(Feedback) if event.msg_ids == (unknown,)]
+    assert [event.event_id for event in feedback] == accepted.json()["event_ids"]
+    ends = await served.bus.read(SessionEnd)
+    assert ended.json()["event_ids"] == [event.event_id for event in ends if event.session_id == session]
+    commits = [event for event in ends if event.scope == "tenant"]
+    assert {event.partition for event in commits} == {0, 1, 2, 3}
+
+
+async def test_it_stops_cleanly(served: Circle) -> None:
+    async with openai.AsyncOpenAI(base_url=served.base_url, api_key="none") as client:
+        await client.chat.completions.create(model=served.model, messages=[{"role": "user", "content": "x"}])
+    assert await asyncio.to_thread(served.gateway.stop) == 0
+    assert "Traceback" not in served.gateway.log
+    assert '"event": "stopped"' in served.gateway.log

@@ -1,0 +1,198 @@
+"""P1 and P8 with real processes that are really killed."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+
+from headrace_schemas import Turn
+from tests.integration.gateway.conftest import Circle, circle
+from tests.support.broker_process import BrokerProcess
+from tests.support.fake_replica import LENGTH, FakeReplica
+from tests.support.gateway_process import wait_healthy
+from tests.support.kafka_node import ROOT
+from tests.support.ports import free_port, wait_open
+
+AGENTS = 4
+
+
+@pytest.fixture
+def mortal_bus(tmp_path: Path) -> Iterator[BrokerProcess]:
+    """A broker of the test's own, to be killed."""
+    broker = BrokerProcess(tmp_path / "broker")
+    broker.start()
+    yield broker
+    broker.stop()
+
+
+class Agents:
+    """Sessions of calls, one after the other, until `stop`; what they were told is the ledger to compare with."""
+
+    def __init__(self, made: Circle) -> None:
+        self._made = made
+        self._stop = False
+        self.told: dict[str, list[str]] = defaultdict(list)
+        """Response ids whose end a client saw, by session, in order."""
+        self.failures: list[str] = []
+        self.slowest_s = 0.0
+
+    async def run(self, name: str) -> None:
+        async with httpx2.AsyncClient(base_url=self._made.gateway.url, timeout=30) as client:
+            number = 0
+            while not self._stop:
+                number += 1
+                body = {
+                    "model": self._made.model,
+                    "messages": [{"role": "user", "content": f"{name} {number}"}],
+                    "stream": number % 2 == 0,
+                }
+                started = time.monotonic()
+                answer = await client.post("/v1/chat/completions", json=body, headers={"X-Session-Id": name})
+                self.slowest_s = max(self.slowest_s, time.monotonic() - started)
+                if answer.status_code == 200 and (answer.text.endswith("[DONE]\n\n") or number % 2):
+                    self.told[name].append(answer.headers["x-request-id"])
+                else:
+                    self.failures.append(answer.text)
+
+    async def during(self, *steps: tuple[float, object]) -> None:
+        """Run all agents while each `(seconds, function)` is waited for and called in a thread."""
+        running = [asyncio.create_task(self.run(f"{self._made.model}-{number}")) for number in range(AGENTS)]
+        for pause_s, step in steps:
+            await asyncio.sleep(pause_s)
+            if callable(step):
+                await asyncio.to_thread(step)
+        self._stop = True
+        await asyncio.gather(*running)
+
+
+def first_appearances(turns: list[Turn]) -> dict[str, list[str]]:
+    by_session: dict[str, list[str]] = defaultdict(list)
+    for turn in turns:
+        if turn.turn_id not in by_session[turn.session_id]:
+            by_session[turn.session_id].append(turn.turn_id)
+    return by_session
+
+
+async def drained(made: Circle, expected: int) -> list[Turn]:
+    """All turns on the bus, as soon as there are `expected` different ones."""
+    async with asyncio.timeout(20):
+        while True:
+            turns = await made.turns()
+            if len({turn.turn_id for turn in turns}) >= expected:
+                return turns
+            await asyncio.sleep(0.1)
+
+
+async def test_the_bus_dies_under_load_and_comes_back(tmp_path: Path, mortal_bus: BrokerProcess) -> None:
+    async with circle(tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__CAPTURE__BUS_WAIT_S=0.3) as made:
+        agents = Agents(made)
+        await agents.during((0.7, mortal_bus.kill), (1.5, mortal_bus.start), (1.0, None))
+        assert agents.failures == []
+        assert agents.slowest_s < 5
+        turns = await drained(made, sum(map(len, agents.told.values())))
+        assert first_appearances(turns) == agents.told, "nothing lost, each session in its order"
+        assert '"event": "spool_drained"' in made.gateway.log, "the outage was long enough to mean something"
+
+
+async def test_the_gateway_is_killed_with_a_full_spool_while_the_bus_is_away(
+    tmp_path: Path, mortal_bus: BrokerProcess
+) -> None:
+    async with circle(tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__CAPTURE__BUS_WAIT_S=0.1) as made:
+        agents = Agents(made)
+        await agents.during((0.3, mortal_bus.kill), (1.0, None))
+        assert agents.failures == []
+        await asyncio.to_thread(made.gateway.kill)
+        await asyncio.to_thread(mortal_bus.start)
+        await asyncio.to_thread(made.gateway.start)
+        turns = await drained(made, sum(map(len, agents.told.values())))
+        assert first_appearances(turns) == agents.told
+        await asyncio.to_thread(wait_healthy, made.gateway.url)
+
+
+async def test_started_without_a_bus_it_takes_feedback_and_tells_agents_when_to_come_back(
+    tmp_path: Path, mortal_bus: BrokerProcess
+) -> None:
+    async with circle(tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__UPSTREAM__ROUTING_WAIT_S=0.2) as made:
+        await asyncio.to_thread(made.gateway.stop)
+        await asyncio.to_thread(mortal_bus.kill)
+        await asyncio.to_thread(made.gateway.start)
+        async with httpx2.AsyncClient(base_url=made.gateway.url) as client:
+            body = {"model": made.model, "messages": [{"role": "user", "content": "x"}]}
+            refused = await client.post("/v1/chat/completions", json=body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+            assert (await client.post("/v1/feedback", json={"session_id": "a", "value": 1})).status_code == 202
+            await asyncio.to_thread(mortal_bus.start)
+            await asyncio.to_thread(wait_healthy, made.gateway.url)
+            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+def start_replica(name: str, port: int, version: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.support.fake_replica", name, str(port), version, "0.1"]
+    process = subprocess.Popen(command, cwd=ROOT)
+    wait_open(port, 20)
+    return process
+
+
+async def test_a_replica_is_killed_in_the_middle_of_its_streams(tmp_path: Path, embedded_bus: str) -> None:
+    ports = free_port(), free_port()
+    replicas = [FakeReplica(name, url=f"http://127.0.0.1:{port}") for name, port in zip("ab", ports, strict=True)]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        async with circle(tmp_path, embedded_bus, *replicas) as made:
+            version = replicas[0].versions[0]
+            for replica, port in zip(replicas, ports, strict=True):
+                processes.append(await asyncio.to_thread(start_replica, replica.replica_id, port, version))
+            async with openai.AsyncOpenAI(base_url=made.base_url, api_key="none", max_retries=0) as client:
+                begun = asyncio.Barrier(9)
+                streams = [asyncio.create_task(_stream(client, made.model, number, begun)) for number in range(8)]
+                async with asyncio.timeout(20):
+                    await begun.wait()
+                processes[0].kill()
+                texts = await asyncio.gather(*streams)
+                plain = await asyncio.gather(*(_plain(client, made.model, number) for number in range(8)))
+            assert texts == plain, "each stream is whole, with no word lost or said twice"
+            turns = await drained(made, 16)
+            assert all(len(turn.choices[0].token_ids) == LENGTH for turn in turns)
+            metrics = (await _get(f"{made.gateway.url}/metrics")).text
+            resumes = [line for line in metrics.splitlines() if line.startswith("headrace_gateway_resumes_total")]
+            assert float(resumes[0].split()[1]) >= 1, "no stream was on the replica that was killed"
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+async def _stream(client: openai.AsyncOpenAI, model: str, number: int, begun: asyncio.Barrier) -> str:
+    text = ""
+    stream = await client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": f"question {number}"}],
+        stream=True,
+        extra_headers={"X-Session-Id": f"{model}-{number}"},
+    )
+    async for chunk in stream:
+        said = chunk.choices[0].delta.content or ""
+        if said and not text:
+            await begun.wait()
+        text += said
+    return text
+
+
+async def _plain(client: openai.AsyncOpenAI, model: str, number: int) -> str:
+    messages: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": f"question {number}"}]
+    answer = await client.chat.completions.create(model=model, messages=messages)
+    return answer.choices[0].message.content or ""
+
+
+async def _get(url: str) -> httpx2.Response:
+    async with httpx2.AsyncClient() as client:
+        return await client.get(url)

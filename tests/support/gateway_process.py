@@ -1,0 +1,130 @@
+"""The gateway as its own process on a real bus, and what a test sees of that bus."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TypeVar
+
+from aiokafka import TopicPartition
+
+from headrace_runtime import topics
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.consumer import assign_all, consumer, record_of
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import BusSettings
+from headrace_runtime.wire import decode
+from headrace_schemas import Event
+from tests.support.ports import free_port, wait_open
+
+E = TypeVar("E", bound=Event)
+
+
+class GatewayProcess:
+    """`start`, `kill` (SIGKILL) and `start` again on the same folder and port."""
+
+    def __init__(self, folder: Path, bus: str, **settings: object) -> None:
+        self.port = free_port()
+        self.folder = folder
+        self._settings: dict[str, object] = {
+            "DATA_DIR": folder,
+            "BUS__ADDRESS": bus,
+            "GATEWAY__PORT": self.port,
+            **settings,
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "gateway.log").read_text(encoding="utf-8")
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        environ = {f"HEADRACE_{name}": str(value) for name, value in self._settings.items()}
+        with (self.folder / "gateway.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "headrace_gateway"], stdout=log, stderr=log, env={**os.environ, **environ}
+            )
+        wait_open(self.port, 20)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit status."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        return self._process.returncode
+
+
+class BusView:
+    """Produces and reads events as any other service would. Use `bus_view`."""
+
+    def __init__(self, settings: BusSettings, producer: EventProducer, blobs: BlobStore) -> None:
+        self._settings = settings
+        self._blobs = blobs
+        self.producer = producer
+
+    async def read(self, kind: type[E]) -> list[E]:
+        """Every event that is on the topic now, in order per partition."""
+        reader = consumer(self._settings, "test")
+        await reader.start()
+        try:
+            partitions: list[TopicPartition] = await assign_all(reader, kind.topic)
+            await reader.seek_to_beginning(*partitions)
+            ends = await reader.end_offsets(partitions)
+            found: list[E] = []
+            while any([await reader.position(one) < ends[one] for one in partitions]):
+                for messages in (await reader.getmany(timeout_ms=200)).values():
+                    for message in messages:
+                        event = (await decode(record_of(message), self._blobs)).event
+                        assert isinstance(event, kind)
+                        found.append(event)
+            return found
+        finally:
+            await reader.stop()
+
+
+@contextlib.asynccontextmanager
+async def bus_view(address: str, folder: Path) -> AsyncIterator[BusView]:
+    """`folder` is the gateway's data folder (absolute): large events lie in its blob store."""
+    settings = BusSettings(address=address)
+    await topics.ensure(settings)
+    blobs = BlobStore(f"file://{folder}/blobs")
+    producer = EventProducer(settings, "test", blobs)
+    await producer.start()
+    try:
+        yield BusView(settings, producer, blobs)
+    finally:
+        await producer.stop()
+
+
+def wait_healthy(url: str, timeout_s: float = 20) -> None:
+    """Raises `TimeoutError` unless `/health` is 200 in time."""
+    import httpx2
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(httpx2.HTTPError):
+            if httpx2.get(f"{url}/health").status_code == 200:
+                return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{url} is not healthy after {timeout_s} s")
+        time.sleep(0.05)
