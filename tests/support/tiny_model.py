@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from headrace_runtime import versions
+from headrace_runtime.blobs import BlobStore
+from headrace_schemas import ServedVersion
+from headrace_schemas.manifest import Fingerprint
+
 CHATML = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
 SPECIAL = (
     "<|endoftext|>",
@@ -49,3 +54,75 @@ def build(folder: Path, *, seed: int = 0, hidden: int = 32, layers: int = 2, voc
     model.save_pretrained(folder, safe_serialization=True)
     fast.save_pretrained(folder)
     return folder
+
+
+def perturbed(source: Path, folder: Path, *, seed: int, scale: float = 0.05) -> Path:
+    """The model of `source` with other weights, as after a step of training."""
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    weights = load_file(folder / "model.safetensors")
+    moved = {name: w + scale * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+    save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def adapter(base: Path, folder: Path, *, seed: int, rank: int = 4) -> Path:
+    """A LoRA adapter of the model in `base`, in the layout of peft, with weights that matter."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config).save_pretrained(folder)
+    return folder
+
+
+def fingerprint(folder: Path, *, base: Path | None = None, length: int = 48) -> Fingerprint:
+    """What the weights in `folder` answer, computed by transformers itself; `base` when they are an adapter."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base or folder, dtype=torch.float32)
+    if base is not None:
+        model = PeftModel.from_pretrained(model, str(folder))
+    tokens = [(7 * place + 3) % 256 + len(SPECIAL) for place in range(length)]
+    with torch.no_grad():
+        logprobs = model.eval()(torch.tensor([tokens])).logits[0, :-1].float().log_softmax(-1)
+    picked = logprobs.gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+    return Fingerprint(token_ids=tuple(tokens), logprobs=tuple(picked.tolist()))
+
+
+def publish(
+    blobs: BlobStore,
+    folder: Path,
+    *,
+    name: str = "tiny",
+    step: int = 0,
+    parent: str | None = None,
+    base: tuple[str, Path] | None = None,
+    fingerprint_of: Path | None = None,
+) -> ServedVersion:
+    """Store the model in `folder` as a version, as the trainer does. `base` is version and folder of an adapter's base.
+
+    With `fingerprint_of` the manifest carries another model's fingerprint: a version that must fail its probe.
+    """
+    answered = fingerprint(fingerprint_of or folder, base=base[1] if base else None)
+    manifest, ref = versions.store(
+        blobs,
+        folder,
+        name=name,
+        lineage="test",
+        step=step,
+        fingerprint=answered,
+        parent=parent,
+        base=base[0] if base else None,
+        tokenizer=base[1] if base else None,
+    )
+    return ServedVersion(version=manifest.version, manifest=ref)

@@ -1,1 +1,1 @@
-"""x"""
+"""Serves several immutable versions of language models side by side, and says exactly what it sampled."""

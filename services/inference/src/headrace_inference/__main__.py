@@ -1,0 +1,14 @@
+"""`python -m headrace_inference`"""
+
+from headrace_inference.settings import InferenceSettings
+from headrace_runtime.main import Service
+
+SERVICE = Service(
+    name="inference",
+    summary="Serves several immutable versions side by side and reports exactly what was sampled.",
+    settings=InferenceSettings,
+    run="headrace_inference.app:run",
+)
+
+if __name__ == "__main__":
+    SERVICE.main()

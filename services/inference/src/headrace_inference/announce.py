@@ -1,0 +1,74 @@
+"""Tells the bus which versions this replica has: at every change at once, else every few seconds, and that it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import datetime
+
+from headrace_runtime.clock import Clock
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.logs import get_logger
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.wire import tombstone
+from headrace_schemas import LoadedVersion, Replica
+
+log = get_logger(__name__)
+_VERSIONS_MAX = 64
+"""As many as a `Replica` event can carry."""
+
+
+class Announcer:
+    """One task calls `run`. Whoever sets `change` has the news announced soon; several changes are one announcement."""
+
+    def __init__(
+        self,
+        producer: EventProducer,
+        clock: Clock,
+        identity: Replica,
+        versions: Callable[[], tuple[LoadedVersion, ...]],
+        in_flight: Callable[[], int],
+        heartbeat_s: float,
+        change: asyncio.Event,
+    ) -> None:
+        self._producer = producer
+        self._clock = clock
+        self._identity = identity
+        self._versions = versions
+        self._in_flight = in_flight
+        self._heartbeat_s = heartbeat_s
+        self._change = change
+        self._last: datetime = identity.time
+
+    @property
+    def replica_id(self) -> str:
+        return self._identity.replica_id
+
+    async def run(self) -> None:
+        """For ever. While the bus is away, heartbeats are missed and the next one says what is then true."""
+        while True:
+            self._change.clear()
+            try:
+                await self.announce()
+            except Unavailable as error:
+                log.warning("heartbeat_missed", error=str(error))
+            try:
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._change.wait()
+            except TimeoutError:
+                continue
+
+    async def announce(self, *, stopping: bool = False) -> None:
+        """Raises `Unavailable`."""
+        self._last = max(self._clock.now(), self._last)
+        beat = {
+            "time": self._last,
+            "versions": self._versions()[:_VERSIONS_MAX],
+            "in_flight": self._in_flight(),
+            "stopping": stopping,
+        }
+        await self._producer.send(self._identity.model_copy(update=beat))
+
+    async def withdraw(self) -> None:
+        """Remove this replica from the table. Raises `Unavailable`."""
+        await self._producer.send_raw([tombstone(Replica.topic, self._identity.key)])

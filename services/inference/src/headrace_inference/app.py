@@ -1,0 +1,130 @@
+"""Composition root of the inference service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+import sys
+from pathlib import Path
+
+from headrace_inference.announce import Announcer
+from headrace_inference.chat.exact import ExactPrompts
+from headrace_inference.fleet import Fleet, FleetLimits
+from headrace_inference.http.completions import Completions, Parsers
+from headrace_inference.http.routes import Api, Limits
+from headrace_inference.routing import RoutingFollower
+from headrace_inference.settings import InferenceSettings
+from headrace_inference.torch_engine.engine import TorchEngine
+from headrace_runtime import topics, web
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import SystemClock
+from headrace_runtime.dead_letters import Refusals
+from headrace_runtime.errors import SettingError, Unavailable
+from headrace_runtime.logs import get_logger
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import Common
+from headrace_runtime.versions import VersionCache
+from headrace_schemas import Replica
+from headrace_schemas.base import utcnow
+
+log = get_logger(__name__)
+SERVICE = "inference"
+_SWITCH_INTERVAL_S = 0.0005
+"""Longest time that one thread keeps the interpreter from another. Python's 5 ms would stall every decode step several
+times over while a version is loaded."""
+_ENGINE_CHECK_S = 1.0
+
+
+async def run(common: Common, settings: InferenceSettings) -> None:
+    """Serve until cancelled. Raises `Unavailable` without bus or port, `EngineFailed` when only a restart helps."""
+    if settings.ttl_s <= settings.heartbeat_s:
+        raise SettingError("inference.ttl_s", settings.ttl_s, f"is not longer than heartbeat_s {settings.heartbeat_s}")
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    await topics.ensure(common.bus)
+    blobs = BlobStore.open(common)
+    async with contextlib.AsyncExitStack() as stack:
+        producer = EventProducer(common.bus, f"headrace/{SERVICE}", blobs)
+        await producer.start()
+        stack.push_async_callback(producer.stop)
+        engine = TorchEngine(settings.torch)
+        stack.push_async_callback(engine.stop)
+        change = asyncio.Event()
+        fleet = Fleet(engine, VersionCache(blobs, _cache_folder(common, settings)), _fleet_limits(settings), change.set)
+        stack.push_async_callback(fleet.close)
+        follower = RoutingFollower(common.bus, SERVICE, blobs, Refusals(SERVICE, producer), fleet.follow)
+        application = _api(common, settings, fleet, engine).app(
+            {"engine": lambda: engine.alive, "routing": lambda: follower.ready}
+        )
+        port = await stack.enter_async_context(web.serve(application, settings))
+        announcer = Announcer(
+            producer,
+            SystemClock(),
+            _identity(settings, port, engine),
+            fleet.versions,
+            engine.in_flight,
+            settings.heartbeat_s,
+            change,
+        )
+        log.info("serving", port=port, replica=announcer.replica_id)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(follower.run())
+                tasks.create_task(announcer.run())
+                tasks.create_task(_watch(engine))
+        finally:
+            await _leave(announcer, engine, settings.stop_timeout_s)
+
+
+async def _watch(engine: TorchEngine) -> None:
+    while True:
+        engine.check()
+        await asyncio.sleep(_ENGINE_CHECK_S)
+
+
+async def _leave(announcer: Announcer, engine: TorchEngine, timeout_s: float) -> None:
+    """Say that no new work is wanted, finish what was begun, vanish from the table."""
+    with contextlib.suppress(Unavailable):
+        await announcer.announce(stopping=True)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await engine.drained()
+    with contextlib.suppress(Unavailable):
+        await announcer.withdraw()
+
+
+def _api(common: Common, settings: InferenceSettings, fleet: Fleet, engine: TorchEngine) -> Api:
+    reasoning = settings.reasoning_parser != "none"
+    prompts = ExactPrompts(settings.prompt_memory_tokens_max, reasoning=reasoning)
+    completions = Completions(engine, prompts, Parsers(tools=settings.tool_parser != "none", reasoning=reasoning))
+    return Api(common, fleet, completions, Limits(settings.body_bytes_max, settings.choices_max))
+
+
+def _fleet_limits(settings: InferenceSettings) -> FleetLimits:
+    return FleetLimits(settings.versions_max, settings.drain_s, settings.retry_s)
+
+
+def _identity(settings: InferenceSettings, port: int, engine: TorchEngine) -> Replica:
+    host = _reachable(settings.host)
+    now = utcnow()
+    return Replica(
+        time=now,
+        replica_id=settings.replica_id or f"{host}:{port}",
+        url=settings.advertise_url or f"http://{f'[{host}]' if ':' in host else host}:{port}",
+        engine=engine.name,
+        capacity=engine.capacity,
+        ttl_s=settings.ttl_s,
+        started_at=now,
+    )
+
+
+def _reachable(host: str) -> str:
+    """An address for others: a replica that listens on all addresses is known by its machine's name."""
+    return socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 (compared, not bound)
+
+
+def _cache_folder(common: Common, settings: InferenceSettings) -> Path:
+    """Where versions lie unpacked. One folder per replica, because each removes what it no longer serves."""
+    name = settings.replica_id or f"{_reachable(settings.host)}-{settings.port}"
+    return common.data_dir / SERVICE / re.sub(r"[^A-Za-z0-9._-]", "_", name)

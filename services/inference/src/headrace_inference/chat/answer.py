@@ -1,0 +1,146 @@
+"""One choice from sampled tokens to what a client reads. The same code serves streams and whole answers."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from headrace_inference.chat.pieces import StopStrings
+from headrace_inference.chat.reasoning import OPEN as THINK
+from headrace_inference.chat.reasoning import Reasoning
+from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.chat.tool_calls import Call, ToolCalls
+from headrace_schemas import FunctionCall, Message, ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How answers to one request are read."""
+
+    tools: bool = False
+    """Look for tool calls."""
+    reasoning: bool = False
+    """Look for reasoning."""
+    reasoning_opened: bool = False
+    """The prompt ended inside reasoning."""
+    stops: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, prompt: str, *, tools: bool, reasoning: bool, stops: Sequence[str] = ()) -> Reading:
+        return cls(tools, reasoning, reasoning and prompt.rstrip().endswith(THINK), stops)
+
+
+@dataclass(slots=True)
+class Delta:
+    """What became readable."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def __iadd__(self, more: Delta) -> Self:
+        self.reasoning += more.reasoning
+        self.content += more.content
+        self.calls += more.calls
+        return self
+
+
+class Text:
+    """Raw text in, deltas out. `whole` is everything so far."""
+
+    def __init__(self, how: Reading) -> None:
+        self._stop = StopStrings(how.stops)
+        self._reasoning = Reasoning(opened=how.reasoning_opened) if how.reasoning else None
+        self._tools = ToolCalls() if how.tools else None
+        self.whole = Delta()
+
+    def feed(self, text: str) -> Delta:
+        delta = Delta()
+        self._read(delta, self._stop.feed(text))
+        return self._add(delta)
+
+    def end(self, text: str = "") -> Delta:
+        """The last text and all that was held back."""
+        delta = Delta()
+        self._read(delta, self._stop.feed(text) + self._stop.end())
+        if self._reasoning is not None:
+            reasoning, answer = self._reasoning.end()
+            delta.reasoning += reasoning
+            self._answer(delta, answer)
+        if self._tools is not None:
+            found = self._tools.end()
+            delta.content += found.content
+        return self._add(delta)
+
+    def _read(self, delta: Delta, text: str) -> None:
+        if self._reasoning is None:
+            return self._answer(delta, text)
+        reasoning, answer = self._reasoning.feed(text)
+        delta.reasoning += reasoning
+        return self._answer(delta, answer)
+
+    def _answer(self, delta: Delta, text: str) -> None:
+        if self._tools is None:
+            delta.content += text
+            return
+        found = self._tools.feed(text)
+        delta.content += found.content
+        delta.calls += map(_with_id, found.calls)
+
+    def _add(self, delta: Delta) -> Delta:
+        self.whole += delta
+        return delta
+
+
+class Answer:
+    """Tokens in, deltas out. What is readable never changes which tokens were sampled."""
+
+    def __init__(self, tokenizer: ChatTokenizer, how: Reading) -> None:
+        self._tokens = tokenizer.stream()
+        self._text = Text(how)
+        self.token_ids: list[int] = []
+
+    def feed(self, token_ids: Sequence[int]) -> Delta:
+        self.token_ids += token_ids
+        return self._text.feed(self._tokens.feed(token_ids))
+
+    def end(self) -> Delta:
+        return self._text.end(self._tokens.end())
+
+    @property
+    def calls(self) -> int:
+        """Tool calls so far."""
+        return len(self._text.whole.calls)
+
+    @property
+    def message(self) -> Message:
+        whole = self._text.whole
+        return Message(
+            role="assistant",
+            content=whole.content or (None if whole.calls else ""),
+            reasoning_content=whole.reasoning or None,
+            tool_calls=tuple(whole.calls) or None,
+        )
+
+
+class StopWatch:
+    """Tells the engine when a stop string is complete. See `headrace_inference.engine.Start.until`."""
+
+    def __init__(self, tokenizer: ChatTokenizer, stops: Sequence[str]) -> None:
+        self._tokens = tokenizer.stream()
+        self._stop = StopStrings(stops)
+
+    def replay(self, token_ids: Sequence[int]) -> bool:
+        """Take tokens that were sampled elsewhere; whether they hold a stop string already."""
+        self._stop.feed(self._tokens.feed(token_ids))
+        return self._stop.stopped
+
+    def __call__(self, token_id: int) -> bool:
+        return self.replay((token_id,))
+
+
+def _with_id(call: Call) -> ToolCall:
+    function = FunctionCall(name=call.name, arguments=call.arguments)
+    return ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=function)

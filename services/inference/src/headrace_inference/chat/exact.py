@@ -1,0 +1,195 @@
+"""Conversations that go on with exactly their own tokens.
+
+A client sends its conversation back as text and JSON. Tokenizing that text again gives other ids than were sampled more
+often than one would think: another split of the same text, other whitespace in a tool call's JSON after a client parsed
+and wrote it again (pitfall 1). The collector would then see a history that is no prefix and fork (pitfall 7), and what
+was sampled would be trained in one context and continued in another.
+
+So the exact ids of a prompt and its answer are remembered under a digest of the conversation up to and including the
+answer's message. When a prompt arrives whose messages begin with a remembered conversation, its text is rendered as
+usual and lined up with what is remembered: the rendered text must begin with the remembered prompt's text, go on with
+an answer that reads the same (equal reasoning, content and tool calls, JSON compared as JSON), and end it with the
+end-of-turn token. Then the remembered ids are used as they are, and only the text behind them is tokenized. When
+anything does not line up, because the template drops earlier reasoning or the client edited a message, the prompt is
+tokenized from its text as a whole: it is a new branch, and the collector shall see it as one.
+
+Digests contain tool call ids, which are random, so equal looking answers of different sessions are told apart where
+they call tools. Answers of plain text that look equal share an entry; the later one stays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import JsonValue
+
+from headrace_inference import metrics
+from headrace_inference.chat.answer import Reading, Text
+from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_schemas import Message, Tool
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as tokens, as text, and the digest that the conversation has reached with it."""
+
+    token_ids: list[int]
+    text: str
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    prompt_text: str
+    prompt_length: int
+    token_ids: array[int]
+    """Prompt and answer."""
+
+
+class ExactPrompts:
+    """Bounded by the tokens that it holds; the least recently used conversation goes first."""
+
+    def __init__(self, tokens_max: int, *, reasoning: bool) -> None:
+        self._tokens_max = tokens_max
+        self._reasoning = reasoning
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._tokens = 0
+
+    def build(
+        self,
+        tokenizer: ChatTokenizer,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        extra: Mapping[str, JsonValue],
+    ) -> Prompt:
+        """Raises `Refused` when the template does not take the messages."""
+        offered = [tool.model_dump(mode="json", exclude_none=True) for tool in tools]
+        text = tokenizer.render(list(map(for_template, messages)), offered, extra)
+        chain = list(_digests(tokenizer, messages, offered, extra))
+        ids = self._continued(tokenizer, text, messages, chain, tools=bool(tools))
+        return Prompt(tokenizer.encode(text) if ids is None else ids, text, chain[-1])
+
+    def remember(self, prompt: Prompt, message: Message, token_ids: Sequence[int]) -> None:
+        """`token_ids` were sampled for `prompt`, and the client was told `message`."""
+        known = _Known(prompt.text, len(prompt.token_ids), array("i", [*prompt.token_ids, *token_ids]))
+        if len(known.token_ids) > self._tokens_max:
+            return
+        digest = _chained(prompt.digest, message)
+        self._forget(digest)
+        self._known[digest] = known
+        self._tokens += len(known.token_ids)
+        while self._tokens > self._tokens_max:
+            self._forget(next(iter(self._known)))
+
+    def _forget(self, digest: bytes) -> None:
+        known = self._known.pop(digest, None)
+        if known is not None:
+            self._tokens -= len(known.token_ids)
+
+    def _continued(
+        self,
+        tokenizer: ChatTokenizer,
+        text: str,
+        messages: Sequence[Message],
+        chain: Sequence[bytes],
+        *,
+        tools: bool,
+    ) -> list[int] | None:
+        for digest, message in zip(reversed(chain), reversed(messages), strict=True):
+            if message.role != "assistant":
+                continue
+            known = self._known.get(digest)
+            if known is not None:
+                self._known.move_to_end(digest)
+                ids = self._lined_up(tokenizer, known, text, tools=tools)
+                metrics.EXACT_PROMPTS.labels("diverged" if ids is None else "exact").inc()
+                return ids
+        metrics.EXACT_PROMPTS.labels("new").inc()
+        return None
+
+    def _lined_up(self, tokenizer: ChatTokenizer, known: _Known, text: str, *, tools: bool) -> list[int] | None:
+        """The remembered ids and those of the text behind them; None when the text tells another story."""
+        if not text.startswith(known.prompt_text) or not tokenizer.eos_text or tokenizer.eos_id is None:
+            return None
+        end = text.find(tokenizer.eos_text, len(known.prompt_text))
+        if end < 0:
+            return None
+        rendered = text[len(known.prompt_text) : end]
+        ids = known.token_ids.tolist()
+        sampled = tokenizer.text_of(ids[known.prompt_length :])
+        how = Reading.of(known.prompt_text, tools=tools, reasoning=self._reasoning)
+        if rendered.strip() != sampled.strip() and _meaning(rendered, how) != _meaning(sampled, how):
+            return None
+        if ids[-1] != tokenizer.eos_id:  # cut off by its length or a stop string: the template ends the turn
+            ids.append(tokenizer.eos_id)
+        return ids + tokenizer.encode(text[end + len(tokenizer.eos_text) :])
+
+
+def for_template(message: Message) -> dict[str, Any]:
+    """A message as chat templates expect it: text as one string, arguments as an object where they are one."""
+    found: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.text,
+    }
+    if message.reasoning_content:
+        found["reasoning_content"] = message.reasoning_content
+    if message.name:
+        found["name"] = message.name
+    if message.tool_call_id:
+        found["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _value(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def _meaning(text: str, how: Reading) -> object:
+    reader = Text(how)
+    reader.feed(text)
+    reader.end()
+    whole = reader.whole
+    calls = [(call.function.name, _value(call.function.arguments)) for call in whole.calls]
+    return whole.reasoning.strip(), whole.content.strip(), calls
+
+
+def _value(arguments: str) -> JsonValue:
+    """The JSON value, or the string itself where it is malformed or holds half a surrogate pair, which is no text."""
+    try:
+        value: JsonValue = json.loads(arguments)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return arguments
+    return value
+
+
+def _digests(
+    tokenizer: ChatTokenizer, messages: Sequence[Message], tools: Sequence[object], extra: Mapping[str, JsonValue]
+) -> Iterator[bytes]:
+    """One digest per message: of everything up to and including it."""
+    digest = hashlib.sha256(tokenizer.digest + _canonical([tools, extra])).digest()
+    for message in messages:
+        digest = _chained(digest, message)
+        yield digest
+
+
+def _chained(digest: bytes, message: Message) -> bytes:
+    """Reasoning is left out: clients that do not know it do not send it back, and the text decides if it counts."""
+    calls = [(call.id, call.function.name, _value(call.function.arguments)) for call in message.tool_calls or ()]
+    parts = [message.role, message.text.strip(), message.name, message.tool_call_id, calls]
+    return hashlib.sha256(digest + _canonical(parts)).digest()
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()

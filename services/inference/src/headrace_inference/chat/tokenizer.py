@@ -1,0 +1,161 @@
+"""A version's tokenizer and chat template. Versions with equal digests share one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from pydantic import JsonValue
+
+from headrace_inference.errors import VersionUnusable
+from headrace_runtime.errors import Refused
+from headrace_runtime.versions import TEMPLATE_FILE, TOKENIZER_FILE, file_digest
+from headrace_schemas.manifest import Manifest
+
+TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+"""What parsers look for; text even where a tokenizer calls them special."""
+
+_HALF = "\N{REPLACEMENT CHARACTER}"
+"""How decoding shows bytes that are no whole character, or not yet."""
+_CONTEXT = 8
+"""Tokens before a portion that its text may depend on."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """One token as `logprobs.content` shows it: its bytes may be no whole character."""
+
+    text: str
+    bytes: list[int]
+
+
+class ChatTokenizer:
+    """Reads a model folder. Raises `VersionUnusable`. Usable from several threads."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        from transformers import AutoTokenizer
+
+        for name, expected in ((TOKENIZER_FILE, manifest.tokenizer_sha256), (TEMPLATE_FILE, manifest.template_sha256)):
+            if file_digest(folder / name) != expected:
+                raise VersionUnusable(f"{manifest.version}: {name} is not the one that its manifest names")
+        try:
+            self._outer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            self._inner: Any = self._outer.backend_tokenizer
+        except Exception as error:
+            raise VersionUnusable(f"{manifest.version}: tokenizer: {type(error).__name__}: {error}") from error
+        if not self._outer.chat_template:
+            raise VersionUnusable(f"{manifest.version}: it has no chat template")
+        self.digest = hashlib.sha256(f"{manifest.tokenizer_sha256}{manifest.template_sha256}".encode()).digest()
+        self.eos_id: int | None = self._outer.eos_token_id
+        self.eos_text: str = self._outer.eos_token or ""
+        self.stop_ids = _stop_ids(folder, self.eos_id)
+        tags = {self._inner.token_to_id(tag) for tag in TAGS}
+        self.silent_ids = frozenset({*self._outer.all_special_ids, *self.stop_ids} - tags)
+        """Tokens that are no part of the text."""
+        self._texts: dict[int, TokenText] = {}
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, extra: Mapping[str, JsonValue]
+    ) -> str:
+        """The prompt as text, ready for the answer. Raises `Refused` when the template does not take the messages."""
+        try:
+            text: str = self._outer.apply_chat_template(
+                messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **extra
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            message = f"the model's chat template refuses these messages: {str(error)[:300]}"
+            raise Refused(400, "invalid_messages", message, "messages") from None
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, in which special tokens may be spelled out."""
+        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of an answer: all its tokens but the silent ones."""
+        text: str = self._inner.decode([i for i in ids if i not in self.silent_ids], skip_special_tokens=False)
+        return text
+
+    def stream(self) -> Detokenizer:
+        return Detokenizer(self)
+
+    def token(self, token_id: int) -> TokenText:
+        found = self._texts.get(token_id)
+        if found is None:
+            found = self._texts[token_id] = self._token(token_id)
+        return found
+
+    def _token(self, token_id: int) -> TokenText:
+        raw: str | None = self._inner.id_to_token(token_id)
+        added = token_id in self._added
+        if raw is not None and not added and self._bytes_of is not None and all(c in self._bytes_of for c in raw):
+            data = bytes(self._bytes_of[c] for c in raw)
+            return TokenText(data.decode("utf-8", "replace"), list(data))
+        text: str = raw if raw is not None and added else self._inner.decode([token_id], skip_special_tokens=False)
+        return TokenText(text, list(text.encode()))
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self._inner.get_added_tokens_decoder())
+
+    @cached_property
+    def _bytes_of(self) -> dict[str, int] | None:
+        """Character to byte for byte-level vocabularies (GPT-2's table), None for others."""
+        if "ByteLevel" not in repr(self._inner.decoder):
+            return None
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in printable]
+        shifted = {chr(256 + place): byte for place, byte in enumerate(others)}
+        return {**{chr(byte): byte for byte in printable}, **shifted}
+
+
+class Detokenizer:
+    """Tokens to text as they come. Never gives out half a character; `end` gives what is left.
+
+    How much was given out depends on the tokens alone, not on the portions they came in: a resumed stream goes on
+    exactly where the one before it stopped. A token's text can depend on its neighbours, so new tokens are decoded
+    together with a few before them, whose own text is cut off.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._before: list[int] = []
+        self._open: list[int] = []
+        """Tokens whose text was not given out yet."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        text = self._open_text(token_ids)
+        if text.endswith(_HALF) and len(token_ids) > 1:
+            return "".join(self.feed((token,)) for token in token_ids)
+        self._open += token_ids
+        if not text or text.endswith(_HALF):
+            return ""
+        self._before, self._open = self._open[-_CONTEXT:], []
+        return text
+
+    def end(self) -> str:
+        """Bytes that never became a character come out as replacement characters."""
+        text = self._open_text(())
+        self._open = []
+        return text
+
+    def _open_text(self, more: Sequence[int]) -> str:
+        before = self._tokenizer.text_of(self._before)
+        return self._tokenizer.text_of([*self._before, *self._open, *more])[len(before) :]
+
+
+def _stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
+    """Every token that ends an answer: the tokenizer's, and those that the model's configuration adds."""
+    found = {eos_id} if eos_id is not None else set()
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
+        found.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
+    return frozenset(found)

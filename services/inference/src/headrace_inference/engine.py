@@ -1,0 +1,121 @@
+"""What an engine is: token ids in, sampled tokens with their logprobs out. Templates, parsers and HTTP know no more."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from headrace_schemas import Probe
+from headrace_schemas.manifest import Manifest
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the completions of one prompt are sampled; nothing comes from a model's `generation_config` (pitfall 5)."""
+
+    max_tokens: int | None = None
+    """None: up to the end of the context."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    """Penalties count sampled tokens, not those of the prompt."""
+    seed: int | None = None
+    """Equal seeds give equal tokens for an equal prompt, whatever else is in the batch; None draws one."""
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end a completion; they belong to it."""
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How one choice begins."""
+
+    choice: int = 0
+    """Its number; a seeded choice draws the same tokens whichever others are asked for."""
+    resumed: Sequence[int] = ()
+    """Tokens that were sampled elsewhere; the choice goes on after them and counts them."""
+    until: Callable[[int], bool] | None = None
+    """Called by the engine, in a thread of its own, with each new token in order; True ends the choice with `stop`.
+    It has already seen the resumed tokens. It must be quick and must not raise."""
+
+
+@dataclass(slots=True)
+class Tokens:
+    """What was sampled for one choice since it was last asked for. `len(token_ids) == len(logprobs)`."""
+
+    choice: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Nats, float32, of the distribution that was sampled from: after penalties, temperature and truncation.
+    Greedy choices report those at temperature 1."""
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    """The most likely tokens at each position, best first; empty unless asked for."""
+    finish: Finish | None = None
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was already there."""
+
+
+class Generation(Protocol):
+    """The choices of one prompt while they are sampled: iterate until all are finished.
+
+    Raises `EngineFailed` when the engine broke. `close` aborts what is unfinished; it may be called at any time.
+    """
+
+    def __aiter__(self) -> AsyncIterator[Tokens]: ...
+
+    def close(self) -> None: ...
+
+
+class Engine(Protocol):
+    """Several immutable versions side by side. All methods are called from one event loop."""
+
+    name: str
+    capacity: int
+    """Sequences that run at a time without waiting."""
+
+    async def load(self, folder: Path, manifest: Manifest) -> None:
+        """Make a version ready to generate while others go on generating.
+
+        Raises `VersionUnusable`. A LoRA version needs its base loaded before it.
+        """
+
+    async def unload(self, version: str) -> None:
+        """Forget a version; what still generates with it fails with `EngineFailed`."""
+
+    async def probe(self, version: str) -> Probe:
+        """Compare what the loaded weights answer with the manifest's fingerprint and with the parent's answer."""
+
+    def generate(
+        self, prompt: Sequence[int], sampling: Sampling, version: str, starts: Sequence[Start], *, stream: bool
+    ) -> Generation:
+        """Begin one choice for each of `starts`. Without `stream` each choice arrives in one piece, which is cheaper.
+
+        Raises `UnknownVersion`, `ContextLengthExceeded` or `Overloaded` at once.
+        """
+
+    def in_flight(self, version: str | None = None) -> int:
+        """Unfinished choices, of one version or of all."""
+
+    async def drained(self, version: str | None = None) -> None:
+        """Returns once nothing is in flight."""
+
+    def context_tokens(self, version: str) -> int:
+        """Longest prompt plus completion."""
+
+    def vocabulary(self, version: str) -> int:
+        """Token ids are below this."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine can still answer."""
+
+    def check(self) -> None:
+        """Raises `EngineFailed` when the engine will never answer again."""

@@ -1,0 +1,41 @@
+"""What this service raises, besides the shared tree."""
+
+from __future__ import annotations
+
+from headrace_runtime.errors import HeadraceError, Refused
+
+
+class VersionUnusable(HeadraceError):
+    """A version that can never be served here as it is: wrong architecture, tokenizer, files or fingerprint."""
+
+
+class EngineFailed(HeadraceError):
+    """The engine broke while it computed; the request may succeed elsewhere or later."""
+
+
+class UnknownVersion(Refused):
+    """Nobody loaded this version here."""
+
+    def __init__(self, model: str, detail: str = "") -> None:
+        super().__init__(404, "model_not_found", f"model {model!r} is not loaded on this replica{detail}", "model")
+
+
+class ContextLengthExceeded(Refused):
+    """Prompt and completion do not fit; they are never truncated to fit."""
+
+    def __init__(self, prompt_tokens: int, max_tokens: int | None, limit: int) -> None:
+        asked = f" and {max_tokens} for the completion" if max_tokens else ""
+        super().__init__(
+            400,
+            "context_length_exceeded",
+            f"the maximum context length is {limit} tokens, you asked for {prompt_tokens} in the messages{asked}",
+            "messages",
+        )
+
+
+class Overloaded(Refused):
+    """Every place and every waiting place is taken. Says when to come back."""
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(503, "overloaded", message)
+        self.retry_after_s = retry_after_s

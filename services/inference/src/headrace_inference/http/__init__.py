@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP interface, on the wire of a stock vLLM server."""

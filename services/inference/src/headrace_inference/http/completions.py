@@ -1,0 +1,192 @@
+"""One chat completion: messages to a prompt, the engine, tokens to an answer; whole or as a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from headrace_inference import metrics
+from headrace_inference.chat.answer import Answer, Reading, StopWatch
+from headrace_inference.chat.exact import ExactPrompts, Prompt
+from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.engine import Engine, Finish, Generation, Start, Tokens
+from headrace_inference.errors import EngineFailed
+from headrace_inference.http import wire
+from headrace_inference.http.request import ChatRequest
+from headrace_runtime.errors import Refused
+from headrace_runtime.logs import get_logger
+from headrace_schemas.resume import ResumedChoice
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Parsers:
+    """What is looked for in answers."""
+
+    tools: bool
+    reasoning: bool
+
+
+@dataclass(slots=True)
+class _Choice:
+    index: int
+    answer: Answer
+    resumed: bool = False
+    """The client has seen its beginning."""
+    complete: bool = False
+    """The client has seen its end."""
+    finish: Finish | None = None
+
+
+class Completions:
+    """Begins completions. Shared by all requests."""
+
+    def __init__(self, engine: Engine, prompts: ExactPrompts, parsers: Parsers) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._parsers = parsers
+
+    def begin(self, request: ChatRequest, version: str, tokenizer: ChatTokenizer) -> Completion:
+        """Raises `Refused`. Afterwards the engine is at work, and the caller must close the completion."""
+        started = time.monotonic()
+        tools = request.offered_tools
+        prompt = self._prompts.build(tokenizer, request.messages, tools, request.chat_template_kwargs or {})
+        stops = request.stop or ()
+        parse_tools = self._parsers.tools and bool(tools)
+        how = Reading.of(prompt.text, tools=parse_tools, reasoning=self._parsers.reasoning, stops=stops)
+        sampling = request.sampling(tokenizer.stop_ids)
+        choices: list[_Choice] = []
+        starts: list[Start] = []
+        for index in range(request.choices):
+            choice = _Choice(index, Answer(tokenizer, how))
+            choices.append(choice)
+            watch = StopWatch(tokenizer, stops) if stops else None
+            resumed = request.resumed.get(index)
+            if resumed is not None:
+                self._resume(choice, resumed, watch, request, version, tokenizer)
+            if choice.finish is None and not choice.complete:
+                starts.append(Start(index, choice.answer.token_ids.copy(), watch))
+        generation = None
+        if starts:
+            stream = bool(request.stream)
+            generation = self._engine.generate(prompt.token_ids, sampling, version, starts, stream=stream)
+        shape = wire.Wire(tokenizer, version, bool(request.return_token_ids), bool(request.logprobs))
+        return Completion(self._prompts, prompt, shape, choices, generation, started)
+
+    def _resume(
+        self,
+        choice: _Choice,
+        resumed: ResumedChoice,
+        watch: StopWatch | None,
+        request: ChatRequest,
+        version: str,
+        tokenizer: ChatTokenizer,
+    ) -> None:
+        """Replay what the client already has, silently. It may hold the end already, without having said so."""
+        ids = resumed.token_ids
+        if any(token >= self._engine.vocabulary(version) for token in ids):
+            message = f"headrace_resume: choice {choice.index} holds token ids that {version} does not have"
+            raise Refused(400, "invalid_value", message, "headrace_resume")
+        choice.resumed = True
+        choice.complete = resumed.finish_reason is not None
+        choice.answer.feed(ids)
+        sampling = request.sampling(tokenizer.stop_ids)
+        stopped = watch is not None and watch.replay(ids)
+        if ids and (ids[-1] in sampling.stop_ids or stopped):
+            choice.finish = "stop"
+        elif sampling.max_tokens is not None and len(ids) >= sampling.max_tokens:
+            choice.finish = "length"
+
+
+class Completion:
+    """One request while it is answered. Use `whole` or `stream`, once, and `close` in any case."""
+
+    def __init__(
+        self,
+        prompts: ExactPrompts,
+        prompt: Prompt,
+        shape: wire.Wire,
+        choices: list[_Choice],
+        generation: Generation | None,
+        started: float,
+    ) -> None:
+        self._prompts = prompts
+        self._prompt = prompt
+        self._wire = shape
+        self._choices = choices
+        self._generation = generation
+        self._started = started
+        self._cached = 0
+        self._begun = False
+
+    def close(self) -> None:
+        """Stop the engine's work on it, if there is any left."""
+        if self._generation is not None:
+            self._generation.close()
+
+    async def whole(self) -> bytes:
+        """The whole answer as JSON. Raises `EngineFailed`."""
+        found: dict[int, wire.Json] = {}
+        async for tokens in self._tokens():
+            assert tokens.finish is not None, "an answer in one piece is finished"
+            choice = self._choices[tokens.choice]
+            choice.answer.feed(tokens.token_ids)
+            choice.answer.end()
+            reason = self._finish(choice, tokens.finish)
+            found[choice.index] = self._wire.choice(tokens, choice.answer.message, reason)
+        choices = [found[index] for index in sorted(found)]
+        return self._wire.completion(self._prompt.token_ids, choices, self._usage())
+
+    async def stream(self, *, include_usage: bool) -> AsyncIterator[bytes]:
+        """Server-sent events up to `[DONE]`; when the engine fails, up to an error and no `[DONE]`."""
+        for event in self._opening():
+            yield event
+        try:
+            async for tokens in self._tokens():
+                yield self._advance(self._choices[tokens.choice], tokens)
+        except EngineFailed as error:
+            yield wire.error_event(str(error), "engine_failed")
+            return
+        if include_usage:
+            yield self._wire.usage(self._usage())
+        yield wire.DONE
+
+    def _opening(self) -> list[bytes]:
+        """The prompt, the choices that begin, and the ends that a resumed choice was still owed."""
+        prompt_ids = self._prompt.token_ids
+        fresh = [choice.index for choice in self._choices if not choice.resumed]
+        events = [self._wire.opening(index, prompt_ids, first=index == fresh[0]) for index in fresh]
+        if not fresh:
+            events.append(self._wire.prompt(prompt_ids))
+        owed = [choice for choice in self._choices if choice.finish is not None and not choice.complete]
+        return events + [self._advance(choice, Tokens(choice.index, finish=choice.finish)) for choice in owed]
+
+    def _advance(self, choice: _Choice, tokens: Tokens) -> bytes:
+        called = choice.answer.calls
+        delta = choice.answer.feed(tokens.token_ids)
+        reason = None
+        if tokens.finish is not None:
+            delta += choice.answer.end()
+            reason = self._finish(choice, tokens.finish)
+        return self._wire.chunk(tokens, delta, called, reason)
+
+    def _finish(self, choice: _Choice, finish: Finish) -> str:
+        choice.finish = finish
+        self._prompts.remember(self._prompt, choice.answer.message, choice.answer.token_ids)
+        return "tool_calls" if finish == "stop" and choice.answer.calls else finish
+
+    async def _tokens(self) -> AsyncIterator[Tokens]:
+        if self._generation is None:
+            return
+        async for tokens in self._generation:
+            if not self._begun:
+                self._begun = True
+                metrics.TTFT_SECONDS.observe(time.monotonic() - self._started)
+            self._cached = max(self._cached, tokens.cached_tokens)
+            yield tokens
+
+    def _usage(self) -> wire.Json:
+        sampled = sum(len(choice.answer.token_ids) for choice in self._choices)
+        return wire.usage(len(self._prompt.token_ids), sampled, self._cached)

@@ -1,0 +1,145 @@
+"""The body of `POST /v1/chat/completions`. What we do not know, or know and cannot honour, is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from headrace_inference.engine import Sampling
+from headrace_runtime.errors import Refused
+from headrace_schemas import Message, Tool
+from headrace_schemas.base import Finite, Model, Text
+from headrace_schemas.resume import Resume, ResumedChoice
+
+_TOP_LOGPROBS_MAX = 20
+_STOPS_MAX = 16
+
+
+class StreamOptions(Model):
+    include_usage: bool = False
+
+
+class ResponseFormat(Model):
+    type: Literal["text"]
+
+
+class ChatMessage(Message):
+    """A message with what SDKs echo back along with it, which must say nothing."""
+
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: tuple[()] | None = None
+
+
+def _stops(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+class ChatRequest(Model):
+    """A request that was understood. Lists and numbers keep OpenAI's ranges."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: Text
+    messages: tuple[ChatMessage, ...] = Field(min_length=1, max_length=8192)
+    tools: tuple[Tool, ...] | None = Field(default=None, max_length=1024)
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    """Accepted either way: how many calls an answer holds is the model's own doing."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[Finite, Field(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[Finite, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    presence_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] | None = None
+    frequency_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: int | None = None
+    stop: Annotated[tuple[Text, ...] | None, Field(max_length=_STOPS_MAX), BeforeValidator(_stops)] = None
+    ignore_eos: bool | None = None
+    """vLLM's extension: go on past the end of the turn, up to `max_tokens`."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_TOP_LOGPROBS_MAX)] | None = None
+    return_token_ids: bool | None = None
+    """vLLM's extension: `prompt_token_ids` and `choices[].token_ids`."""
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    """vLLM's extension: variables for the chat template."""
+    response_format: ResponseFormat | None = None
+    user: str | None = None
+    metadata: dict[str, JsonValue] | None = None
+    """`user` and `metadata` are labels; they change nothing."""
+    headrace_resume: Resume | None = None
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if self.headrace_resume and not self.stream:
+            raise ValueError("headrace_resume needs stream: true")
+        if self.stream_options and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def offered_tools(self) -> tuple[Tool, ...]:
+        """The tools that the model is told about: none when it must not call any."""
+        return () if self.tool_choice == "none" else self.tools or ()
+
+    @property
+    def resumed(self) -> dict[int, ResumedChoice]:
+        return {choice.index: choice for choice in self.headrace_resume.choices} if self.headrace_resume else {}
+
+    def sampling(self, stop_ids: frozenset[int]) -> Sampling:
+        """OpenAI's defaults where the client made no choice; never the model's own `generation_config`."""
+        return Sampling(
+            max_tokens=self.max_tokens or self.max_completion_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            seed=self.seed,
+            stop_ids=frozenset() if self.ignore_eos else stop_ids,
+            top_logprobs=self.top_logprobs or 0,
+        )
+
+
+def parse(body: bytes, choices_max: int) -> ChatRequest:
+    """Raises `Refused` 400 with the field at fault, never with what it held (it may be user text)."""
+    try:
+        request = ChatRequest.model_validate_json(body)
+    except ValidationError as error:
+        problem = error.errors(include_input=False, include_url=False, include_context=False)[0]
+        raise _refusal(problem["type"], ".".join(map(str, problem["loc"])), problem["msg"]) from None
+    if request.choices > choices_max:
+        raise Refused(400, "invalid_value", f"n: at most {choices_max} choices per request here", "n")
+    if request.tool_choice not in (None, "auto", "none"):
+        message = "tool_choice: only 'auto' and 'none' are supported; forcing a call would need constrained sampling"
+        raise Refused(400, "unsupported_value", message, "tool_choice")
+    _check_resumed(request)
+    return request
+
+
+def _refusal(kind: str, where: str, message: str) -> Refused:
+    if kind == "json_invalid":
+        return Refused(400, "invalid_json", f"the body is not valid JSON: {message}")
+    if kind == "extra_forbidden":
+        return Refused(400, "unknown_field", f"{where}: unknown or unsupported field", where)
+    return Refused(400, "invalid_value", f"{where or 'the body'}: {message}", where or None)
+
+
+def _check_resumed(request: ChatRequest) -> None:
+    beyond = [index for index in request.resumed if index >= request.choices]
+    if beyond:
+        message = f"headrace_resume: there is no choice {beyond[0]}, n is {request.choices}"
+        raise Refused(400, "invalid_value", message, "headrace_resume")

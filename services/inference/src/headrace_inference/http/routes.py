@@ -1,0 +1,136 @@
+"""The HTTP interface of one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from headrace_inference import metrics
+from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.errors import EngineFailed, Overloaded
+from headrace_inference.http.completions import Completions
+from headrace_inference.http.request import parse
+from headrace_inference.http.streaming import EventStream, unless_left
+from headrace_runtime import tracing, web
+from headrace_runtime.errors import Refused
+from headrace_runtime.settings import Common
+
+
+@dataclass(frozen=True)
+class Served:
+    """A version that answers."""
+
+    version: str
+    tokenizer: ChatTokenizer
+    context_tokens: int
+    loaded_at_s: int
+    parent: str | None
+
+
+class Versions(Protocol):
+    """Which versions answer here."""
+
+    def serving(self) -> Sequence[Served]:
+        """All that answer now."""
+
+    def find(self, model: str) -> Served:
+        """By exact version, or by model name where exactly one version of it is ready. Raises `UnknownVersion`."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    body_bytes_max: int
+    choices_max: int
+
+
+class Api:
+    """`POST /v1/chat/completions` and `GET /v1/models`, next to the pages that every service has."""
+
+    def __init__(self, common: Common, versions: Versions, completions: Completions, limits: Limits) -> None:
+        self._common = common
+        self._versions = versions
+        self._completions = completions
+        self._limits = limits
+
+    def app(self, checks: Mapping[str, web.Check]) -> Starlette:
+        routes = [
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+        ]
+        application = web.app(checks, routes)
+        for kind in (Refused, Overloaded, EngineFailed, HTTPException, Exception):
+            application.add_exception_handler(kind, _answer_error)
+        return application
+
+    async def _models(self, request: Request) -> Response:
+        web.require_internal_key(request, self._common)
+        listed = [
+            {
+                "id": served.version,
+                "object": "model",
+                "created": served.loaded_at_s,
+                "owned_by": "headrace",
+                "parent": served.parent,
+                "max_model_len": served.context_tokens,
+            }
+            for served in self._versions.serving()
+        ]
+        return JSONResponse({"object": "list", "data": listed})
+
+    async def _chat(self, request: Request) -> Response:
+        web.require_internal_key(request, self._common)
+        with tracing.span(request.headers.get("traceparent")):
+            asked = parse(await _body(request, self._limits.body_bytes_max), self._limits.choices_max)
+            served = self._versions.find(asked.model)
+            completion = self._completions.begin(asked, served.version, served.tokenizer)
+        if asked.stream:
+            metrics.REQUESTS.labels("200").inc()
+            options = asked.stream_options
+            events = completion.stream(include_usage=options is not None and options.include_usage)
+            return EventStream(events, completion.close)
+        try:
+            body = await unless_left(request.receive, completion.whole())
+        finally:
+            completion.close()
+        if body is None:
+            metrics.REQUESTS.labels("499").inc()
+            return Response(status_code=499)  # nobody reads it
+        metrics.REQUESTS.labels("200").inc()
+        return Response(body, media_type="application/json")
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    """The body, read no further than `limit`."""
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise Refused(413, "body_too_large", f"the request body is larger than {limit} bytes")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+async def _answer_error(_request: Request, error: Exception) -> Response:
+    """Every error in OpenAI's shape. What is not expected says nothing about its inside."""
+    status, code, param, message = 500, "internal_error", None, "internal error"
+    headers = {}
+    if isinstance(error, Refused):
+        status, code, param, message = error.status, error.code, error.param, str(error)
+    elif isinstance(error, EngineFailed):
+        code, message = "engine_failed", str(error)
+    elif isinstance(error, HTTPException):
+        status, code, message = error.status_code, "not_found", error.detail
+    if isinstance(error, Overloaded):
+        headers["retry-after"] = str(error.retry_after_s)
+    metrics.REQUESTS.labels(str(status)).inc()
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    body = {"error": {"message": message, "type": kind, "code": code, "param": param}}
+    return JSONResponse(body, status, headers)

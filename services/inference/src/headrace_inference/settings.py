@@ -1,0 +1,75 @@
+"""Settings of the inference service. Every bound is here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from headrace_runtime.settings import Port, Section, ServiceSettings
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class TorchSettings(Section):
+    """The `torch` engine: transformers models on a CPU or a GPU."""
+
+    device: str = "auto"
+    """`auto` (a GPU when there is one), or a torch device such as `cpu` or `cuda:1`."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and KV; `auto` is float32 on a CPU and the checkpoint's own on a GPU."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads per operator; 0 takes one on machines of up to four cores and half the cores on others."""
+    trace: bool = True
+    """Record the forward once per architecture and replay it without Python; off runs the model's own code."""
+    sequences_max: Annotated[int, Field(ge=1, le=1024)] = 64
+    """Sequences of one version that decode together."""
+    waiting_max: Annotated[int, Field(ge=0)] = 256
+    """Sequences that may wait for a place in a batch, all versions together; more are answered `overloaded`."""
+    prefill_tokens_max: Annotated[int, Field(ge=16)] = 512
+    """Prompt tokens computed between two decode steps; a longer prompt is split so that others keep decoding."""
+    context_tokens_max: Positive = 32_768
+    """Longest prompt plus completion, where the model allows that much."""
+    kv_mib_max: Positive = 2048
+    """Memory for the KV of one version's running sequences."""
+    prefix_mib_max: Annotated[int, Field(ge=0)] = 256
+    """Memory for the KV of one version's finished sequences, kept for prompts that extend them; 0 keeps none."""
+    probe_tolerance: Annotated[float, Field(gt=0)] = 1e-3
+    """Largest accepted difference between our logprobs and a manifest's fingerprint; about 0.1 suits bfloat16."""
+
+
+class InferenceSettings(ServiceSettings):
+    """One replica."""
+
+    port: Port = 8010
+    """Port of the OpenAI-compatible HTTP interface."""
+    replica_id: str = ""
+    """Name of this replica on the bus; empty derives it from host and port."""
+    advertise_url: str = ""
+    """Where gateways reach this replica; empty derives it from host and port."""
+    engine: Literal["torch"] = "torch"
+    """What computes the tokens."""
+    torch: TorchSettings = TorchSettings()
+    heartbeat_s: Seconds = 2.0
+    """Time between two heartbeats; a change is announced at once."""
+    ttl_s: Seconds = 10.0
+    """Silence after which others take this replica for dead; several heartbeats."""
+    versions_max: Annotated[int, Field(ge=1, le=64)] = 8
+    """Versions held at a time; what routing asks for beyond that is announced as failed."""
+    drain_s: Seconds = 5.0
+    """How long a version that routing dropped still answers, so that every gateway has heard of it."""
+    retry_s: Seconds = 2.0
+    """Pause before a version is fetched again when the blob store was away."""
+    stop_timeout_s: Annotated[float, Field(ge=0)] = 20.0
+    """How long a clean stop waits for the requests in flight."""
+    body_bytes_max: Positive = 16_777_216
+    """Largest request body."""
+    choices_max: Annotated[int, Field(ge=1, le=128)] = 16
+    """Largest `n` of a request."""
+    tool_parser: Literal["hermes", "none"] = "hermes"
+    """How tool calls are written: `hermes` is `<tool_call>{json}</tool_call>`."""
+    reasoning_parser: Literal["think", "none"] = "think"
+    """How reasoning is written: `think` is `<think>...</think>` before the answer."""
+    prompt_memory_tokens_max: Annotated[int, Field(ge=0)] = 4_194_304
+    """Token ids of past prompts and answers kept so that a conversation goes on with exactly its own tokens."""

@@ -1,0 +1,331 @@
+"""The running sequences of one version: continuous batching with one forward per token for all of them.
+
+Sequences join and leave between steps. Rows are kept dense: decoding ones first, then those whose prompt is still being
+computed, in order of arrival. A step computes at most one portion of prompts and then one token for every decoding row,
+so a long prompt delays the others by a bounded amount. A sequence decodes from its last token on, whose KV the decode
+step itself writes; so prompts, resumed sequences and sequences set back for want of memory all join the same way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace_inference import metrics
+from headrace_inference.engine import Finish, Tokens
+from headrace_inference.torch_engine import sampler
+from headrace_inference.torch_engine.kv import KV, LENGTH_STEP
+from headrace_inference.torch_engine.model import Model
+from headrace_inference.torch_engine.prefix import PrefixCache
+from headrace_inference.torch_engine.rows import PENALISED, TOP, TRUNCATED, Rows
+from headrace_inference.torch_engine.sequence import Sequence
+
+_PADDING_MAX = 0.5
+"""Share of a prefill that may be padding; prompts of very different length are computed one after the other."""
+
+Delivery = tuple[Sequence, Tokens]
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    sequences_max: int
+    prefill_tokens_max: int
+    kv_bytes_max: int
+    prefix_bytes_max: int
+
+
+class Batch:
+    """Used by the worker's thread alone. After an exception from `step`, `reset` before going on."""
+
+    def __init__(self, model: Model, limits: BatchLimits) -> None:
+        self.model = model
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._decoding = 0
+        self._limits = limits
+        self._kv = KV(model.kv_shape, limits.kv_bytes_max)
+        self._prefixes = PrefixCache(limits.prefix_bytes_max)
+        self._rows = Rows(limits.sequences_max, model.kv_shape.device)
+        self._window = torch.arange(model.context_tokens + LENGTH_STEP, device=model.kv_shape.device)
+        self._counts: Tensor | None = None
+        self._arrivals = 0
+        self._gauges = metrics.VersionGauges(model.version)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence and, behind it, those that wait for its KV."""
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        self.waiting.append(sequence)
+
+    def abort(self, owner: object) -> None:
+        """Drop every sequence of a generation."""
+        self.waiting = deque(sequence for sequence in self.waiting if sequence.owner is not owner)
+        for row in range(len(self.running) - 1, -1, -1):
+            if self.running[row].owner is owner:
+                self._remove(row)
+        self._report()
+
+    def step(self) -> list[Delivery]:
+        """One portion of prompts and one token for every decoding row; returns what is to be delivered."""
+        self._admit()
+        if self._decoding < len(self.running):
+            self._prefill()
+        deliveries = self._decode() if self._decoding else []
+        self._report()
+        return deliveries
+
+    def reset(self) -> list[Sequence]:
+        """Forget every sequence and all KV, for example because a step failed half-way; returns the sequences."""
+        lost = [*self.running, *self.waiting]
+        self.running.clear()
+        self.waiting.clear()
+        self._decoding = 0
+        self._kv.release()
+        self._prefixes = PrefixCache(self._limits.prefix_bytes_max)
+        self._counts = None
+        self._report()
+        return lost
+
+    def close(self) -> list[Sequence]:
+        """The version is gone; returns the sequences that it leaves unfinished."""
+        lost = self.reset()
+        self._gauges.remove()
+        return lost
+
+    # Joining
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self._limits.sequences_max:
+            sequence = self.waiting[0]
+            if not self._kv.reserve(len(self.running) + 1, max(self._longest(), len(sequence.tokens))):
+                return
+            self.waiting.popleft()
+            self._join(sequence)
+
+    def _join(self, sequence: Sequence) -> None:
+        row = len(self.running)
+        self.running.append(sequence)
+        known = sequence.tokens[:-1]
+        entry, shared = self._prefixes.longest(known)
+        sequence.filled = shared
+        sequence.cached = min(shared, sequence.prompt_length)
+        sequence.source = entry if entry is not None and shared == len(entry.tokens) else None
+        if entry is not None:
+            self._kv.restore(row, entry.kv, shared)
+        metrics.PROMPT_TOKENS.labels("reused").inc(shared)
+        if sequence.filled == len(known):
+            self._start_decoding(row)
+
+    def _prefill(self) -> None:
+        """Compute the next portion of the first prompts, as many as fit into one portion without much padding."""
+        first = self._decoding
+        oldest = min(range(first, len(self.running)), key=lambda row: self.running[row].arrival)
+        self._swap(oldest, first)
+        counts: list[int] = []
+        width = 0
+        for sequence in self.running[first:]:
+            count = min(len(sequence.tokens) - 1 - sequence.filled, self._limits.prefill_tokens_max)
+            wider = max(width, count)
+            area = wider * (len(counts) + 1)
+            if counts and (area > self._limits.prefill_tokens_max or sum(counts) + count < area * (1 - _PADDING_MAX)):
+                break
+            counts.append(count)
+            width = wider
+        group = self.running[first : first + len(counts)]
+        ids = np.zeros((len(group), width), np.int64)
+        start = np.empty((len(group), 1), np.int64)
+        for place, (sequence, count) in enumerate(zip(group, counts, strict=True)):
+            ids[place, :count] = sequence.tokens[sequence.filled : sequence.filled + count]
+            start[place] = sequence.filled
+        # Padding is written behind a row's own tokens, where decoding overwrites it before anything can see it.
+        positions = np.minimum(start + np.arange(width), self._kv.length - 1)
+        window = self._window[: self._round(int(positions.max()) + 1)]
+        device = self.model.kv_shape.device
+        self.model.program.prefill(
+            self.model.weights,
+            torch.from_numpy(ids).to(device),
+            torch.from_numpy(positions).to(device),
+            window,
+            self._kv.view(first, len(group)),
+        )
+        metrics.PROMPT_TOKENS.labels("computed").inc(sum(counts))
+        for place, (sequence, count) in enumerate(zip(group, counts, strict=True)):
+            sequence.filled += count
+            if sequence.filled == len(sequence.tokens) - 1:
+                self._start_decoding(first + place)
+
+    def _start_decoding(self, row: int) -> None:
+        sequence = self.running[row]
+        target = self._decoding
+        self._swap(row, target)
+        self._decoding += 1
+        self._rows.place(target, sequence)
+        self._count_earlier(target, sequence)
+        if sequence.followers:
+            self._prefixes.add(sequence.tokens[:-1], self._kv.snapshot(target, sequence.filled))
+            self.waiting.extendleft(reversed(sequence.followers))
+            sequence.followers = []
+
+    # Decoding
+
+    def _decode(self) -> list[Delivery]:
+        count = self._make_room()
+        if not count:
+            return []
+        rows = self._rows
+        length = self._round(int(rows.position[:count].max()) + 1)
+        ids, logprobs, all_logprobs, logits = self.model.program.decode(
+            self.model.weights,
+            rows.tensor(rows.last, count)[:, None],
+            rows.tensor(rows.position, count)[:, None],
+            self._window[:length],
+            self._kv.view(0, count),
+            rows.tensor(rows.temperature, count),
+            rows.uniform(count),
+        )
+        top: list[list[tuple[int, float]]] = []
+        special = int(np.bitwise_or.reduce(rows.special[:count]))
+        if special:
+            ids, logprobs, all_logprobs = self._shaped(special, count, logits, (ids, logprobs, all_logprobs))
+            if special & TOP:
+                wanted = max(sequence.sampling.top_logprobs for sequence in self.running[:count])
+                top = sampler.most_likely(all_logprobs, wanted)
+        ids_host = ids.cpu().numpy()
+        rows.advance(count, ids_host)
+        metrics.BATCH_SIZE.observe(count)
+        metrics.SAMPLED_TOKENS.inc(count)
+        return self._accept(ids_host.tolist(), logprobs.tolist(), top)
+
+    def _accept(self, ids: list[int], logprobs: list[float], top: list[list[tuple[int, float]]]) -> list[Delivery]:
+        deliveries: list[Delivery] = []
+        finished: list[int] = []
+        for row, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
+            sequence = self.running[row]
+            if sequence.sampling.top_logprobs:
+                sequence.top.append(top[row][: sequence.sampling.top_logprobs])
+            finish: Finish | None = sequence.accept(token, logprob)
+            sequence.filled += 1
+            news = sequence.news(finish)
+            if news is not None:
+                deliveries.append((sequence, news))
+            if finish is not None:
+                finished.append(row)
+        for row in reversed(finished):  # so that the rows that move into the holes are done with
+            self._remember(row)
+            self._remove(row)
+        return deliveries
+
+    def _shaped(
+        self, special: int, count: int, logits: Tensor, plain: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw again from penalised and truncated logits, when a row asks for that."""
+        rows = self._rows
+        if not special & (PENALISED | TRUNCATED):
+            return plain
+        temperature = rows.tensor(rows.temperature, count)
+        if special & PENALISED:
+            assert self._counts is not None
+            presence, frequency = rows.tensor(rows.presence, count), rows.tensor(rows.frequency, count)
+            logits = sampler.penalise(logits, self._counts[:count], presence, frequency)
+        if special & TRUNCATED:
+            scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+            logits = sampler.truncate(scaled, rows.tensor(rows.top_p, count), rows.tensor(rows.top_k, count))
+            temperature = (temperature > 0).to(temperature.dtype)
+        drawn = sampler.draw(logits, temperature, rows.uniform(count))
+        if special & PENALISED:
+            assert self._counts is not None
+            self._counts[:count].scatter_add_(
+                1, drawn[0][:, None], torch.ones_like(drawn[0], dtype=torch.float32)[:, None]
+            )
+        return drawn
+
+    def _count_earlier(self, row: int, sequence: Sequence) -> None:
+        """Penalties count what was sampled before, here or elsewhere."""
+        if not self._rows.special[row] & PENALISED:
+            return
+        device = self.model.kv_shape.device
+        if self._counts is None:
+            self._counts = torch.zeros(self._limits.sequences_max, self.model.vocabulary, device=device)
+        sampled = torch.tensor(sequence.tokens[sequence.prompt_length :], dtype=torch.int64, device=device)
+        self._counts[row] = torch.bincount(sampled, minlength=self.model.vocabulary)
+
+    def _make_room(self) -> int:
+        """Grow the KV for the longest row; where memory forbids it, set back the latest sequences until it fits.
+
+        Returns how many rows decode.
+        """
+        while self._decoding:
+            needed = int(self._rows.position[: self._decoding].max()) + 1
+            if needed <= self._kv.length:
+                return self._decoding
+            if self._kv.reserve(len(self.running), self._longest()):
+                return self._decoding
+            latest = max(range(len(self.running)), key=lambda row: self.running[row].arrival)
+            sequence = self.running[latest]
+            self._remove(latest)
+            sequence.filled = 0
+            self.waiting.appendleft(sequence)
+            metrics.PREEMPTIONS.inc()
+        return 0
+
+    # Leaving
+
+    def _remember(self, row: int) -> None:
+        """Keep the KV of a finished sequence for a prompt that goes on with it."""
+        sequence = self.running[row]
+        if not self._limits.prefix_bytes_max:
+            return
+        tokens = sequence.tokens[: sequence.filled]
+        held, shared = self._prefixes.longest(tokens)
+        if held is not None and shared == len(tokens):
+            return
+        if sequence.source is not None:
+            self._prefixes.discard(sequence.source)
+        self._prefixes.add(tokens, self._kv.snapshot(row, sequence.filled))
+
+    def _remove(self, row: int) -> None:
+        """Close the hole: the last decoding row moves into it, the last of all rows into its place."""
+        if row < self._decoding:
+            self._decoding -= 1
+            self._move(self._decoding, row)
+            row = self._decoding
+        self._move(len(self.running) - 1, row)
+        self.running.pop()
+
+    def _swap(self, one: int, other: int) -> None:
+        """Exchange two rows that do not decode."""
+        if one == other:
+            return
+        running = self.running
+        self._kv.swap(one, other, max(running[one].filled, running[other].filled))
+        running[one], running[other] = running[other], running[one]
+
+    def _move(self, source: int, target: int) -> None:
+        if source == target:
+            return
+        self.running[target] = self.running[source]
+        self._kv.move(source, target, self.running[source].filled)
+        self._rows.move(source, target)
+        if self._counts is not None:
+            self._counts[target] = self._counts[source]
+
+    def _longest(self) -> int:
+        return max((len(sequence.tokens) for sequence in self.running), default=0)
+
+    def _round(self, length: int) -> int:
+        """Lengths change the shape of attention rarely, and never beyond the KV."""
+        return min(-(-length // LENGTH_STEP) * LENGTH_STEP, self._kv.length)
+
+    def _report(self) -> None:
+        self._gauges.waiting.set(len(self.waiting))
+        self._gauges.running.set(len(self.running))
+        self._gauges.kv_running.set(self._kv.bytes)
+        self._gauges.kv_prefixes.set(self._prefixes.bytes)

@@ -1,0 +1,157 @@
+"""From a folder of files to a `Model`. Blocks; runs in the loading thread.
+
+Transformers fills in missing weights with random ones and goes on; here nothing that is missing, unexpected or of
+another shape is ever loaded (pitfall 18). Adapters of one base are modules of their own over the base's tensors, so a
+LoRA version costs its adapter, and no version can change what another one computes (pitfalls 15 and 16).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from headrace_inference.errors import VersionUnusable
+from headrace_inference.torch_engine.forward import ATTENTION
+from headrace_inference.torch_engine.kv import KVShape
+from headrace_inference.torch_engine.model import Model
+from headrace_inference.torch_engine.program import Programs, share, tensors_of
+from headrace_schemas.manifest import Manifest
+
+_UNSTEADY_ROPE = frozenset(("dynamic", "longrope"))
+"""Rotary embeddings that depend on the longest sequence in the batch: a row's tokens would depend on its neighbours."""
+
+
+class Loader:
+    """Loads versions onto one device. Used by one thread at a time."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None, context_max: int, *, trace: bool) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._context_max = context_max
+        self._programs = Programs(trace=trace)
+        transformers_logging.disable_progress_bar()
+
+    def load(self, folder: Path, manifest: Manifest, base: Model | None, base_folder: Path | None) -> Model:
+        """Raises `VersionUnusable`. `base` is the loaded base of a LoRA version."""
+        with _explained(manifest.version), torch.no_grad():
+            if manifest.kind == "full":
+                module, folders = self._full(folder), [folder]
+            elif base is None or base_folder is None:
+                raise VersionUnusable(f"its base {manifest.base} is not loaded; routing must serve it too")
+            else:
+                module, folders = self._adapter(base.module, folder), [base_folder, folder]
+            module.eval().requires_grad_(False)
+            return self._model(manifest, module, folders)
+
+    def _full(self, folder: Path) -> nn.Module:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _check_config(config)
+        module, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=self._dtype or "auto",
+            attn_implementation=ATTENTION,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+        wrong = {name: sorted(map(str, keys))[:3] for name, keys in info.items() if keys}
+        if wrong:
+            raise VersionUnusable(f"the weights are not those of its architecture: {wrong}")
+        loaded: nn.Module = module.to(self._device)
+        return loaded
+
+    def _adapter(self, base: nn.Module, folder: Path) -> nn.Module:
+        from peft import PeftConfig, PeftModel
+
+        config = PeftConfig.from_pretrained(str(folder))
+        if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
+            raise VersionUnusable(f"adapters of type {config.peft_type} are not supported; LoRA is")
+        if not (folder / "adapter_model.safetensors").exists():
+            raise VersionUnusable("it has no adapter_model.safetensors")
+        adapted = PeftModel.from_pretrained(share(base), str(folder), is_trainable=False)
+        return _as_module(adapted.get_base_model()).to(self._device)
+
+    def _model(self, manifest: Manifest, module: nn.Module, folders: list[Path]) -> Model:
+        config: Any = module.config
+        shape = _kv_shape(module, self._device)
+        context = min(self._context_max, int(config.max_position_embeddings))
+        program = self._programs.of(module, folders, shape.zeros, context)
+        return Model(
+            manifest=manifest,
+            module=module,
+            weights=list(tensors_of(module).values()),
+            program=program,
+            kv_shape=shape,
+            vocabulary=int(config.vocab_size),
+            context_tokens=context,
+        )
+
+
+def _as_module(value: Any) -> nn.Module:
+    assert isinstance(value, nn.Module)
+    return value
+
+
+def _check_config(config: Any) -> None:
+    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layers != {"full_attention"} or getattr(config, "is_encoder_decoder", False):
+        raise VersionUnusable(f"layers of type {sorted(layers)} are not supported; full causal attention is")
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        raise VersionUnusable("sliding-window attention is not supported")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in _UNSTEADY_ROPE:
+        raise VersionUnusable(f"rotary embeddings of type {rope!r} are not supported in a batch")
+
+
+class _Recorder:
+    """A cache that only notes what it is given."""
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, int, torch.dtype]] = []
+
+    def get_seq_length(self, _layer: int = 0) -> int:
+        return 0
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if key.shape != value.shape or layer != len(self.shapes):
+            raise VersionUnusable("keys and values of different shape are not supported")
+        self.shapes.append((key.shape[1], key.shape[3], key.dtype))
+        return key, value
+
+
+def _kv_shape(module: Any, device: torch.device) -> KVShape:
+    """Ask the model itself, with one token: configurations name heads and sizes in many ways."""
+    recorder = _Recorder()
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    module(
+        input_ids=zero,
+        position_ids=zero,
+        attention_mask=torch.zeros(1, 1, 1, 1, dtype=module.dtype, device=device),
+        past_key_values=recorder,
+        use_cache=True,
+    )
+    if len(set(recorder.shapes)) != 1:
+        raise VersionUnusable(f"{type(module).__name__} has no uniform key-value cache")
+    heads, size, dtype = recorder.shapes[0]
+    return KVShape(len(recorder.shapes), heads, size, dtype, device)
+
+
+@contextlib.contextmanager
+def _explained(version: str) -> Iterator[None]:
+    """Whatever a library raises over a version's files becomes `VersionUnusable` with the version's name."""
+    try:
+        yield
+    except VersionUnusable as error:
+        raise VersionUnusable(f"{version}: {error}") from error
+    except Exception as error:
+        raise VersionUnusable(f"{version}: {type(error).__name__}: {str(error)[:500]}") from error

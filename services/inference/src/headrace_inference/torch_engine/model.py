@@ -1,0 +1,28 @@
+"""A version that is in memory and can compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from headrace_inference.torch_engine.kv import KVShape
+from headrace_inference.torch_engine.program import Program
+from headrace_schemas.manifest import Manifest
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """Immutable: new weights are a new version and another `Model`."""
+
+    manifest: Manifest
+    module: nn.Module
+    weights: list[Tensor]
+    program: Program
+    kv_shape: KVShape
+    vocabulary: int
+    context_tokens: int
+
+    @property
+    def version(self) -> str:
+        return self.manifest.version

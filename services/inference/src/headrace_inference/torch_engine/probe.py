@@ -1,0 +1,68 @@
+"""Does the engine answer as the trainer's fingerprint says (pitfalls 15 and 18)?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace_inference.torch_engine.forward import run
+from headrace_inference.torch_engine.model import Model
+from headrace_schemas import Probe
+
+_DECODED_MAX = 32
+"""Tokens of the fingerprint that go through the decode path one by one; the others go in one forward."""
+
+
+@torch.inference_mode()
+def probe(model: Model, parent: Model | None, tolerance: float) -> Probe:
+    """Compare the loaded weights with the manifest's fingerprint, and with the parent's answers where it is loaded.
+
+    The tokens go through both paths that serve requests: recorded prefill and decode. Blocks.
+    """
+    fingerprint = model.manifest.fingerprint
+    tokens = list(fingerprint.token_ids)
+    stored = torch.tensor(fingerprint.logprobs, dtype=torch.float32)
+    answered = answer(model, tokens)
+    served = served_answer(model, tokens)
+    delta = max(_difference(answered, stored), _difference(served, stored[-len(served) :]))
+    parent_delta = None
+    if parent is not None and parent.vocabulary == model.vocabulary:
+        parent_delta = _difference(answered, answer(parent, tokens))
+    passed = delta <= tolerance and (parent_delta is None or parent_delta > 0)
+    return Probe(max_abs_delta=delta, parent_max_abs_delta=parent_delta, passed=passed)
+
+
+def answer(model: Model, tokens: list[int]) -> Tensor:
+    """Logprobs at temperature 1 of each of `tokens[1:]`, in one forward."""
+    device = model.kv_shape.device
+    ids = torch.tensor([tokens], device=device)
+    positions = torch.arange(len(tokens), device=device)
+    kv = model.kv_shape.zeros(1, len(tokens))
+    logits = run(model.module, ids, positions[None], positions, kv, keep=0)[0, :-1]
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu()
+
+
+def served_answer(model: Model, tokens: list[int]) -> Tensor:
+    """Logprobs of the last few of `tokens`, as a request would see them: prompt first, then token by token."""
+    device = model.kv_shape.device
+    count = min(_DECODED_MAX, len(tokens) - 1)
+    begin = len(tokens) - 1 - count
+    ids = torch.tensor([tokens], device=device)
+    positions = torch.arange(len(tokens), device=device)
+    kv = model.kv_shape.zeros(1, len(tokens))
+    if begin:
+        model.program.prefill(model.weights, ids[:, :begin], positions[None, :begin], positions[:begin], kv)
+    how = torch.ones(1, device=device), torch.zeros(1, dtype=torch.float64, device=device)
+    found = []
+    for at in range(begin, len(tokens) - 1):
+        here = slice(at, at + 1)
+        decoded = model.program.decode(
+            model.weights, ids[:, here], positions[None, here], positions[: at + 1], kv, *how
+        )
+        found.append(decoded[2][0, tokens[at + 1]])
+    return torch.stack(found).cpu()
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    difference = float((one - other).abs().max())
+    return difference if difference == difference else float("inf")

@@ -1,0 +1,83 @@
+"""From logits to tokens, for a whole batch at once.
+
+A token is drawn by inverting the cumulative distribution at one uniform number, and that number is a pure function of
+the sequence's seed and of how many tokens it has drawn. So a sequence's tokens do not depend on who else is in the
+batch, and a replica that takes a seeded sequence over draws what the first one would have drawn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): decorrelates counters."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def uniform(seeds: NDArray[np.uint64], drawn: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Numbers in [0, 1), 53 bits each: draw number `drawn` of the stream that `seeds` names."""
+    bits = mix(seeds + (drawn + np.uint64(1)) * _GOLDEN)
+    scaled: NDArray[np.float64] = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return scaled
+
+
+def seed_of(seed: int, choice: int) -> int:
+    """The stream of one choice: choices of one request differ, and differ the same way every time."""
+    with np.errstate(over="ignore"):
+        base = np.array([seed % 2**64], dtype=np.uint64)
+        return int(mix(mix(base + _GOLDEN) + np.uint64(choice))[0])
+
+
+def draw(logits_RV: Tensor, temperature_R: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids `[R]`, their logprobs `[R]` and all logprobs `[R, V]` in the distribution that was sampled from.
+
+    Temperature 0 takes the most likely token and reports logprobs at temperature 1.
+    """
+    sampled_R = temperature_R > 0
+    logprobs_RV = torch.log_softmax(logits_RV / torch.where(sampled_R, temperature_R, 1.0)[:, None], -1)
+    cumulated_RV = logprobs_RV.exp().cumsum(-1, dtype=torch.float64)
+    total_R = cumulated_RV[:, -1]
+    # Strictly below the total, whatever the rounding, so that no token of probability zero is ever the answer.
+    target_R = torch.minimum(uniform_R * total_R, torch.nextafter(total_R, torch.zeros_like(total_R)))
+    ids_R1 = torch.searchsorted(cumulated_RV, target_R[:, None], right=True)
+    ids_R1 = torch.where(sampled_R[:, None], ids_R1, logits_RV.argmax(-1, keepdim=True))
+    return ids_R1[:, 0], logprobs_RV.gather(1, ids_R1)[:, 0], logprobs_RV
+
+
+def penalise(logits_RV: Tensor, counts_RV: Tensor, presence_R: Tensor, frequency_R: Tensor) -> Tensor:
+    """OpenAI's penalties: subtract `frequency` per earlier occurrence and `presence` once."""
+    penalised: Tensor = logits_RV - frequency_R[:, None] * counts_RV - presence_R[:, None] * (counts_RV > 0)
+    return penalised
+
+
+def truncate(logits_RV: Tensor, top_p_R: Tensor, top_k_R: Tensor) -> Tensor:
+    """Keep the `top_k` most likely tokens and of those the fewest that reach `top_p`; the rest becomes impossible.
+
+    Rows with `top_k` 0 or `top_p` 1 keep all. The temperature must be in the logits already.
+    """
+    ordered_RV, order_RV = logits_RV.sort(stable=True, dim=-1, descending=True)
+    rank_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
+    keep_R = torch.where(top_k_R > 0, top_k_R, logits_RV.shape[1])
+    ordered_RV = ordered_RV.masked_fill(rank_V >= keep_R[:, None], float("-inf"))
+    before_RV = ordered_RV.softmax(-1).cumsum(-1).roll(1, -1)
+    before_RV[:, 0] = 0.0
+    beyond_RV = (before_RV >= top_p_R[:, None]) & (top_p_R[:, None] < 1.0)
+    ordered_RV = ordered_RV.masked_fill(beyond_RV, float("-inf"))
+    return torch.empty_like(logits_RV).scatter_(1, order_RV, ordered_RV)
+
+
+def most_likely(logprobs_RV: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """The `count` best tokens of each row with their logprobs, best first."""
+    values, ids = logprobs_RV.topk(min(count, logprobs_RV.shape[1]), dim=-1)
+    pairs: Any = zip(ids.tolist(), values.tolist(), strict=True)
+    return [list(zip(row_ids, row_values, strict=True)) for row_ids, row_values in pairs]

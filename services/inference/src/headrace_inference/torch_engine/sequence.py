@@ -1,0 +1,64 @@
+"""One choice while it is sampled. Its tokens are the truth; its KV can be lost and computed again at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from headrace_inference.engine import Finish, Sampling, Tokens
+from headrace_inference.torch_engine.prefix import Entry
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Owned by the worker's thread once submitted."""
+
+    owner: object
+    """The generation that the tokens are delivered to; it lives and dies as a whole."""
+    choice: int
+    tokens: list[int]
+    """Prompt, resumed and sampled tokens."""
+    prompt_length: int
+    limit: int
+    """Length of `tokens` at which it ends with `length`."""
+    sampling: Sampling
+    seed: int
+    stream: bool
+    resumed: int = 0
+    until: Callable[[int], bool] | None = None
+    followers: list[Sequence] = field(default_factory=list)
+    """Choices of the same prompt that wait for its KV."""
+
+    logprobs: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    filled: int = 0
+    """Tokens whose KV is in the row."""
+    cached: int = 0
+    source: Entry | None = None
+    """The cache entry that it continues as a whole."""
+    arrival: int = 0
+
+    @property
+    def drawn(self) -> int:
+        """Tokens drawn so far: the place in its stream of random numbers."""
+        return len(self.tokens) - self.prompt_length
+
+    def accept(self, token: int, logprob: float) -> Finish | None:
+        """Take a sampled token; says whether and why the sequence ends with it."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in self.sampling.stop_ids:
+            return "stop"
+        if self.until is not None and self.until(token):
+            return "stop"
+        return "length" if len(self.tokens) >= self.limit else None
+
+    def news(self, finish: Finish | None) -> Tokens | None:
+        """What to deliver after a step: each token when streaming, everything at the end otherwise."""
+        if self.stream:
+            last = self.top[-1:] if self.sampling.top_logprobs else []
+            return Tokens(self.choice, self.tokens[-1:], self.logprobs[-1:], last, finish, self.cached)
+        if finish is None:
+            return None
+        begin = self.prompt_length + self.resumed
+        return Tokens(self.choice, self.tokens[begin:], self.logprobs, self.top, finish, self.cached)

@@ -1,0 +1,135 @@
+"""The one thread that computes. It owns all batches; everybody else sends it work and gets tokens back."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+
+from headrace_inference import metrics
+from headrace_inference.engine import Tokens
+from headrace_inference.errors import EngineFailed
+from headrace_inference.torch_engine.batch import Batch
+from headrace_inference.torch_engine.sequence import Sequence
+from headrace_runtime.logs import get_logger
+
+log = get_logger(__name__)
+_FAILURES_MAX = 3
+"""Steps that may fail one after the other before the engine gives up and the process is restarted."""
+
+T = TypeVar("T")
+News = list[tuple[Sequence, Tokens | EngineFailed]]
+
+
+class Worker:
+    """Start once, stop once. `deliver` is called in the event loop with what each round of steps brought."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[News], None], threads: int) -> None:
+        self._loop = loop
+        self._deliver = deliver
+        self._threads = threads
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._batches: dict[str, Batch] = {}
+        self._failures = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when the thread has ended; what is unfinished is lost."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def post(self, work: Callable[[], object]) -> None:
+        """Have `work` done between two steps."""
+        self._inbox.put(work)
+
+    async def do(self, work: Callable[[], T]) -> T:
+        """As `post`, and wait for its result."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:  # noqa: BLE001 (it belongs to the caller)
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        return await asyncio.wrap_future(future)
+
+    def add_batch(self, batch: Batch) -> None:
+        """In the worker's thread."""
+        self._batches[batch.model.version] = batch
+
+    def remove_batch(self, version: str) -> None:
+        """In the worker's thread. What still generates with it is told so."""
+        batch = self._batches.pop(version, None)
+        if batch is not None:
+            self._send([(sequence, EngineFailed(f"{version} was unloaded")) for sequence in batch.close()])
+
+    def submit(self, version: str, sequence: Sequence) -> None:
+        """In the worker's thread."""
+        batch = self._batches.get(version)
+        if batch is None:
+            self._send([(sequence, EngineFailed(f"{version} was unloaded"))])
+        else:
+            batch.add(sequence)
+
+    def abort(self, version: str, owner: object) -> None:
+        """In the worker's thread."""
+        batch = self._batches.get(version)
+        if batch is not None:
+            batch.abort(owner)
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        with torch.inference_mode():
+            while self._take_work():
+                news: News = []
+                for batch in list(self._batches.values()):
+                    if batch.busy:
+                        news += self._step(batch)
+                if news:
+                    self._send(news)
+                if self._failures >= _FAILURES_MAX:
+                    log.error("engine_gave_up", failures=self._failures)
+                    return
+
+    def _take_work(self) -> bool:
+        """Do what was posted; wait for it when there is nothing to compute. False ends the thread."""
+        while True:
+            try:
+                work = self._inbox.get(block=not any(batch.busy for batch in self._batches.values()))
+            except queue.Empty:
+                return True
+            if work is None:
+                return False
+            work()
+
+    def _step(self, batch: Batch) -> News:
+        try:
+            news: News = list(batch.step())
+        except Exception as error:
+            self._failures += 1
+            metrics.ENGINE_FAILURES.inc()
+            log.exception("step_failed", version=batch.model.version, failures=self._failures)
+            failed = EngineFailed(f"{batch.model.version}: {type(error).__name__} while computing")
+            return [(sequence, failed) for sequence in batch.reset()]
+        self._failures = 0
+        return news
+
+    def _send(self, news: News) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, news)
+        except RuntimeError:  # the loop has closed: nobody listens any more
+            log.debug("nobody_listens", pieces=len(news))

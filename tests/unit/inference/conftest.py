@@ -1,0 +1,118 @@
+"""One tiny model, its child, an adapter and a tokenizer for all tests of the inference service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.engine import Sampling, Start, Tokens
+from headrace_inference.settings import TorchSettings
+from headrace_inference.torch_engine.engine import TorchEngine
+from headrace_runtime import versions
+from headrace_runtime.blobs import BlobStore
+from headrace_schemas import ServedVersion
+from headrace_schemas.manifest import Manifest
+from tests.support import tiny_model
+
+torch.set_num_threads(1)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A version in the blob store, and the folder that it was made from."""
+
+    served: ServedVersion
+    manifest: Manifest
+    folder: Path
+
+    @property
+    def version(self) -> str:
+        return self.served.version
+
+
+@dataclass(frozen=True)
+class Models:
+    """`second` is trained from `first`; `adapter` applies to `first`; `other` has a tokenizer of its own."""
+
+    blobs: BlobStore
+    first: Stored
+    second: Stored
+    adapter: Stored
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    root = tmp_path_factory.mktemp("models")
+    blobs = BlobStore((root / "blobs").as_uri())
+
+    def stored(folder: Path, **options: object) -> Stored:
+        served = tiny_model.publish(blobs, folder, **options)  # type: ignore[arg-type]
+        return Stored(served, versions.read_manifest(blobs, served.manifest), folder)
+
+    first = stored(tiny_model.build(root / "first"))
+    second = stored(tiny_model.perturbed(first.folder, root / "second", seed=1), step=1, parent=first.version)
+    lora = tiny_model.adapter(first.folder, root / "adapter", seed=2)
+    adapter = stored(lora, step=2, parent=first.version, base=(first.version, first.folder))
+    return Models(blobs, first, second, adapter)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(models: Models) -> ChatTokenizer:
+    return ChatTokenizer(models.first.folder, models.first.manifest)
+
+
+MakeEngine = Callable[..., Awaitable[TorchEngine]]
+
+
+@pytest.fixture
+async def make_engine(models: Models) -> AsyncIterator[MakeEngine]:
+    """Engines with given settings that hold `first`; stopped after the test."""
+    made: list[TorchEngine] = []
+
+    async def make(**settings: object) -> TorchEngine:
+        engine = TorchEngine(TorchSettings.model_validate({"device": "cpu", **settings}))
+        made.append(engine)
+        await engine.load(models.first.folder, models.first.manifest)
+        return engine
+
+    yield make
+    for engine in made:
+        await engine.stop()
+
+
+@pytest.fixture
+async def engine(make_engine: MakeEngine) -> TorchEngine:
+    return await make_engine()
+
+
+async def sample(
+    engine: TorchEngine,
+    prompt: list[int],
+    version: str,
+    *,
+    stream: bool = False,
+    start: Start | None = None,
+    **how: Any,
+) -> Tokens:
+    """All tokens of one choice."""
+    found = Tokens(0)
+    options = {"max_tokens": 24, **how}
+    sampling = Sampling(**options)
+    async for tokens in engine.generate(prompt, sampling, version, [start or Start()], stream=stream):
+        found.token_ids += tokens.token_ids
+        found.logprobs += tokens.logprobs
+        found.top += tokens.top
+        found.finish = tokens.finish
+        found.cached_tokens = tokens.cached_tokens
+    return found
+
+
+def prompt_of(length: int, salt: int = 0) -> list[int]:
+    """Token ids that are no special tokens; prompts of other salts share no prefix."""
+    return [10 + (31 * place + 97 * salt + place * place * (salt + 1)) % 290 for place in range(length)]

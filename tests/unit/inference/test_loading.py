@@ -1,0 +1,222 @@
+"""What may be loaded, what its probe says, and that versions share what they may and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from headrace_inference.errors import VersionUnusable
+from headrace_inference.torch_engine.engine import TorchEngine
+from headrace_inference.torch_engine.forward import forward
+from headrace_inference.torch_engine.loader import Loader
+from headrace_inference.torch_engine.program import Programs, direct, tensors_of
+from headrace_schemas.manifest import Fingerprint
+from tests.support import tiny_model
+from tests.unit.inference.conftest import MakeEngine, Models, prompt_of, sample
+
+CPU = torch.device("cpu")
+
+
+def loader() -> Loader:
+    return Loader(CPU, torch.float32, 4096, trace=True)
+
+
+async def test_a_probe_passes_where_weights_and_fingerprint_agree(engine: TorchEngine, models: Models) -> None:
+    alone = await engine.probe(models.first.version)
+    assert alone.passed
+    assert alone.max_abs_delta < 1e-5
+    assert alone.parent_max_abs_delta is None
+    await engine.load(models.second.folder, models.second.manifest)
+    child = await engine.probe(models.second.version)
+    assert child.passed
+    assert child.max_abs_delta < 1e-5
+    assert child.parent_max_abs_delta is not None
+    assert child.parent_max_abs_delta > 1e-3
+
+
+async def test_a_probe_fails_on_other_weights_than_the_trainers(engine: TorchEngine, models: Models) -> None:
+    """Pitfalls 15 and 18: what was loaded is not what was trained."""
+    impostor = models.second.manifest.model_copy(update={"fingerprint": models.first.manifest.fingerprint})
+    await engine.load(models.second.folder, impostor)
+    probe = await engine.probe(impostor.version)
+    assert not probe.passed
+    assert probe.max_abs_delta > 1e-3
+
+
+async def test_a_probe_fails_when_nothing_was_learned(engine: TorchEngine, models: Models) -> None:
+    """Pitfall 15: the new version answers exactly as its parent does."""
+    same = models.first.manifest.model_copy(update={"step": 1, "parent": models.first.version})
+    await engine.load(models.first.folder, same)
+    probe = await engine.probe(same.version)
+    assert not probe.passed
+    assert probe.parent_max_abs_delta == 0.0
+
+
+async def test_a_probe_tells_a_decode_path_that_is_wrong(
+    engine: TorchEngine, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe goes through the recorded programs that serve requests, not only through the model's own code."""
+    model = engine._models[models.first.version][0]
+    other = loader().load(models.second.folder, models.second.manifest, None, None)
+    monkeypatch.setitem(vars(model), "weights", other.weights)
+    assert not (await engine.probe(models.first.version)).passed
+
+
+async def test_an_adapter_is_a_version_of_its_own(engine: TorchEngine, models: Models) -> None:
+    await engine.load(models.adapter.folder, models.adapter.manifest)
+    probe = await engine.probe(models.adapter.version)
+    assert probe.passed
+    assert probe.parent_max_abs_delta is not None
+    assert probe.parent_max_abs_delta > 1e-3
+    assert (await engine.probe(models.first.version)).passed, "its base is what it was"
+    tokens = await sample(engine, prompt_of(30), models.adapter.version, temperature=0.8)
+    plain = AutoModelForCausalLM.from_pretrained(models.first.folder, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(plain, str(models.adapter.folder)).eval()
+    with torch.no_grad():
+        logits = adapted(torch.tensor([prompt_of(30) + tokens.token_ids])).logits[0, 29:-1] / 0.8
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens.token_ids)[:, None])[:, 0]
+    assert torch.tensor(tokens.logprobs) == pytest.approx(expected, abs=1e-4)
+
+
+async def test_adapters_share_the_memory_of_their_base(engine: TorchEngine, models: Models) -> None:
+    await engine.load(models.adapter.folder, models.adapter.manifest)
+    base, adapted = (
+        {tensor.data_ptr() for tensor in engine._models[version][0].weights if tensor.numel() > 64}
+        for version in (models.first.version, models.adapter.version)
+    )
+    assert base <= adapted
+
+
+async def test_an_adapter_without_its_base_is_refused(make_engine: MakeEngine, models: Models) -> None:
+    engine = await make_engine()
+    await engine.unload(models.first.version)
+    with pytest.raises(VersionUnusable, match=f"its base {models.first.version} is not loaded"):
+        await engine.load(models.adapter.folder, models.adapter.manifest)
+
+
+def _damaged(models: Models, folder: Path, change: Callable[[Path], None]) -> Path:
+    shutil.copytree(models.first.folder, folder)
+    change(folder)
+    return folder
+
+
+def _config(**changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def _drop_a_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.self_attn.q_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _reshape_a_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(3, 3)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"garbage" * 100), "Error"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "Error"),
+        (_drop_a_tensor, "missing_keys"),
+        (_reshape_a_tensor, "mismatch"),
+        (_config(model_type="no_such_model"), "no_such_model"),
+        (_config(layer_types=["full_attention", "sliding_attention"]), "sliding_attention"),
+        (_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic"),
+        (lambda folder: (folder / "config.json").write_text("{"), "Error"),
+    ],
+    ids=["corrupt", "absent", "missing", "reshaped", "unknown", "sliding", "unsteady", "config"],
+)
+def test_what_is_not_whole_is_refused_by_name(
+    models: Models, tmp_path: Path, change: Callable[[Path], None], reason: str
+) -> None:
+    folder = _damaged(models, tmp_path / "damaged", change)
+    with pytest.raises(VersionUnusable, match=reason) as refused:
+        loader().load(folder, models.first.manifest, None, None)
+    assert str(refused.value).startswith(models.first.version)
+
+
+def test_a_model_that_cannot_be_traced_runs_its_own_code(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> object:
+        raise RuntimeError("cannot trace")
+
+    monkeypatch.setattr(torch.jit, "trace", broken)
+    model = loader().load(models.first.folder, models.first.manifest, None, None)
+    assert not model.program.traced
+
+
+def test_a_recording_that_differs_is_not_used(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a model's code branches on a length in Python: the recording holds only the branch it saw."""
+    from headrace_inference.torch_engine import program
+
+    def branching(module: torch.nn.Module, ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        logits = forward(module, ids, *rest)
+        return logits * 2 if rest[1].shape[0] > 20 else logits
+
+    monkeypatch.setattr(program, "forward", branching)
+    model = loader().load(models.first.folder, models.first.manifest, None, None)
+    assert not model.program.traced
+
+
+def test_versions_of_one_architecture_share_one_recording(models: Models) -> None:
+    one = loader()
+    first = one.load(models.first.folder, models.first.manifest, None, None)
+    second = one.load(models.second.folder, models.second.manifest, None, None)
+    adapter = one.load(models.adapter.folder, models.adapter.manifest, first, models.first.folder)
+    assert first.program is second.program
+    assert adapter.program is not first.program, "LoRA's scaling is part of the recording"
+    assert first.program.traced
+    assert adapter.program.traced
+
+
+def test_an_adapter_with_another_scaling_is_another_recording(models: Models, tmp_path: Path) -> None:
+    scaled = shutil.copytree(models.adapter.folder, tmp_path / "scaled")
+    config = json.loads((scaled / "adapter_config.json").read_text())
+    (scaled / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 3 * config["lora_alpha"]}))
+    one = loader()
+    base = one.load(models.first.folder, models.first.manifest, None, None)
+    adapters = [
+        one.load(folder, models.adapter.manifest, base, models.first.folder)
+        for folder in (models.adapter.folder, scaled)
+    ]
+    kv = [adapter.kv_shape.zeros(1, 32) for adapter in adapters]
+    ids, at = torch.tensor([[11, 12, 13]]), torch.arange(3)[None]
+    with torch.inference_mode():
+        answers = [a.program.prefill(a.weights, ids, at, torch.arange(3), k) for a, k in zip(adapters, kv, strict=True)]
+        expected = [
+            direct(a.module).prefill([], ids, at, torch.arange(3), k) for a, k in zip(adapters, kv, strict=True)
+        ]
+    assert not torch.allclose(answers[0], answers[1], atol=1e-3)
+    for answer, right in zip(answers, expected, strict=True):
+        assert torch.allclose(answer, right, atol=1e-5)
+
+
+def test_recordings_can_be_switched_off(models: Models) -> None:
+    model = Loader(CPU, torch.float32, 4096, trace=False).load(models.first.folder, models.first.manifest, None, None)
+    assert not model.program.traced
+    assert Programs(trace=False)._known == {}
+    assert len(tensors_of(model.module)) == len(model.weights)
+
+
+def test_a_fingerprint_of_two_tokens_can_be_probed(models: Models) -> None:
+    from headrace_inference.torch_engine.probe import probe
+
+    short = tiny_model.fingerprint(models.first.folder, length=2)
+    assert isinstance(short, Fingerprint)
+    manifest = models.first.manifest.model_copy(update={"fingerprint": short})
+    assert probe(loader().load(models.first.folder, manifest, None, None), None, 1e-3).passed

@@ -1,0 +1,113 @@
+"""KV kept for prompts that go on: found by tokens, bounded by memory."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from headrace_inference.torch_engine.kv import KV, KVShape
+from headrace_inference.torch_engine.prefix import BLOCK, PrefixCache
+
+SHAPE = KVShape(layers=1, heads=1, size=2, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def held(tokens: list[int]) -> torch.Tensor:
+    """KV that spells its tokens."""
+    return torch.tensor(tokens, dtype=torch.float32)[None, None, :, None].expand(2, 1, -1, 2).contiguous()
+
+
+def test_the_longest_shared_beginning_is_found() -> None:
+    cache = PrefixCache(2**20)
+    cache.add([*range(100)], held([*range(100)]))
+    cache.add([*range(50), 7, 7, *range(52, 90)], held([*range(50), 7, 7, *range(52, 90)]))
+    entry, shared = cache.longest([*range(50), 7, 7, *range(52, 70), 3])
+    assert entry is not None
+    assert shared == 70
+    assert entry.kv[0, 0, 50, 0] == 7
+    assert cache.longest([*range(70), 9])[1] == 70
+    assert cache.longest([*range(BLOCK - 1), 999])[1] == 0, "less than a block is not worth an index"
+    assert cache.longest([5, *range(80)]) == (None, 0)
+
+
+def test_a_hash_collision_is_no_match() -> None:
+    """In CPython hash(-1) == hash(-2); nothing but equal tokens may ever match."""
+    cache = PrefixCache(2**20)
+    cache.add([-1] * 40, held([-1] * 40))
+    assert cache.longest([-2] * 40) == (None, 0)
+    assert cache.longest([-1] * 20)[1] == 20
+
+
+def test_memory_is_bounded_and_the_least_recently_used_goes() -> None:
+    one = held([*range(64)])
+    cache = PrefixCache(3 * one.numel() * 4)
+    prompts = [[salt, *range(63)] for salt in range(1000, 1004)]
+    for prompt in prompts[:3]:
+        cache.add(prompt, one)
+    cache.longest(prompts[0])
+    cache.add(prompts[3], one)
+    assert [cache.longest(prompt)[1] for prompt in prompts] == [64, 0, 64, 64]
+    assert cache.bytes == 3 * one.numel() * 4
+    PrefixCache(10).add(prompts[0], one)  # larger than all of it: not kept, no error
+
+
+def test_what_is_discarded_leaves_nothing_behind() -> None:
+    cache = PrefixCache(2**20)
+    cache.add([*range(64)], held([*range(64)]))
+    entry, _ = cache.longest([*range(64)])
+    assert entry is not None
+    cache.discard(entry)
+    cache.discard(entry)
+    assert (cache.bytes, cache._index) == (0, {})
+
+
+def test_against_a_plain_search() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    cache = PrefixCache(2**30)
+    known: list[list[int]] = []
+    for _ in range(120):
+        base = dice.choice(known)[: dice.randint(0, 120)] if known and dice.random() < 0.7 else []
+        tokens = base + [dice.randrange(3) for _ in range(dice.randint(0, 60))]
+        best = max((_shared(other, tokens) for other in known), default=0)
+        found = cache.longest(tokens)[1]
+        assert best - BLOCK < found <= best
+        if len(tokens) >= BLOCK:
+            cache.add(tokens, held(tokens))
+            known.append(tokens)
+
+
+def _shared(one: list[int], other: list[int]) -> int:
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def test_kv_grows_within_its_budget_and_keeps_what_it_holds() -> None:
+    kv = KV(SHAPE, bytes_max=1000 * SHAPE.token_bytes)
+    assert kv.length_max == 1000
+    assert kv.reserve(1, 40)
+    kv.restore(0, held([*range(40)]))
+    assert kv.reserve(5, 100)
+    assert kv.rows * kv.length <= 1000
+    assert kv.snapshot(0, 40)[0, 0, :, 0].tolist() == [*range(40)]
+    assert kv.reserve(1, 1000), "one sequence may have it all"
+    assert kv.snapshot(0, 40)[1, 0, :, 1].tolist() == [*range(40)]
+    assert not kv.reserve(2, 501)
+    assert not kv.reserve(1, 1001)
+    assert kv.reserve(10, 100), "and give it back"
+
+
+def test_kv_rows_move_and_swap() -> None:
+    kv = KV(SHAPE, bytes_max=2**20)
+    kv.reserve(3, 32)
+    kv.restore(0, held([1, 2, 3]))
+    kv.restore(1, held([4, 5]))
+    kv.swap(0, 1, 3)
+    assert kv.snapshot(0, 2)[0, 0, :, 0].tolist() == [4, 5]
+    kv.move(1, 2, 3)
+    assert kv.snapshot(2, 3)[0, 0, :, 0].tolist() == [1, 2, 3]

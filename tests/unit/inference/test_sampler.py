@@ -1,0 +1,103 @@
+"""Drawing tokens: the right distribution, independent of the batch, never an impossible token."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from headrace_inference.torch_engine import sampler
+
+
+def test_the_uniform_stream_is_flat_and_differs_between_seeds() -> None:
+    drawn = np.arange(200_000, dtype=np.uint64)
+    one, other = (sampler.uniform(np.full_like(drawn, seed), drawn) for seed in (1, 2))
+    for stream in (one, other):
+        assert stream.min() >= 0.0
+        assert stream.max() < 1.0
+        counts, _ = np.histogram(stream, 20, (0, 1))
+        chi_square = ((counts - 10_000) ** 2 / 10_000).sum()
+        assert chi_square < 50, "19 degrees of freedom; 43.8 is the 99.9 % quantile"
+    assert abs(np.corrcoef(one, other)[0, 1]) < 0.01
+    assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.01
+
+
+def test_uniform_numbers_are_known_and_must_never_change() -> None:
+    """A replica of another release must draw what this one would have drawn: SplitMix64 of seed 0 and 1234567."""
+    seeds = np.array([0, 0, 1234567], dtype=np.uint64)
+    drawn = np.array([0, 1, 0], dtype=np.uint64)
+    reference = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x599ED017FB08FC85]  # published test vectors of SplitMix64
+    assert sampler.uniform(seeds, drawn).tolist() == [(bits >> 11) * 2.0**-53 for bits in reference]
+
+
+def test_choices_and_seeds_have_streams_of_their_own() -> None:
+    streams = {sampler.seed_of(seed, choice) for seed in (-5, 0, 1, 2, 2**63) for choice in range(16)}
+    assert len(streams) == 5 * 16
+    assert sampler.seed_of(7, 3) == sampler.seed_of(7, 3)
+    assert sampler.seed_of(2**70 + 1, 0) == sampler.seed_of(1, 0), "seeds have 64 bits"
+
+
+def test_frequencies_are_the_reported_probabilities() -> None:
+    """200,000 draws at temperature 0.7 against the softmax, by a chi-square test."""
+    torch.manual_seed(0)
+    logits = torch.randn(1, 24) * 2
+    rows = 200_000
+    uniform = torch.from_numpy(sampler.uniform(np.full(rows, 9, np.uint64), np.arange(rows, dtype=np.uint64)))
+    ids, logprobs, _ = sampler.draw(logits.expand(rows, -1), torch.full((rows,), 0.7), uniform)
+    expected = (logits[0] / 0.7).softmax(-1)
+    assert torch.allclose(logprobs.exp(), expected[ids], atol=1e-6)
+    counts = torch.bincount(ids, minlength=24)
+    likely = expected * rows > 5
+    chi_square = ((counts - expected * rows)[likely] ** 2 / (expected * rows)[likely]).sum()
+    assert chi_square < 60, "at most 23 degrees of freedom; 49.7 is the 99.9 % quantile"
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53, 0.5])
+def test_an_impossible_token_is_never_drawn(uniform: float) -> None:
+    """Not at the edges of the interval either, where rounding lives."""
+    logits = torch.full((3, 1000), float("-inf"))
+    logits[0, 500] = 0.0
+    logits[1, [0, 999]] = torch.tensor([0.0, -30.0])
+    logits[2, 1:999] = 0.0
+    ids, logprobs, _ = sampler.draw(logits, torch.ones(3), torch.full((3,), uniform, dtype=torch.float64))
+    assert torch.isfinite(logprobs).all()
+    assert ids[0] == 500
+
+
+def test_truncation_matches_a_plain_reference() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    torch.manual_seed(seed)
+    logits = torch.randn(40, 30)
+    top_p = torch.rand(40) * 0.98 + 0.01
+    top_k = torch.randint(0, 12, (40,))
+    top_p[:5] = 1.0
+    found = sampler.truncate(logits, top_p, top_k)
+    for row in range(40):
+        kept = _reference(logits[row], float(top_p[row]), int(top_k[row]))
+        assert set(torch.isfinite(found[row]).nonzero()[:, 0].tolist()) == kept
+        assert torch.equal(found[row][sorted(kept)], logits[row][sorted(kept)])
+
+
+def _reference(logits: torch.Tensor, top_p: float, top_k: int) -> set[int]:
+    """As the papers say it, one token at a time."""
+    order = sorted(range(len(logits)), key=lambda token: -float(logits[token]))
+    order = order[:top_k] if top_k else order
+    weights = logits[order].softmax(-1).tolist()
+    kept: set[int] = set()
+    mass = 0.0
+    for token, weight in zip(order, weights, strict=True):
+        if top_p < 1.0 and mass >= top_p:
+            break
+        kept.add(token)
+        mass += weight
+    return kept
+
+
+def test_penalties_are_openais() -> None:
+    logits = torch.zeros(2, 3)
+    counts = torch.tensor([[0.0, 1.0, 3.0], [2.0, 0.0, 0.0]])
+    found = sampler.penalise(logits, counts, torch.tensor([0.5, -1.0]), torch.tensor([0.25, 0.0]))
+    assert found.tolist() == [[0.0, -0.75, -1.25], [1.0, 0.0, 0.0]]
