@@ -1,0 +1,249 @@
+"""The account: what became of every captured turn, from topics alone (ARCHITECTURE.md, "The account").
+
+Each turn is followed through the facts about it to where it is now; nothing is computed as what is left over. Facts
+that contradict each other are problems: a turn that was trained and dropped, an effect without its cause.
+
+Standings are per lineage: a replay trains the same turns again, and that is another account. Each model is accounted in
+the lineage that reported last, unless one is named.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from headrace_schemas import DeadLetter, Event, Experience, TrainingMetrics, Trajectory, Turn, Verdict
+
+TOPICS = tuple(event.topic for event in (TrainingMetrics, DeadLetter, Experience, Trajectory, Turn))
+"""What the account reads, effects before their causes: end offsets taken in this order make a consistent cut."""
+
+PROBLEMS_MAX = 100
+"""How many problems are spelt out; all are counted."""
+
+_ENDS_HERE = frozenset({("collector", "turns"), ("scorer", "trajectories"), ("trainer", "experiences")})
+"""Whose refusal of what ends the way of a turn. A judge that refuses a trajectory only abstains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """`captured` is the sum of `trained`, `waiting` and `dropped`; without `problems`, no turn is in two of them."""
+
+    captured: int
+    trained: int
+    waiting: Mapping[str, int]
+    """By what for: the end of its `session`, a `reward`, `training`."""
+    dropped: Mapping[str, int]
+    """By reason."""
+    problems: tuple[str, ...]
+    problems_total: int
+    lineages: Mapping[str, str]
+    """Model to the lineage that is accounted; models that nothing trains are not in it."""
+
+    @property
+    def consistent(self) -> bool:
+        return not self.problems_total
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What is known of one turn, from whichever topic told it."""
+
+    model: str = ""
+    captured: bool = False
+    eval: bool = False
+    trajectory: str | None = None
+    left_out: str | None = None
+    experiences: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Experience:
+    """A branch on its way to training: its newest revision, and what each lineage made of each revision."""
+
+    model: str
+    trajectory: str
+    turn_ids: frozenset[str]
+    revision: int
+    event_ids: dict[int, str]
+
+
+class Books:
+    """`add` every event of `TOPICS` once or more often, in any order, then `close`."""
+
+    def __init__(self, lineages: Mapping[str, str] | None = None, *, complete: bool = True) -> None:
+        """`complete`: the topics still hold everything they ever held, so that a missing cause is a problem."""
+        self._named = dict(lineages or {})
+        self._complete = complete
+        self._turns: dict[str, _Turn] = defaultdict(_Turn)
+        self._trajectories: dict[str, str] = {}
+        self._experiences: dict[str, _Experience] = {}
+        self._reports: dict[str, int] = {}
+        self._verdicts: dict[tuple[str, str], dict[int, Verdict]] = defaultdict(dict)
+        self._latest: dict[str, tuple[datetime, str]] = {}
+        self._refused: set[str] = set()
+        self._problems: list[str] = []
+        self._problems_total = 0
+
+    def add(self, event: Event) -> None:
+        """Other events than those of `TOPICS` are passed over."""
+        match event:
+            case Turn():
+                turn = self._turns[event.turn_id]
+                turn.captured, turn.model = True, event.model
+                turn.eval = turn.eval or event.purpose == "eval"
+            case Trajectory():
+                self._add_trajectory(event)
+            case Experience():
+                self._add_experience(event)
+            case TrainingMetrics():
+                self._add_report(event)
+            case DeadLetter():
+                if (event.service, event.source_topic) in _ENDS_HERE:
+                    self._refused.add(event.source_id)
+
+    def _add_trajectory(self, event: Trajectory) -> None:
+        if event.trajectory_id in self._trajectories:
+            return
+        self._trajectories[event.trajectory_id] = event.event_id
+        left_out = {item.turn_id: item.reason for item in event.left_out}
+        spoken = {turn_id for branch in event.branches for turn_id in branch.turn_ids}
+        for turn_id in event.turn_ids:
+            turn = self._turns[turn_id]
+            if turn.trajectory is not None:
+                self._problem(f"turn {turn_id} is in two trajectories, {turn.trajectory} and {event.trajectory_id}")
+            if turn_id in left_out and turn_id in spoken:
+                self._problem(f"trajectory {event.trajectory_id} both trains on turn {turn_id} and leaves it out")
+            turn.trajectory = event.trajectory_id
+            turn.left_out = left_out.get(turn_id)
+            turn.eval = turn.eval or event.purpose == "eval"
+            if event.end_reason == "ingest":  # another runtime made the calls: they are captured here
+                turn.captured, turn.model = True, event.model
+
+    def _add_experience(self, event: Experience) -> None:
+        found = self._experiences.get(event.experience_id)
+        if found is None:
+            found = _Experience(event.model, event.trajectory_id, frozenset(event.turn_ids), event.revision, {})
+            self._experiences[event.experience_id] = found
+            for turn_id in found.turn_ids:
+                self._turns[turn_id].experiences.append(event.experience_id)
+        elif found.turn_ids != frozenset(event.turn_ids):
+            self._problem(f"experience {event.experience_id}: its revisions are about different turns")
+        found.revision = max(found.revision, event.revision)
+        found.event_ids[event.revision] = event.event_id
+
+    def _add_report(self, event: TrainingMetrics) -> None:
+        if event.event_id in self._reports:
+            if self._reports[event.event_id] != hash(event.verdicts):
+                self._problem(f"lineage {event.lineage} reported its save {event.account} twice, differently")
+            return
+        self._reports[event.event_id] = hash(event.verdicts)
+        if event.model not in self._latest or self._latest[event.model][0] <= event.time:
+            self._latest[event.model] = (event.time, event.lineage)
+        for verdict in event.verdicts:
+            self._add_verdict(event.lineage, verdict)
+
+    def _add_verdict(self, lineage: str, verdict: Verdict) -> None:
+        known = self._verdicts[lineage, verdict.experience_id]
+        earlier = known.get(verdict.revision)
+        if earlier is not None and earlier.dropped is None and verdict.dropped is None:
+            self._problem(
+                f"experience {verdict.experience_id} revision {verdict.revision} changed lineage {lineage} twice"
+            )
+        if earlier is None or earlier.dropped is not None:
+            known[verdict.revision] = verdict
+
+    def close(self) -> Account:
+        """Where every captured turn is."""
+        lineages = {model: lineage for model, (_, lineage) in self._latest.items()} | self._named
+        self._check_verdicts()
+        self._check_experiences()
+        self._check_turns()
+        standings = Counter(
+            self._standing(turn_id, turn, lineages) for turn_id, turn in self._turns.items() if turn.captured
+        )
+        waiting = {name: count for (state, name), count in sorted(standings.items()) if state == "waiting"}
+        dropped = {name: count for (state, name), count in sorted(standings.items()) if state == "dropped"}
+        return Account(
+            captured=standings.total(),
+            trained=standings["trained", ""],
+            waiting=waiting,
+            dropped=dropped,
+            problems=tuple(self._problems),
+            problems_total=self._problems_total,
+            lineages=lineages,
+        )
+
+    def _standing(self, turn_id: str, turn: _Turn, lineages: Mapping[str, str]) -> tuple[str, str]:
+        """The first of the states that the facts show, from the end of the way to its beginning."""
+        fates = [self._fate(name, lineages.get(self._experiences[name].model)) for name in sorted(turn.experiences)]
+        shown = []
+        if turn.eval:
+            shown.append(("dropped", "eval"))
+        if turn.left_out is not None:
+            shown.append(("dropped", turn.left_out))
+        if fates:
+            trained, waits = ("trained", "") in fates, ("waiting", "training") in fates
+            shown.append(("trained", "") if trained else ("waiting", "training") if waits else fates[0])
+        if fates and len(shown) > 1:
+            self._problem(f"turn {turn_id} is dropped as {shown[0][1]} and yet {shown[-1][0]} in an experience")
+        if shown:
+            return shown[0]
+        if turn.trajectory is not None:
+            refused = self._trajectories[turn.trajectory] in self._refused
+            return ("dropped", "dead_letter") if refused else ("waiting", "reward")
+        return ("dropped", "dead_letter") if turn_id in self._refused else ("waiting", "session")
+
+    def _fate(self, name: str, lineage: str | None) -> tuple[str, str]:
+        """Trained once is trained for good; else the newest revision decides."""
+        experience = self._experiences[name]
+        verdicts = self._verdicts.get((lineage, name), {}) if lineage is not None else {}
+        if any(verdict.dropped is None for verdict in verdicts.values()):
+            return "trained", ""
+        newest = verdicts.get(experience.revision)
+        if newest is not None and newest.dropped is not None:
+            return "dropped", newest.dropped
+        if experience.event_ids.get(experience.revision) in self._refused:
+            return "dropped", "dead_letter"
+        return "waiting", "training"
+
+    def _check_verdicts(self) -> None:
+        for (lineage, name), verdicts in self._verdicts.items():
+            experience = self._experiences.get(name)
+            if experience is None:
+                self._missing(f"lineage {lineage} judged experience {name}, which nobody published")
+            elif any(frozenset(verdict.turn_ids) != experience.turn_ids for verdict in verdicts.values()):
+                self._problem(f"lineage {lineage} judged other turns of experience {name} than it has")
+
+    def _check_experiences(self) -> None:
+        for name, experience in self._experiences.items():
+            if experience.trajectory not in self._trajectories:
+                self._missing(f"experience {name} is of trajectory {experience.trajectory}, which nobody published")
+                continue
+            strays = [one for one in experience.turn_ids if self._turns[one].trajectory != experience.trajectory]
+            if strays:
+                self._problem(f"experience {name} names turns that are not of its trajectory: {sorted(strays)[:3]}")
+
+    def _check_turns(self) -> None:
+        for turn_id, turn in self._turns.items():
+            if not turn.captured:
+                self._missing(f"turn {turn_id} went on without having been captured")
+
+    def _missing(self, text: str) -> None:
+        """A cause that is not there is a problem unless it may have been deleted by age."""
+        if self._complete:
+            self._problem(text)
+
+    def _problem(self, text: str) -> None:
+        self._problems_total += 1
+        if len(self._problems) < PROBLEMS_MAX:
+            self._problems.append(text)
+
+
+def account(events: Iterable[Event], lineages: Mapping[str, str] | None = None, *, complete: bool = True) -> Account:
+    """Account for all `events` at once; see `Books`."""
+    books = Books(lineages, complete=complete)
+    for event in events:
+        books.add(event)
+    return books.close()
