@@ -14,11 +14,16 @@ from prometheus_client import REGISTRY
 
 from headrace_judge import app
 from headrace_judge.settings import JudgeSettings
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.database import Database
+from headrace_runtime.outbox import Outbox
+from headrace_runtime.processor import Processor
+from headrace_runtime.settings import Common
 from headrace_runtime.stream_service import StreamService
 from headrace_schemas import Branch, Dialogue, Message, Reward, Span, Trajectory
 from headrace_schemas.ids import session_key
 from tests.support.fake_llm import FakeLLM
-from tests.support.streams import START, Bench, Service, bench
+from tests.support.streams import START, Bench, ManualClock, MemoryProducer, Service, bench
 
 WAIT_S = 20.0
 
@@ -57,10 +62,10 @@ def trajectory(name: str, answer: str = "Ada", **changes: Any) -> Trajectory:
 class Rig:
     """One judge. `restart` is what a crash and a new process are to the database."""
 
-    def __init__(self, made: Bench, build: Callable[[], StreamService]) -> None:
+    def __init__(self, made: Bench, service: StreamService, wanted: JudgeSettings) -> None:
         self.bench = made
-        self._build = build
-        self.service = build()
+        self.service = service
+        self._wanted = wanted
         self._work: asyncio.Task[None] | None = None
 
     @property
@@ -79,7 +84,7 @@ class Rig:
 
     async def restart(self) -> None:
         await self.stop()
-        self.service = self._build()
+        self.service = app.service(self._wanted)
         self.bench.processor.handlers = self.service.handlers
         self.start()
 
@@ -111,17 +116,40 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
+async def replica(of: Rig, wanted: JudgeSettings, data_dir: Path, url: str) -> AsyncIterator[Rig]:
+    """A second judge on the database of `of`, with a clock and a bus of its own."""
+    first = of.bench.processor.database
+    name = first.schema or Path(first.engine.url.database or "").stem
+    common = Common.model_validate({"data_dir": data_dir, "database": {"url": url}})
+    database = Database.open(name, common)
+    blobs = BlobStore.open(common)
+    producer, clock = MemoryProducer(blobs), ManualClock()
+    service = app.service(wanted)
+    processor = Processor(
+        service="test",
+        handlers=service.handlers,
+        database=database,
+        tables=service.tables,
+        outbox=Outbox(database, service.tables, producer, clock),
+        blobs=blobs,
+        clock=clock,
+    )
+    rig = Rig(Bench(processor, producer, clock), service, wanted)
+    rig.start()
+    try:
+        yield rig
+    finally:
+        await rig.stop()
+        await database.close()
+
+
+@contextlib.asynccontextmanager
 async def judge(wanted: JudgeSettings, data_dir: Path, url: str = "sqlite") -> AsyncIterator[Rig]:
     """A running judge with an empty database."""
-
-    def build() -> StreamService:
-        return app.service(wanted)
-
-    first = build()
-    tables = Service(first.tables, first.handlers, package=first.package, limits=first.limits)
-    async with bench(tables, url, data_dir) as made:
-        rig = Rig(made, build)
-        made.processor.handlers = rig.service.handlers
+    service = app.service(wanted)
+    hosted = Service(service.tables, service.handlers, package=service.package, limits=service.limits)
+    async with bench(hosted, url, data_dir) as made:
+        rig = Rig(made, service, wanted)
         rig.start()
         try:
             yield rig

@@ -1,0 +1,107 @@
+"""The judge on both databases, alone and as two replicas that share one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import Connection
+
+from headrace_judge.tables import METADATA
+from headrace_schemas import Reward, Trajectory
+from tests.support import fake_llm
+from tests.support.fake_llm import Call, FakeLLM
+from tests.support.judge_rig import judge, replica, settings, trajectory
+
+PREFERENCE = (
+    'name = "preference"\nmode = "pair"\ninstructions = "Which is better?"\n'
+    '[[criteria]]\nname = "better"\ndescription = "The better one."\n'
+)
+
+
+def by_number(call: Call) -> str:
+    if "Run B" not in call.last:
+        return json.dumps({"reason": "", "criteria": {"outcome": 5, "grounding": 5, "conduct": 5, "clarity": 5}})
+    first, second = (int(number) for number in re.findall(r"answer (\d+)", call.last))
+    return json.dumps({"reason": "", "criteria": {"better": "A" if first > second else "B"}})
+
+
+def run(number: int) -> Trajectory:
+    return trajectory(f"run-{number}", answer=f"answer {number}", task_id="task", run_id=str(number))
+
+
+def differences(connection: Connection) -> list[object]:
+    return list(compare_metadata(MigrationContext.configure(connection), METADATA))
+
+
+async def test_the_migrations_make_the_tables_that_the_code_uses(
+    llm: FakeLLM, data_dir: Path, database_url: str
+) -> None:
+    async with judge(settings(llm), data_dir, database_url) as rig, rig.bench.processor.database.transaction() as tx:
+        found = await tx.run_sync(differences)
+    assert [item for item in found if "schema_version" not in str(item)] == []
+
+
+async def test_single_and_pair_side_by_side(llm: FakeLLM, data_dir: Path, database_url: str, tmp_path: Path) -> None:
+    path = tmp_path / "preference.toml"
+    path.write_text(PREFERENCE)
+    llm.usual = fake_llm.answer(by_number)
+    wanted = settings(llm, rubrics=["helpfulness", str(path)], pairs={"wait_s": 60.0, "window_s": 120.0})
+    async with judge(wanted, data_dir, database_url) as rig:
+        await rig.bench.deliver(run(1), run(2), trajectory("alone", task_id="other", run_id="x"))
+        await rig.judged(3 + 2)
+        await rig.tick(61.0)
+        await rig.judged(6)
+        outcomes = {(r.source, r.trajectory_id): (r.outcome, r.value, r.revision) for r in rig.rewards}
+        await rig.tick(60.0)
+        tables = ("contests", "contestants", "pairs", "jobs", "outbox")
+        assert [await rig.bench.count(table) for table in tables] == [0] * len(tables)
+    assert outcomes == {
+        ("judge:helpfulness", "run-1"): ("scored", 1.0, 0),
+        ("judge:helpfulness", "run-2"): ("scored", 1.0, 0),
+        ("judge:helpfulness", "alone"): ("scored", 1.0, 0),
+        ("judge:preference", "run-1"): ("scored", 0.0, 0),
+        ("judge:preference", "run-2"): ("scored", 1.0, 0),
+        ("judge:preference", "alone"): ("abstained", None, 0),
+    }
+
+
+async def test_two_replicas_make_every_pair_once_and_count_revisions_together(
+    llm: FakeLLM, data_dir: Path, database_url: str, tmp_path: Path
+) -> None:
+    """Runs of one task come through different partitions, so through different replicas, at the same time."""
+    path = tmp_path / "preference.toml"
+    path.write_text(PREFERENCE)
+    llm.usual = fake_llm.answer(by_number)
+    wanted = settings(llm, rubrics=[str(path)])
+    async with judge(wanted, data_dir, database_url) as one, replica(one, wanted, data_dir, database_url) as other:
+        await asyncio.gather(*(rig.bench.deliver(run(n)) for n in range(6) for rig in [(one, other)[n % 2]]))
+        await one.until(lambda: len(one.rewards) + len(other.rewards) == 6 * 5, "five revisions of six runs")
+        assert await one.bench.count("pairs") == 15
+        rewards = [*one.rewards, *other.rewards]
+        assert one.rewards
+        assert other.rewards
+    by_run: dict[str, list[Reward]] = defaultdict(list)
+    for reward in rewards:
+        by_run[reward.trajectory_id].append(reward)
+    for number in range(6):
+        of_run = sorted(by_run[f"run-{number}"], key=lambda reward: reward.revision)
+        assert [reward.revision for reward in of_run] == list(range(5))
+        assert of_run[-1].value == number / 5
+
+
+async def test_two_replicas_never_spend_more_than_the_budget(llm: FakeLLM, data_dir: Path, database_url: str) -> None:
+    llm.usual = fake_llm.answer(by_number)
+    wanted = settings(llm, budget={"calls_per_hour": 7}, endpoint={"concurrency": 8})
+    async with judge(wanted, data_dir, database_url) as one, replica(one, wanted, data_dir, database_url) as other:
+        for number, rig in enumerate([one, other] * 8):
+            await rig.bench.deliver(run(number))
+        await one.until(lambda: len(one.rewards) + len(other.rewards) == 16)
+        outcomes = [reward.outcome for reward in [*one.rewards, *other.rewards]]
+    assert len(llm.calls) == 7
+    assert (outcomes.count("scored"), outcomes.count("abstained")) == (7, 9)
