@@ -46,7 +46,7 @@ def configure(service: str, settings: LogSettings) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(settings.level.upper())
-    for noisy in ("aiokafka", "faust", "mode", "alembic", "uvicorn.access"):
+    for noisy in ("aiokafka", "faust", "mode", "alembic", "uvicorn.access", "httpx2"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))
 
 
