@@ -135,7 +135,8 @@ class Processor:
                 for (topic, partition), offset in starts.items():
                     place = {"topic": topic, "partition": partition}
                     await upsert(tx, self.tables.positions, place, {"next_offset": offset}, update=False)
-        adopted = await self.outbox.adopt(at_start=True)
+        async with self._turn:
+            adopted = await self.outbox.adopt(at_start=True)
         if adopted:
             log.info("outbox_adopted", rows=adopted)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.processor import Handling, StepFailed, position
 from headrace_runtime.stream_tables import StreamTables
+from headrace_runtime.wire import Outgoing
 from headrace_schemas import DeadLetter, Event, Feedback, Reward, SessionEnd
 from headrace_schemas.ids import session_key
 from tests.support.streams import START, Bench, Service, bench
@@ -89,6 +91,26 @@ async def test_a_batch_has_its_effects_events_and_position(stream: Bench, handle
     await stream.deliver(feedback("c"))
     assert await done(stream) == published(stream) == ["a", "b", "c"]
     assert handlers.positions == [2, 3], "what settles a batch sees the position after it"
+
+
+async def test_recovery_waits_for_its_turn(stream: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers may commit while the host is still starting."""
+    send, sending, go = stream.producer.send_raw, asyncio.Event(), asyncio.Event()
+
+    async def slowly(records: Iterable[Outgoing]) -> None:
+        sending.set()
+        await go.wait()
+        await send(records)
+
+    monkeypatch.setattr(stream.producer, "send_raw", slowly)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(stream.deliver(feedback("a")))
+        await sending.wait()
+        group.create_task(stream.processor.recover())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        go.set()
+    assert published(stream) == ["a"]
 
 
 async def test_an_event_has_one_effect_however_often_it_comes(stream: Bench) -> None:
