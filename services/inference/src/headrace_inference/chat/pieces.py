@@ -15,14 +15,8 @@ def held_back(text: str, marks: Sequence[str]) -> int:
     return 0
 
 
-def first_of(text: str, marks: Sequence[str], start: int = 0) -> int:
-    """Where the first of `marks` begins in `text`, -1 when there is none."""
-    places = [place for place in (text.find(mark, start) for mark in marks) if place >= 0]
-    return min(places, default=-1)
-
-
 class StopStrings:
-    """Text up to the first stop string. `stopped` once it was there; the rest is swallowed."""
+    """Text up to the stop string that is complete first. `stopped` once it was there; the rest is swallowed."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -35,11 +29,11 @@ class StopStrings:
         if self.stopped:
             return ""
         text = self._held + text
-        place = first_of(text, self._stops)
-        if place >= 0:
+        complete = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if complete:
             self.stopped = True
             self._held = ""
-            return text[:place]
+            return text[: min(complete)[1]]
         keep = held_back(text, self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

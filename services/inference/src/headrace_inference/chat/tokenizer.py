@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,14 +57,23 @@ class ChatTokenizer:
         self.eos_text: str = self._outer.eos_token or ""
         self.stop_ids = _stop_ids(folder, self.eos_id)
         tags = {self._inner.token_to_id(tag) for tag in TAGS}
-        self.silent_ids = frozenset({*self._outer.all_special_ids, *self.stop_ids} - tags)
+        special = {number for number, token in self._inner.get_added_tokens_decoder().items() if token.special}
+        self.silent_ids = frozenset((special | self.stop_ids) - tags)
         """Tokens that are no part of the text."""
         self._texts: dict[int, TokenText] = {}
+        self._own_arguments = inspect.signature(self._outer.apply_chat_template).parameters.keys()
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, extra: Mapping[str, JsonValue]
     ) -> str:
-        """The prompt as text, ready for the answer. Raises `Refused` when the template does not take the messages."""
+        """The prompt as text, ready for the answer. Raises `Refused` when the template does not take the messages.
+
+        `extra` are variables for the template; it cannot bring a template of its own.
+        """
+        taken = self._own_arguments & extra.keys()
+        if taken:
+            message = f"chat_template_kwargs: {min(taken)!r} is not for the client to choose"
+            raise Refused(400, "unsupported_value", message, "chat_template_kwargs")
         try:
             text: str = self._outer.apply_chat_template(
                 messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **extra

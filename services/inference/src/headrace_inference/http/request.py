@@ -34,7 +34,9 @@ class ChatMessage(Message):
 
 
 def _stops(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
 
 
 class ChatRequest(Model):

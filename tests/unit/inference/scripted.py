@@ -1,0 +1,163 @@
+"""An engine that says what a test tells it to, and the service's HTTP interface on top of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from headrace_inference.chat.exact import ExactPrompts
+from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.engine import Finish, Sampling, Start, Tokens
+from headrace_inference.errors import EngineFailed, UnknownVersion
+from headrace_inference.http.completions import Completions, Parsers
+from headrace_inference.http.routes import Api, Limits, Served
+from headrace_runtime.settings import Common
+from headrace_schemas import Probe
+from headrace_schemas.manifest import Manifest
+
+VERSION = "tiny@0123456789abcdef"
+CONTEXT = 512
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One call of `generate`."""
+
+    prompt: list[int]
+    sampling: Sampling
+    version: str
+    starts: list[Start]
+
+
+class ScriptedEngine:
+    """Choice `i` says `scripts[i % len(scripts)]` (text, whose tokens are those of the tokenizer, or the tokens), with
+    logprob -0.5 for each, a few tokens at a time, and ends with the end-of-turn token. It obeys `until`, `max_tokens`
+    and resumed tokens. `hold` keeps it from ending; `fail_after` breaks it after so many tokens."""
+
+    name = "scripted"
+    capacity = 4
+    alive = True
+
+    def __init__(self, tokenizer: ChatTokenizer, *scripts: str | Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self.scripts = scripts
+        self.asked: list[Asked] = []
+        self.begun = asyncio.Event()
+        self.closed = 0
+        self.portion = 2
+        self.hold: asyncio.Event | None = None
+        self.fail_after: int | None = None
+        self.refusal: Exception | None = None
+
+    async def load(self, folder: Path, manifest: Manifest) -> None:
+        raise NotImplementedError
+
+    async def unload(self, version: str) -> None:
+        raise NotImplementedError
+
+    async def probe(self, version: str) -> Probe:
+        raise NotImplementedError
+
+    async def drained(self, version: str | None = None) -> None:
+        raise NotImplementedError
+
+    def in_flight(self, version: str | None = None) -> int:
+        return len(self.asked) - self.closed
+
+    def context_tokens(self, version: str) -> int:
+        return CONTEXT
+
+    def vocabulary(self, version: str) -> int:
+        return 320
+
+    def check(self) -> None:
+        pass
+
+    def generate(
+        self, prompt: Sequence[int], sampling: Sampling, version: str, starts: Sequence[Start], *, stream: bool
+    ) -> ScriptedGeneration:
+        if self.refusal is not None:
+            raise self.refusal
+        self.begun.set()
+        self.asked.append(Asked([*prompt], sampling, version, [*starts]))
+        return ScriptedGeneration(self, sampling, starts, stream=stream)
+
+    def tokens_of(self, choice: int) -> list[int]:
+        script = self.scripts[choice % len(self.scripts)]
+        end = [self._tokenizer.eos_id] if self._tokenizer.eos_id is not None else []
+        return [*self._tokenizer.encode(script), *end] if isinstance(script, str) else [*script]
+
+
+class ScriptedGeneration:
+    def __init__(self, engine: ScriptedEngine, sampling: Sampling, starts: Sequence[Start], *, stream: bool) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._starts = starts
+        self._stream = stream
+        self._closed = False
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._engine.closed += 1
+
+    def __aiter__(self) -> AsyncIterator[Tokens]:
+        return self._say()
+
+    async def _say(self) -> AsyncIterator[Tokens]:
+        for start in self._starts:
+            tokens, finish = self._sampled(start)
+            step = self._engine.portion if self._stream else max(len(tokens), 1)
+            for at in range(0, len(tokens), step):
+                if self._engine.fail_after is not None and at >= self._engine.fail_after:
+                    raise EngineFailed("the script says so")
+                piece = tokens[at : at + step]
+                last = at + step >= len(tokens)
+                if last and self._engine.hold is not None:
+                    await self._engine.hold.wait()
+                top = [[(token, -0.5), (0, -2.0)][: self._sampling.top_logprobs] for token in piece]
+                yield Tokens(start.choice, piece, [-0.5] * len(piece), top, finish if last else None, 3)
+                await asyncio.sleep(0)
+
+    def _sampled(self, start: Start) -> tuple[list[int], Finish]:
+        script = self._engine.tokens_of(start.choice)
+        assert script[: len(start.resumed)] == [*start.resumed], "resumed tokens are those of the script"
+        found: list[int] = []
+        for token in script[len(start.resumed) :]:
+            found.append(token)
+            if token in self._sampling.stop_ids or (start.until is not None and start.until(token)):
+                return found, "stop"
+            if self._sampling.max_tokens == len(start.resumed) + len(found):
+                break
+        return found, "length"
+
+
+class OneVersion:
+    """`Versions` with one in it."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._served = Served(VERSION, tokenizer, CONTEXT, 1_700_000_000, None)
+
+    def serving(self) -> Sequence[Served]:
+        return [self._served]
+
+    def find(self, model: str) -> Served:
+        if model not in (VERSION, "tiny"):
+            raise UnknownVersion(model)
+        return self._served
+
+
+def client(engine: ScriptedEngine, tokenizer: ChatTokenizer, **security: str) -> httpx.AsyncClient:
+    """A client of the HTTP interface, without a socket."""
+    completions = Completions(engine, ExactPrompts(100_000, reasoning=True), Parsers(tools=True, reasoning=True))
+    common = Common.model_validate({"security": security})
+    api = Api(common, OneVersion(tokenizer), completions, Limits(body_bytes_max=20_000, choices_max=4))
+    transport = httpx.ASGITransport(api.app({"engine": lambda: engine.alive}), raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://replica")
+
+
+MakeClient = Callable[..., httpx.AsyncClient]

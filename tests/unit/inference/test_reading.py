@@ -1,0 +1,219 @@
+"""From tokens to what a client reads: in any portions, nothing lost, nothing leaked by half."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace_inference.chat.answer import Answer, Delta, Reading, StopWatch, Text
+from headrace_inference.chat.pieces import StopStrings
+from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.chat.tool_calls import parse_call
+
+BOTH = Reading(tools=True, reasoning=True)
+CALL = '<tool_call>{"name": "search", "arguments": {"query": "a  b", "limit": 3}}</tool_call>'
+
+
+def read(pieces: Sequence[str], how: Reading = BOTH) -> Delta:
+    """All that is read; each piece's part is checked to be what the whole grew by."""
+    text = Text(how)
+    grown = Delta()
+    for piece in pieces:
+        grown += text.feed(piece)
+    grown += text.end()
+    assert (grown.reasoning, grown.content, grown.calls) == (
+        text.whole.reasoning,
+        text.whole.content,
+        text.whole.calls,
+    )
+    return grown
+
+
+def calls(delta: Delta) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in delta.calls]
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "called"),
+    [
+        ("hello", "", "hello", []),
+        (" hello \n", "", " hello \n", []),
+        (CALL, "", "", [("search", '{"query": "a  b", "limit": 3}')]),
+        (f"Let me look.\n{CALL}\n", "", "Let me look.", [("search", '{"query": "a  b", "limit": 3}')]),
+        (f"{CALL}\n{CALL}", "", "", [("search", '{"query": "a  b", "limit": 3}')] * 2),
+        (f"{CALL} and then", "", "and then", [("search", '{"query": "a  b", "limit": 3}')]),
+        (f"a {CALL} b", "", "ab", [("search", '{"query": "a  b", "limit": 3}')]),
+        ("<think>hm\n</think>\n\nyes", "hm", "yes", []),
+        (f"<think>\nhm </think>{CALL}", "hm", "", [("search", '{"query": "a  b", "limit": 3}')]),
+        ("<think>never closed <tool_call>", "never closed <tool_call>", "", []),
+        ("\n<think>a</think>b<think>c</think>", "a", "b<think>c</think>", []),
+        ("yes <think>no</think>", "", "yes <think>no</think>", []),
+        ("<thinking is hard", "", "<thinking is hard", []),
+        ("a <tool_call", "", "a <tool_call", []),
+        ("<tool_call>{oops}</tool_call>", "", "<tool_call>{oops}</tool_call>", []),
+        ('<tool_call>{"name": "x"', "", '<tool_call>{"name": "x"', []),
+        (f"<tool_call>broken {CALL}", "", "<tool_call>broken", [("search", '{"query": "a  b", "limit": 3}')]),
+        ("</tool_call>", "", "</tool_call>", []),
+    ],
+)
+def test_what_is_read(text: str, reasoning: str, content: str, called: list[tuple[str, str]]) -> None:
+    for pieces in ([text], list(text)):
+        delta = read(pieces)
+        assert (delta.reasoning, delta.content, calls(delta)) == (reasoning, content, called)
+
+
+FRAGMENTS = ("<think>", "</think>", "<tool_call>", "</tool_call>", CALL, "<", "</", "think>", " ", "\n", "a", "{", "é")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.randoms(use_true_random=False), st.booleans())
+def test_portions_never_change_what_is_read(fragments: list[str], dice: random.Random, opened: bool) -> None:
+    """Whole, by letters, or cut anywhere: equal reasoning, content and calls; nothing but space and tags is lost."""
+    text = "".join(fragments)
+    how = Reading(tools=True, reasoning=True, reasoning_opened=opened)
+    cuts = sorted(dice.randint(0, len(text)) for _ in range(4))
+    portions = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole, letters, cut = read([text], how), read(list(text), how), read(portions, how)
+    for other in (letters, cut):
+        assert (other.reasoning, other.content, calls(other)) == (whole.reasoning, whole.content, calls(whole))
+    accounted = _visible(whole.reasoning + whole.content) + len(whole.calls) * _visible(CALL)
+    assert _visible(text) - _visible("<think></think>") <= accounted <= _visible(text)
+
+
+def _visible(text: str) -> int:
+    return len("".join(text.split()))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "null",
+        "[]",
+        '{"arguments": {}}',
+        '{"name": "", "arguments": {}}',
+        '{"name": 3, "arguments": {}}',
+        '{"name": "x", "arguments": [1]}',
+        '{"name": "x", "arguments": "no json"}',
+        '{"name": "x", "arguments": NaN}',
+        '{"name": "x", "arguments": {"a": Infinity}}',
+        '{"name": "\\ud800", "arguments": {}}',
+        '{"name": "x", "arguments": {}} trailing',
+        '{"name": "x", "arguments": {},}',
+        '{"name": "' + "x" * 513 + '", "arguments": {}}',
+        '{"name": "x", "arguments": ' + '{"a":' * 3000 + "1" + "}" * 3000 + "}",
+        '{"name": "x", "arguments": {"a": ' + "9" * 5000 + "}}",
+    ],
+)
+def test_malformed_calls_are_no_calls(body: str) -> None:
+    assert parse_call(body) is None
+    assert read([f"<tool_call>{body}</tool_call>"]).content.strip() == f"<tool_call>{body}</tool_call>".strip()
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ('{"name": "x", "arguments": {"b":1,  "a" : [ 2 ]}}', '{"b":1,  "a" : [ 2 ]}'),
+        ('\n{"arguments": {"a": "}\\"{"}, "name": "x"}\n', '{"a": "}\\"{"}'),
+        ('{"name": "x"}', "{}"),
+        ('{"name": "x", "arguments": "{\\"a\\": 1}"}', '{"a": 1}'),
+        ('{"name": "x", "arguments": {"n": 1e400}, "extra": [1, {"y": 2}]}', '{"n": 1e400}'),
+    ],
+)
+def test_arguments_are_what_the_model_wrote(body: str, arguments: str) -> None:
+    call = parse_call(body)
+    assert call is not None
+    assert (call.name, call.arguments) == ("x", arguments)
+
+
+def test_a_prompt_may_have_opened_the_reasoning() -> None:
+    how = Reading.of("<|im_start|>assistant\n<think>\n", tools=False, reasoning=True)
+    assert read(["so", " be it</think>", "yes"], how).reasoning == "so be it"
+    assert not Reading.of("<think>", tools=False, reasoning=False).reasoning_opened
+
+
+def test_without_parsers_tags_are_text() -> None:
+    text = f"<think>a</think>{CALL}"
+    assert read(list(text), Reading()).content == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_stop_strings_cut_at_the_one_that_is_complete_first(text: str, stops: list[str]) -> None:
+    complete = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    expected = text[: min(complete)[1]] if complete else text
+    cutter = StopStrings(stops)
+    found = ""
+    for letter in text:
+        found += cutter.feed(letter)
+        assert expected.startswith(found), "not a letter of a stop string was given out"
+    assert found + cutter.end() == expected
+    assert cutter.stopped == bool(complete)
+    whole = StopStrings(stops)
+    assert whole.feed(text) + whole.end() == expected
+
+
+def test_characters_come_whole(tokenizer: ChatTokenizer) -> None:
+    """The tiny tokenizer spells an emoji with four tokens: three of them say nothing, the fourth says it all."""
+    ids = tokenizer.encode("a😀é")
+    assert len(ids) > 3
+    stream = tokenizer.stream()
+    pieces = [stream.feed((token,)) for token in ids]
+    assert "".join(pieces) + stream.end() == "a😀é"
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+    assert "".join(bytes(tokenizer.token(token).bytes).decode("latin-1") for token in ids) == "a😀é".encode().decode(
+        "latin-1"
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_what_was_given_out_depends_on_the_tokens_alone(tokenizer: ChatTokenizer, data: st.DataObject) -> None:
+    """Bytes that are no characters included: a resumed stream goes on exactly where the one before stopped."""
+    ids = data.draw(st.lists(st.integers(0, 319), max_size=30))
+    cut = data.draw(st.integers(0, len(ids)))
+    one, two = tokenizer.stream(), tokenizer.stream()
+    by_one = "".join(one.feed((token,)) for token in ids[:cut])
+    at_once = two.feed(ids[:cut])
+    assert by_one == at_once
+    assert by_one + one.feed(ids[cut:]) + one.end() == tokenizer.text_of(ids)
+
+
+def test_an_answer_keeps_every_token_whatever_is_read(tokenizer: ChatTokenizer) -> None:
+    """Pitfall 3: tags, hidden tokens and the end of the turn are all there."""
+    ids = [*tokenizer.encode(f"<think>hm</think>ok {CALL}"), *sorted(tokenizer.stop_ids)]
+    answer = Answer(tokenizer, BOTH)
+    for token in ids:
+        answer.feed((token,))
+    answer.end()
+    assert answer.token_ids == ids
+    message = answer.message
+    assert (message.reasoning_content, message.content) == ("hm", "ok")
+    assert message.tool_calls is not None
+    assert json.loads(message.tool_calls[0].function.arguments) == {"query": "a  b", "limit": 3}
+    assert message.tool_calls[0].id.startswith("call_")
+
+
+def test_a_stop_watch_tells_when_a_stop_string_is_complete(tokenizer: ChatTokenizer) -> None:
+    ids = tokenizer.encode("one two three")
+    watch = StopWatch(tokenizer, ("two",))
+    stopped = [watch(token) for token in ids]
+    assert stopped.index(True) == len(tokenizer.encode("one two")) - 1
+    resumed = StopWatch(tokenizer, ("two",))
+    assert not resumed.replay(ids[: stopped.index(True)])
+    assert resumed(ids[stopped.index(True)])
+
+
+def test_token_texts_cover_special_and_byte_tokens(tokenizer: ChatTokenizer) -> None:
+    end = tokenizer.eos_id
+    assert end is not None
+    assert tokenizer.token(end).text == "<|im_end|>"
+    (space,) = tokenizer.encode(" ")[:1]
+    assert tokenizer.token(space).bytes == [32]
+    lone = next(token for token in tokenizer.encode("😀") if len(tokenizer.token(token).bytes) == 1)
+    assert tokenizer.token(lone).text == "\N{REPLACEMENT CHARACTER}"
