@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 from headrace_runtime.errors import SettingError, Unavailable
 from headrace_runtime.settings import Common, DatabaseSettings
+from headrace_runtime.sqlite_driver import Driver
 
 _BUSY_TIMEOUT_MS = 30_000
 
@@ -78,7 +79,7 @@ def _url(settings: DatabaseSettings) -> URL:
 
 
 def _sqlite(path: Path) -> AsyncEngine:
-    engine = create_async_engine(f"sqlite+aiosqlite:///{path}")
+    engine = create_async_engine(f"sqlite+aiosqlite:///{path}", module=Driver())
 
     @event.listens_for(engine.sync_engine, "connect")
     def _configure(connection: Any, _record: object) -> None:
