@@ -29,6 +29,7 @@ from headrace_runtime.settings import Common
 from headrace_runtime.stream_tables import StreamTables
 from headrace_runtime.wire import Outgoing, Record
 from headrace_schemas import Event
+from headrace_schemas.blobs import PAYLOAD_BYTES_MAX, BlobRef
 from headrace_schemas.envelope import Envelope
 
 E = TypeVar("E", bound=Event)
@@ -106,7 +107,11 @@ class Bench:
     def append(self, topic: str, value: bytes | None, event: Event | None = None, *, partition: int = 0) -> Record:
         """Append raw bytes; `event`, when given, supplies key and headers."""
         records = self.log[topic][partition]
-        headers = Envelope.of(event, "test").headers() if event else ()
+        dataref = None
+        if value is not None and len(value) > PAYLOAD_BYTES_MAX:
+            ref = self.processor.blobs.put(value)
+            value, dataref = ref.model_dump_json().encode(), ref.uri
+        headers = Envelope.of(event, "test", dataref=dataref).headers() if event else ()
         key = event.key.encode() if event else None
         records.append(Record(topic, partition, len(records), key, value, headers))
         return records[-1]
@@ -121,8 +126,13 @@ class Bench:
 
     def sent(self, event: type[E]) -> list[E]:
         """What the service published on the event's topic, in order."""
-        values = [record.value for record in self.producer.records if record.topic == event.topic]
-        return [event.from_json(value) for value in values if value is not None]
+        return [event.from_json(self._value(record)) for record in self.producer.records if record.topic == event.topic]
+
+    def _value(self, record: Outgoing) -> bytes:
+        assert record.value is not None
+        if any(name == "ce_dataref" for name, _ in record.headers):
+            return self.processor.blobs.get(BlobRef.model_validate_json(record.value))
+        return record.value
 
     def forget_sent(self) -> None:
         self.producer.records.clear()

@@ -119,8 +119,9 @@ def conversations(draw: st.DrawFn) -> list[Turn]:
         stop = draw(st.booleans())  # an empty answer that was cut off has no token at all
         messages = [user(draw(st.sampled_from(["q", "r"])))]
         prompt: tuple[int, ...] | None = None
-        if turns and draw(st.integers(0, 3)):
-            parent, choice = draw(st.sampled_from([(turn, at) for turn in turns for at in range(len(turn.choices))]))
+        if turns and draw(st.sampled_from([True, True, True, False])):
+            parents = [(turn, at) for turn in turns for at in range(len(turn.choices))]
+            parent, choice = draw(st.sampled_from(parents))
             messages = after(parent, user(draw(st.sampled_from(["m", "n"]))), choice=choice)[-30:]
             kind = draw(st.sampled_from(["exact", "rendered", "continued"]))
             whole = parent.prompt_token_ids + parent.choices[choice].token_ids
@@ -177,8 +178,12 @@ def test_nothing_forks_that_could_have_continued(turns: list[Turn]) -> None:
     for fork in graph:
         context = fork.token_ids[: fork.spans[0].start]
         for other in graph:
-            length = len(other.token_ids)
-            if other is not fork and context[:length] == other.token_ids:
-                equal = [line for line in graph if line.token_ids[:length] == other.token_ids and line is not other]
-                ends = [span for line in equal for span in line.spans if span.stop == length]
-                assert ends, "it extends a line that nobody went on from, and that has no equal"
+            if other is not fork and context[: len(other.token_ids)] == other.token_ids:
+                continued = [
+                    line
+                    for line in graph
+                    for span in line.spans
+                    if line is not other and span.stop >= len(other.token_ids)
+                    if line.token_ids[: span.stop] == context[: span.stop]
+                ]
+                assert continued, "it could have gone on from a line that ends here, and that is the longest"

@@ -1,0 +1,59 @@
+"""A collector on a real database, fed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from headrace_collector import schema, upkeep
+from headrace_collector.handlers import ENDS_OF, Collector
+from headrace_collector.idle import find_idle
+from headrace_collector.settings import Settings
+from headrace_schemas import Trajectory
+from tests.support.streams import START, Bench, ManualClock, Service, bench
+
+Open = Callable[..., AbstractAsyncContextManager[Bench]]
+
+
+def collector(url: str, data_dir: Path, **settings: object) -> AbstractAsyncContextManager[Bench]:
+    """A started collector with these settings."""
+    made = Collector(Settings.model_validate({"idle_s": 300.0, **settings}), START)
+    service = Service(
+        tables=schema.stream,
+        handlers={"turns": made.on_turn, "feedback": made.on_feedback, "session-ends": made.on_session_end},
+        package="headrace_collector",
+        ends_of=ENDS_OF,
+        settle=made.settle,
+    )
+    return bench(service, url, data_dir, ManualClock())
+
+
+@pytest.fixture
+async def stream(database_url: str, data_dir: Path) -> AsyncIterator[Bench]:
+    async with collector(database_url, data_dir) as made:
+        yield made
+
+
+@pytest.fixture
+def with_settings(database_url: str, data_dir: Path) -> Open:
+    return partial(collector, database_url, data_dir)
+
+
+def turns_of(stream: Bench) -> list[tuple[str, list[str]]]:
+    """Of each trajectory that came out: why it ended, and its turns."""
+    return [(made.end_reason, list(made.turn_ids)) for made in stream.sent(Trajectory)]
+
+
+async def pass_time(stream: Bench, seconds: float, **settings: object) -> None:
+    """Let the clock run and do what the service's timers do."""
+    chosen = Settings.model_validate({"idle_s": 300.0, **settings})
+    stream.clock.advance(seconds)
+    settle = stream.processor.settle
+    assert settle is not None
+    await stream.step(partial(find_idle, settings=chosen, started=START, turns_end=dict(await stream.ends("turns"))))
+    await stream.step(settle)
+    await stream.step(lambda tx, now: upkeep.find_targets(tx, now, chosen))

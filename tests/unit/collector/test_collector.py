@@ -1,0 +1,221 @@
+"""The collector as a whole: bad input, other people's feedback, what is kept and for how long, and any order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import Connection, text
+
+from headrace_collector import schema, upkeep
+from headrace_collector.settings import Settings
+from headrace_schemas import DeadLetter, Event, Message, Trajectory, Turn
+from tests.support.streams import START, Bench
+from tests.support.turns import after, ask, commit, end, feedback, tool, user
+from tests.unit.collector.conftest import Open, pass_time, turns_of
+
+
+async def test_the_migrated_schema_is_the_one_in_the_code(stream: Bench) -> None:
+    def differences(connection: Connection) -> list[object]:
+        context = MigrationContext.configure(connection, opts={"version_table": "schema_version"})
+        return list(compare_metadata(context, schema.metadata))
+
+    async with stream.processor.database.transaction() as tx:
+        assert await tx.run_sync(differences) == []
+
+
+@pytest.mark.parametrize("topic", ["turns", "feedback", "session-ends"])
+async def test_poison_is_dead_lettered_and_the_rest_goes_on(stream: Bench, topic: str) -> None:
+    poison = [stream.append(topic, value) for value in (b"{", b"[]", b'{"time": 1}', None)]
+    turn = ask([user("q")])
+    await stream.deliver(*poison, turn)
+    await stream.deliver(end())
+    assert len(stream.sent(DeadLetter)) == 4
+    assert turns_of(stream) == [("end_call", [turn.turn_id])]
+
+
+async def test_p2_a_turn_whose_lengths_disagree_is_dead_lettered(stream: Bench) -> None:
+    turn = ask([user("q")])
+    broken = turn.to_json().replace(b'"completion_tokens":3', b'"completion_tokens":4')
+    assert broken != turn.to_json()
+    await stream.deliver(stream.append("turns", broken, turn))
+    (letter,) = stream.sent(DeadLetter)
+    assert letter.reason == "invalid_event"
+    assert "usage says 4" in letter.error
+
+
+async def test_a_turn_that_fits_no_branch_or_dialogue_is_refused_at_once(stream: Bench) -> None:
+    long = ask([user("q")], prompt_token_ids=(1,) * 1_048_575)
+    chatty = ask([user("q")] * 8192, prompt_token_ids=(1, 2))
+    await stream.deliver(long, chatty)
+    assert [letter.reason for letter in stream.sent(DeadLetter)] == ["too_long", "too_long"]
+
+
+async def test_a_run_that_makes_no_trajectory_is_dead_lettered_and_blocks_nobody(stream: Bench) -> None:
+    bad, good = ask([user("q")], session="bad"), ask([user("q")], session="good")
+    await stream.deliver(bad, good)
+    async with stream.processor.database.transaction() as tx:
+        chatty = bad.model_copy(update={"messages": bad.messages * 8192}).to_json()  # as if it had been let in
+        await tx.execute(text("UPDATE turns SET payload = :p WHERE turn_id = :t"), {"p": chatty, "t": bad.turn_id})
+    await stream.deliver(end("bad"), end("good"))
+    assert turns_of(stream) == [("end_call", [good.turn_id])]
+    (letter,) = stream.sent(DeadLetter)
+    assert (letter.reason, letter.source_id, letter.value) == ("invalid_trajectory", bad.turn_id, chatty)
+    await stream.deliver(end("bad"))
+    assert len(stream.sent(DeadLetter)) == 1
+
+
+async def test_feedback_for_nothing_is_dead_lettered_after_a_while(stream: Bench) -> None:
+    ghost = ask([user("q")])
+    await stream.deliver(feedback("s", ghost), feedback("nobody"), ask([user("q")], session="real"))
+    await stream.deliver(feedback("real", ghost), feedback("real"))
+    await pass_time(stream, 599)
+    assert stream.sent(DeadLetter) == []
+    await pass_time(stream, 2)
+    letters = stream.sent(DeadLetter)
+    assert [(letter.reason, letter.source_topic) for letter in letters] == [("unknown_target", "feedback")] * 2
+    assert [letter.source_offset for letter in letters] == [0, 1]
+    assert ghost.turn_id.encode() in letters[0].value, "whole, to be retried"
+    await pass_time(stream, 700)
+    assert len(stream.sent(DeadLetter)) == 2
+
+
+async def test_feedback_may_come_before_its_turn(stream: Bench) -> None:
+    turn = ask([user("q")])
+    await stream.deliver(feedback("s", turn, task_id="t"))
+    await stream.deliver(turn)
+    await pass_time(stream, 700)
+    assert [letter.reason for letter in stream.sent(DeadLetter)] == []
+    await stream.deliver(end())
+    assert stream.sent(Trajectory)[0].task_id == "t"
+
+
+async def test_feedback_of_another_tenant_touches_nothing_and_is_dead_lettered(stream: Bench) -> None:
+    turn = ask([user("q")], session_source="implicit")
+    forged = feedback("s", turn, tenant="b", task_id="stolen", ends_session=True)
+    await stream.deliver(turn, forged.model_copy(update={"session_key": turn.session_key}))
+    assert turns_of(stream) == []
+    await stream.deliver(end())
+    assert stream.sent(Trajectory)[0].task_id is None
+    await pass_time(stream, 601)
+    assert [letter.reason for letter in stream.sent(DeadLetter)] == ["unknown_target"]
+
+
+async def test_feedback_about_one_run_is_not_inherited_by_the_next(stream: Bench) -> None:
+    first = ask([user("q")], at=0)
+    await stream.deliver(first)
+    await stream.deliver(end())
+    await stream.deliver(feedback(at=5, context={"expected": "late, for the first"}))
+    second = ask([user("p")], at=10)
+    await stream.deliver(second, feedback(at=15, context={"expected": "second"}))
+    await stream.deliver(end(at=20))
+    assert [made.context for made in stream.sent(Trajectory)] == [{}, {"expected": "second"}]
+
+
+async def test_context_may_be_given_before_the_session_begins(stream: Bench) -> None:
+    await stream.deliver(feedback(at=-5, value=None, context={"expected": "x"}))
+    await stream.deliver(ask([user("q")], at=0))
+    await stream.deliver(end())
+    assert stream.sent(Trajectory)[0].context == {"expected": "x"}
+
+
+async def test_content_is_dropped_after_a_while_and_turns_are_remembered_longer(with_settings: Open) -> None:
+    limits = {"retention_s": 100.0, "remember_s": 1000.0}
+    async with with_settings(**limits) as stream:
+        chosen = Settings.model_validate(limits)
+        open_turn = ask([user("q")], session="open")
+        await stream.deliver(ask([user("q")]), feedback(), end())
+        await stream.deliver(open_turn)
+
+        async def kept() -> tuple[int, int]:
+            async with stream.processor.database.transaction() as tx:
+                await upkeep.forget(tx, stream.clock.now(), chosen)
+                rows = (await tx.execute(text("SELECT payload IS NULL FROM turns"))).scalars().all()
+            return len(rows), sum(not gone for gone in rows)
+
+        assert await kept() == (2, 2)
+        stream.clock.advance(101)
+        assert await kept() == (2, 1)
+        stream.clock.advance(1000)
+        await pass_time(stream, 0, feedback_wait_s=10, idle_s=1e6)
+        assert await kept() == (1, 1), "what is open is kept"
+        assert await stream.count("sessions") == 1
+        assert await stream.count("feedback") == 0
+
+
+async def test_too_many_open_sessions_close_those_not_seen_for_longest(with_settings: Open) -> None:
+    limits = {"open_sessions_max": 2}
+    async with with_settings(**limits) as stream:
+        turns = [ask([user("q")], session=f"s{n}") for n in range(4)]
+        for turn in turns:
+            stream.clock.advance(1)
+            await stream.deliver(turn)
+        async with stream.processor.database.transaction() as tx:
+            await upkeep.keep_bounds(tx, stream.clock.now(), Settings.model_validate(limits))
+        await pass_time(stream, 0)
+        assert turns_of(stream) == [("limit", [turns[0].turn_id]), ("limit", [turns[1].turn_id])]
+
+
+async def test_exact_tokens_are_looked_up_when_conversations_are_equal(stream: Bench) -> None:
+    a = ask([user("q")], "same", at=0, session_source="implicit")
+    b = ask([user("q")], "same", at=1, session_source="implicit", stop=False)
+    exact = b.prompt_token_ids + b.choices[0].token_ids + (9, 9)
+    heir = ask(after(b, tool("x")), at=2, session_source="implicit", prompt_token_ids=exact)
+    await stream.deliver(heir, a, b)
+    await stream.deliver(end())
+    assert [turns for _, turns in turns_of(stream)] == [[a.turn_id], [b.turn_id, heir.turn_id]]
+
+
+def history(seed: int) -> list[Event]:
+    """What happened to one session that two runs share: turns, feedback and ends."""
+    choose = random.Random(seed)
+    events: list[Event] = []
+    runs = []
+    for name in "ab":
+        messages: list[Message] = [user("q")]
+        turns = []
+        for at in range(choose.randint(1, 4)):
+            made = ask(messages, f"{name}{at}", at=at + choose.random(), session_source="implicit")
+            turns.append(made)
+            messages = after(made, tool(choose.choice("xy")))
+        runs.append(turns)
+        events += turns
+    for at, turns in enumerate(runs):
+        if choose.random() < 0.7:
+            events.append(feedback("s", *turns, at=20 + at, run_id=str(at), context={"run": at}))
+    return events
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_duplicates_and_reordering_change_no_trajectory(with_settings: Open, seed: int) -> None:
+    print("seed", seed)
+    events = history(seed)
+    outcomes = []
+    for attempt in range(3):
+        choose = random.Random(f"{seed}/{attempt}")
+        async with with_settings() as stream:
+            stream.produce(*choose.sample(events, len(events)), end(at=40))
+            logs = [stream.log[topic][0] for topic in ("turns", "feedback", "session-ends")]
+            at = [0, 0, 0]
+            while any(position < len(log) for position, log in zip(at, logs, strict=True)):
+                which = choose.randrange(3)
+                if choose.random() < 0.2:
+                    at[which] = choose.randint(0, at[which])  # a rebalance: read again from an older offset
+                size = choose.randint(1, 3)
+                await stream.deliver(*logs[which][at[which] : at[which] + size])
+                at[which] += size
+            await pass_time(stream, 1)
+            assert await stream.count("ends") == 0
+            made = [one.model_copy(update={"time": START}) for one in stream.sent(Trajectory)]
+            outcomes.append(sorted(made, key=lambda one: one.trajectory_id))
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert {turn for made in outcomes[0] for turn in made.turn_ids} == {
+        event.turn_id for event in events if isinstance(event, Turn)
+    }
+
+
+async def test_a_commit_before_any_session_is_harmless(stream: Bench) -> None:
+    await stream.deliver(commit())
+    assert (turns_of(stream), await stream.count("ends")) == ([], 0)

@@ -1,0 +1,212 @@
+"""Sessions end by call, feedback, commit or idleness, and never before the turns that were sent earlier are in."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace_schemas import DeadLetter, SessionEnd, Trajectory
+from tests.support.streams import START, Bench
+from tests.support.turns import after, ask, commit, end, feedback, tool, user
+from tests.unit.collector.conftest import Open, pass_time, turns_of
+
+
+async def test_an_end_call_closes_the_session(stream: Bench) -> None:
+    first = ask([user("q")], "a", at=0)
+    second = ask(after(first, tool("r")), "b", at=1)
+    await stream.deliver(first, second)
+    assert turns_of(stream) == []
+    await stream.deliver(end())
+    assert turns_of(stream) == [("end_call", [first.turn_id, second.turn_id])]
+
+
+async def test_an_end_that_overtakes_its_turns_waits_for_them(stream: Bench) -> None:
+    first, second = stream.produce(ask([user("q")], at=0), ask([user("p")], at=1))
+    await stream.deliver(end())
+    await stream.deliver(first)
+    assert turns_of(stream) == []
+    await stream.deliver(second)
+    assert [len(turns) for _, turns in turns_of(stream)] == [2]
+
+
+async def test_an_end_in_the_batch_of_its_turns_closes_at_once(stream: Bench) -> None:
+    turn = ask([user("q")])
+    await stream.deliver(end(), turn)
+    assert turns_of(stream) == [("end_call", [turn.turn_id])]
+
+
+async def test_partitions_do_not_wait_for_each_other(stream: Bench) -> None:
+    stream.produce(ask([user("q")], session="elsewhere"), partition=1)
+    await stream.deliver(ask([user("q")]))
+    await stream.deliver(end())
+    assert len(turns_of(stream)) == 1
+
+
+async def test_an_end_waits_for_feedback_that_was_sent_before_it(stream: Bench) -> None:
+    a, b = (ask([user("q")], text, at=at, session_source="implicit") for at, text in enumerate("xy"))
+    await stream.deliver(a, b)
+    judged = stream.produce(feedback("s", a, run_id="7"))[0]
+    await stream.deliver(end())
+    assert turns_of(stream) == []
+    await stream.deliver(judged)
+    assert sorted(made.run_id or "" for made in stream.sent(Trajectory)) == ["", "7"]
+
+
+async def test_feedback_may_end_its_session(stream: Bench) -> None:
+    turn = ask([user("q")])
+    await stream.deliver(turn, feedback())
+    assert turns_of(stream) == []
+    await stream.deliver(feedback(ends_session=True, context={"expected": "x"}))
+    assert turns_of(stream) == [("feedback", [turn.turn_id])]
+    assert stream.sent(Trajectory)[0].context == {"expected": "x"}
+
+
+async def test_feedback_that_lists_turns_ends_their_run_alone(stream: Bench) -> None:
+    a, b = (ask([user("q")], text, at=at, session_source="implicit") for at, text in enumerate("xy"))
+    await stream.deliver(a, b, feedback("s", b, ends_session=True))
+    assert turns_of(stream) == [("feedback", [b.turn_id])]
+    await stream.deliver(end())
+    assert turns_of(stream)[1:] == [("end_call", [a.turn_id])]
+
+
+async def test_a_commit_closes_what_has_feedback(stream: Bench) -> None:
+    judged, silent = ask([user("q")], session="judged"), ask([user("q")], session="silent")
+    other = ask([user("q")], session="other", tenant="b")
+    said = [feedback("judged"), feedback("other", tenant="b"), feedback("silent", value=None, context={"a": 1})]
+    await stream.deliver(judged, silent, other, *said)
+    await stream.deliver(commit())
+    assert turns_of(stream) == [("commit", [judged.turn_id])]
+
+
+async def test_a_commit_may_name_a_time(stream: Bench) -> None:
+    old, new = ask([user("q")], session="old", at=0), ask([user("q")], session="new", at=20)
+    await stream.deliver(old, new, feedback("old"), feedback("new"))
+    await stream.deliver(commit(before=10))
+    assert turns_of(stream) == [("commit", [old.turn_id])]
+
+
+async def test_a_commit_is_for_its_own_partition(stream: Bench) -> None:
+    turn = ask([user("q")])
+    await stream.deliver(turn, feedback(), partition=1)
+    await stream.deliver(commit(0), partition=0)
+    assert turns_of(stream) == []
+    await stream.deliver(commit(1), partition=1)
+    assert len(turns_of(stream)) == 1
+
+
+async def test_a_commit_closes_thousands_in_steps(with_settings: Open) -> None:
+    async with with_settings() as stream:
+        sessions = [f"s{n}" for n in range(450)]
+        await stream.deliver(*(ask([user("q")], session=name) for name in sessions))
+        await stream.deliver(*(feedback(name) for name in sessions))
+        await stream.deliver(commit())
+        for _ in range(3):
+            await pass_time(stream, 1)
+        assert len(turns_of(stream)) == 450
+        assert await stream.count("ends") == 0
+
+
+async def test_a_run_ends_when_nothing_was_seen_of_it_for_long(stream: Bench) -> None:
+    first = ask([user("q")])
+    stream.clock.advance(400)
+    await stream.deliver(first)
+    await pass_time(stream, 200)
+    second = ask(after(first, user("m")))
+    await stream.deliver(second)
+    await pass_time(stream, 200)
+    assert turns_of(stream) == [], "seen 200 s ago"
+    await pass_time(stream, 101)
+    assert turns_of(stream) == [("idle", [first.turn_id, second.turn_id])]
+
+
+async def test_idleness_is_each_runs_own(stream: Bench) -> None:
+    stream.clock.advance(400)
+    quiet, busy = (ask([user("q")], text, at=at, session_source="implicit") for at, text in enumerate("xy"))
+    await stream.deliver(quiet, busy)
+    await pass_time(stream, 200)
+    await stream.deliver(ask(after(busy, user("m")), session_source="implicit"))
+    await pass_time(stream, 150)
+    assert turns_of(stream) == [("idle", [quiet.turn_id])]
+
+
+async def test_a_restarted_collector_splits_no_session(stream: Bench) -> None:
+    await stream.deliver(ask([user("q")]))
+    await pass_time(stream, 299)
+    assert turns_of(stream) == [], "the service has not been here for idle_s"
+
+
+async def test_a_lagging_collector_splits_no_session(stream: Bench) -> None:
+    first = ask([user("q")], at=0)
+    second = stream.produce(first, ask(after(first, user("m")), at=1))[1]
+    stream.clock.advance(400)
+    await stream.deliver(stream.log["turns"][0][0])
+    await pass_time(stream, 350)
+    assert turns_of(stream) == [], "a turn that was sent has yet to be read"
+    await stream.deliver(second)
+    await pass_time(stream, 100)
+    assert turns_of(stream) == [], "and it has only just been seen"
+    await pass_time(stream, 250)
+    assert [len(turns) for _, turns in turns_of(stream)] == [2]
+
+
+async def test_an_end_that_nothing_can_reach_is_applied_in_the_end(stream: Bench) -> None:
+    turn = ask([user("q")])
+    await stream.deliver(turn)
+    stream.append("turns", None)  # say, a transaction marker, which no consumer ever sees
+    await stream.deliver(end())
+    await pass_time(stream, 200)
+    assert turns_of(stream) == []
+    await pass_time(stream, 701)
+    assert turns_of(stream) == [("end_call", [turn.turn_id])]
+
+
+async def test_what_comes_after_the_end_is_a_trajectory_of_its_own(stream: Bench) -> None:
+    first = ask([user("q")], "a", at=0)
+    await stream.deliver(first)
+    await stream.deliver(end())
+    late = ask(after(first, user("m")), "b", at=1)
+    more = ask(after(late, user("n")), "c", at=2)
+    await stream.deliver(late, more)
+    await stream.deliver(end())
+    early, later = stream.sent(Trajectory)
+    assert early.trajectory_id != later.trajectory_id
+    assert later.turn_ids == (late.turn_id, more.turn_id)
+    (branch,) = later.branches
+    assert branch.spans[0].start == len(late.prompt_token_ids), "its history is context"
+
+
+async def test_another_tenant_ends_nothing(stream: Bench) -> None:
+    turn = ask([user("q")])
+    forged = end(tenant="b").model_copy(update={"session_key": turn.session_key})
+    await stream.deliver(turn)
+    await stream.deliver(forged, commit(tenant="b"))
+    assert turns_of(stream) == []
+
+
+async def test_an_end_without_a_session_is_dead_lettered(stream: Bench) -> None:
+    await stream.deliver(SessionEnd(time=START, end_id="e"))
+    assert [letter.reason for letter in stream.sent(DeadLetter)] == ["invalid_event"]
+
+
+async def test_a_session_that_grows_too_large_is_closed(with_settings: Open) -> None:
+    async with with_settings(completions_per_session_max=3) as stream:
+        turns = [ask([user(f"q{at}")], at=at) for at in range(5)]
+        await stream.deliver(*turns)
+        assert turns_of(stream) == [("limit", [turn.turn_id for turn in turns[:3]])]
+        await stream.deliver(end())
+        assert turns_of(stream)[1:] == [("end_call", [turn.turn_id for turn in turns[3:]])]
+
+
+async def test_tokens_are_bounded_too(with_settings: Open) -> None:
+    async with with_settings(tokens_per_session_max=20) as stream:
+        await stream.deliver(ask([user("x" * 30)]))
+        assert [reason for reason, _ in turns_of(stream)] == ["limit"]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+async def test_a_redelivered_end_closes_nothing_twice(stream: Bench, times: int) -> None:
+    turn = ask([user("q")])
+    await stream.deliver(turn)
+    record = stream.produce(end())[0]
+    for _ in range(times):
+        await stream.deliver(record)
+    assert len(turns_of(stream)) == 1

@@ -1,0 +1,192 @@
+"""Which turns are one run: what the client named, what feedback lists, what continues what. Never who came first."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace_collector.applies import listings
+from headrace_collector.branches import pack
+from headrace_collector.facts import TurnFacts, facts_of
+from headrace_collector.runs import Tokens, partition
+from headrace_schemas import Feedback, FunctionCall, Message, ToolCall, Turn
+from tests.support.streams import START
+from tests.support.turns import after, ask, feedback, tool, user
+
+
+def implicit(messages: Sequence[Message], *replies: str, at: float = 0.0, **fields: Any) -> Turn:
+    return ask(messages, *replies, at=at, session_source="implicit", **fields)
+
+
+def facts(*turns: Turn) -> list[TurnFacts]:
+    return [facts_of(turn, START) for turn in turns]
+
+
+def tokens(*turns: Turn) -> Tokens:
+    return {
+        turn.turn_id: (
+            pack(turn.prompt_token_ids),
+            [pack(turn.prompt_token_ids + choice.token_ids) for choice in turn.choices],
+        )
+        for turn in turns
+    }
+
+
+def runs(turns: Sequence[Turn], *said: Feedback, given: Tokens | None = None) -> list[list[Turn]]:
+    by_id = {turn.turn_id: turn for turn in turns}
+    found = partition(facts(*turns), listings(said), given).runs
+    return [[by_id[turn.turn_id] for turn in run.turns] for run in found]
+
+
+def test_a_session_that_the_client_named_is_one_run() -> None:
+    turns = [ask([user("a")], at=0), ask([user("b")], at=1), ask([user("a")], at=2)]
+    assert runs(turns) == [turns]
+    assert runs(turns, feedback("s", turns[0]), feedback("s", turns[1], turns[2])) == [turns], "lists name no runs"
+
+
+def test_feedback_that_names_runs_splits_a_named_session() -> None:
+    a, b = ask([user("a")], at=0), ask([user("b")], at=1)
+    more = ask(after(b, user("c")), at=2)
+    said = feedback("s", a, run_id="0"), feedback("s", b, run_id="1")
+    assert runs([a, b, more], *said) == [[a], [b, more]], "a turn that nobody listed goes with what it continues"
+
+
+def test_run_ids_of_the_client_split_a_named_session() -> None:
+    a, b, c = (ask([user("q")], at=at, run_id=run) for at, run in enumerate(["0", "1", "0"]))
+    assert runs([a, b, c]) == [[a, c], [b]]
+    assert runs([a, c], feedback("s", a, c, run_id="0", task_id="t")) == [[a, c]], "a task's name makes no other run"
+
+
+def test_conversations_that_open_alike_are_told_apart_by_their_history() -> None:
+    a, b = implicit([user("q")], "red", at=0), implicit([user("q")], "blue", at=1)
+    next_b, next_a = implicit(after(b, tool("x")), at=2), implicit(after(a, tool("x")), at=3)
+    assert runs([a, b, next_b, next_a]) == [[a, next_a], [b, next_b]]
+
+
+def test_equal_conversations_are_shared_out() -> None:
+    a, b = implicit([user("q")], "same", at=0), implicit([user("q")], "same", at=1)
+    next_a, next_b = implicit(after(a, tool("x")), "same", at=2), implicit(after(b, tool("x")), "same", at=3)
+    last = implicit(after(next_a, tool("y")), at=4)
+    assert runs([a, b, next_a, next_b, last]) == [[a, next_a, last], [b, next_b]]
+
+
+def test_exact_tokens_decide_between_equal_conversations() -> None:
+    a = implicit([user("q")], "same", at=0)
+    odd = (*a.choices[0].token_ids[:-2], 999)
+    choice = replace_tokens(a, odd)
+    b = implicit([user("q")], "same", at=1, choices=(choice,), usage=usage(a, len(odd)))
+    heir = implicit(after(b, tool("x")), at=2, prompt_token_ids=b.prompt_token_ids + odd + (7, 7))
+    turns = [a, b, heir]
+    assert partition(facts(*turns), []).ties == {turn.turn_id for turn in turns}, "conversations alone do not tell"
+    assert runs(turns, given=tokens(*turns)) == [[a], [b, heir]]
+
+
+def replace_tokens(turn: Turn, ids: tuple[int, ...]) -> Any:
+    return turn.choices[0].model_copy(update={"token_ids": ids, "logprobs": (-1.0,) * len(ids)})
+
+
+def usage(turn: Turn, sampled: int) -> Any:
+    return turn.usage.model_copy(update={"completion_tokens": sampled})
+
+
+def test_a_client_may_send_the_history_back_in_its_own_words() -> None:
+    call = ToolCall(id="1", function=FunctionCall(name="f", arguments='{"a": 1,  "b": [2]}'))
+    first = implicit([user("q")])
+    answer = Message(role="assistant", content=None, tool_calls=(call,), reasoning_content="hm")
+    first = first.model_copy(update={"choices": (first.choices[0].model_copy(update={"message": answer}),)})
+    respelled = call.model_copy(update={"id": "x", "function": FunctionCall(name="f", arguments='{"b":[2],"a":1}')})
+    sent_back = Message(role="assistant", content=" ", name="agent", tool_calls=(respelled,))
+    second = implicit([user("q"), sent_back, tool("r")], at=1)
+    assert runs([first, second]) == [[first, second]]
+    other = Message(role="assistant", content=None, tool_calls=(respelled, respelled))
+    assert len(runs([first, implicit([user("q"), other, tool("r")], at=1)])) == 2
+
+
+def test_a_fork_inside_a_conversation_stays_in_its_run() -> None:
+    a = implicit([user("q")], "red", "blue")
+    left, right = implicit(after(a, user("m"), choice=0), at=1), implicit(after(a, user("n"), choice=1), at=2)
+    assert runs([a, left, right]) == [[a, left, right]]
+
+
+def test_a_list_says_exactly_which_turns_are_one_run() -> None:
+    a, orphan = implicit([user("q")], "x", at=0), implicit([user("q")], "y", at=1)
+    b = implicit(after(a, tool("r")), at=2)
+    unlisted, more = implicit(after(b, user("m")), at=3), implicit(after(orphan, user("m")), at=4)
+    assert runs([a, orphan, b, unlisted, more], feedback("s", a, b)) == [[a, b], [orphan, more], [unlisted]]
+
+
+def test_lists_that_overlap_are_one_run_unless_they_name_different_ones() -> None:
+    a, b, c = (implicit([user("q")], name, at=at) for at, name in enumerate("abc"))
+    assert runs([a, b, c], feedback("s", a, b), feedback("s", b, c)) == [[a, b, c]]
+    one, other = feedback("s", a, b, run_id="0", at=50), feedback("s", b, c, run_id="1", at=60)
+    assert runs([a, b, c], other, one) == [[a], [b, c]], "the newer list takes its turns away"
+
+
+def test_clients_that_count_runs_from_zero_again_do_not_mix_them_up() -> None:
+    a, b = implicit([user("q")], "x", at=0), implicit([user("q")], "y", at=1)
+    said = feedback("s", a, task_id="t", run_id="0"), feedback("s", b, task_id="t", run_id="0")
+    assert runs([a, b], *said) == [[a], [b]]
+
+
+def test_runs_that_the_client_numbers_itself_need_no_session() -> None:
+    a, b = implicit([user("q")], "x", at=0, run_id="0"), implicit([user("q")], "x", at=1, run_id="1")
+    rewritten = implicit([user("summary")], at=2, run_id="0")
+    unnamed = implicit(after(rewritten, user("m")), at=3)
+    assert runs([a, b, rewritten, unnamed]) == [[a, rewritten, unnamed], [b]]
+
+
+def test_a_retry_is_in_the_run_of_what_it_repeats() -> None:
+    lost, parallel = implicit([user("q")], "x", delivered=False), implicit([user("q")], "y", at=1)
+    retry = implicit([user("q")], "z", at=5, retry=1)
+    more = implicit(after(retry, tool("r")), at=6)
+    assert runs([lost, parallel, retry, more]) == [[lost, retry, more], [parallel]]
+
+
+def test_what_continues_a_closed_run_starts_a_new_one() -> None:
+    a = implicit([user("q")], "x")
+    late = implicit(after(a, user("late")), at=1)
+    follows, fork = implicit(after(late, user("m")), at=2), implicit(after(a, user("other")), at=3)
+    stranger = implicit([user("q")], "y", at=4)
+    known = facts(a, late, follows, fork, stranger)
+    closed = [replace(known[0], trajectory_id="t"), *known[1:]]
+    found = [sorted(run.turn_ids) for run in partition(closed, []).runs]
+    assert found == [sorted([late.turn_id, follows.turn_id, fork.turn_id]), [stranger.turn_id]]
+
+
+def test_each_model_of_a_run_is_a_trajectory_of_its_own() -> None:
+    a, b = ask([user("q")], at=0), ask([user("q")], at=1, model="other")
+    found = partition(facts(a, b), []).runs
+    assert [(run.turns[0].model, run.models) for run in found] == [("m", 2), ("other", 2)]
+
+
+@st.composite
+def traffic(draw: st.DrawFn) -> tuple[list[Turn], list[Feedback]]:
+    turns: list[Turn] = []
+    for at in range(draw(st.integers(1, 10))):
+        reply = draw(st.sampled_from(["x", "y"]))
+        extra: dict[str, Any] = {"retry": draw(st.sampled_from([0, 0, 0, 1])), "delivered": draw(st.booleans())}
+        parents: list[Turn | None] = [None, *turns]
+        parent = draw(st.sampled_from(parents))
+        messages = [user("q")] if parent is None else after(parent, tool(draw(st.sampled_from("rs"))))
+        turns.append(implicit(messages, reply, at=at % 4, **extra))
+    lists = draw(st.lists(st.lists(st.sampled_from(turns), min_size=1, max_size=4), max_size=3))
+    names = st.sampled_from([None, "0", "1"])
+    return turns, [feedback("s", *listed, at=50 + n % 2, run_id=draw(names)) for n, listed in enumerate(lists)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(traffic(), st.randoms(use_true_random=False))
+def test_runs_do_not_depend_on_the_order_of_arrival(
+    made: tuple[list[Turn], list[Feedback]], shuffle: random.Random
+) -> None:
+    turns, lists = made
+    expected = partition(facts(*turns), listings(lists))
+    assert sorted(turn.turn_id for run in expected.runs for turn in run.turns) == sorted(t.turn_id for t in turns)
+    shuffle.shuffle(turns)
+    shuffle.shuffle(lists)
+    assert partition(facts(*turns), listings(lists)) == expected
