@@ -72,10 +72,9 @@ class _Experience:
 class Books:
     """`add` every event of `TOPICS` once or more often, in any order, then `close`."""
 
-    def __init__(self, lineages: Mapping[str, str] | None = None, *, complete: bool = True) -> None:
-        """`complete`: the topics still hold everything they ever held, so that a missing cause is a problem."""
+    def __init__(self, lineages: Mapping[str, str] | None = None) -> None:
         self._named = dict(lineages or {})
-        self._complete = complete
+        self._complete = True
         self._turns: dict[str, _Turn] = defaultdict(_Turn)
         self._trajectories: dict[str, str] = {}
         self._experiences: dict[str, _Experience] = {}
@@ -154,8 +153,12 @@ class Books:
         if earlier is None or earlier.dropped is not None:
             known[verdict.revision] = verdict
 
-    def close(self) -> Account:
-        """Where every captured turn is."""
+    def close(self, *, complete: bool = True) -> Account:
+        """Where every captured turn is.
+
+        `complete`: the topics still hold everything they ever held, so that a missing cause is a problem.
+        """
+        self._complete = complete
         lineages = {model: lineage for model, (_, lineage) in self._latest.items()} | self._named
         self._check_verdicts()
         self._check_experiences()
@@ -243,7 +246,7 @@ class Books:
 
 def account(events: Iterable[Event], lineages: Mapping[str, str] | None = None, *, complete: bool = True) -> Account:
     """Account for all `events` at once; see `Books`."""
-    books = Books(lineages, complete=complete)
+    books = Books(lineages)
     for event in events:
         books.add(event)
-    return books.close()
+    return books.close(complete=complete)

@@ -1,7 +1,8 @@
 """Starts every service as its own process, keeps it alive, and stops all of them: the library behind `headrace up`."""
 
+from headrace.errors import NotRunning, StartFailed, UsageError
 from headrace.supervisor.process import Limits
 from headrace.supervisor.state import RunState, ServiceState, read
-from headrace.supervisor.supervisor import StartFailed, Supervisor
+from headrace.supervisor.supervisor import Supervisor
 
-__all__ = ["Limits", "RunState", "ServiceState", "StartFailed", "Supervisor", "read"]
+__all__ = ["Limits", "NotRunning", "RunState", "ServiceState", "StartFailed", "Supervisor", "UsageError", "read"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from headrace.errors import HeadraceError
+from headrace.errors import StartFailed
 from headrace.supervisor import plan as planning
 from headrace.supervisor.log_file import LogFile
 from headrace.supervisor.overrides import Overrides
@@ -21,10 +21,6 @@ from headrace.supervisor.state import Lock, RunState
 _TICK_S = 0.05
 _WRONG_SETTINGS = 2
 """Exit status of a service that refuses its settings: starting it again cannot help."""
-
-
-class StartFailed(HeadraceError):
-    """A service cannot run as it is configured, or is not ready in time. Everything was stopped."""
 
 
 class Supervisor:
@@ -73,6 +69,7 @@ class Supervisor:
         self._state = self._snapshot()
         self._state_file.unlink(missing_ok=True)  # of a supervisor that was killed
         self._failure: str | None = None
+        self._over = False
 
     # what the owner calls
 
@@ -84,9 +81,8 @@ class Supervisor:
         """Returns when every service answers its `/health`. Raises `StartFailed`, and then everything is stopped."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while not self._all_ready() and self._failure is None and self._thread.is_alive():
-                if not self._changed.wait(deadline - time.monotonic()):
-                    break
+            while not self._all_ready() and not self._over and self._changed.wait(deadline - time.monotonic()):
+                pass
         if not self._all_ready():
             late = self._late(timeout_s)
             self.stop()
@@ -109,9 +105,10 @@ class Supervisor:
             self._thread.join()
         self._lock.release()
 
-    def stop_now(self) -> None:
-        """Like `stop`, but without waiting for anybody; returns at once."""
-        self._impatient.set()
+    def begin_stop(self, *, now: bool = False) -> None:
+        """What a signal handler may call: `stop` without waiting for it. `now` kills who has not stopped yet."""
+        if now:
+            self._impatient.set()
         self._stop.set()
 
     @property
@@ -196,6 +193,7 @@ class Supervisor:
         self._publish()
         self._state_file.unlink(missing_ok=True)
         with self._changed:
+            self._over = True
             self._changed.notify_all()
 
     def _stop_group(self, group: list[ManagedProcess]) -> None:

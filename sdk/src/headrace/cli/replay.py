@@ -1,0 +1,146 @@
+"""`headrace replay`: read what topics still hold, again."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace.cli.shared import Commands, DataDir, command, console, running
+
+if TYPE_CHECKING:
+    from headrace.topics import Entry, Range
+
+_AGO = re.compile(r"(\d+(?:\.\d+)?)(s|min|m|h|d)")
+_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3_600, "d": 86_400}
+
+
+def _topics() -> list[str]:
+    from headrace_schemas import EVENTS
+
+    return sorted(EVENTS)
+
+
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="Read what topics still hold, again; nobody who listens is disturbed."
+)
+
+
+def events(
+    topic: Annotated[str, typer.Argument(help="The topic.", autocompletion=_topics)],
+    since: Annotated[str | None, typer.Option(help="From this time on: ISO 8601, or 90s, 5min, 2h, 7d ago.")] = None,
+    until: Annotated[str | None, typer.Option(help="Up to this time, exclusive.")] = None,
+    from_offset: Annotated[int | None, typer.Option(min=0, help="From this offset of each partition on.")] = None,
+    to_offset: Annotated[int | None, typer.Option(min=0, help="Up to this offset, exclusive.")] = None,
+    partition: Annotated[list[int] | None, typer.Option(help="Only this partition; may be repeated.")] = None,
+    session: Annotated[list[str] | None, typer.Option(help="Only this session; may be repeated.", metavar="ID")] = None,
+    tenant: Annotated[str, typer.Option(help="Whose sessions they are.")] = "default",
+    limit: Annotated[int | None, typer.Option(min=1, help="Stop after this many events.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
+    count: Annotated[bool, typer.Option("--count", help="Only count, write nothing.")] = False,
+    bus: Annotated[
+        str | None, typer.Option(help="The bus, when it was not started by `up`.", metavar="HOST:PORT")
+    ] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Write a range of a topic as JSON lines: where each record was, and its event or the reason why it is none.
+
+    Counts go to standard error, with a progress bar in a terminal.
+    """
+    import asyncio
+
+    from headrace.topics import Range
+    from headrace_schemas.ids import session_key
+
+    wanted = Range(
+        topic=topic,
+        partitions=tuple(partition or ()),
+        from_offset=from_offset,
+        to_offset=to_offset,
+        since=parse_time(since),
+        until=parse_time(until),
+        keys=frozenset(session_key(tenant, one) for one in session or ()),
+    )
+    address = bus or running(data_dir).bus
+    with ExitStack() as stack:
+        target: IO[str] | None = None if count else sys.stdout
+        if output is not None and not count:
+            target = stack.enter_context(output.open("w", encoding="utf-8"))
+        counts = asyncio.run(_copy(address, wanted, target, limit))
+    words = [f"{counts['events']} events"]
+    words += [f"{number} {name}" for name, number in counts.items() if name not in ("events", "read")]
+    console(stderr=True).print(f"{topic}: {', '.join(words)} of {counts['read']} records in the range")
+
+
+async def _copy(address: str, wanted: Range, target: IO[str] | None, limit: int | None) -> Counter[str]:
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from headrace.topics import Progress, connected
+
+    counts = Counter(events=0, read=0)
+    progress = Progress()
+    bar = Bar(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console(stderr=True), transient=True)
+    async with connected(address) as topics:
+        with bar:
+            task = bar.add_task(wanted.topic, total=None)
+            async for entry in topics.read(wanted, progress):
+                counts["events" if entry.event is not None else "unreadable"] += 1
+                if target is not None:
+                    target.write(line_of(entry) + "\n")
+                bar.update(task, completed=progress.passed, total=progress.total)
+                if limit is not None and counts["events"] >= limit:
+                    break
+    counts["read"] = progress.total
+    return counts
+
+
+def line_of(entry: Entry) -> str:
+    """One JSON object without line breaks."""
+    found: dict[str, Any] = {
+        "topic": entry.topic,
+        "partition": entry.partition,
+        "offset": entry.offset,
+        "time": entry.time.isoformat(),
+        "key": entry.key,
+    }
+    if entry.event is None:
+        return json.dumps({**found, "problem": entry.problem}, ensure_ascii=False)
+    found |= {"id": entry.event.event_id, "type": entry.event.type}
+    head = json.dumps(found, ensure_ascii=False)
+    return f'{head[:-1]}, "event": {entry.event.to_json().decode()}}}'
+
+
+def parse_time(text: str | None) -> datetime | None:
+    """ISO 8601, in UTC unless it says otherwise, or how long ago. Raises `UsageError`."""
+    from headrace.errors import UsageError
+
+    if text is None:
+        return None
+    ago = _AGO.fullmatch(text)
+    if ago:
+        return datetime.now(UTC) - timedelta(seconds=float(ago[1]) * _SECONDS[ago[2]])
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise UsageError(f"{text!r} is no time; write 2026-01-31T12:00:00Z, or 90s, 5min, 2h, 7d for ago") from None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+def add_to(parent: typer.Typer) -> None:
+    command(
+        app,
+        events,
+        "headrace replay events turns --since 1h",
+        "headrace replay events trajectories --session run-7 --session run-8 -o runs.jsonl",
+        "headrace replay events experiences --partition 0 --from-offset 100 --to-offset 200",
+        "headrace replay events rewards --since 2026-01-01T00:00:00Z --count",
+    )
+    parent.add_typer(app, name="replay")

@@ -1,0 +1,131 @@
+"""`headrace status`."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace.cli.shared import AsJson, DataDir, command, console, running, table
+
+if TYPE_CHECKING:
+    from headrace.account import Account
+    from headrace.supervisor import RunState
+    from headrace_schemas.registry_api import ModelState
+
+_COLOURS = {"ready": "green", "starting": "yellow", "restarting": "red"}
+
+
+def status(
+    account: Annotated[bool, typer.Option(help="Read the topics and account for every turn.")] = True,
+    lineage: Annotated[
+        list[str] | None,
+        typer.Option(help="Account for this lineage instead of the last one.", metavar="MODEL=LINEAGE"),
+    ] = None,
+    bus: Annotated[str | None, typer.Option(help="Account for this bus; nothing needs to run here.")] = None,
+    data_dir: DataDir = None,
+    json: AsJson = False,
+) -> None:
+    """What runs, who serves, and what became of every captured turn: trained, waiting, or dropped and why.
+
+    The account is computed from the topics alone. Exit status 1 when it does not add up.
+    """
+    state = None if bus else running(data_dir)
+    models = _models(state) if state else ()
+    found = _account(bus or (state.bus if state else ""), lineage or []) if account else None
+    if json:
+        typer.echo(jsonlib.dumps(_as_json(state, models, found), indent=1))
+    else:
+        _print(state, models, found)
+    if found is not None and not found.consistent:
+        raise typer.Exit(1)
+
+
+def _models(state: RunState) -> tuple[ModelState, ...]:
+    from headrace.errors import HeadraceError
+    from headrace.registry import Registry
+    from headrace.retries import Retries
+
+    service = state.services.get("registry")
+    if service is None or service.status != "ready":
+        return ()
+    try:
+        with Registry(service.url, timeout_s=5, retries=Retries(attempts=1)) as registry:
+            return registry.models()
+    except HeadraceError as error:
+        console(stderr=True).print(f"[yellow]the registry does not say who serves: {error}[/]")
+        return ()
+
+
+def _account(bus: str, lineage: list[str]) -> Account:
+    import asyncio
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from headrace.bookkeeping import account_of
+    from headrace.errors import UsageError
+
+    named = dict(one.partition("=")[::2] for one in lineage)
+    if "" in named.values():
+        raise UsageError("--lineage: write MODEL=LINEAGE")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True) as progress:
+        task = progress.add_task("reading topics", total=None)
+        return asyncio.run(
+            account_of(bus, named, lambda read, total: progress.update(task, completed=read, total=total))
+        )
+
+
+def _print(state: RunState | None, models: tuple[ModelState, ...], account: Account | None) -> None:
+    out = console()
+    if state is not None:
+        now = datetime.now(UTC)
+        rows = [
+            (name, f"[{_COLOURS.get(one.status, 'dim')}]{one.status}[/]", one.url, str(one.pid or "-"),
+             str(one.restarts), _age((now - one.since).total_seconds()))
+            for name, one in state.services.items()
+        ]  # fmt: skip
+        out.print(table(["service", "state", "address", "pid>", "restarts>", "for>"], rows))
+        out.print(f"bus {state.bus}   base_url {state.base_url or '-'}   data {state.data_dir}")
+    if models:
+        roles = [(model.id, model.champion or "-", model.previous or "-", model.candidate or "-") for model in models]
+        out.print(table(["model", "champion", "previous", "candidate"], roles))
+    if account is not None:
+        _print_account(account)
+
+
+def _print_account(account: Account) -> None:
+    out = console()
+    rows = [("captured", "", str(account.captured)), ("trained", "", str(account.trained))]
+    rows += [("waiting", f"for {what}", str(count)) for what, count in account.waiting.items()]
+    rows += [("dropped", reason, str(count)) for reason, count in account.dropped.items()]
+    names = ", ".join(f"{model} in lineage {lineage}" for model, lineage in account.lineages.items())
+    out.print(table(["turns", "", "count>"], rows, f"account {f'({names})' if names else ''}".strip()))
+    if account.consistent:
+        out.print("[green]it adds up[/]")
+        return
+    out.print(f"[red]it does not add up: {account.problems_total} problems[/]")
+    for problem in account.problems[:20]:
+        out.print(f"  {problem}", markup=False)
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _as_json(state: RunState | None, models: tuple[ModelState, ...], account: Account | None) -> dict[str, Any]:
+    return {
+        "run": state.model_dump(mode="json") if state else None,
+        "models": [model.model_dump(mode="json") for model in models],
+        "account": asdict(account) if account else None,
+    }
+
+
+def add_to(app: typer.Typer) -> None:
+    command(app, status, "headrace status", "headrace status --no-account", "headrace status --bus kafka:9092 --json")

@@ -1,0 +1,123 @@
+"""`headrace up`."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.cli.shared import Config, DataDir, command, console, table
+
+if TYPE_CHECKING:
+    from headrace.supervisor import RunState, Supervisor
+
+
+def _services() -> list[str]:
+    from headrace.supervisor.plan import installed
+
+    return list(installed())
+
+
+def up(
+    config: Config = None,
+    data_dir: DataDir = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", "-s", help="Override a setting; may be repeated.", metavar="SECTION.KEY=VALUE"),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Start only this service; may be repeated.", metavar="SERVICE", autocompletion=_services),
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(help="Do not start this service; may be repeated.", metavar="SERVICE", autocompletion=_services),
+    ] = None,
+    auto_ports: Annotated[
+        bool, typer.Option("--auto-ports", help="Take free ports where none is set, instead of the usual ones.")
+    ] = False,
+    ready_timeout: Annotated[float, typer.Option(help="Seconds until everything has to be ready.", min=1)] = 120.0,
+) -> None:
+    """Start every installed service on this machine and keep them running until Ctrl-C.
+
+    The broker is left out when [bold]bus.address[/] is set, the judge without [bold]judge.endpoint.base_url[/], the
+    trainer without [bold]trainer.base[/]. Each service is a process with a log of its own and is started again when it
+    dies. Stopping is clean; nothing is left running.
+    """
+    from headrace.supervisor import Supervisor
+    from headrace.supervisor.overrides import parse_assignments
+
+    out = console()
+    supervisor = Supervisor(
+        data_dir,
+        config=config,
+        settings=parse_assignments(settings or []),
+        only=only or (),
+        without=without or (),
+        auto_ports=auto_ports,
+        report=lambda line: out.print(f"[yellow]{line}[/]"),
+    )
+    stopping = _stop_on_signals(supervisor)
+    try:
+        supervisor.start()
+        with out.status("starting " + ", ".join(service.name for service in supervisor.plan.services)):
+            state = _ready(supervisor, stopping, ready_timeout)
+        if state is not None:
+            _announce(state)
+        while not supervisor.wait(0.2) and not stopping.is_set():
+            pass
+    finally:
+        with out.status("stopping"):
+            supervisor.stop()
+    supervisor.wait()
+    out.print("stopped")
+
+
+def _ready(supervisor: Supervisor, stopping: threading.Event, timeout_s: float) -> RunState | None:
+    """None: somebody wants to stop before everything is ready."""
+    from headrace.supervisor import StartFailed
+
+    try:
+        return supervisor.wait_ready(timeout_s)
+    except StartFailed:
+        if stopping.is_set():
+            return None
+        raise
+
+
+def _stop_on_signals(supervisor: Supervisor) -> threading.Event:
+    """The first signal asks for a clean stop, the second one does not wait for it."""
+    stopping = threading.Event()
+
+    def stop(_number: int, _frame: object) -> None:
+        supervisor.begin_stop(now=stopping.is_set())
+        stopping.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    return stopping
+
+
+def _announce(state: RunState) -> None:
+    out = console()
+    rows = [(name, one.url, str(one.pid), one.log) for name, one in state.services.items()]
+    out.print(table(["service", "address", "pid>", "log"], rows))
+    out.print(f"bus       [bold]{state.bus}[/]")
+    if state.base_url:
+        out.print(f"base_url  [bold green]{state.base_url}[/]   the one line to change in your agent")
+    for name, reason in state.left_out.items():
+        out.print(f"[dim]{name} is not started: {reason}[/]")
+    out.print("[dim]Ctrl-C stops everything[/]")
+
+
+def add_to(app: typer.Typer) -> None:
+    command(
+        app,
+        up,
+        "headrace up",
+        "headrace up --set trainer.base=models/base --set gateway.port=8100",
+        "headrace up --config headrace.toml --without trainer",
+        "headrace up --set bus.address=kafka:9092   [dim]# your own Kafka[/]",
+    )

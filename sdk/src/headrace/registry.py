@@ -1,0 +1,97 @@
+"""A client for the registry's REST interface, for the command line and for programs that manage versions."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self, TypeVar
+
+import httpx2
+
+from headrace.retries import Retries, checked
+from headrace_schemas.base import Model
+from headrace_schemas.registry_api import (
+    ModelList,
+    ModelState,
+    PromoteRequest,
+    RollbackRequest,
+    VersionList,
+    VersionState,
+    WithdrawRequest,
+)
+
+DEFAULT_URL = "http://127.0.0.1:8020"
+M = TypeVar("M", bound=Model)
+
+
+class Registry:
+    """Models and versions. Methods raise `ApiError` when the registry refuses and `Unreachable` without an answer.
+
+    Everything may be asked twice, so a request that found nobody is made again. Close it or use `with`.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        key: str | None = None,
+        timeout_s: float = 30.0,
+        retries: Retries | None = None,
+        transport: httpx2.BaseTransport | None = None,
+    ) -> None:
+        self._url = url.rstrip("/")
+        self._retries = retries or Retries(attempts=3)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx2.Client(base_url=self._url, headers=headers, timeout=timeout_s, transport=transport)
+
+    def models(self) -> tuple[ModelState, ...]:
+        return self._ask("GET", "/v1/models", ModelList).data
+
+    def model(self, name: str) -> ModelState:
+        return self._ask("GET", f"/v1/models/{name}", ModelState)
+
+    def versions(self, name: str, *, limit: int = 100) -> tuple[VersionState, ...]:
+        """The newest first, each with its decisions."""
+        return self._ask("GET", f"/v1/models/{name}/versions?limit={limit}", VersionList).data
+
+    def promote(self, name: str, version: str, *, force: bool = False) -> ModelState:
+        """Ask for a version's promotion; the decision comes later. `force` skips the gate, never the probe."""
+        return self._change(name, "promote", PromoteRequest(version=version, force=force))
+
+    def roll_back(self, name: str, *, reason: str = "") -> ModelState:
+        """The previous version is champion again, the present one is withdrawn."""
+        return self._change(name, "rollback", RollbackRequest(reason=reason))
+
+    def withdraw(self, name: str, version: str, *, reason: str = "") -> ModelState:
+        """No turn goes to this version any more."""
+        return self._change(name, "withdraw", WithdrawRequest(version=version, reason=reason))
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _change(self, name: str, what: str, body: Model) -> ModelState:
+        return self._ask("POST", f"/v1/models/{name}/{what}", ModelState, body)
+
+    def _ask(self, method: str, path: str, model: type[M], body: Model | None = None) -> M:
+        attempt = 0
+        while True:
+            attempt += 1
+            answer, cause = None, None
+            try:
+                content = body.model_dump_json().encode() if body else None
+                answer = self._http.request(method, path, content=content)
+            except httpx2.TransportError as error:
+                cause = error
+            pause_s = self._retries.pause_s(attempt, answer)
+            if pause_s is None:
+                content = checked(answer, cause, f"{self._url}{path}").content
+                return model.model_validate_json(content, extra="ignore")
+            time.sleep(pause_s)

@@ -1,0 +1,222 @@
+"""Reads ranges of topics without a consumer group, so that nobody is disturbed. Needs the extra `headrace[topics]`."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from headrace.errors import HeadraceError, Unreachable, UsageError
+from headrace_schemas import EVENTS, Event
+from headrace_schemas.blobs import BlobRef
+
+if TYPE_CHECKING:
+    from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+
+_POLL_MS = 500
+_BATCH_MAX = 500
+_IDLE_POLLS_MAX = 60
+"""Polls in a row without a record, short of the end, after which the bus counts as gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What of a topic is wanted. Bounds hold for each partition, ends are exclusive.
+
+    Times are those of the records and are turned into offsets as Kafka does: the first record that is not earlier.
+    """
+
+    topic: str
+    partitions: Collection[int] = ()
+    """Empty: all."""
+    from_offset: int | None = None
+    to_offset: int | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+    keys: Collection[str] = ()
+    """Only records with one of these keys (session keys, on topics about sessions); empty: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A record with its event, or with the reason why it has none."""
+
+    topic: str
+    partition: int
+    offset: int
+    time: datetime
+    key: str
+    event: Event | None
+    problem: str | None = None
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a reading is. `total` counts the offsets of the range, whatever their keys."""
+
+    total: int = 0
+    passed: int = 0
+    truncated: bool = False
+    """The topic does not reach back to its beginning any more."""
+
+
+class Topics:
+    """An open connection. One reading at a time; `connected` makes one."""
+
+    def __init__(self, consumer: AIOKafkaConsumer) -> None:
+        self._consumer = consumer
+
+    async def ends(self, topics: Iterable[str]) -> dict[str, dict[int, int]]:
+        """End offsets by topic and partition, asked for one topic after the other in the given order."""
+        found = {}
+        for topic in topics:
+            offsets = await self._consumer.end_offsets(await self._partitions(topic))
+            found[topic] = {partition.partition: offset for partition, offset in offsets.items()}
+        return found
+
+    async def read(
+        self, wanted: Range, progress: Progress | None = None, ends: Mapping[int, int] | None = None
+    ) -> AsyncIterator[Entry]:
+        """The entries of a range, in order within each partition, up to `ends` (default: those of now).
+
+        Raises `UsageError` for a topic or partition that does not exist, `Unreachable` when the bus goes away.
+        """
+        progress = progress if progress is not None else Progress()
+        spans = await self._spans(wanted, progress, ends or {})
+        self._consumer.assign(list(spans))
+        for partition, (start, _) in spans.items():
+            self._consumer.seek(partition, start)
+        idle = 0
+        while spans:
+            batches = await self._consumer.getmany(timeout_ms=_POLL_MS, max_records=_BATCH_MAX)
+            idle = 0 if batches else idle + 1
+            if idle > _IDLE_POLLS_MAX:
+                raise Unreachable(f"topic {wanted.topic}: the bus has stopped sending")
+            for partition, messages in batches.items():
+                end = spans[partition][1] if partition in spans else 0
+                for message in messages:
+                    if message.offset < end and (not wanted.keys or _key(message) in wanted.keys):
+                        yield await _entry(message)
+            await self._advance(spans, progress)
+
+    async def _advance(self, spans: dict[TopicPartition, tuple[int, int]], progress: Progress) -> None:
+        """Count what was passed, and forget partitions that are read to their end."""
+        for partition, (at, end) in list(spans.items()):
+            reached = min(await self._consumer.position(partition), end)
+            progress.passed += reached - at
+            spans[partition] = (reached, end)
+            if reached >= end:
+                del spans[partition]
+                self._consumer.pause(partition)
+
+    async def _spans(
+        self, wanted: Range, progress: Progress, ends: Mapping[int, int]
+    ) -> dict[TopicPartition, tuple[int, int]]:
+        partitions = await self._partitions(wanted.topic)
+        known = {one.partition for one in partitions}
+        unknown = set(wanted.partitions) - known
+        if unknown:
+            raise UsageError(f"topic {wanted.topic} has {len(known)} partitions; there is no number {min(unknown)}")
+        partitions = [one for one in partitions if not wanted.partitions or one.partition in wanted.partitions]
+        first, last = await self._consumer.beginning_offsets(partitions), await self._consumer.end_offsets(partitions)
+        progress.truncated = any(first.values())
+        since = await self._at(partitions, wanted.since, first, last)
+        until = await self._at(partitions, wanted.until, last, last)
+        spans = {}
+        for one in partitions:
+            start = max(first[one], since[one], wanted.from_offset or 0)
+            end = min(until[one], ends.get(one.partition, last[one]))
+            end = min(end, wanted.to_offset) if wanted.to_offset is not None else end
+            if start < end:
+                spans[one] = (start, end)
+                progress.total += end - start
+        return spans
+
+    async def _at(
+        self,
+        partitions: list[TopicPartition],
+        time: datetime | None,
+        untimed: Mapping[TopicPartition, int],
+        last: Mapping[TopicPartition, int],
+    ) -> Mapping[TopicPartition, int]:
+        """The first offsets not earlier than `time`: `untimed` without one, the end where all are earlier."""
+        if time is None:
+            return untimed
+        found = await self._consumer.offsets_for_times({one: int(time.timestamp() * 1000) for one in partitions})
+        return {one: found[one].offset if found.get(one) else last[one] for one in partitions}
+
+    async def _partitions(self, topic: str) -> list[TopicPartition]:
+        from aiokafka import TopicPartition
+
+        cluster = await self._consumer._client.fetch_all_metadata()  # the public ways know subscribed topics only
+        found = cluster.partitions_for_topic(topic)
+        if not found:
+            raise UsageError(f"there is no topic {topic!r} on this bus")
+        return [TopicPartition(topic, number) for number in sorted(found)]
+
+
+@asynccontextmanager
+async def connected(bus: str) -> AsyncIterator[Topics]:
+    """A connection to the bus at `bus`. Raises `Unreachable`, `UsageError` without the extra."""
+    try:
+        from aiokafka import AIOKafkaConsumer
+        from aiokafka.errors import KafkaError
+    except ImportError:
+        raise UsageError("reading topics needs the extra: pip install 'headrace[topics]'") from None
+    consumer = AIOKafkaConsumer(
+        bootstrap_servers=bus, client_id="headrace-cli", enable_auto_commit=False, fetch_max_wait_ms=250
+    )
+    try:
+        await consumer.start()
+        yield Topics(consumer)
+    except (KafkaError, OSError) as error:
+        raise Unreachable(f"bus {bus}: {error}; is it running?") from error
+    finally:
+        await consumer.stop()
+
+
+def _key(message: ConsumerRecord) -> str:
+    return (message.key or b"").decode("utf-8", "replace")
+
+
+async def _entry(message: ConsumerRecord) -> Entry:
+    event, problem = None, None
+    try:
+        event = await _event(message)
+    except (HeadraceError, OSError, ValueError) as error:
+        problem = str(error)
+    time = datetime.fromtimestamp(message.timestamp / 1000, UTC)
+    return Entry(message.topic, message.partition, message.offset, time, _key(message), event, problem)
+
+
+async def _event(message: ConsumerRecord) -> Event:
+    if message.value is None:
+        raise UsageError("tombstone: the key was removed")
+    model = EVENTS.get(message.topic)
+    if model is None:
+        raise UsageError(f"no event is defined for topic {message.topic}")
+    value = message.value
+    if any(name == "ce_dataref" for name, _ in message.headers):
+        value = await asyncio.to_thread(_blob, value)
+    return model.from_json(value)
+
+
+def _blob(reference: bytes) -> bytes:
+    """The event that was too large for its topic, checked against its digest."""
+    try:
+        ref = BlobRef.model_validate_json(reference)
+    except ValidationError:
+        raise UsageError("ce_dataref is set but the value is no reference") from None
+    import fsspec
+
+    with fsspec.open(ref.uri, "rb") as file:
+        data: bytes = file.read()
+    if len(data) != ref.size or hashlib.sha256(data).hexdigest() != ref.sha256:
+        raise UsageError(f"blob {ref.uri} does not hash to its name")
+    return data

@@ -1,0 +1,269 @@
+"""The command line: help that is quick and has examples, completion, errors in one line, what each command shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from typer.models import CommandInfo
+from typer.testing import CliRunner
+
+from headrace.cli import app
+from headrace.supervisor.state import Lock, RunState, ServiceState
+from headrace_schemas import ModelEvent
+from headrace_schemas.registry_api import ModelList, ModelState, VersionList, VersionState
+from tests.unit.sdk.http_fake import HttpFake
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+COMMANDS = [
+    ["up"], ["status"], ["logs"], ["feedback"], ["models", "list"], ["models", "show"], ["models", "promote"],
+    ["models", "rollback"], ["models", "withdraw"], ["replay", "events"], ["config", "check"], ["config", "reference"],
+]  # fmt: skip
+
+
+def headrace(*arguments: str, data_dir: Path | None = None) -> tuple[int, str]:
+    """Exit status and what was printed, both streams."""
+    environ = {"HEADRACE_DATA_DIR": str(data_dir) if data_dir else None, "COLUMNS": "200"}
+    result = CliRunner().invoke(app, list(arguments), env=environ)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def http() -> Iterator[HttpFake]:
+    fake = HttpFake()
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture
+def up(data_dir: Path, http: HttpFake) -> Iterator[Path]:
+    """A data directory in which Headrace seems to run: gateway and registry are both `http`."""
+    lock = Lock(data_dir)
+    lock.take()
+    service = ServiceState(status="ready", pid=1, url=http.url, port=1, log="x.log", since=NOW)
+    services = {"gateway": service, "registry": service}
+    RunState(pid=1, data_dir=str(data_dir), started_at=NOW, bus="127.0.0.1:1", services=services).write(data_dir)
+    yield data_dir
+    lock.release()
+
+
+HELP = """
+import sys
+from headrace.cli import main
+sys.argv = ["headrace", "--help"]
+try:
+    main()
+except SystemExit:
+    heavy = ("httpx2", "pydantic", "aiokafka", "asyncio", "headrace_schemas")
+    print("HEAVY", [name for name in heavy if name in sys.modules])
+"""
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    taken = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.stdout.endswith("HEAVY []\n")
+        if taken[-1] < 0.5:
+            return
+    raise AssertionError(f"CPU seconds: {taken}")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_examples(command: list[str]) -> None:
+    status, text = headrace(*command, "--help")
+    assert status == 0
+    assert "Examples" in text
+    assert f"headrace {' '.join(command)}" in text
+
+
+def test_no_command_is_untested() -> None:
+    found: set[tuple[str, ...]] = {(_name(one),) for one in app.registered_commands}
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        found |= {(str(group.name), _name(one)) for one in group.typer_instance.registered_commands}
+    assert found == {tuple(command) for command in COMMANDS}
+
+
+def _name(command: CommandInfo) -> str:
+    assert command.callback is not None
+    return command.name or command.callback.__name__
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("headrace ", {"up", "status", "models"}), ("headrace up --only ga", {"gateway"}),
+     ("headrace replay events traj", {"trajectories"}), ("headrace config reference j", {"judge"})],
+)  # fmt: skip
+def test_completion(words: str, expected: set[str]) -> None:
+    environ = {"_HEADRACE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    result = CliRunner().invoke(app, [], prog_name="headrace", env=environ)
+    assert expected <= set(result.output.split())
+
+
+def test_the_installed_command_completes() -> None:
+    environ = {**os.environ, "_HEADRACE_COMPLETE": "complete_bash", "COMP_WORDS": "headrace s", "COMP_CWORD": "1"}
+    script = Path(sys.executable).with_name("headrace")
+    done = subprocess.run([str(script)], env=environ, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["status"]
+
+
+def test_what_needs_a_running_headrace_says_so_in_one_line(data_dir: Path) -> None:
+    for command in (["status"], ["models", "list"], ["feedback", "1", "--session", "s"], ["replay", "events", "turns"]):
+        status, text = headrace(*command, data_dir=data_dir)
+        assert (status, text.strip()) == (
+            1,
+            f"headrace: Headrace is not up in {data_dir}; start it with `headrace up`, or name its --data-dir",
+        )
+
+
+def test_wrong_usage_has_its_own_status(data_dir: Path) -> None:
+    status, text = headrace("up", "--set", "nonsense", data_dir=data_dir)
+    assert (status, "section.key=value" in text) == (2, True)
+    assert headrace("up", "--only", "gatway", data_dir=data_dir)[0] == 2
+    assert headrace("nonsense")[0] == 2
+
+
+# feedback
+
+
+def test_feedback(up: Path, http: HttpFake) -> None:
+    http.answer("POST", "/v1/feedback", {}, status=202)
+    status, text = headrace(
+        "feedback", "0.5", "--session", "s", "--comment", "c", "--context", "expected=42", "--end", data_dir=up
+    )
+    assert status == 0
+    (body,) = http.bodies
+    feedback_id = body.pop("feedback_id")
+    assert f"accepted as {feedback_id}" in text
+    assert body == {
+        "session_id": "s", "value": 0.5, "source": "feedback", "comment": "c", "context": {"expected": 42},
+        "ends_session": True, "withdrawn": False,
+    }  # fmt: skip
+
+
+def test_feedback_that_is_refused(up: Path, http: HttpFake) -> None:
+    http.answer("POST", "/v1/feedback", {"error": {"message": "says nothing", "code": "invalid"}}, status=400)
+    assert headrace("feedback", "--session", "s", data_dir=up) == (1, "headrace: says nothing (400, invalid)\n")
+
+
+# models
+
+OLD, NEW = "m@0123456789ab", "m@0fffffffffff"
+
+
+def decision(version: str, name: str, reason: str | None = None, **numbers: float) -> ModelEvent:
+    given = {"time": NOW, "decision_id": "d", "model": "m", "version": version, "decision": name, "reason": reason}
+    return ModelEvent.model_validate({**given, "statistics": numbers})
+
+
+def version(name: str, state: str, *decisions: ModelEvent, step: int = 0) -> VersionState:
+    given = {"id": name, "model": "m", "lineage": "main", "step": step, "state": state, "registered_at": NOW}
+    return VersionState.model_validate({**given, "decisions": decisions})
+
+
+@pytest.fixture
+def registry(up: Path, http: HttpFake) -> HttpFake:
+    model = ModelState(id="m", champion=OLD, candidate=NEW, revision=3)
+    compared = decision(
+        NEW, "rejected", "inferior to the champion", score=0.25, champion_score=0.5, difference=-0.25,
+        standard_error=0.125, tasks=8,
+    )  # fmt: skip
+    versions = (version(NEW, "rejected", compared, step=1), version(OLD, "promoted"))
+    http.answer("GET", "/v1/models", json.loads(ModelList(data=(model,)).model_dump_json()))
+    http.answer("GET", "/v1/models/m", json.loads(model.model_dump_json()))
+    http.answer("GET", "/v1/models/m/versions", json.loads(VersionList(data=versions).model_dump_json()))
+    return http
+
+
+def test_models_list_and_show(registry: HttpFake, up: Path) -> None:
+    status, text = headrace("models", "list", data_dir=up)
+    assert status == 0
+    assert text.split()[-5:] == ["m", OLD, "-", NEW, "3"]
+    status, text = headrace("models", "show", "m", data_dir=up)
+    assert status == 0
+    rows = {line.split()[0]: line.split(maxsplit=1)[1].rstrip() for line in text.splitlines() if "@" in line}
+    assert " ".join(rows[NEW].split()) == "1 candidate 0.250 8 -0.250 ± 0.125 inferior to the champion"
+    assert rows[OLD].split() == ["0", "champion", "-", "-", "-"]
+    assert json.loads(headrace("models", "list", "--json", data_dir=up)[1])[0]["champion"] == OLD
+    assert json.loads(headrace("models", "show", "m", "--json", data_dir=up)[1])[0]["id"] == NEW
+
+
+def test_promote_by_the_first_letters(registry: HttpFake, up: Path) -> None:
+    registry.answer("POST", "/v1/models/m/promote", {"id": "m", "revision": 3}, status=202)
+    assert headrace("models", "promote", "m", "0f", "--force", data_dir=up)[0] == 0
+    assert registry.bodies == [{"version": NEW, "force": True}]
+    status, text = headrace("models", "promote", "m", "0", data_dir=up)
+    assert (status, "2 versions of m begin like this" in text) == (2, True)
+
+
+def test_promote_and_wait_for_a_no(registry: HttpFake, up: Path) -> None:
+    registry.answer("POST", "/v1/models/m/promote", {"id": "m", "revision": 3}, status=202)
+    later = version(NEW, "rejected", decision(NEW, "rejected", "x"), decision(NEW, "rejected", "still inferior"))
+    before = registry.answers["GET", "/v1/models/m/versions"]
+    after = json.loads(VersionList(data=(later, version(OLD, "promoted"))).model_dump_json())
+    registry.sequence("GET", "/v1/models/m/versions", [before, before, before, (200, after)])
+    status, text = headrace("models", "promote", "m", NEW, "--wait", data_dir=up)
+    assert (status, "still inferior" in text) == (1, True)
+
+
+def test_rollback_and_withdraw(registry: HttpFake, up: Path) -> None:
+    registry.answer("POST", "/v1/models/m/rollback", {"id": "m", "revision": 4, "champion": OLD})
+    registry.answer("POST", "/v1/models/m/withdraw", {"id": "m", "revision": 5})
+    status, text = headrace("models", "rollback", "m", "--reason", "why", data_dir=up)
+    assert (status, OLD in text) == (0, True)
+    assert headrace("models", "withdraw", "m", NEW, data_dir=up)[0] == 0
+    assert registry.bodies == [{"reason": "why"}, {"version": NEW, "reason": ""}]
+
+
+def test_a_refusal_of_the_registry_is_shown(registry: HttpFake, up: Path) -> None:
+    refusal = {"error": {"message": "no previous version", "code": "no_previous"}}
+    registry.answer("POST", "/v1/models/m/rollback", refusal, status=409)
+    assert headrace("models", "rollback", "m", data_dir=up) == (1, "headrace: no previous version (409, no_previous)\n")
+
+
+# status
+
+
+def test_status_without_the_account(registry: HttpFake, up: Path) -> None:
+    status, text = headrace("status", "--no-account", data_dir=up)
+    assert status == 0
+    assert "gateway" in text
+    assert OLD in text
+    assert f"base_url {registry.url}/v1" in text
+    found = json.loads(headrace("status", "--no-account", "--json", data_dir=up)[1])
+    assert found["run"]["services"]["registry"]["status"] == "ready"
+    assert found["models"][0]["candidate"] == NEW
+    assert found["account"] is None
+
+
+# config
+
+
+def test_config_check_says_who_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = {"registry": "headrace_registry", "gateway": "headrace_gateway"}
+    monkeypatch.setattr("headrace.supervisor.plan.installed", lambda: two)
+    path = tmp_path / "c.toml"
+    path.write_text("[registry]\nprot = 1\n")
+    status, text = headrace("config", "check", str(path))
+    assert status == 1
+    assert "setting registry.prot = 1: unknown; did you mean 'port'?" in text
+    assert text.count("unknown") == 1, "the other does not mind"
+
+
+def test_config_reference_of_one_service(tmp_path: Path) -> None:
+    status, text = headrace("config", "reference", "registry", "-o", str(tmp_path / "r.toml"))
+    assert (status, text) == (0, "")
+    assert "#port = 8020" in (tmp_path / "r.toml").read_text()
+    assert headrace("config", "reference", "nobody")[0] == 2
