@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,12 +39,14 @@ def bus(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[postgres_node.PostgresNode]:
+def postgres() -> Iterator[postgres_node.PostgresNode]:
     presence.need("postgres")
-    node = postgres_node.PostgresNode(tmp_path_factory.mktemp("postgres"))
-    node.start()
-    yield node
-    node.stop()
+    # Not under pytest's folder: each start of another pytest closes that to the user that the server runs as.
+    with tempfile.TemporaryDirectory(prefix="headrace-postgres-") as folder:
+        node = postgres_node.PostgresNode(Path(folder))
+        node.start()
+        yield node
+        node.stop()
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
