@@ -21,7 +21,7 @@ from headrace_runtime import topics, web
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.dead_letters import Refusals
-from headrace_runtime.errors import SettingError, Unavailable
+from headrace_runtime.errors import Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
@@ -39,8 +39,6 @@ _ENGINE_CHECK_S = 1.0
 
 async def run(common: Common, settings: InferenceSettings) -> None:
     """Serve until cancelled. Raises `Unavailable` without bus or port, `EngineFailed` when only a restart helps."""
-    if settings.ttl_s <= settings.heartbeat_s:
-        raise SettingError("inference.ttl_s", settings.ttl_s, f"is not longer than heartbeat_s {settings.heartbeat_s}")
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     await topics.ensure(common.bus)
     blobs = BlobStore.open(common)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from headrace_runtime.settings import Port, Section, ServiceSettings
 
@@ -73,3 +73,10 @@ class InferenceSettings(ServiceSettings):
     """How reasoning is written: `think` is `<think>...</think>` before the answer."""
     prompt_memory_tokens_max: Annotated[int, Field(ge=0)] = 4_194_304
     """Token ids of past prompts and answers kept so that a conversation goes on with exactly its own tokens."""
+
+    @field_validator("ttl_s")
+    @classmethod
+    def _outlives_a_heartbeat(cls, ttl_s: float, info: ValidationInfo) -> float:
+        if ttl_s <= info.data.get("heartbeat_s", 0):
+            raise ValueError(f"must be longer than heartbeat_s, which is {info.data['heartbeat_s']}")
+        return ttl_s

@@ -1,0 +1,356 @@
+"""The real process on a real bus: the unmodified `openai` package, swaps under load, poison, crashes, a clean stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.consumer import assign_all, consumer, record_of
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import BusSettings
+from headrace_runtime.wire import Outgoing, decode
+from headrace_schemas import DeadLetter, Replica, Routing, ServedVersion
+from headrace_schemas.base import utcnow
+from tests.support import tiny_model
+from tests.support.broker_process import BrokerProcess
+from tests.support.processes import wait_until
+from tests.support.replica_process import ReplicaProcess
+
+WAIT_S = 20.0
+MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "Who sent the mail?"}]
+TOOLS: list[openai.types.chat.ChatCompletionFunctionToolParam] = [
+    {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
+]
+
+
+@dataclass
+class Town:
+    """A broker, a blob store with versions, one replica, and what the bus says about it."""
+
+    bus: BusSettings
+    blobs: BlobStore
+    replica: ReplicaProcess
+    first: ServedVersion
+    second: ServedVersion
+    corrupt: ServedVersion
+    revision: list[int] = field(default_factory=lambda: [0])
+
+    @contextlib.asynccontextmanager
+    async def producer(self) -> AsyncIterator[EventProducer]:
+        producer = EventProducer(self.bus, "test", self.blobs)
+        await producer.start()
+        try:
+            yield producer
+        finally:
+            await producer.stop()
+
+    async def route(self, *serve: ServedVersion) -> None:
+        """Publish a routing table whose champion is the last version."""
+        self.revision[0] += 1
+        aliases = {"champion": serve[-1].version} if serve else {}
+        async with self.producer() as producer:
+            await producer.send(
+                Routing.model_validate(
+                    {
+                        "time": utcnow(),
+                        "model": "tiny",
+                        "revision": self.revision[0],
+                        "aliases": aliases,
+                        "serve": serve,
+                    }
+                )
+            )
+
+    async def heartbeats(self) -> AsyncIterator[Replica | None]:
+        """Everything on `replicas` from its beginning; None is a tombstone."""
+        reader = consumer(self.bus, "test")
+        await reader.start()
+        try:
+            await reader.seek_to_beginning(*await assign_all(reader, Replica.topic))
+            async for message in reader:
+                record = record_of(message)
+                if record.key != self.replica.replica_id.encode():
+                    continue
+                event = None if record.value is None else (await decode(record, self.blobs)).event
+                assert event is None or isinstance(event, Replica)
+                yield event
+        finally:
+            await reader.stop()
+
+    async def until(self, condition: Callable[[Replica], bool], since: float = 0.0) -> Replica:
+        """The first heartbeat after `since` (epoch) for which `condition` holds."""
+        async with asyncio.timeout(WAIT_S):
+            async for beat in self.heartbeats():
+                if beat is not None and beat.time.timestamp() >= since and condition(beat):
+                    return beat
+        raise AssertionError("unreachable")
+
+    async def ready(self, *wanted: ServedVersion) -> Replica:
+        """Wait until exactly these versions are there and ready."""
+        names = {version.version for version in wanted}
+        return await self.until(
+            lambda beat: {item.version for item in beat.versions} == names and all(beat.ready(name) for name in names),
+            since=time.time() - 0.5,
+        )
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.replica.url}/v1", api_key="unused", max_retries=0)
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.replica.url}/v1", api_key="unused", max_retries=0)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    await asyncio.to_thread(wait_until, condition, WAIT_S, "the condition")
+
+
+@pytest.fixture(scope="module")
+def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+    root = tmp_path_factory.mktemp("inference")
+    broker = BrokerProcess(root / "broker")
+    broker.start()
+    replica = ReplicaProcess(root / "data", broker.address)
+    blobs = BlobStore((root / "data" / "blobs").absolute().as_uri())
+    bus = BusSettings(address=broker.address)
+    try:
+        with ThreadPoolExecutor(1) as starting:  # importing torch takes both processes a while
+            started = starting.submit(replica.start)
+            built = _town(root, bus, blobs, replica)
+            started.result()
+        yield built
+    finally:
+        replica.stop()
+        broker.stop()
+
+
+def _town(root: Path, bus: BusSettings, blobs: BlobStore, replica: ReplicaProcess) -> Town:
+    base = tiny_model.build(root / "first")
+    first = tiny_model.publish(blobs, base)
+    trained = tiny_model.perturbed(base, root / "second", seed=1)
+    second = tiny_model.publish(blobs, trained, step=1, parent=first.version)
+    broken = tiny_model.perturbed(base, root / "corrupt", seed=2)
+    corrupt = tiny_model.publish(blobs, broken, step=2, parent=first.version)
+    (weights,) = (blobs.ref(path.read_bytes()) for path in broken.glob("*.safetensors"))
+    Path(weights.uri.removeprefix("file://")).write_bytes(b"not what it was")
+    return Town(bus, blobs, replica, first, second, corrupt)
+
+
+async def test_01_it_is_healthy_before_anybody_routes_anything(town: Town) -> None:
+    beat = await town.until(lambda beat: True)
+    assert beat.versions == ()
+    assert beat.url == town.replica.url
+    async with httpx.AsyncClient(base_url=town.replica.url) as http:
+        await eventually(lambda: httpx.get(f"{town.replica.url}/health").status_code == 200)
+        assert (await http.get("/v1/models")).json()["data"] == []
+    with pytest.raises(openai.NotFoundError) as missing:
+        town.client().chat.completions.create(model="tiny", messages=MESSAGES)
+    assert missing.value.code == "model_not_found"
+
+
+async def test_02_routing_is_followed_and_announced(town: Town) -> None:
+    await town.route(town.first)
+    beat = await town.ready(town.first)
+    probe = beat.versions[0].probe
+    assert probe is not None
+    assert probe.passed
+    assert probe.max_abs_delta < 1e-3
+    assert [model.id for model in town.client().models.list()] == [town.first.version]
+
+
+def test_03_the_openai_package_unmodified(town: Town) -> None:
+    client = town.client()
+    answer = client.chat.completions.create(
+        model=town.first.version, messages=MESSAGES, max_tokens=12, logprobs=True, top_logprobs=2, seed=1, tools=TOOLS
+    )
+    assert answer.model == town.first.version
+    choice = answer.choices[0]
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert answer.usage is not None
+    assert len(choice.logprobs.content) == answer.usage.completion_tokens <= 12
+    chunks = list(
+        client.chat.completions.create(
+            model=town.first.version,
+            messages=MESSAGES,
+            max_tokens=12,
+            seed=1,
+            stream=True,
+            tools=TOOLS,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == choice.message.content
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens
+    with client.chat.completions.stream(model="tiny", messages=MESSAGES, max_tokens=12, seed=1, tools=TOOLS) as stream:
+        deltas = [event.delta for event in stream if event.type == "content.delta"]
+    assert "".join(deltas) == text
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=5000)
+    assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="logit_bias"):
+        client.chat.completions.create(model="tiny", messages=MESSAGES, logit_bias={"5": 1})
+
+
+async def test_04_the_async_package_with_many_at_once(town: Town) -> None:
+    async with town.async_client() as client:
+
+        async def one(number: int) -> str | None:
+            answer = await client.chat.completions.create(
+                model="tiny", messages=MESSAGES, max_tokens=20, seed=number, temperature=0.8
+            )
+            return answer.choices[0].message.content
+
+        together = await asyncio.gather(*map(one, range(16)))
+        assert together == [await one(number) for number in range(16)]
+        stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=9, stream=True)
+        ends = [chunk.choices[0].finish_reason async for chunk in stream if chunk.choices]
+    assert [end for end in ends if end] == ["length"]
+
+
+async def test_05_what_is_malformed_is_refused_and_nothing_else_is_disturbed(town: Town) -> None:
+    async with httpx.AsyncClient(base_url=town.replica.url) as http:
+        going = asyncio.create_task(
+            http.post(
+                "/v1/chat/completions",
+                json={"model": "tiny", "messages": MESSAGES, "max_tokens": 300, "ignore_eos": True},
+                timeout=WAIT_S,
+            )
+        )
+        bodies = {b"{": 400, b'{"model": "tiny", "messages": 3}': 400, b"x" * 17_000_000: 413}
+        for body, status in bodies.items():
+            response = await http.post("/v1/chat/completions", content=body, timeout=WAIT_S)
+            assert response.status_code == status
+            assert response.json()["error"]["type"] == "invalid_request_error"
+        assert (await going).json()["usage"]["completion_tokens"] == 300
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_06_a_client_that_leaves_stops_its_sequence(town: Town, stream: bool) -> None:
+    body = {"model": "tiny", "messages": MESSAGES, "stream": stream, "ignore_eos": True, "max_tokens": 1500}
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    _, writer = await asyncio.open_connection("127.0.0.1", town.replica.port)
+    writer.write(head.encode() + data)
+    await writer.drain()
+    await eventually(lambda: town.replica.metric("headrace_inference_running") > 0)
+    before = await asyncio.to_thread(town.replica.metric, "headrace_inference_sampled_tokens_total")
+    writer.close()
+    await eventually(lambda: town.replica.metric("headrace_inference_running") == 0)
+    after = await asyncio.to_thread(town.replica.metric, "headrace_inference_sampled_tokens_total")
+    assert after - before < 1400, "it did not run to its end"
+
+
+async def test_07_weights_are_swapped_without_a_failed_request(town: Town) -> None:
+    """P8 and P3: under load, through loading, routing and unloading, every request gets the version it names."""
+    current = town.first.version
+    served: list[str] = []
+    stop = asyncio.Event()
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        while not stop.is_set():
+            asked = current
+            answer = await client.chat.completions.create(model=asked, messages=MESSAGES, max_tokens=8)
+            assert answer.model == asked
+            served.append(asked)
+
+    async with town.async_client() as client, asyncio.TaskGroup() as tasks:
+        for _ in range(6):
+            tasks.create_task(work(client))
+        await town.route(town.first, town.second)
+        await town.ready(town.first, town.second)
+        current = town.second.version
+        await asyncio.sleep(0.3)
+        await town.route(town.second)
+        await town.ready(town.second)
+        stop.set()
+    assert served.count(town.first.version) > 10
+    assert served.count(town.second.version) > 10
+    with pytest.raises(openai.NotFoundError):
+        town.client().chat.completions.create(model=town.first.version, messages=MESSAGES)
+
+
+async def test_08_a_corrupt_checkpoint_is_a_failed_version_and_nothing_more(town: Town) -> None:
+    await town.route(town.second, town.corrupt)
+    beat = await town.until(
+        lambda beat: len(beat.versions) == 2 and beat.versions[1].state == "failed", time.time() - 1
+    )
+    assert beat.ready(town.second.version)
+    assert "do not hash to" in (beat.versions[1].error or "")
+    answer = town.client().chat.completions.create(model=town.second.version, messages=MESSAGES, max_tokens=3)
+    assert answer.model == town.second.version
+    await town.route(town.second)
+    await town.ready(town.second)
+
+
+async def test_09_poison_on_routing_is_dead_lettered_and_changes_nothing(town: Town) -> None:
+    poison = [b"{", b'{"model": 3}', b"\xff\x00"]
+    async with town.producer() as producer:
+        await producer.send_raw([Outgoing(Routing.topic, b"tiny", value, ()) for value in poison])
+    reader = consumer(town.bus, "test")
+    await reader.start()
+    try:
+        await reader.seek_to_beginning(*await assign_all(reader, DeadLetter.topic))
+        letters: list[DeadLetter] = []
+        async with asyncio.timeout(WAIT_S):
+            while len(letters) < len(poison):
+                event = (await decode(record_of(await reader.getone()), town.blobs)).event
+                assert isinstance(event, DeadLetter)
+                letters.append(event)
+    finally:
+        await reader.stop()
+    assert [letter.value for letter in letters] == poison
+    assert {(letter.service, letter.source_topic) for letter in letters} == {("inference", "routing")}
+    await town.ready(town.second)
+
+
+async def test_10_after_a_crash_it_has_again_what_routing_says(town: Town) -> None:
+    town.replica.kill()
+    await asyncio.to_thread(town.replica.start)
+    await town.ready(town.second)
+    answer = town.client().chat.completions.create(model=town.second.version, messages=MESSAGES, max_tokens=3)
+    assert answer.model == town.second.version
+
+
+async def test_11_a_clean_stop_finishes_what_was_begun_and_says_goodbye(town: Town) -> None:
+    stopped_at = time.time()
+    async with town.async_client() as client:
+        stream = await client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=800, stream=True, extra_body={"ignore_eos": True}
+        )
+        chunks = aiter(stream)
+        await anext(chunks)
+        town.replica.terminate()
+        reasons = [chunk.choices[0].finish_reason async for chunk in chunks if chunk.choices]
+    assert reasons[-1] == "length"
+    assert await asyncio.to_thread(town.replica.wait) == 0
+    last: list[Replica | None] = []
+    async with asyncio.timeout(WAIT_S):
+        async for beat in town.heartbeats():
+            last.append(beat)
+            if beat is None and last[-2] is not None and last[-2].time.timestamp() >= stopped_at:
+                break
+    farewell = last[-2]
+    assert farewell is not None
+    assert farewell.stopping
+    assert not farewell.ready(town.second.version)
+
+
+def test_12_a_wrong_setting_stops_the_start_by_name(town: Town, tmp_path: Path) -> None:
+    wrong = ReplicaProcess(tmp_path, town.bus.address, INFERENCE__TTL_S=0.1)
+    with pytest.raises(TimeoutError):
+        wrong.start(timeout_s=0.1)
+    assert wrong.wait() == 2, "without importing torch first"
+    assert "setting inference.ttl_s = 0.1" in wrong.log
