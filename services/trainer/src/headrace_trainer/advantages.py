@@ -17,6 +17,8 @@ from headrace_trainer.baselines import Baselines, Decay, Mean
 Floats = Sequence[float]
 EPSILON = 1e-6
 """Added to standard deviations before dividing by them."""
+RESOLUTION = 1e-9
+"""A smaller difference between a reward and a mean, relative to them, is rounding. AdamW would make steps of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,13 @@ class Advantages:
     @classmethod
     def of(cls, rewards_B: Floats, baselines_B: Floats, scales_B: Floats) -> Advantages:
         terms = zip(rewards_B, baselines_B, scales_B, strict=True)
-        return cls([(reward - baseline) / scale for reward, baseline, scale in terms], baselines_B, scales_B)
+        values_B = [
+            0.0
+            if math.isclose(reward, baseline, rel_tol=RESOLUTION, abs_tol=RESOLUTION)
+            else (reward - baseline) / scale
+            for reward, baseline, scale in terms
+        ]
+        return cls(values_B, baselines_B, scales_B)
 
 
 def reinforce_pp(

@@ -87,16 +87,17 @@ class Lineage:
         return self.ledger.steps - self.ledger.history.head_step >= self._settings.steps_per_version
 
     @property
-    def unsaved(self) -> bool:
-        """Whether the last save lacks a verdict or a step."""
-        return bool(self.ledger.verdicts) or self.ledger.steps != self.saved.steps
+    def unpublished(self) -> bool:
+        """Whether the weights have had steps that no version holds."""
+        return self.ledger.current is None
 
     def save_due(self, since_s: float) -> bool:
         """`since_s`: seconds since the last save. A version that is due waits for the step that it is made of."""
-        if self.ledger.steps != self.saved.steps and self.version_due:
+        stepped, verdicts = self.ledger.steps != self.saved.steps, len(self.ledger.verdicts)
+        if stepped and self.version_due:
             return True
         late = since_s >= self._settings.save_interval_s
-        return self.unsaved and (late or len(self.ledger.verdicts) >= self._settings.memory.verdicts)
+        return verdicts >= self._settings.memory.verdicts or (late and (stepped or verdicts > 0))
 
     @property
     def finished(self) -> bool:

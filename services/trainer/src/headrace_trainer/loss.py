@@ -47,7 +47,7 @@ def token_loss(
     current_N: Tensor, start_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: LossSettings
 ) -> TokenLoss:
     """All arguments but the advantages are logprobs; a gradient flows through `current_N` alone."""
-    start_N = start_N.detach()
+    start_N, behaviour_N = start_N.detach(), behaviour_N.detach()
     drift_N = _ratio(start_N, behaviour_N)
     proximal_N = start_N if settings.proximal == "step" else behaviour_N
     importance_N = _ratio(proximal_N, behaviour_N)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from headrace_runtime.errors import SettingError
 from headrace_trainer.settings import OptimizerSettings
 
 _UPDATES = "updates"
@@ -62,7 +63,7 @@ class Optimizer:
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue where `state` was taken. Raises `KeyError` when it is of other parameters."""
+        """Continue where `state` was taken. Raises `SettingError` when that was another kind of optimizer."""
         self.reset()
         self.updates = int(state[_UPDATES])
         part_of = {id(p): part for part in self._parts for group in part.param_groups for p in group["params"]}
@@ -71,8 +72,14 @@ class Optimizer:
                 continue
             name, _, what = key.rpartition("/")
             parameter = self._parameters[name]
-            device = torch.device("cpu") if what == "step" else parameter.device
-            part_of[id(parameter)].state[parameter][what] = value.to(device).clone()
+            part = part_of[id(parameter)]
+            if (what == "momentum_buffer") != isinstance(part, torch.optim.Muon):
+                raise SettingError(
+                    "trainer.optimizer.kind",
+                    self._settings.kind,
+                    "the saved lineage was trained with the other one; keep it, or choose another trainer.lineage",
+                )
+            part.state[parameter][what] = value.to("cpu" if what == "step" else parameter.device).clone()
 
 
 def _parts(parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> list[torch.optim.Optimizer]:

@@ -17,7 +17,9 @@ def freeze(policy: Policy, optimizer: Optimizer, lineage: str) -> tuple[bytes, b
     random = {f"{_RANDOM}cpu": torch.get_rng_state()}
     if policy.device.type == "cuda":
         random[f"{_RANDOM}cuda"] = torch.cuda.get_rng_state(policy.device)
-    about = {"headrace": "training state", "lineage": lineage}
+    about = {
+        "headrace": f"training state of lineage {lineage}"
+    }  # one entry: safetensors writes several in random order
     return _bytes(policy.tensors(), about), _bytes(optimizer.state() | random, about)
 
 

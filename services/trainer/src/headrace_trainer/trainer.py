@@ -27,7 +27,6 @@ from headrace_trainer.opening import open_lineage
 from headrace_trainer.report import Reporter
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.source import Source
-from headrace_trainer.waiting import Waiting
 
 log = get_logger(__name__)
 _BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -62,6 +61,7 @@ class Trainer:
         self._open_reporter = reporter
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._stop = threading.Event()
+        self._saved_at_s = 0.0
         self.lineage: Lineage | None = None
         """None until the saved state has been read."""
 
@@ -83,29 +83,31 @@ class Trainer:
             await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
     async def _train(self, lineage: Lineage, reporter: Reporter) -> None:
-        saved_at_s = self._clock.monotonic_s()
+        self._saved_at_s = self._clock.monotonic_s()
         while not lineage.finished:
             for record in await self._source.poll(lineage.ledger.room):
                 await self._receive(record, lineage)
-            batch = lineage.next_batch()
-            if batch:
-                await self._step(batch, lineage, reporter)
-            if lineage.save_due(self._clock.monotonic_s() - saved_at_s):
-                await self._save(lineage, reporter, publish=lineage.version_due)
-                saved_at_s = self._clock.monotonic_s()
-        if lineage.unsaved:
+                await self._act(lineage, reporter)  # after each one: batches must not depend on how many came at once
+            await self._act(lineage, reporter)
+        if lineage.unpublished:
             await self._save(lineage, reporter, publish=True)
         log.info("finished", steps=lineage.ledger.steps)
 
-    async def _step(self, batch: tuple[Waiting, ...], lineage: Lineage, reporter: Reporter) -> None:
-        measured = await self._in_thread(lambda: lineage.step(batch, self._stop))
-        if measured:
-            reporter.step(measured, lineage.ledger)
+    async def _act(self, lineage: Lineage, reporter: Reporter) -> None:
+        """Step and save if it is time."""
+        batch = lineage.next_batch()
+        if batch and not lineage.finished:
+            measured = await self._in_thread(lambda: lineage.step(batch, self._stop))
+            if measured:
+                reporter.step(measured, lineage.ledger)
+        if lineage.save_due(self._clock.monotonic_s() - self._saved_at_s):
+            await self._save(lineage, reporter, publish=lineage.version_due)
 
     async def _save(self, lineage: Lineage, reporter: Reporter, *, publish: bool) -> None:
         """Durable first, then announced; the next save waits until the bus has both events."""
         published = await self._retry(lambda: self._in_thread(lambda: lineage.save(publish=publish)))
         await self._announce(lineage)
+        self._saved_at_s = self._clock.monotonic_s()
         if published:
             reporter.published(lineage.saved.checkpoint.version, lineage.saved.checkpoint.step, lineage.ledger.steps)
 

@@ -1,0 +1,153 @@
+"""What the registry's decisions do to the weights, and what they leave alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace_trainer.control import Course, follow
+from headrace_trainer.trainer import Trainer
+from tests.unit.trainer.conftest import Make
+from tests.unit.trainer.test_history import chain, name, publish
+from tests.unit.trainer.world import World, decision, experience
+
+
+def course(what: str, number: int, *, head: int = 5, previous: int | None = None, promoted: str = "20") -> Course:
+    history = chain(head)
+    event = decision(name(number), what, None if previous is None else name(previous))  # type: ignore[arg-type]
+    return follow(event, history, tuple(name(int(digit)) for digit in promoted))
+
+
+def of(promoted: str, rewind: int | None = None) -> Course:
+    return Course(tuple(name(int(digit)) for digit in promoted), None if rewind is None else name(rewind))
+
+
+@pytest.mark.parametrize("what", ["registered", "probed", "evaluated", "skipped"])
+def test_most_decisions_change_nothing(what: str) -> None:
+    assert course(what, 4) == of("20")
+
+
+def test_a_promotion_on_the_line_moves_the_champion_and_no_weights() -> None:
+    assert course("promoted", 4) == of("42")
+    assert course("promoted", 2) == of("20")
+
+
+@pytest.mark.parametrize("what", ["rejected", "rolled_back", "withdrawn"])
+def test_a_refusal_goes_back_to_the_version_that_it_names(what: str) -> None:
+    assert course(what, 4, previous=2) == of("20", rewind=2)
+    assert course(what, 4, previous=0) == of("02", rewind=0)
+
+
+def test_a_refusal_that_names_none_of_ours_goes_back_to_the_champion() -> None:
+    assert course("rejected", 4) == of("20", rewind=2)
+    assert course("rejected", 4, previous=9) == of("20", rewind=2)
+
+
+def test_a_champion_that_is_refused_gives_way_to_the_one_before_it() -> None:
+    assert course("rolled_back", 2) == of("0", rewind=0)
+
+
+def test_a_refused_version_that_the_weights_do_not_hold_changes_nothing() -> None:
+    history = publish(chain(3), 4, 4).moved(name(3), 4)
+    assert follow(decision(name(4), "rejected"), history, (name(3),)).rewind is None
+
+
+def test_another_lines_champion_is_followed() -> None:
+    history = publish(chain(3), 4, 4).moved(name(3), 4)
+    assert follow(decision(name(4), "promoted"), history, (name(3),)) == Course((name(4), name(3)), name(4))
+
+
+def test_versions_of_others_are_nobody_here() -> None:
+    assert course("rejected", 9) == of("20")
+    assert course("promoted", 9) == of("20")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    assert trainer.lineage is not None
+    return trainer.lineage.policy.tensors()
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+async def test_weights_and_optimizer_go_back_and_the_next_version_is_the_champions_child(
+    world: World, make: Make, rank: int
+) -> None:
+    settings = make(max_staleness=9, lora={"rank": rank})
+    base = await world.run(settings)
+    first = world.bus.checkpoints[0].version
+    world.bus.produce(*(experience(n, first, reward=n % 3) for n in range(4)))
+    one = await world.run(settings)
+    second = world.bus.checkpoints[1].version
+    world.bus.produce(decision(second, "promoted", first))
+    world.bus.produce(*(experience(n, first, reward=n % 3) for n in range(10, 18)))
+    three = await world.run(settings)
+    assert len(world.bus.checkpoints) == 4
+    assert not same(weights(three), weights(one))
+
+    world.bus.produce(decision(world.bus.checkpoints[2].version, "rejected", second))
+    back = await world.run(settings)
+    assert same(weights(back), weights(one))
+    assert not same(weights(back), weights(base))
+    assert back.lineage is not None
+    assert back.lineage.ledger.steps == 3, "what was read and trained stays on the account"
+    assert back.lineage._optimizer.updates == 1
+
+    world.bus.produce(*(experience(n, first, reward=n % 3) for n in range(20, 24)))
+    await world.run(settings)
+    newest = world.bus.checkpoints[-1]
+    assert (newest.step, newest.parent) == (4, second), "a new number, and the champion's child"
+    assert list(world.bus.fates.values()) == ["trained"] * 16, "nothing twice"
+
+
+async def test_a_champion_is_never_starved_by_refusals(world: World, make: Make) -> None:
+    """Ten refused versions later the champion's experiences are still fresh (P5 counts on the tree)."""
+    settings = make(max_staleness=1)
+    await world.run(settings)
+    first = world.bus.checkpoints[0].version
+    for turn in range(10):
+        world.bus.produce(*(experience(10 * turn + n, first, reward=n % 3) for n in range(4)))
+        await world.run(settings)
+        world.bus.produce(decision(world.bus.checkpoints[-1].version, "rejected", first, number=turn))
+        await world.run(settings)
+    assert set(world.bus.fates.values()) == {"trained"}
+    assert [checkpoint.parent for checkpoint in world.bus.checkpoints[1:]] == [first] * 10
+
+
+async def test_a_version_without_a_restore_point_is_taken_from_its_files(world: World, make: Make) -> None:
+    settings = make(max_staleness=20, memory={"restore_points": 3})
+    await world.run(settings)
+    first = world.bus.checkpoints[0].version
+    kept = None
+    for turn in range(6):
+        world.bus.produce(*(experience(10 * turn + n, first, reward=n % 3) for n in range(4)))
+        trainer = await world.run(settings)
+        kept = weights(trainer) if turn == 1 else kept
+    target = world.bus.checkpoints[2].version
+    assert trainer.lineage is not None
+    assert target not in trainer.lineage.saved.restore_points
+    world.bus.produce(decision(world.bus.checkpoints[3].version, "rolled_back", target))
+    back = await world.run(settings)
+    assert kept is not None
+    assert same(weights(back), kept)
+    assert back.lineage is not None
+    assert back.lineage._optimizer.updates == 0, "its momentum is gone, and that is said in the log"
+
+
+async def test_other_models_decisions_are_passed_over(world: World, make: Make) -> None:
+    await world.run(make())
+    first = world.bus.checkpoints[0].version
+    event = decision(first, "rejected").model_copy(update={"model": "other"})
+    world.bus.produce(event)
+    trainer = await world.run(make())
+    assert trainer.lineage is not None
+    assert trainer.lineage.ledger.promoted == (first,)

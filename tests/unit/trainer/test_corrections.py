@@ -1,0 +1,164 @@
+"""P10 and P4 together: whatever the order of verdicts, the weights end as if only the last one had been trained."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace_trainer.batch import Batch, Row
+from headrace_trainer.optimizer import Optimizer
+from headrace_trainer.step import train
+from headrace_trainer.trainer import Trainer
+from tests.unit.trainer.conftest import Make
+from tests.unit.trainer.world import Idle, World, experience
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def advantages(world: World, trainer: Trainer, number: int) -> list[float]:
+    assert trainer.lineage is not None
+    entry = trainer.lineage.ledger.window.get(f"e{number}")
+    assert entry is not None
+    return [contribution.advantage for contribution in entry.contributions]
+
+
+async def begin(world: World, make: Make, **settings: Any) -> str:
+    await world.run(make(**settings))
+    version = world.bus.checkpoints[0].version
+    world.bus.produce(*(experience(n, version, reward=float(n % 2), task="t") for n in range(4)))
+    await world.run(make(**settings))
+    return version
+
+
+async def test_a_revision_of_what_still_waits_replaces_it(world: World, make: Make) -> None:
+    await world.run(make())
+    version = world.bus.checkpoints[0].version
+    world.bus.produce(
+        experience(0, version, 0.0), experience(0, version, 1.0, revision=1), experience(0, version, 5.0, revision=2)
+    )
+    world.bus.produce(*(experience(n, version, 0.0) for n in range(1, 4)))
+    await world.run(make())
+    expected = {("e0", 0): "superseded", ("e0", 1): "superseded", ("e0", 2): "trained"}
+    assert {key: fate for key, fate in world.bus.fates.items() if key[0] == "e0"} == expected
+    assert next(verdict for verdict in world.bus.verdicts if not verdict.dropped).experience_id == "e0", "same place"
+    assert world.reporter.steps[0]["reward_mean"] == 5 / 4
+
+
+async def test_a_withdrawal_of_what_still_waits_removes_it(world: World, make: Make) -> None:
+    await world.run(make())
+    version = world.bus.checkpoints[0].version
+    world.bus.produce(experience(0, version), experience(0, version, None, revision=1, branch=False))
+    await world.run(make())
+    assert world.bus.fates == {("e0", 0): "superseded", ("e0", 1): "withdrawn"}
+
+
+async def test_a_revision_after_training_adds_what_is_missing(world: World, make: Make) -> None:
+    version = await begin(world, make)
+    world.bus.produce(experience(1, version, 0.0, revision=1, task="t"))
+    trainer = await world.run(make(), wait_s=31)
+    assert world.bus.fates["e1", 1] == "trained"
+    first, second = advantages(world, trainer, 1)
+    assert first > 0
+    same_reward = advantages(world, trainer, 0)[0]
+    assert first + second < 0
+    assert second == pytest.approx(-1.0 * first / (1 - 1 / 3), rel=1e-5), "(0 - 1) in the units of the first training"
+    assert same_reward < 0
+    assert world.reporter.steps[-1]["corrections"] == 1
+
+
+@pytest.mark.parametrize("with_tokens", [True, False])
+async def test_a_withdrawal_after_training_takes_everything_back(world: World, make: Make, with_tokens: bool) -> None:
+    """The tokens may come with it or not: then they are read again from where they were on the bus."""
+    version = await begin(world, make)
+    world.bus.produce(experience(1, version, None, revision=1, branch=with_tokens))
+    trainer = await world.run(make(), wait_s=31)
+    assert world.bus.fates["e1", 1] == "trained"
+    assert sum(advantages(world, trainer, 1)) == pytest.approx(0.0, abs=1e-7)
+
+
+async def test_a_withdrawal_whose_tokens_are_gone_is_dropped_and_said(world: World, make: Make) -> None:
+    version = await begin(world, make)
+    world.bus.produce(experience(1, version, None, revision=1, branch=False))
+    trainer = world.trainer(make())
+    asked: list[tuple[int, int]] = []
+
+    async def expired(partition: int, offset: int) -> None:
+        asked.append((partition, offset))
+
+    world.source.fetch = expired  # type: ignore[method-assign]
+    with pytest.raises(Idle):
+        await trainer.run()
+    first = next(r for r in world.bus.records if r.topic == "experiences" and b'"e1"' in (r.value or b""))
+    assert asked == [(first.partition, first.offset)]
+    assert world.bus.fates["e1", 1] == "withdrawn"
+
+
+async def test_an_unchanged_reward_is_not_trained_again(world: World, make: Make) -> None:
+    version = await begin(world, make)
+    world.bus.produce(experience(1, version, 1.0, revision=1, task="t"))
+    await world.run(make(), wait_s=31)
+    assert world.bus.fates["e1", 1] == "unchanged"
+    assert len(world.bus.checkpoints) == 2
+
+
+async def test_there_and_back_again_is_nothing(world: World, make: Make) -> None:
+    version = await begin(world, make)
+    for revision, reward in ((1, 0.0), (2, None), (3, 1.0)):
+        world.bus.produce(experience(1, version, reward, revision=revision, task="t"))
+        trainer = await world.run(make(), wait_s=31)
+        assert world.bus.fates["e1", revision] == "trained"
+    assert sum(advantages(world, trainer, 1)) == pytest.approx(advantages(world, trainer, 1)[0], abs=1e-6)
+
+
+async def test_a_late_lower_revision_changes_nothing(world: World, make: Make) -> None:
+    await world.run(make())
+    version = world.bus.checkpoints[0].version
+    world.bus.produce(*(experience(n, version, float(n), revision=2) for n in range(4)))
+    await world.run(make())
+    world.bus.produce(experience(1, version, 9.0, revision=1), experience(1, version, 1.0, revision=2))
+    await world.run(make())
+    assert world.bus.fates["e1", 1] == "already_trained"
+    assert len(world.bus.fates) == 5, "the redelivery of revision 2 has no second verdict"
+
+
+async def test_the_gradients_add_up_to_that_of_the_last_verdict_alone(world: World, make: Make) -> None:
+    """With steps too small to matter, first training plus correction is the training of A(new), token for token."""
+    settings = make(
+        optimizer={"learning_rate": 1e-9, "beta1": 0.0, "gradient_norm_max": 1e9}, batch_experiences=2, max_staleness=9
+    )
+    await world.run(settings)
+    version = world.bus.checkpoints[0].version
+    world.bus.produce(experience(0, version, 1.0, task="t"), experience(1, version, 0.5, task="t"))
+    first = gradient(await world.run(settings))
+    world.bus.produce(experience(0, version, 0.2, revision=1, task="t"), experience(1, version, None, revision=1))
+    trainer = await world.run(settings)
+    second = gradient(trainer)
+    assert trainer.lineage is not None
+    entry = trainer.lineage.ledger.window.get("e0")
+    assert entry is not None
+    last = {0: entry.advantage_of(0.2, 10.0), 1: 0.0}
+
+    policy = trainer.lineage.policy
+    alone = Optimizer(policy.parameters, settings.optimizer)
+    batch = Batch(tuple(Row.of(experience(n, version), advantage, None) for n, advantage in last.items()))
+    train(policy, alone, batch, settings.loss, 4096, threading.Event())
+    for name, expected in gradients_of(alone).items():
+        torch.testing.assert_close(first[name] + second[name], expected, atol=1e-6, rtol=1e-3)
+    assert any(tensor.abs().max() > 1e-3 for tensor in gradients_of(alone).values())
+
+
+def gradient(trainer: Trainer) -> dict[str, torch.Tensor]:
+    assert trainer.lineage is not None
+    return gradients_of(trainer.lineage._optimizer)
+
+
+def gradients_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """The last one: AdamW's first momentum where beta1 is 0."""
+    return {name: tensor for name, tensor in optimizer.state().items() if name.endswith("/exp_avg")}

@@ -1,0 +1,230 @@
+"""P4 by brute force: die before and after every durable write and every announcement, and look at what came out.
+
+The oracle is the run that nobody disturbed. On the CPU training is deterministic, so the final weights must be the same
+bytes: an experience trained twice, or not at all, would show.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.versions import read_manifest
+from headrace_schemas import Event
+from headrace_schemas.blobs import BlobRef
+from headrace_trainer import opening
+from headrace_trainer.ledger import Ledger
+from headrace_trainer.saved import Pointer, Saved
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.store import LineageStore
+from headrace_trainer.trainer import Trainer
+from tests.unit.trainer.conftest import Make
+from tests.unit.trainer.world import Bus, World, decision, experience
+
+
+@pytest.fixture(autouse=True)
+def _no_power_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process leaves the page cache behind: nothing here needs the disk to be waited for."""
+    monkeypatch.setattr(os, "fsync", lambda _handle: None)
+
+
+class Died(BaseException):
+    """kill -9: no handler sees it."""
+
+
+class Fuse:
+    """Dies at the n-th point; counts the points when n is None."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at = at
+        self.points = 0
+
+    def __call__(self) -> None:
+        self.points += 1
+        if self.points == self.at:
+            raise Died
+
+
+class FragileBlobs(BlobStore):
+    """Burns the fuse before each durable change; dying after one is dying before the next."""
+
+    def __init__(self, url: str, fuse: Fuse) -> None:
+        super().__init__(url)
+        self._burn = fuse
+        self._known: set[str] = set()
+
+    def put(self, data: bytes) -> BlobRef:
+        ref = self.ref(data)
+        if ref.sha256 not in self._known:  # putting it again changes nothing
+            self._burn()
+            self._known.add(ref.sha256)
+        return super().put(data)
+
+    def set_pointer(self, name: str, data: bytes) -> None:
+        self._burn()
+        super().set_pointer(name, data)
+
+    def delete(self, ref: BlobRef) -> None:
+        if ref.sha256 in self._known:
+            self._burn()
+            self._known.discard(ref.sha256)
+        super().delete(ref)
+
+
+class FragileBus(Bus):
+    """Burns the fuse before each announcement."""
+
+    burn: Callable[[], None]
+
+    async def send(self, event: Event) -> None:
+        self.burn()
+        await super().send(event)
+
+
+Story = Callable[[World, str], None]
+
+
+async def tell(
+    folder: Path, settings: TrainerSettings, story: Story, die_at: int | None = None
+) -> tuple[dict[str, Any], World, int]:
+    """A lineage begins, the story happens, with one death somewhere and a new process after it; how it ended, and how
+    many points there were to die at."""
+    fuse = Fuse(die_at)
+    bus = FragileBus()
+    bus.burn = fuse
+    world = World(folder, bus=bus)
+    world.blobs = FragileBlobs((folder / "blobs").as_uri(), fuse)
+    trainer = await survive(world, settings, fuse)
+    assert trainer.lineage is not None
+    story(world, trainer.lineage.saved.checkpoint.version)
+    await survive(world, settings, fuse)
+    fuse.at = None
+    return result(world), world, fuse.points
+
+
+async def survive(world: World, settings: TrainerSettings, fuse: Fuse) -> Trainer:
+    try:
+        return await world.run(settings)
+    except Died:
+        fuse.at = None
+        return await world.run(settings)
+
+
+def result(world: World) -> dict[str, Any]:
+    """What an observer can know. Versions are named by number: their own names depend on where the blobs lie."""
+    saved = LineageStore(world.blobs, "main").load()
+    assert saved is not None
+    numbers = {published.version: published.number for published in saved.versions}
+    text = re.sub(r"m@[0-9a-f]{16}", lambda match: f"v{numbers[match[0]]}", repr((world.bus.fates, saved.window)))
+    return {
+        "fates and window": text,
+        "steps": saved.steps,
+        "offsets": saved.offsets,
+        "numbers": [published.number for published in saved.versions],
+        "weights": saved.present.weights.sha256,
+        "optimizer": saved.present.optimizer.sha256,
+        "baselines": saved.baselines,
+        "waiting": [item.experience.experience_id for item in saved.waiting],
+    }
+
+
+def plain_story(world: World, version: str) -> None:
+    events = [experience(n, version, reward=(n * 7) % 3, task=f"t{n % 2}") for n in range(11)]
+    world.bus.produce(*events[:6], events[2], events[3], *events[6:])  # two redeliveries
+    world.bus.produce(experience(1, version, reward=-1.0, revision=1), experience(12, version, reward=None))
+    world.bus.add("experiences", b"poison")
+
+
+@pytest.mark.parametrize(("lora", "stride"), [(0, 1), (2, 6)])
+async def test_a_death_at_any_point_changes_nothing(tmp_path: Path, make: Make, lora: int, stride: int) -> None:
+    settings = make(lora={"rank": lora}, memory={"restore_points": 3})
+    expected, _, points = await tell(tmp_path / "calm", settings, plain_story)
+    assert expected["steps"] == 3
+    assert points > 30
+    for at in range(1, points + 1, stride):
+        found, world, _ = await tell(tmp_path / f"{at}", settings, plain_story, at)
+        assert found == expected, f"died at point {at}"
+        assert garbage(world) <= 1, f"died at point {at}: blobs are left over"
+
+
+def garbage(world: World) -> int:
+    """Blobs that nothing needs. One is excused: a version that was stored and whose process died before it counted."""
+    raw = world.blobs.pointer("lineages/main")
+    saved = LineageStore(world.blobs, "main").load()
+    assert saved is not None
+    assert raw is not None
+    needed = set(saved.blobs()) | {Pointer.model_validate_json(raw).state.sha256}
+    for published in saved.versions:
+        needed |= {published.manifest.sha256}
+        needed |= {file.blob.sha256 for file in read_manifest(world.blobs, published.manifest).files}
+    return len(set(world.blobs.digests()) - needed)
+
+
+async def test_the_oracle_would_notice_an_experience_trained_twice(tmp_path: Path, make: Make) -> None:
+    """The comparison above can fail: one redelivery that nobody recognises gives other weights."""
+
+    def twice(world: World, version: str) -> None:
+        world.bus.produce(experience(2, version, reward=2.0, task="t0").model_copy(update={"experience_id": "again"}))
+        plain_story(world, version)
+
+    calm, _, _ = await tell(tmp_path / "calm", make(), plain_story)
+    other, _, _ = await tell(tmp_path / "other", make(), twice)
+    assert calm["weights"] != other["weights"]
+
+
+async def test_p4_offsets_outside_the_checkpoint_would_be_caught(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted bug: positions survive a death that the weights do not."""
+    outside: dict[str, dict[int, int]] = {}
+
+    def forgetful(settings: Any, policy: Any, saved: Saved) -> Ledger:
+        ledger = make_ledger(settings, policy, saved)
+        for topic, offsets in ledger.offsets.items():
+            outside.setdefault(topic, {}).update(offsets)
+        ledger.offsets = outside
+        return ledger
+
+    make_ledger = opening._ledger
+    expected, _, points = await tell(tmp_path / "calm", make(), plain_story)
+    monkeypatch.setattr(opening, "_ledger", forgetful)
+    caught = 0
+    for at in range(points // 2, points, 4):
+        outside.clear()
+        caught += (await tell(tmp_path / f"{at}", make(), plain_story, at))[0] != expected
+    assert caught > 0
+
+
+async def test_a_death_around_a_refused_version_changes_nothing(tmp_path: Path, make: Make) -> None:
+    """The registry refuses version 1 while version 2 exists: weights go back to the base, what was read stays read."""
+    settings = make(max_staleness=20)
+
+    def refusal(world: World, version: str) -> None:
+        world.bus.produce(decision(world.bus.checkpoints[1].version, "rejected", previous=version))
+        world.bus.produce(*(experience(n, version, reward=n % 3, task="t") for n in range(20, 24)))
+
+    async def whole(folder: Path, die_at: int | None) -> tuple[dict[str, Any], int]:
+        fuse = Fuse(None)
+        world = World(folder)
+        world.blobs = FragileBlobs((folder / "blobs").as_uri(), fuse)
+        await world.run(settings)
+        first = world.bus.checkpoints[0].version
+        world.bus.produce(*(experience(n, first, reward=n % 3, task="t") for n in range(8)))
+        await world.run(settings)
+        refusal(world, first)
+        fuse.at, fuse.points = die_at, 0
+        await survive(world, settings, fuse)
+        fuse.at = None
+        return result(world), fuse.points
+
+    expected, points = await whole(tmp_path / "calm", None)
+    assert expected["steps"] == 3
+    assert expected["numbers"] == [0, 1, 2, 3]
+    for at in range(1, points + 1):
+        assert (await whole(tmp_path / f"{at}", at))[0] == expected, f"died at point {at}"

@@ -1,0 +1,151 @@
+"""Packing changes nothing, and logprobs are those of the sample's own temperature."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace_runtime.errors import SettingError
+from headrace_trainer import forward
+from headrace_trainer.batch import Row
+from headrace_trainer.policy import Policy
+from headrace_trainer.settings import ComputeSettings, LoraSettings
+from tests.unit.trainer.world import experience
+
+V = "m@000000000000"
+
+
+def open_policy(base: Path, rank: int = 0, **compute: Any) -> Policy:
+    return Policy.open(base, ComputeSettings(device="cpu", **compute), LoraSettings(rank=rank), seed=1)
+
+
+def rows(**fields: Any) -> list[Row]:
+    return [Row.of(experience(n, V, length=6 + 5 * n, **fields), 1.0, None) for n in range(1, 5)]
+
+
+def one_by_one(base: Path, row: Row, temperature: float = 1.0) -> torch.Tensor:
+    """The textbook way: transformers' own attention, one sequence, all positions, log_softmax, gather."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    token_ids = torch.tensor(row.token_ids_T, dtype=torch.long)
+    with torch.no_grad():
+        logits = model(token_ids[None]).logits[0]
+    logprobs = torch.log_softmax(logits[:-1] / temperature, -1)
+    chosen: torch.Tensor = logprobs[torch.arange(len(token_ids) - 1), token_ids[1:]][torch.tensor(row.loss_mask_T[1:])]
+    return chosen
+
+
+@pytest.mark.parametrize("packing", ["blocks", "padded"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_pack_answers_as_its_rows_one_by_one(base: Path, packing: str, temperature: float) -> None:
+    policy, several = open_policy(base, packing=packing), rows(temperature=temperature)
+    packed_N, entropy_N = policy.logprobs(policy.collate(several))
+    alone_N = torch.cat([one_by_one(base, row, temperature) for row in several])
+    torch.testing.assert_close(packed_N, alone_N, atol=2e-6, rtol=0)
+    assert (entropy_N > 0).all()
+
+
+@pytest.mark.parametrize("packing", ["blocks", "padded"])
+def test_gradients_of_a_pack_are_the_sum_of_its_rows_gradients(base: Path, packing: str) -> None:
+    def gradient(*groups: list[Row]) -> dict[str, torch.Tensor]:
+        policy = open_policy(base, packing=packing)
+        for group in groups:
+            policy.logprobs(policy.collate(group))[0].sum().backward()  # type: ignore[no-untyped-call]
+        return {name: parameter.grad for name, parameter in policy.parameters.items() if parameter.grad is not None}
+
+    several = rows()
+    together, apart = gradient(several), gradient(*[[row] for row in several])
+    assert together.keys() == apart.keys()
+    assert together
+    for name in together:
+        torch.testing.assert_close(together[name], apart[name], atol=2e-5, rtol=1e-4)
+
+
+def test_neighbours_in_a_pack_do_not_see_each_other(base: Path) -> None:
+    policy, several = open_policy(base), rows()
+    before_N = policy.logprobs(policy.collate(several))[0]
+    other = Row(**{**several[0].__dict__, "token_ids_T": (several[0].token_ids_T + 1) % 320})
+    after_N = policy.logprobs(policy.collate([other, *several[1:]]))[0]
+    first = int(several[0].loss_mask_T.sum())
+    assert not torch.equal(before_N[:first], after_N[:first])
+    assert torch.equal(before_N[first:], after_N[first:])
+
+
+def test_a_wrong_boundary_would_be_noticed(base: Path) -> None:
+    """The test above can fail: one long block lets the rows leak into each other."""
+    policy, several = open_policy(base), rows()
+    pack = policy.collate(several)
+    leaky = forward.Pack(**{**pack.__dict__, "bounds": (0, pack.bounds[-1])})
+    assert (policy.logprobs(pack)[0] - policy.logprobs(leaky)[0]).abs().max() > 1e-3
+
+
+def test_pitfall_4_a_low_temperature_has_ratio_one(base: Path) -> None:
+    """The engine's logprobs are after temperature; recomputed at the same temperature the ratio is exactly theirs."""
+    policy, (row, *_) = open_policy(base), rows(temperature=0.6)
+    pack = policy.collate([row])
+    engine_N = one_by_one(base, row, temperature=0.6)
+    ratio_N = (policy.logprobs(pack)[0] - engine_N).exp()
+    torch.testing.assert_close(ratio_N, torch.ones_like(ratio_N), atol=1e-5, rtol=0)
+    raw_N = (policy.logprobs(pack)[0] - one_by_one(base, row)).exp()
+    assert (raw_N - 1).abs().max() > 0.05, "with raw logprobs it would not be"
+
+
+def test_entropy_is_that_of_the_distribution(base: Path) -> None:
+    policy, (row, *_) = open_policy(base), rows(temperature=0.5)
+    pack = policy.collate([row])
+    logits_NV = forward.logits(policy.model, pack).detach()
+    probabilities_NV = (logits_NV / 0.5).softmax(-1)
+    expected = -(probabilities_NV * probabilities_NV.log()).sum(-1)
+    torch.testing.assert_close(forward.logprobs(logits_NV, pack)[1], expected, atol=1e-5, rtol=0)
+
+
+def test_a_sliding_window_reaches_as_far_as_it_says() -> None:
+    query, key, value = (torch.randn(1, 2, 10, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    found, _ = forward._attend_in_blocks(None, query, key, value, None, sliding_window=3, headrace_bounds=(0, 6, 10))
+    for start, stop in ((0, 6), (6, 10)):
+        for t in range(start, stop):
+            seen = slice(max(start, t - 2), t + 1)
+            scores = (query[0, :, t, None] * key[0, :, seen]).sum(-1) / np.sqrt(8)
+            expected = (scores.softmax(-1)[..., None] * value[0, :, seen]).sum(1)
+            torch.testing.assert_close(found[0, t], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_grouped_heads_share_their_keys(base: Path) -> None:
+    query = torch.randn(1, 4, 5, 8)
+    key, value = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    found, _ = forward._attend_in_blocks(None, query, key, value, None, headrace_bounds=(0, 5))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
+
+
+def test_attention_that_needs_more_is_refused() -> None:
+    some = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(NotImplementedError, match="more than plain attention"):
+        forward._attend_in_blocks(None, some, some, some, None, softcap=30.0)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_recomputing_activations_gives_the_same_gradient(base: Path, rank: int) -> None:
+    found = []
+    for checkpointing in (False, True):
+        policy = open_policy(base, rank, gradient_checkpointing=checkpointing)
+        policy.logprobs(policy.collate(rows()))[0].sum().backward()  # type: ignore[no-untyped-call]
+        found.append([p.grad for p in policy.parameters.values() if p.grad is not None and p.grad.abs().sum() > 0])
+    assert len(found[0]) == len(found[1]) > 3
+    for plain, again in zip(*found, strict=True):
+        torch.testing.assert_close(plain, again, atol=1e-5, rtol=1e-4)
+
+
+def test_a_device_that_is_not_there_is_a_setting_error(base: Path) -> None:
+    with pytest.raises(SettingError, match=r"trainer\.compute\.device = 'cuda:77'"):
+        Policy.open(base, ComputeSettings(device="cuda:77"), LoraSettings(), 0)
+
+
+def test_targets_that_are_not_there_are_a_setting_error(base: Path) -> None:
+    with pytest.raises(SettingError, match=r"trainer\.lora\.targets"):
+        Policy.open(base, ComputeSettings(), LoraSettings(rank=2, targets=("nonsense",)), 0)

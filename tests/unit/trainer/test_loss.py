@@ -1,0 +1,121 @@
+"""The loss against numpy on a grid of signs and sizes, and the mistakes that it must not make."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace_trainer.loss import k3, token_loss
+from headrace_trainer.settings import LossSettings
+
+GRID = list(itertools.product([-1.5, -0.2, 0.0, 0.2, 0.9], [-1.0, -0.1, 0.0, 0.3, 2.0], [-2.0, -0.5, 0.0, 1.0]))
+"""(current - start, start - behaviour, advantage)"""
+BEHAVIOUR = -2.5
+
+
+def tensors() -> tuple[torch.Tensor, ...]:
+    behaviour_N = torch.full((len(GRID),), BEHAVIOUR, dtype=torch.float64)
+    moved_N, drift_N, advantage_N = (torch.tensor(column, dtype=torch.float64) for column in zip(*GRID, strict=True))
+    start_N = behaviour_N + drift_N
+    return (start_N + moved_N).requires_grad_(), start_N, behaviour_N, advantage_N
+
+
+def oracle(moved: float, drift: float, advantage: float, s: LossSettings) -> tuple[float, float]:
+    """Loss and its derivative by the current logprob, case by case, in plain arithmetic."""
+    if not s.mask_low <= np.exp(drift) <= s.mask_high:
+        return 0.0, 0.0
+    weight = min(np.exp(drift), s.weight_max) if s.proximal == "step" else 1.0
+    ratio = np.exp(moved) if s.proximal == "step" else np.exp(moved + drift)
+    too_high = advantage > 0 and ratio > 1 + s.clip_high
+    too_low = advantage < 0 and ratio < 1 - s.clip_low
+    if too_high:
+        return -weight * (1 + s.clip_high) * advantage, 0.0
+    if too_low:
+        return -weight * (1 - s.clip_low) * advantage, 0.0
+    if s.clip_dual is not None and advantage < 0 and ratio > s.clip_dual:
+        return -weight * s.clip_dual * advantage, 0.0
+    return -weight * ratio * advantage, -weight * ratio * advantage
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"proximal": "behaviour"},
+        {"clip_dual": 1.5},
+        {"clip_low": 0.1, "clip_high": 0.1, "weight_max": 1.0},
+        {"mask_low": 0.5, "mask_high": 2.0},
+        {"mask_low": 0.5, "mask_high": 2.0, "proximal": "behaviour", "clip_dual": 2.0},
+    ],
+    ids=str,
+)
+def test_loss_and_gradient_are_those_of_the_formula(fields: dict[str, Any]) -> None:
+    settings = LossSettings(**fields)
+    current_N, start_N, behaviour_N, advantage_N = tensors()
+    found = token_loss(current_N, start_N, behaviour_N, advantage_N, settings)
+    torch.autograd.backward(found.loss_N.sum())
+    expected = np.array([oracle(*point, settings) for point in GRID])
+    np.testing.assert_allclose(found.loss_N.detach().numpy(), expected[:, 0], rtol=1e-9, atol=1e-12)
+    assert current_N.grad is not None
+    np.testing.assert_allclose(current_N.grad.numpy(), expected[:, 1], rtol=1e-9, atol=1e-12)
+
+
+def test_nothing_but_the_present_weights_has_a_gradient() -> None:
+    current_N, start_N, behaviour_N, advantage_N = (one.detach().requires_grad_() for one in tensors())
+    torch.autograd.backward(token_loss(current_N, start_N, behaviour_N, advantage_N, LossSettings()).loss_N.sum())
+    assert current_N.grad is not None
+    assert start_N.grad is None
+    assert behaviour_N.grad is None
+
+
+def test_on_policy_it_is_the_plain_policy_gradient() -> None:
+    current_N = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    advantage_N = torch.tensor([1.0, -2.0, 0.0])
+    found = token_loss(current_N, current_N.detach(), current_N.detach(), advantage_N, LossSettings())
+    torch.autograd.backward(found.loss_N.sum())
+    assert current_N.grad is not None
+    assert current_N.grad.tolist() == [-1.0, 2.0, 0.0], "minus the advantage: descent makes good tokens likelier"
+    assert not found.clipped_N.any()
+    assert not found.truncated_N.any()
+    assert not found.masked_N.any()
+
+
+def test_what_was_truncated_masked_and_clipped_is_counted() -> None:
+    behaviour_N = torch.zeros(4)
+    start_N = torch.tensor([1.0, -1.0, 5.0, 0.0])
+    current_N = start_N + torch.tensor([0.0, 0.0, 0.0, 1.0])
+    found = token_loss(current_N, start_N, behaviour_N, torch.ones(4), LossSettings(weight_max=2.0, mask_high=100.0))
+    assert found.truncated_N.tolist() == [True, False, True, False]
+    assert found.masked_N.tolist() == [False, False, True, False]
+    assert found.clipped_N.tolist() == [False, False, False, True]
+    assert found.weight_N.tolist() == pytest.approx([2.0, np.exp(-1.0), 2.0, 1.0])
+
+
+def test_absurd_differences_stay_finite() -> None:
+    current_N = torch.tensor([-0.0, -500.0], requires_grad=True)
+    behaviour_N = torch.tensor([-500.0, -0.0])
+    for proximal in ("step", "behaviour"):
+        settings = LossSettings(proximal=proximal, mask_high=1e30)
+        found = token_loss(current_N, current_N.detach(), behaviour_N, torch.tensor([-1.0, 1.0]), settings)
+        torch.autograd.backward(found.loss_N.sum())
+        assert torch.isfinite(found.loss_N).all()
+        assert current_N.grad is not None
+        assert torch.isfinite(current_N.grad).all()
+
+
+def test_k3_by_hand_never_negative_and_zero_only_for_equals() -> None:
+    logprobs_N, reference_N = torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-1.0, -2.0, -1.0])
+    expected = [0.0, np.exp(-1) - 1 + 1, np.exp(1) - 1 - 1]
+    assert k3(logprobs_N, reference_N).tolist() == pytest.approx(expected)
+
+
+def test_k3_estimates_the_divergence() -> None:
+    """Its expectation under the policy is the exact KL, summed over a small vocabulary."""
+    generator = torch.Generator().manual_seed(5)
+    policy_V, reference_V = (torch.randn(6, generator=generator).log_softmax(-1) for _ in range(2))
+    exact = (policy_V.exp() * (policy_V - reference_V)).sum()
+    torch.testing.assert_close((policy_V.exp() * k3(policy_V, reference_V)).sum(), exact)

@@ -1,0 +1,175 @@
+"""The saved state: whole or absent, loud when damaged, and nothing left over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.errors import CorruptBlob, SettingError, Unavailable
+from headrace_schemas.blobs import BlobRef
+from headrace_trainer.opening import open_lineage
+from headrace_trainer.saved import Pointer, Saved
+from headrace_trainer.store import LineageStore, LineageTaken
+from tests.unit.trainer.conftest import Make
+from tests.unit.trainer.world import Bus, World, experience
+
+POINTER = "lineages/main"
+
+
+async def trained(world: World, make: Make, count: int = 8, **settings: Any) -> Saved:
+    """A lineage with two steps behind it, unless told otherwise."""
+    await world.run(make(**settings))
+    version = world.bus.checkpoints[0].version
+    world.bus.produce(*(experience(n, version, reward=n % 3) for n in range(count)))
+    return saved_of(await world.run(make(**settings)))
+
+
+def saved_of(trainer: object) -> Saved:
+    lineage = getattr(trainer, "lineage")  # noqa: B009
+    saved: Saved = lineage.saved
+    return saved
+
+
+def path_of(world: World, ref: BlobRef) -> Path:
+    return world.folder / "blobs" / "sha256" / ref.sha256[:2] / ref.sha256
+
+
+def state_ref(world: World) -> BlobRef:
+    raw = world.blobs.pointer(POINTER)
+    assert raw is not None
+    return Pointer.model_validate_json(raw).state
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+async def test_what_was_saved_comes_back(world: World, make: Make) -> None:
+    saved = await trained(world, make)
+    assert saved.steps == 2
+    assert LineageStore(world.blobs, "main").load() == saved
+    again = open_lineage(make(), world.blobs, world.clock)
+    assert again.ledger.picture() == {name: getattr(saved, name) for name in again.ledger.picture()}
+
+
+@pytest.mark.parametrize("which", ["weights", "optimizer", "state"])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
+async def test_a_damaged_state_is_a_clear_crash(world: World, make: Make, which: str, damage: str) -> None:
+    saved = await trained(world, make)
+    ref = {"weights": saved.present.weights, "optimizer": saved.present.optimizer, "state": state_ref(world)}[which]
+    path = path_of(world, ref)
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-1] if damage == "truncated" else content[:-1] + bytes([content[-1] ^ 1]))
+    expected = Unavailable if damage == "missing" else CorruptBlob
+    with pytest.raises(expected, match=rf"{POINTER}: .*{ref.sha256}.*restore the blob store from a backup"):
+        await world.run(make())
+    path.write_bytes(content)
+    assert saved_of(await world.run(make())) == saved, "repaired from the backup, nothing else was touched"
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"state": 3}', b"\x80\x04"])
+async def test_a_damaged_pointer_is_a_clear_crash(world: World, make: Make, content: bytes) -> None:
+    await trained(world, make)
+    world.blobs.set_pointer(POINTER, content)
+    with pytest.raises(CorruptBlob, match=rf"{POINTER}: .*restore the blob store"):
+        await world.run(make())
+
+
+async def test_a_state_of_another_format_is_refused(world: World, make: Make) -> None:
+    saved = await trained(world, make)
+    other = saved.model_dump_json().replace('"format":1', '"format":2', 1).encode()
+    world.blobs.set_pointer(POINTER, Pointer(state=world.blobs.put(other)).model_dump_json().encode())
+    with pytest.raises(CorruptBlob, match=r"format: Input should be 1"):
+        await world.run(make())
+
+
+async def test_nothing_in_the_store_is_a_pickle(world: World, make: Make) -> None:
+    await trained(world, make)
+    for digest in world.blobs.digests():
+        start = (world.folder / "blobs" / "sha256" / digest[:2] / digest).read_bytes()[:2]
+        assert start not in {b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK"}
+
+
+async def test_old_states_are_removed_and_versions_stay(world: World, make: Make) -> None:
+    saved = await trained(world, make, count=40, max_staleness=20)
+    used = set(saved.blobs()) | {state_ref(world).sha256}
+    manifests = {checkpoint.manifest.sha256: checkpoint for checkpoint in world.bus.checkpoints}
+    assert len(manifests) == 11
+    of_versions = set(manifests)
+    from headrace_runtime.versions import read_manifest
+
+    for checkpoint in manifests.values():
+        of_versions |= {file.blob.sha256 for file in read_manifest(world.blobs, checkpoint.manifest).files}
+    assert set(world.blobs.digests()) == used | of_versions
+    assert len(saved.restore_points) == make().memory.restore_points
+
+
+async def test_a_lineage_has_one_trainer(world: World, make: Make) -> None:
+    await trained(world, make)
+    first, second = (open_lineage(make(), world.blobs, world.clock) for _ in range(2))
+    first.save(publish=False)
+    with pytest.raises(LineageTaken, match="another process trains it"):
+        second.save(publish=False)
+    first.save(publish=False)
+
+
+async def test_two_lineages_share_a_store(world: World, make: Make) -> None:
+    mine = await trained(world, make)
+    world.bus = Bus()
+    theirs = saved_of(await world.run(make(lineage="other")))
+    assert theirs.steps == 0
+    assert not set(mine.blobs()) & set(theirs.blobs())
+    assert LineageStore(world.blobs, "main").load() == mine
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "other"}, r"trainer\.model = 'other': lineage main is of model m"),
+        ({"lora": {"rank": 4}}, r"trainer\.lora\.rank = 4: lineage main is trained as full"),
+        ({"base": "nowhere"}, r"trainer\.base = 'nowhere': is not a folder"),
+    ],
+)
+async def test_settings_of_another_lineage_are_refused(
+    world: World, make: Make, change: dict[str, object], message: str
+) -> None:
+    await trained(world, make)
+    with pytest.raises(SettingError, match=message):
+        await world.run(make(**change))
+
+
+async def test_adapters_of_another_shape_are_refused(world: World, make: Make) -> None:
+    await world.run(make(lora={"rank": 4}))
+    with pytest.raises(SettingError, match=r"does not fit the saved lineage"):
+        await world.run(make(lora={"rank": 8}))
+
+
+async def test_another_optimizer_is_refused(world: World, make: Make) -> None:
+    await trained(world, make)
+    with pytest.raises(SettingError, match=r"trainer\.optimizer\.kind = 'muon'"):
+        await world.run(make(optimizer={"kind": "muon"}))
+
+
+async def test_a_store_that_is_away_for_a_while_is_waited_for(
+    world: World, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.run(make())
+    world.bus.produce(*(experience(n, world.bus.checkpoints[0].version) for n in range(4)))
+    put, failures = BlobStore.put, iter(range(2))
+
+    def sometimes(self: BlobStore, data: bytes) -> BlobRef:
+        if next(failures, None) is not None:
+            raise Unavailable("away")
+        return put(self, data)
+
+    monkeypatch.setattr(BlobStore, "put", sometimes)
+    saved = saved_of(await world.run(make()))
+    assert saved.steps == 1
+    assert world.bus.fates == {(f"e{n}", 0): "trained" for n in range(4)}

@@ -1,0 +1,186 @@
+"""P7: what is published answers as its fingerprint says, holds its base's files, and is never its parent again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.errors import SettingError
+from headrace_runtime.versions import VersionCache
+from headrace_schemas.blobs import BlobRef
+from headrace_schemas.manifest import Fingerprint, Manifest
+from headrace_trainer import versions
+from headrace_trainer.policy import FINGERPRINT_TOKENS, Policy, _fixed_tokens
+from headrace_trainer.settings import ComputeSettings, LoraSettings
+from tests.support import tiny_model
+from tests.unit.trainer.test_forward import open_policy
+
+
+def disturb(policy: Policy, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+
+
+def answers(model: Any, fingerprint: Fingerprint) -> torch.Tensor:
+    token_ids = torch.tensor(fingerprint.token_ids)
+    with torch.no_grad():
+        logprobs_TV = model(token_ids[None]).logits[0, :-1].float().log_softmax(-1)
+    found: torch.Tensor = logprobs_TV.gather(-1, token_ids[1:, None])[:, 0]
+    return found
+
+
+def publish_base(blobs: BlobStore, base: Path, policy: Policy) -> tuple[Manifest, BlobRef]:
+    return versions.publish_base(blobs, base, policy, name="m", lineage="main")
+
+
+def publish(blobs: BlobStore, base: Path, policy: Policy, first: Manifest) -> tuple[Manifest, BlobRef]:
+    return versions.publish(blobs, base, policy, first=first, lineage="main", step=1, parent=first.version)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+async def test_a_version_read_back_answers_as_its_fingerprint(base: Path, tmp_path: Path, rank: int) -> None:
+    blobs, policy = BlobStore((tmp_path / "blobs").as_uri()), open_policy(base, rank)
+    first, first_ref = publish_base(blobs, base, policy)
+    disturb(policy)
+    manifest, ref = publish(blobs, base, policy, first)
+    cache = VersionCache(blobs, tmp_path / "cache")
+    _, first_folder = await cache.fetch(first_ref)
+    _, folder = await cache.fetch(ref)
+
+    base_model = AutoModelForCausalLM.from_pretrained(first_folder)
+    torch.testing.assert_close(answers(base_model, first.fingerprint), torch.tensor(first.fingerprint.logprobs))
+    model = PeftModel.from_pretrained(base_model, folder) if rank else AutoModelForCausalLM.from_pretrained(folder)
+    expected = torch.tensor(manifest.fingerprint.logprobs)
+    torch.testing.assert_close(answers(model, manifest.fingerprint), expected, atol=1e-5, rtol=0)
+    assert (expected - torch.tensor(first.fingerprint.logprobs)).abs().max() > 1e-3, "and not as its parent"
+
+    assert (manifest.kind, manifest.base) == (("lora", first.version) if rank else ("full", None))
+    assert (manifest.tokenizer_sha256, manifest.template_sha256) == (first.tokenizer_sha256, first.template_sha256)
+    if not rank:
+        changed = [a.path for a, b in zip(first.files, manifest.files, strict=True) if a != b]
+        assert changed == ["model.safetensors"], "everything else is the base's, byte for byte"
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_equal_weights_make_equal_versions_and_no_path_gets_in(base: Path, tmp_path: Path, rank: int) -> None:
+    blobs, found = BlobStore(tmp_path.as_uri()), []
+    for _ in range(2):
+        policy = open_policy(base, rank)
+        first, _ = publish_base(blobs, base, policy)
+        disturb(policy)
+        manifest, _ = publish(blobs, base, policy, first)
+        found.append(manifest.version)
+        for file in manifest.files:
+            assert str(base).encode() not in blobs.get(file.blob), file.path
+    assert found[0] == found[1]
+
+
+def test_a_version_is_served_in_the_type_of_its_base(tmp_path: Path) -> None:
+    """Trained in float32, published in bfloat16 when the base is; the fingerprint is of the rounded weights."""
+    base = tiny_model.build(tmp_path / "base", layers=1)
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
+    blobs, policy = BlobStore((tmp_path / "blobs").as_uri()), open_policy(base)
+    first, _ = publish_base(blobs, base, policy)
+    disturb(policy)
+    manifest, _ = publish(blobs, base, policy, first)
+    (weights,) = (file for file in manifest.files if file.path.endswith(".safetensors"))
+    (tmp_path / "w.safetensors").write_bytes(blobs.get(weights.blob))
+    there = load_file(tmp_path / "w.safetensors")
+    assert {tensor.dtype for tensor in there.values()} == {torch.bfloat16}
+    versions.load(blobs, manifest, policy)
+    assert policy.fingerprint().logprobs == pytest.approx(manifest.fingerprint.logprobs, abs=1e-5)
+
+
+def test_an_untied_head_and_several_weight_files_survive(tmp_path: Path) -> None:
+    base = tiny_model.build(tmp_path / "base", layers=1)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone() * 0.5)
+    (base / "model.safetensors").unlink()
+    model.save_pretrained(base, max_shard_size="40KB")
+    assert len(list(base.glob("*.safetensors"))) > 1
+    blobs, policy = BlobStore((tmp_path / "blobs").as_uri()), open_policy(base)
+    first, _ = publish_base(blobs, base, policy)
+    disturb(policy)
+    manifest, _ = publish(blobs, base, policy, first)
+    assert [file.path for file in manifest.files if "safetensors" in file.path] == ["model.safetensors"]
+    mine = policy.tensors()
+    again = open_policy(base)
+    versions.load(blobs, manifest, again)
+    assert "lm_head.weight" in mine
+    assert all(torch.equal(tensor, mine[name]) for name, tensor in again.tensors().items())
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_weights_can_be_taken_back_from_a_version(base: Path, tmp_path: Path, rank: int) -> None:
+    blobs, policy = BlobStore(tmp_path.as_uri()), open_policy(base, rank)
+    first, _ = publish_base(blobs, base, policy)
+    disturb(policy, 1)
+    manifest, _ = publish(blobs, base, policy, first)
+    then = policy.tensors()
+    disturb(policy, 2)
+    versions.load(blobs, manifest, policy)
+    assert all(torch.equal(tensor, then[name]) for name, tensor in policy.tensors().items())
+
+
+@pytest.mark.parametrize("vocabulary", [2, 64, 320, 600, 151_936])
+def test_the_fingerprint_walks_through_the_vocabulary(vocabulary: int) -> None:
+    token_ids = _fixed_tokens(vocabulary)
+    assert token_ids == _fixed_tokens(vocabulary)
+    assert len(token_ids) == FINGERPRINT_TOKENS
+    assert all(0 <= token < vocabulary for token in token_ids)
+    assert len(set(token_ids)) == min(vocabulary, FINGERPRINT_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("remove", "message"),
+    [
+        ("model.safetensors", "has no weights in safetensors"),
+        ("config.json", "has no config.json"),
+        ("tokenizer.json", "has no tokenizer.json"),
+        ("", "is not a folder"),
+    ],
+)
+def test_a_base_that_cannot_be_one_is_a_setting_error(base: Path, tmp_path: Path, remove: str, message: str) -> None:
+    copy = tmp_path / "copy"
+    if remove:
+        shutil.copytree(base, copy)
+        (copy / remove).unlink()
+    with pytest.raises(SettingError, match=f"trainer.base = .*{message}"):
+        versions.check_base(copy)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"), [("model.safetensors", b"\x80\x04pickle"), ("config.json", b'{"model_type": "nonsense"}')]
+)
+def test_a_base_that_does_not_load_is_a_setting_error(base: Path, tmp_path: Path, file: str, content: bytes) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(base, copy)
+    (copy / file).write_bytes(content)
+    with pytest.raises(SettingError, match=r"trainer\.base"):
+        Policy.open(copy, ComputeSettings(), LoraSettings(), 0)
+
+
+def test_another_base_under_an_old_lineage_is_a_setting_error(base: Path, tmp_path: Path) -> None:
+    blobs = BlobStore((tmp_path / "blobs").as_uri())
+    first, _ = publish_base(blobs, base, open_policy(base))
+    versions.check_same(base, first, "main")
+    copy = tmp_path / "copy"
+    shutil.copytree(base, copy)
+    config = json.loads((copy / "config.json").read_text()) | {"rope_theta": 1.0}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SettingError, match=r"config\.json differ from what lineage main started from"):
+        versions.check_same(copy, first, "main")
+    assert hashlib.sha256((base / "config.json").read_bytes()).hexdigest() in {f.blob.sha256 for f in first.files}

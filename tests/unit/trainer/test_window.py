@@ -1,0 +1,82 @@
+"""P4: what the window remembers, and that nothing leaves it that could still change the weights."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from headrace_trainer.window import REVISIONS_MAX, Contribution, Entry, Window
+from tests.unit.trainer.world import START
+
+VERSION = "m@000000000000"
+
+
+def seen(window: Window, name: str, revision: int = 0, after_s: float = 0) -> None:
+    window.see(name, revision, [VERSION], (0, 1), START + timedelta(seconds=after_s))
+
+
+def test_revisions_are_remembered_one_by_one() -> None:
+    window = Window()
+    for revision in (3, 0, 5):
+        seen(window, "a", revision)
+    entry = window.get("a")
+    assert entry is not None
+    assert entry.revisions == (0, 3, 5)
+    assert [entry.seen(revision) for revision in range(6)] == [True, False, False, True, False, True]
+
+
+def test_very_many_revisions_are_bounded_and_the_forgotten_ones_count_as_seen() -> None:
+    window = Window()
+    for revision in range(REVISIONS_MAX + 10):
+        seen(window, "a", revision)
+    entry = window.get("a")
+    assert entry is not None
+    assert len(entry.revisions) == REVISIONS_MAX
+    assert entry.seen(0)
+    assert not entry.seen(REVISIONS_MAX + 10)
+
+
+def test_a_revision_without_tokens_does_not_hide_where_the_tokens_are() -> None:
+    window = Window()
+    seen(window, "a")
+    window.see("a", 1, (), None, START)
+    entry = window.get("a")
+    assert entry is not None
+    assert (entry.partition, entry.offset, entry.versions) == (0, 1, (VERSION,))
+
+
+@pytest.mark.parametrize(("count", "age_s", "left"), [(3, 1e9, "cde"), (99, 1.5, "de"), (0, 1e9, "")])
+def test_the_longest_untouched_leave_by_count_and_by_age(count: int, age_s: float, left: str) -> None:
+    window = Window()
+    for number, name in enumerate("abcde"):
+        seen(window, name, after_s=number)
+    gone = window.evict(START + timedelta(seconds=4.4), count, timedelta(seconds=age_s), lambda *_: False)
+    assert "".join(window) == left
+    assert gone == 5 - len(left)
+
+
+def test_what_is_needed_stays_and_others_go_in_its_place() -> None:
+    window = Window()
+    for name in "abcde":
+        seen(window, name)
+    window.evict(START, 2, timedelta(days=9), lambda name, _: name in "ab")
+    assert "".join(window) == "ab"
+
+
+def test_touching_makes_young() -> None:
+    window = Window()
+    for name in "abc":
+        seen(window, name)
+    seen(window, "a", 1)
+    window.evict(START, 1, timedelta(days=9), lambda *_: False)
+    assert list(window) == ["a"]
+
+
+def test_a_later_reward_is_judged_by_the_terms_of_the_first_training() -> None:
+    entry = Entry(revisions=(0,), versions=(), contributions=(Contribution(step=1, advantage=2.0),), baseline=0.5,
+                  scale=0.25, touched_ms=0)  # fmt: skip
+    assert entry.advantage_of(1.0, 10.0) == 2.0
+    assert entry.advantage_of(0.0, 10.0) == -2.0
+    assert entry.advantage_of(None, 10.0) == 0.0
+    assert entry.advantage_of(1e5, 10.0) == 10.0

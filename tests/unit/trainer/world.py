@@ -1,0 +1,255 @@
+"""A bus in memory, a clock by hand, and a trainer that runs until it has nothing left to do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.errors import InvalidEvent
+from headrace_runtime.wire import Record
+from headrace_schemas import Branch, Checkpoint, Event, Experience, ModelEvent, Span, TrainingMetrics, Verdict
+from headrace_schemas.envelope import Envelope
+from headrace_schemas.events.experience import NoReward
+from headrace_schemas.events.model_event import Decision
+from headrace_schemas.ids import session_key
+from headrace_trainer.ledger import Ledger
+from headrace_trainer.report import Reporter
+from headrace_trainer.saved import Offsets
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.trainer import Trainer
+
+START = datetime(2026, 11, 20, 12, tzinfo=UTC)
+VOCABULARY = 320
+
+
+class Idle(Exception):
+    """The trainer has read everything and waits."""
+
+
+class HandClock:
+    """Time stands still unless somebody sleeps or moves it."""
+
+    def __init__(self) -> None:
+        self.offset_s = 0.0
+
+    def now(self) -> datetime:
+        return START + timedelta(seconds=self.offset_s)
+
+    def monotonic_s(self) -> float:
+        self.offset_s += 1e-6
+        return self.offset_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.offset_s += seconds
+        await asyncio.sleep(0)
+
+
+@dataclass
+class Bus:
+    """Records in the order in which they were produced, and what the trainer sent and refused."""
+
+    partitions: int = 2
+    records: list[Record] = field(default_factory=list)
+    sent: list[Event] = field(default_factory=list)
+    refused: list[tuple[Record, InvalidEvent]] = field(default_factory=list)
+
+    def produce(self, *events: Event) -> None:
+        for event in events:
+            partition = sum(event.key.encode()) % self.partitions if isinstance(event, Experience) else 0
+            headers = Envelope.of(event, "test").headers()
+            self.add(event.topic, event.to_json(), partition, headers)
+
+    def add(
+        self, topic: str, value: bytes | None, partition: int = 0, headers: Sequence[tuple[str, bytes | None]] = ()
+    ) -> None:
+        offset = sum(record.topic == topic and record.partition == partition for record in self.records)
+        self.records.append(Record(topic, partition, offset, b"k", value, tuple(headers)))
+
+    async def send(self, event: Event) -> None:
+        self.sent.append(event)
+
+    async def refuse(self, record: Record, error: InvalidEvent) -> None:
+        self.refused.append((record, error))
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Each once, in order."""
+        return list({event.event_id: event for event in self.sent if isinstance(event, Checkpoint)}.values())
+
+    @property
+    def accounts(self) -> list[TrainingMetrics]:
+        """Each once, in order."""
+        return list({event.event_id: event for event in self.sent if isinstance(event, TrainingMetrics)}.values())
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        return [verdict for account in self.accounts for verdict in account.verdicts]
+
+    @property
+    def fates(self) -> dict[tuple[str, int], str]:
+        """(experience, revision) to `trained` or the reason; fails when one has two verdicts."""
+        fates: dict[tuple[str, int], str] = {}
+        for verdict in self.verdicts:
+            key = (verdict.experience_id, verdict.revision)
+            assert key not in fates, f"{key} has two verdicts"
+            fates[key] = verdict.dropped or "trained"
+        return fates
+
+
+class MemorySource:
+    """`headrace_trainer.source.Source` over a `Bus`."""
+
+    def __init__(self, bus: Bus, clock: HandClock, per_poll: int = 3, wait_s: float = 0.0) -> None:
+        """Each poll that finds nothing lets `wait_s` pass; three in a row end the trainer."""
+        self._bus = bus
+        self._clock = clock
+        self._per_poll = per_poll
+        self._wait_s = wait_s
+        self._next: dict[tuple[str, int], int] = {}
+        self._empty = 0
+        self.rooms: list[int] = []
+
+    async def start(self, offsets: Offsets) -> None:
+        self._next = {(topic, p): offset for topic, parts in offsets.items() for p, offset in parts.items()}
+
+    async def poll(self, room: int) -> list[Record]:
+        await asyncio.sleep(0)
+        self.rooms.append(room)
+        found: list[Record] = []
+        for record in self._bus.records:
+            place = (record.topic, record.partition)
+            if record.offset < self._next.get(place, 0) or len(found) == self._per_poll:
+                continue
+            if record.topic != ModelEvent.topic:
+                if room == 0:
+                    continue
+                room -= 1
+            self._next[place] = record.offset + 1
+            found.append(record)
+        self._empty = 0 if found else self._empty + 1
+        self._clock.offset_s += 0.0 if found else self._wait_s
+        if self._empty > 2:
+            raise Idle
+        return found
+
+    async def fetch(self, partition: int, offset: int) -> Record | None:
+        places = ((r.topic, r.partition, r.offset) for r in self._bus.records)
+        found = dict(zip(places, self._bus.records, strict=True))
+        return found.get((Experience.topic, partition, offset))
+
+    async def stop(self) -> None: ...
+
+
+class Quiet(Reporter):
+    """Remembers what it was told; writes nothing."""
+
+    def __init__(self) -> None:
+        self.steps: list[Mapping[str, float]] = []
+
+    def step(self, measured: Mapping[str, float], ledger: Ledger) -> None:
+        self.steps.append(measured)
+
+    def published(self, version: str, number: int, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class World:
+    """Bus, blobs and clock that outlive any one trainer."""
+
+    folder: Path
+    bus: Bus = field(default_factory=Bus)
+    clock: HandClock = field(default_factory=HandClock)
+    blobs: BlobStore = field(init=False)
+    reporter: Quiet = field(default_factory=Quiet)
+    source: MemorySource = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.blobs = BlobStore((self.folder / "blobs").as_uri())
+
+    def trainer(self, settings: TrainerSettings, per_poll: int = 3, wait_s: float = 0.0) -> Trainer:
+        self.source = MemorySource(self.bus, self.clock, per_poll, wait_s)
+        return Trainer(
+            settings,
+            self.blobs,
+            self.source,
+            self.bus,
+            self.bus.refuse,
+            self.clock,
+            lambda: self.reporter,
+        )
+
+    async def run(self, settings: TrainerSettings, per_poll: int = 3, wait_s: float = 0.0) -> Trainer:
+        """A trainer from its start until there is nothing left to do."""
+        trainer = self.trainer(settings, per_poll, wait_s)
+        with contextlib.suppress(Idle):
+            await asyncio.wait_for(trainer.run(), 60)
+        return trainer
+
+
+def experience(
+    number: int,
+    version: str,
+    reward: float | None = 1.0,
+    *,
+    revision: int = 0,
+    task: str | None = None,
+    run: str | None = None,
+    weight: float = 1.0,
+    model: str = "m",
+    length: int = 14,
+    prompt: int = 5,
+    versions: Iterable[str] = (),
+    temperature: float = 1.0,
+    no_reward: NoReward = "withdrawn",
+    branch: bool = True,
+) -> Experience:
+    """The same arguments always make the same event. `versions` make one span each after the prompt."""
+    draw = random.Random(number)
+    names = list(versions) or [version]
+    width = (length - prompt) // len(names)
+    spans = tuple(
+        Span(
+            start=prompt + index * width,
+            logprobs=tuple(-draw.uniform(4, 7) for _ in range(width)),
+            turn_id=f"turn-{number}-{index}",
+            version=name,
+            temperature=temperature,
+        )
+        for index, name in enumerate(names)
+    )
+    tokens = tuple(draw.randrange(VOCABULARY) for _ in range(length))
+    return Experience(
+        time=START,
+        experience_id=f"e{number}",
+        revision=revision,
+        trajectory_id=f"t{number}",
+        session_key=session_key("default", f"s{number}"),
+        session_id=f"s{number}",
+        task_id=task,
+        run_id=run,
+        model=model,
+        branch=Branch(token_ids=tokens, spans=spans) if branch else None,
+        turn_ids=tuple(span.turn_id for span in spans),
+        weight=weight,
+        reward=reward,
+        no_reward=no_reward if reward is None else None,
+    )
+
+
+def decision(version: str, what: Decision, previous: str | None = None, number: int = 0) -> ModelEvent:
+    return ModelEvent(
+        time=START,
+        decision_id=f"{what}-{version}-{number}",
+        model="m",
+        version=version,
+        decision=what,
+        previous=previous,
+    )
