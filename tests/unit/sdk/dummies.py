@@ -29,6 +29,8 @@ if told == "refuse settings":
     sys.exit(2)
 if told == "crash":
     sys.exit("boom")
+if told == "never answer":
+    time.sleep(600)
 if told == "leave a child":
     if os.fork() == 0:
         (folder / "child").write_text(str(os.getpid()))
@@ -36,8 +38,9 @@ if told == "leave a child":
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(503 if told == "never ready" else 200)
+        self.send_response(503 if told == "unready" else 200)
         self.end_headers()
+        self.wfile.write(json.dumps({"checks": {"bus": True, "model": told != "unready"}}).encode())
     def log_message(self, *_):
         pass
 

@@ -115,12 +115,25 @@ def test_wrong_settings_stop_everything_with_the_message(make: Make, dummies: Du
         supervisor.wait(0)
 
 
-def test_never_ready_is_said_with_the_last_words(make: Make, dummies: Dummies) -> None:
-    dummies.tell("alpha", "never ready")
+def test_a_service_that_lacks_something_is_up_and_not_ready(make: Make, dummies: Dummies) -> None:
+    dummies.tell("alpha", "unready")
     supervisor = make()
     supervisor.start()
-    with pytest.raises(StartFailed, match="not ready after 2 s: alpha: alpha starts"):
-        supervisor.wait_ready(2)
+    state = supervisor.wait_up(20)
+    assert (state.services["alpha"].status, state.services["alpha"].lacks) == ("unready", ("model",))
+    assert state.services["beta"].status in ("unready", "ready")
+    with pytest.raises(StartFailed, match=r"after 0\.1 s alpha is not ready \(it lacks model\)"):
+        supervisor.wait_ready(0.1)
+    assert supervisor.pids == {}
+
+
+def test_a_service_that_never_answers_is_named_with_its_last_words(make: Make, dummies: Dummies) -> None:
+    dummies.tell("alpha", "never answer")
+    supervisor = make()
+    supervisor.start()
+    wait_until(lambda: supervisor.state.services["beta"].status == "ready", 20, "the other one")
+    with pytest.raises(StartFailed, match=r"after 0\.1 s alpha does not answer \(alpha starts\)"):
+        supervisor.wait_up(0.1)
 
 
 def test_what_ignores_sigterm_is_killed_in_time(make: Make, dummies: Dummies) -> None:
@@ -177,7 +190,7 @@ def test_nothing_survives_a_killed_supervisor_and_the_next_one_starts(
 
 
 def test_stopping_before_anything_is_ready(make: Make, dummies: Dummies) -> None:
-    dummies.tell("broker", "never ready")
+    dummies.tell("broker", "never answer")
     supervisor = make()
     supervisor.start()
     wait_until(lambda: dummies.starts, 10, "the broker")

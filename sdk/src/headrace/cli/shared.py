@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headrace.supervisor.state import RunState
+    from headrace.supervisor.state import RunState, ServiceState
 
 DataDir = Annotated[
     Path | None,
@@ -68,6 +68,13 @@ def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     return Console(stderr=stderr, soft_wrap=True, highlight=False)
+
+
+def condition(service: ServiceState) -> str:
+    """A service's state in words and colour."""
+    colour = {"ready": "green", "starting": "yellow", "unready": "yellow"}.get(service.status, "red")
+    lacks = f" (lacks {', '.join(service.lacks)})" if service.lacks else ""
+    return f"[{colour}]{service.status}[/]{lacks}"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Any:

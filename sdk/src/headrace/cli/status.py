@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.shared import AsJson, DataDir, command, console, running, table
+from headrace.cli.shared import AsJson, DataDir, command, condition, console, running, table
 
 if TYPE_CHECKING:
     from headrace.account import Account
     from headrace.supervisor import RunState
     from headrace_schemas.registry_api import ModelState
-
-_COLOURS = {"ready": "green", "starting": "yellow", "restarting": "red"}
 
 
 def status(
@@ -84,7 +82,7 @@ def _print(state: RunState | None, models: tuple[ModelState, ...], account: Acco
     if state is not None:
         now = datetime.now(UTC)
         rows = [
-            (name, f"[{_COLOURS.get(one.status, 'dim')}]{one.status}[/]", one.url, str(one.pid or "-"),
+            (name, condition(one), one.url, str(one.pid or "-"),
              str(one.restarts), _age((now - one.since).total_seconds()))
             for name, one in state.services.items()
         ]  # fmt: skip

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.shared import Config, DataDir, command, console, table
+from headrace.cli.shared import Config, DataDir, command, condition, console, table
 
 if TYPE_CHECKING:
     from headrace.supervisor import RunState, Supervisor
@@ -38,7 +38,7 @@ def up(
     auto_ports: Annotated[
         bool, typer.Option("--auto-ports", help="Take free ports where none is set, instead of the usual ones.")
     ] = False,
-    ready_timeout: Annotated[float, typer.Option(help="Seconds until everything has to be ready.", min=1)] = 120.0,
+    timeout: Annotated[float, typer.Option(help="Seconds until every service has to answer.", min=1)] = 120.0,
 ) -> None:
     """Start every installed service on this machine and keep them running until Ctrl-C.
 
@@ -63,11 +63,11 @@ def up(
     try:
         supervisor.start()
         with out.status("starting " + ", ".join(service.name for service in supervisor.plan.services)):
-            state = _ready(supervisor, stopping, ready_timeout)
+            state = _up(supervisor, stopping, timeout)
         if state is not None:
             _announce(state)
         while not supervisor.wait(0.2) and not stopping.is_set():
-            pass
+            state = _tell_changes(state, supervisor.state) if state is not None else None
     finally:
         with out.status("stopping"):
             supervisor.stop()
@@ -75,12 +75,12 @@ def up(
     out.print("stopped")
 
 
-def _ready(supervisor: Supervisor, stopping: threading.Event, timeout_s: float) -> RunState | None:
-    """None: somebody wants to stop before everything is ready."""
+def _up(supervisor: Supervisor, stopping: threading.Event, timeout_s: float) -> RunState | None:
+    """None: somebody wants to stop before everything is up."""
     from headrace.supervisor import StartFailed
 
     try:
-        return supervisor.wait_ready(timeout_s)
+        return supervisor.wait_up(timeout_s)
     except StartFailed:
         if stopping.is_set():
             return None
@@ -102,14 +102,25 @@ def _stop_on_signals(supervisor: Supervisor) -> threading.Event:
 
 def _announce(state: RunState) -> None:
     out = console()
-    rows = [(name, one.url, str(one.pid), one.log) for name, one in state.services.items()]
-    out.print(table(["service", "address", "pid>", "log"], rows))
+    rows = [(name, condition(one), one.url, str(one.pid), one.log) for name, one in state.services.items()]
+    out.print(table(["service", "state", "address", "pid>", "log"], rows))
     out.print(f"bus       [bold]{state.bus}[/]")
     if state.base_url:
         out.print(f"base_url  [bold green]{state.base_url}[/]   the one line to change in your agent")
+    gateway = state.services.get("gateway")
+    if gateway and gateway.status != "ready":
+        out.print("[yellow]no model is served yet; the gateway is ready as soon as the first version is[/]")
     for name, reason in state.left_out.items():
         out.print(f"[dim]{name} is not started: {reason}[/]")
     out.print("[dim]Ctrl-C stops everything[/]")
+
+
+def _tell_changes(before: RunState, now: RunState) -> RunState:
+    for name, service in now.services.items():
+        was = before.services[name]
+        if (was.status, was.lacks) != (service.status, service.lacks) and service.status in ("ready", "unready"):
+            console().print(f"{name}: {condition(service)}")
+    return now
 
 
 def add_to(app: typer.Typer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from headrace.supervisor.log_file import LogFile
 from headrace.supervisor.plan import ServicePlan
 from headrace.supervisor.state import ServiceState, Status
 
+_HEALTH_BYTES_MAX = 65_536
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -32,6 +35,7 @@ class Limits:
     stop_timeout_s: float = 25.0
     """How long services may take to stop before they are killed."""
     health_interval_s: float = 0.2
+    """Pause between two looks at a service that is not ready; at one that is, ten times as long."""
     health_timeout_s: float = 1.0
     log_bytes_max: int = 20_000_000
     log_backups: int = 3
@@ -48,6 +52,7 @@ class ManagedProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._copier: threading.Thread | None = None
         self._status: Status = "stopped"
+        self._lacks: tuple[str, ...] = ()
         self._since = datetime.now(UTC)
         self._started_s = 0.0
         self._restart_s = 0.0
@@ -59,6 +64,7 @@ class ManagedProcess:
     def state(self) -> ServiceState:
         return ServiceState(
             status=self._status,
+            lacks=self._lacks,
             pid=self._process.pid if self._process else None,
             url=self.plan.url,
             port=self.plan.port,
@@ -113,15 +119,15 @@ class ManagedProcess:
     def restart_is_due(self) -> bool:
         return self._process is None and self._status == "restarting" and time.monotonic() >= self._restart_s
 
-    def check_ready(self) -> bool:
-        """Whether it has just become ready, by its `/health`."""
-        if self._status != "starting" or time.monotonic() < self._check_s:
-            return False
-        self._check_s = time.monotonic() + self._limits.health_interval_s
-        if not self._healthy():
-            return False
-        self._become("ready")
-        return True
+    def check_health(self) -> None:
+        """Ask its `/health`, unless that was done just now."""
+        if self._process is None or time.monotonic() < self._check_s:
+            return
+        answer = self._health()
+        if answer is not None:
+            ok, self._lacks = answer
+            self._become("ready" if ok else "unready")
+        self._check_s = time.monotonic() + self._limits.health_interval_s * (10 if self.ready else 1)
 
     def terminate(self) -> None:
         """Ask it to stop; `kill` what has not after a while."""
@@ -137,6 +143,7 @@ class ManagedProcess:
         return self._process is None
 
     def _become(self, status: Status) -> None:
+        self._lacks = self._lacks if status == "unready" else ()
         if self._status != status:
             self._status = status
             self._since = datetime.now(UTC)
@@ -146,13 +153,24 @@ class ManagedProcess:
             with contextlib.suppress(ProcessLookupError):
                 (os.killpg if group else os.kill)(self._process.pid, number)
 
-    def _healthy(self) -> bool:
+    def _health(self) -> tuple[bool, tuple[str, ...]] | None:
+        """Whether it is ready and what it lacks; None when it does not answer."""
         address = self.plan.url.removeprefix("http://")
         connection = http.client.HTTPConnection(address, timeout=self._limits.health_timeout_s)
         try:
             connection.request("GET", "/health")
-            return connection.getresponse().status == 200
+            answer = connection.getresponse()
+            return answer.status == 200, _lacking(answer.read(_HEALTH_BYTES_MAX))
         except (OSError, http.client.HTTPException):
-            return False
+            return None
         finally:
             connection.close()
+
+
+def _lacking(body: bytes) -> tuple[str, ...]:
+    """The names of the checks that do not hold (`headrace_runtime.web`)."""
+    try:
+        checks = json.loads(body)["checks"]
+        return tuple(name for name, holds in checks.items() if not holds)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ()

@@ -15,7 +15,8 @@ from headrace.errors import NotRunning, UsageError
 
 _TRIES = 5
 _TRY_INTERVAL_S = 0.05
-Status = Literal["starting", "ready", "restarting", "stopped"]
+Status = Literal["starting", "unready", "ready", "restarting", "stopped"]
+"""`unready`: it answers, and says itself what it lacks."""
 
 
 class ServiceState(BaseModel):
@@ -24,6 +25,8 @@ class ServiceState(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     status: Status
+    lacks: tuple[str, ...] = ()
+    """Which of its own checks do not hold, while it is `unready`."""
     pid: int | None = None
     url: str
     port: int
@@ -43,6 +46,16 @@ class RunState(BaseModel):
     bus: str
     services: dict[str, ServiceState]
     left_out: dict[str, str] = {}
+
+    @property
+    def up(self) -> bool:
+        """Whether every service answers."""
+        return all(service.status in ("unready", "ready") for service in self.services.values())
+
+    @property
+    def ready(self) -> bool:
+        """Whether every service says that it can do its work; the gateway cannot before there is a model."""
+        return all(service.status == "ready" for service in self.services.values())
 
     @property
     def base_url(self) -> str | None:

@@ -77,17 +77,13 @@ class Supervisor:
         """Begin; returns at once."""
         self._thread.start()
 
+    def wait_up(self, timeout_s: float = 120.0) -> RunState:
+        """Returns when every service answers. Raises `StartFailed`, and then everything is stopped."""
+        return self._wait_for(lambda state: state.up, timeout_s, "does not answer")
+
     def wait_ready(self, timeout_s: float = 120.0) -> RunState:
-        """Returns when every service answers its `/health`. Raises `StartFailed`, and then everything is stopped."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while not self._all_ready() and not self._over and self._changed.wait(deadline - time.monotonic()):
-                pass
-        if not self._all_ready():
-            late = self._late(timeout_s)
-            self.stop()
-            raise StartFailed(self._failure or late)
-        return self.state
+        """Returns when every service can do its work; the gateway cannot before a model is served. Raises likewise."""
+        return self._wait_for(lambda state: state.ready, timeout_s, "is not ready")
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether everything has stopped, within `timeout_s`. Raises `StartFailed` when a service made it stop."""
@@ -165,7 +161,6 @@ class Supervisor:
 
     def _tick(self) -> None:
         """Look at every process once."""
-        changed = False
         for name, process in self._processes.items():
             status = process.died()
             if status == _WRONG_SETTINGS:
@@ -175,8 +170,8 @@ class Supervisor:
                 self._report(f"{name} ended ({_cause(status)}); starting it again in {pause_s:g} s")
             if process.restart_is_due():
                 process.start()
-            changed |= status is not None or process.check_ready() or process.state != self._state.services[name]
-        if changed:
+            process.check_health()
+        if any(process.state != self._state.services[name] for name, process in self._processes.items()):
             self._publish()
         self._stop.wait(_TICK_S)
 
@@ -227,13 +222,26 @@ class Supervisor:
         log = LogFile(path, self._limits.log_bytes_max, self._limits.log_backups)
         return ManagedProcess(service, self.plan.environ, log, self._limits)
 
-    def _all_ready(self) -> bool:
-        return all(state.status == "ready" for state in self._state.services.values())
+    def _wait_for(self, reached: Callable[[RunState], bool], timeout_s: float, what: str) -> RunState:
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not reached(self._state) and not self._over and self._changed.wait(deadline - time.monotonic()):
+                pass
+        state = self._state
+        if reached(state):
+            return state
+        late = [f"{name} {what} {self._last_words(name)}" for name in state.services if not reached(_only(state, name))]
+        self.stop()
+        raise StartFailed(self._failure or f"after {timeout_s:g} s {'; '.join(late)}")
 
-    def _late(self, timeout_s: float) -> str:
-        late = [name for name, state in self._state.services.items() if state.status != "ready"]
-        words = [f"{name}: {(self._processes[name].log.tail or ['no output'])[-1]}" for name in late]
-        return f"not ready after {timeout_s:.0f} s: {'; '.join(words)}"
+    def _last_words(self, name: str) -> str:
+        lacks = self._state.services[name].lacks
+        tail = self._processes[name].log.tail
+        return f"(it lacks {', '.join(lacks)})" if lacks else f"({tail[-1] if tail else 'it said nothing'})"
+
+
+def _only(state: RunState, name: str) -> RunState:
+    return state.model_copy(update={"services": {name: state.services[name]}})
 
 
 def _cause(status: int) -> str:
