@@ -42,7 +42,6 @@ async def run(common: Common, settings: BrokerSettings) -> None:
             log.info("listening", kafka=f"{settings.kafka_host}:{broker.port}", file=str(store.path))
             async with asyncio.TaskGroup() as group:
                 group.create_task(_until(broker.writer.failed))
-                group.create_task(_until(server.failed))
                 group.create_task(_tick(broker))
                 group.create_task(_maintain(store, broker))
                 group.create_task(_late(broker, server))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+from headrace_broker.compression import NONE, OPENED_BYTES_MAX
 from headrace_broker.crc import crc32c
 from headrace_broker.errors import Code, Rejected
 
@@ -15,6 +16,8 @@ _CHECKED_FROM = 21
 """The CRC covers everything from the attributes on, so that offset and leader epoch can be set without computing it."""
 HEADER_BYTES = _HEADER.size
 _LENGTH_FROM = 12
+_RECORD_BYTES_MIN = 7
+"""Length, attributes, two deltas, two lengths and the number of headers take a byte each."""
 _CODEC_BITS = 0x07
 _LOG_APPEND_TIME = 0x08
 _TRANSACTIONAL = 0x10
@@ -117,6 +120,8 @@ def marker(*, committed: bool, producer_id: int, epoch: int, timestamp_ms: int) 
 def _check(batch: Batch) -> None:
     if batch.count < 1 or batch.count != batch.last_offset_delta + 1:
         raise Rejected(Code.INVALID_RECORD, f"{batch.count} records over {batch.last_offset_delta + 1} offsets")
+    if batch.count * _RECORD_BYTES_MIN > (len(batch.body) if batch.codec == NONE else OPENED_BYTES_MAX):
+        raise Rejected(Code.INVALID_RECORD, f"{batch.count} records do not fit into {len(batch.body)} bytes")
     if batch.control:
         raise Rejected(Code.INVALID_RECORD, "clients may not write control records")
     if batch.attributes & _LOG_APPEND_TIME:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import struct
 import zlib
 from collections.abc import Callable
@@ -70,18 +71,9 @@ def _zstd(body: bytes | memoryview) -> memoryview:
     return _into(zstd.decompress_into, bytes(body))
 
 
-def _into(decompress: Callable[[bytes, bytearray], int], body: bytes) -> memoryview:
-    """Into a buffer that is usually large enough, then into the largest allowed one."""
-    import cramjam
-
-    room = min(16 * len(body) + 1024, OPENED_BYTES_MAX)
-    try:
-        out = bytearray(room)
-        return memoryview(out)[: decompress(body, out)]
-    except cramjam.DecompressionError:
-        if room == OPENED_BYTES_MAX:
-            raise
-    out = bytearray(OPENED_BYTES_MAX)
+def _into(decompress: Callable[[bytes, mmap.mmap], int], body: bytes) -> memoryview:
+    """Into memory of the largest allowed size, of which the system provides only what is written to."""
+    out = mmap.mmap(-1, OPENED_BYTES_MAX)
     return memoryview(out)[: decompress(body, out)]
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from headrace_broker.batch import NO_PRODUCER, Batch, marker
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.idempotence import Producer
-from headrace_broker.store import position
+from headrace_broker.store import OFFSET_MAX, position
 
 _PRODUCERS_CACHED = 10_000
 
@@ -185,6 +185,8 @@ class Log:
 
     def _store(self, partition: Partition, batch: Batch) -> int:
         offset = partition.end
+        if offset + batch.last_offset_delta >= OFFSET_MAX:
+            raise Rejected(Code.POLICY_VIOLATION, f"{partition.topic} {partition.number} has no offsets left")
         payload = batch.at(offset)
         partition.max_timestamp = max(partition.max_timestamp, batch.max_timestamp)
         self._db.execute(

@@ -49,6 +49,7 @@ class BrokerCollector(Collector):
             ("commit_operations", "Operations in group commits", stats.commit_operations),
             ("commit_failures", "Commits that the disk refused", stats.commit_failures),
             ("malformed", "Connections closed for what they sent", stats.malformed),
+            ("handler_failures", "Connections closed because of a bug", stats.handler_failures),
             ("connections_refused", "Connections beyond connections_max", stats.connections_refused),
             ("produced_bytes", "Record batches taken", stats.produced_bytes),
             ("fetched_bytes", "Record batches given out", stats.fetched_bytes),

@@ -14,17 +14,13 @@ log = get_logger(__name__)
 
 
 class Server:
-    """`serve` accepts on a bound socket; `close` drops all connections and returns when none is left.
-
-    A connection that raises has met a bug: `failed` gets the exception, and the process is to end.
-    """
+    """`serve` accepts on a bound socket; `close` drops all connections and returns when none is left."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self._memory = Budget(broker.settings.requests_bytes_max)
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def request_bytes(self) -> int:
@@ -40,7 +36,6 @@ class Server:
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
-        self.failed.cancel()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         stats = self._broker.stats
@@ -57,8 +52,6 @@ class Server:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._connections.discard(task)
         self._broker.stats.connections -= 1
-        if not task.cancelled() and (error := task.exception()) and not self.failed.done():
-            self.failed.set_exception(error)
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -16,6 +16,8 @@ class Stats:
     """Partitions and requests refused, by Kafka error code."""
     malformed: int = 0
     """Connections closed because of what they sent."""
+    handler_failures: int = 0
+    """Connections closed because of a bug of ours."""
     connections: int = 0
     connections_refused: int = 0
     produced_bytes: int = 0

@@ -15,6 +15,7 @@ from headrace_runtime.errors import SettingError
 
 FORMAT = 1
 _OFFSET_BITS = 44
+OFFSET_MAX = (1 << _OFFSET_BITS) - 1
 PARTITION_ID_MAX = (1 << (63 - _OFFSET_BITS)) - 1
 _WAL_PAGES = 4_000
 """The log is folded into the file past 16 MB: seldom enough to be cheap, small enough to be quick."""
@@ -67,7 +68,7 @@ def partition_of(row_id: int) -> int:
 
 
 def offset_of(row_id: int) -> int:
-    return row_id & (1 << _OFFSET_BITS) - 1
+    return row_id & OFFSET_MAX
 
 
 class Store:

@@ -15,16 +15,19 @@ from headrace_broker.errors import Malformed
 
 T = TypeVar("T")
 M = TypeVar("M", bound=NamedTuple)
+ITEMS_MAX = 20_000
+"""Array items in one message: a few bytes on the wire are a hundred in memory."""
 
 
 class Source:
-    """Bytes being decoded. Reading past the end raises `Malformed`; nothing is copied but strings."""
+    """Bytes being decoded. Reading past the end raises `Malformed`."""
 
-    __slots__ = ("_at", "_data")
+    __slots__ = ("_at", "_data", "_items_left")
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data)
         self._at = 0
+        self._items_left = ITEMS_MAX
 
     @property
     def left(self) -> int:
@@ -37,6 +40,13 @@ class Source:
         taken = self._data[self._at : end]
         self._at = end
         return taken
+
+    def count(self, items: int) -> int:
+        """Check the length of an array before anything is made for it."""
+        if not 0 <= items <= min(self.left, self._items_left):  # every item takes a byte at least
+            raise Malformed(f"an array of {items} items, {self.left} bytes left")
+        self._items_left -= items
+        return items
 
 
 class Codec(Generic[T]):
@@ -131,10 +141,8 @@ class _Array(Codec[tuple[Any, ...] | None]):
         count = _INT32.read(source)
         if count == -1 and not self._required:
             return None
-        if not 0 <= count <= source.left:  # every item takes a byte at least
-            raise Malformed(f"an array of {count} items in {source.left} bytes")
         read = self._item.read
-        return tuple([read(source) for _ in range(count)])
+        return tuple([read(source) for _ in range(source.count(count))])
 
     def write(self, sink: bytearray, value: tuple[Any, ...] | None) -> None:
         _INT32.write(sink, -1 if value is None else len(value))

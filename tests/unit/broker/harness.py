@@ -1,0 +1,153 @@
+"""The written and the read side of the broker on a file, without threads or sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from headrace_broker import compaction, reads, retention
+from headrace_broker.batch import Batch, parse, parse_produced
+from headrace_broker.log import Appended, Log
+from headrace_broker.offsets import Offsets
+from headrace_broker.reads import Got, Want
+from headrace_broker.records import records
+from headrace_broker.store import Store
+from headrace_broker.topic_config import TopicConfig
+from headrace_broker.topics import Topics
+from headrace_broker.transactions import Transactions
+from headrace_broker.upkeep import Upkeep
+from tests.support.record_batches import Entry, batch
+
+T = TypeVar("T")
+ALL = 1 << 40
+
+
+class Row(NamedTuple):
+    """A record as a reader sees it."""
+
+    offset: int
+    timestamp: int
+    key: bytes | None
+    value: bytes | None
+
+
+class Harness:
+    """`run` is one commit, `fail` one that the disk refused."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.open()
+
+    def open(self) -> None:
+        self.store = Store(self.folder, fsync=False)
+        self.db = self.store.connect()
+        self.reader = self.store.connect()
+        self.log = Log(self.db)
+        self.offsets = Offsets(self.db)
+        self.topics = Topics(self.db, self.log, partitions_max=100)
+        self.transactions = Transactions(self.db, self.log, self.offsets)
+        self.upkeep = Upkeep(self.db, self.log)
+
+    def close(self) -> None:
+        self.db.close()
+        self.reader.close()
+        self.store.close()
+
+    def run(self, operation: Callable[[], T]) -> T:
+        self.db.execute("BEGIN IMMEDIATE")
+        try:
+            result = operation()
+        except BaseException:
+            self.db.execute("ROLLBACK")
+            raise
+        self._flush()
+        self.db.execute("COMMIT")
+        return result
+
+    def fail(self, operation: Callable[[], object]) -> None:
+        self.db.execute("BEGIN IMMEDIATE")
+        operation()
+        self._flush()
+        self.db.execute("ROLLBACK")
+        for state in (self.topics, self.log, self.transactions):
+            state.reload()
+
+    def _flush(self) -> None:
+        for state in (self.topics, self.log, self.transactions):
+            state.flush()
+
+    def topic(self, name: str = "t", partitions: int = 1, config: TopicConfig | None = None) -> list[int]:
+        """Create a topic; its partition ids."""
+        chosen = config or TopicConfig()
+        self.run(lambda: self.topics.create(name, partitions, chosen, validate_only=False))
+        return [p.id for p in self.log.partitions() if p.topic == name]
+
+    def append(self, partition_id: int, raw: bytes, now_ms: int = 0) -> Appended:
+        return self.run(lambda: self.log.append(partition_id, parse_produced(raw), now_ms))
+
+    def put(self, partition_id: int, *entries: Entry, **options: object) -> Appended:
+        return self.append(partition_id, batch(entries, **options))  # type: ignore[arg-type]
+
+    def fetch(self, partition_id: int, offset: int = 0, *, committed: bool = False, bytes_max: int = ALL) -> Got:
+        partition = self.log.partition(partition_id)
+        before = partition.stable if committed else partition.end
+        return reads.batches(self.reader, [Want(partition_id, offset, before, bytes_max, committed)], bytes_max)[0]
+
+    def rows(self, partition_id: int, offset: int = 0, *, committed: bool = False) -> list[Row]:
+        """What a client makes of everything from `offset` on."""
+        got = self.fetch(partition_id, offset, committed=committed)
+        return [row for row in client_view(got, committed=committed) if row.offset >= offset]
+
+    def compact(self, partition_id: int, *, tombstones_before_ms: int = -1, keys_max: int = 10**6) -> compaction.Pass:
+        """A whole pass."""
+        partition = self.log.partition(partition_id)
+        last = retention.last_batch(self.reader, partition_id)
+        work = compaction.Pass(
+            partition_id=partition_id,
+            start=partition.start,
+            limit=min(partition.stable, partition.end if last is None else last),
+            at=max(compaction.progress(self.reader, partition_id)[0], partition.start),
+            tombstones_before_ms=tombstones_before_ms,
+            keys_max=keys_max,
+        )
+        compaction.begin(self.reader, work)
+        while compaction.index(self.reader, work):
+            pass
+        work.at = work.start
+        while (changes := compaction.rewrite(self.reader, work)) is not None:
+            self.run(lambda changes=changes: self.upkeep.replace(partition_id, changes))  # type: ignore[misc]
+        self.run(lambda: self.upkeep.note_cleaned(partition_id, work.limit, work.kept_bytes))
+        return work
+
+
+def split(data: bytes) -> list[Batch]:
+    """The batches of a Fetch."""
+    found = []
+    while data:
+        size = 12 + int.from_bytes(data[8:12], "big")
+        found.append(parse(data[:size]))
+        data = data[size:]
+    return found
+
+
+def client_view(got: Got, *, committed: bool) -> list[Row]:
+    """Records as Kafka's clients filter them: no control records, none of transactions that are listed as aborted."""
+    from aiokafka.record.default_records import DefaultRecordBatch
+
+    pending = sorted(got.aborted or (), key=lambda entry: entry.first_offset, reverse=True)
+    skipped: set[int] = set()
+    rows: list[Row] = []
+    for found in split(got.records):
+        while pending and pending[-1].first_offset <= found.base_offset:
+            skipped.add(pending.pop().producer_id)
+        if found.control:
+            (record,) = records(found)
+            if record.key is not None and bytes(record.key)[2:] == b"\0\0":
+                skipped.discard(found.producer_id)
+            continue
+        if committed and found.transactional and found.producer_id in skipped:
+            continue
+        entries: Sequence[object] = list(DefaultRecordBatch(bytearray(found.raw)))
+        rows += [Row(e.offset, e.timestamp, e.key, e.value) for e in entries]  # type: ignore[attr-defined]
+    return rows

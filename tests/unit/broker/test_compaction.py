@@ -1,0 +1,167 @@
+"""Compaction: what may go, what must stay, what it costs. The model test has any order; here the cases have names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace_broker import compaction, retention
+from headrace_broker.topic_config import TopicConfig
+from tests.support.record_batches import Entry, batch
+from tests.unit.broker.harness import Harness, split
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Harness]:
+    harness = Harness(tmp_path)
+    yield harness
+    harness.close()
+
+
+@pytest.fixture
+def partition(broker: Harness) -> int:
+    return broker.topic(config=TopicConfig("compact"))[0]
+
+
+def _seen(broker: Harness, partition: int) -> list[tuple[int, bytes | None, bytes | None]]:
+    return [(row.offset, row.key, row.value) for row in broker.rows(partition)]
+
+
+@pytest.mark.parametrize("codec", [0, 1, 2, 3, 4])
+def test_the_newest_of_each_key_stays_at_its_offset(broker: Harness, partition: int, codec: int) -> None:
+    broker.put(partition, (b"a", b"1"), (b"b", b"1"), (b"c", b"1"), compression=codec)
+    broker.put(partition, (b"a", b"2"), compression=codec)
+    broker.put(partition, (b"b", b"2"), compression=codec)
+    broker.put(partition, (b"z", b"1"))
+    broker.compact(partition)
+    assert _seen(broker, partition) == [(2, b"c", b"1"), (3, b"a", b"2"), (4, b"b", b"2"), (5, b"z", b"1")]
+    broker.put(partition, (b"a", b"3"))
+    broker.put(partition, (b"z", b"2"))
+    broker.compact(partition)
+    assert _seen(broker, partition) == [
+        (2, b"c", b"1"),
+        (4, b"b", b"2"),
+        (5, b"z", b"1"),
+        (6, b"a", b"3"),
+        (7, b"z", b"2"),
+    ]
+
+
+def test_the_last_batch_stays_whole_so_that_the_end_can_be_reached(broker: Harness, partition: int) -> None:
+    broker.put(partition, (b"a", b"1"), (b"a", b"2"))
+    broker.compact(partition)
+    assert len(_seen(broker, partition)) == 2
+    broker.put(partition, (b"a", b"3"), (b"a", b"4"))
+    broker.compact(partition)
+    assert _seen(broker, partition) == [(1, b"a", b"2"), (2, b"a", b"3"), (3, b"a", b"4")]
+
+
+def test_a_gap_is_read_over(broker: Harness, partition: int) -> None:
+    for number in range(5):
+        broker.put(partition, (b"a", b"%d" % number))
+    broker.compact(partition)
+    assert [row.offset for row in broker.rows(partition, offset=1)] == [3, 4]
+
+
+def test_a_tombstone_outlives_its_key_until_it_is_old(broker: Harness, partition: int) -> None:
+    broker.put(partition, (b"a", b"1"), timestamps=[1_000])
+    broker.put(partition, (b"a", None), timestamps=[2_000])
+    broker.put(partition, (b"z", b"1"), timestamps=[3_000])
+    broker.compact(partition, tombstones_before_ms=2_000)
+    assert _seen(broker, partition) == [(1, b"a", None), (2, b"z", b"1")]
+    broker.put(partition, (b"z", b"2"), timestamps=[4_000])
+    broker.compact(partition, tombstones_before_ms=2_001)
+    assert _seen(broker, partition) == [(2, b"z", b"1"), (3, b"z", b"2")]
+
+
+def test_what_was_aborted_supersedes_nothing(broker: Harness, partition: int) -> None:
+    broker.put(partition, (b"a", b"kept"))
+    _transaction(broker, partition, (b"a", b"aborted"), commit=False)
+    _transaction(broker, partition, (b"b", b"committed"), commit=True)
+    broker.put(partition, (b"z", b"end"))
+    broker.compact(partition)
+    assert _seen(broker, partition) == [(0, b"a", b"kept"), (3, b"b", b"committed"), (5, b"z", b"end")]
+    assert broker.rows(partition, committed=True) == broker.rows(partition)
+    assert broker.db.execute("SELECT count(*) FROM aborted").fetchone() == (0,)
+    assert not [found for found in split(broker.fetch(partition).records) if found.control]
+
+
+def test_what_is_undecided_is_not_looked_at(broker: Harness, partition: int) -> None:
+    broker.put(partition, (b"a", b"1"))
+    _transaction(broker, partition, (b"a", b"2"), commit=None)
+    broker.put(partition, (b"a", b"3"))
+    broker.compact(partition)
+    assert [value for _, _, value in _seen(broker, partition)] == [b"1", b"2", b"3"]
+
+
+def test_more_keys_than_fit_take_more_passes(broker: Harness, partition: int) -> None:
+    for turn in range(2):
+        for number in range(20):
+            broker.put(partition, (b"%d" % number, b"%d" % turn))
+    passes = 0
+    while len(_seen(broker, partition)) > 20 and passes < 20:
+        assert len(broker.compact(partition, keys_max=7).newest) <= 7
+        passes += 1
+    assert passes > 1
+    broker.put(partition, (b"end", b""))
+    while broker.compact(partition, keys_max=7).limit < retention.last_batch(broker.reader, partition):  # type: ignore[operator]
+        pass
+    assert {value for _, key, value in _seen(broker, partition) if key != b"end"} == {b"1"}
+
+
+def test_a_batch_that_cannot_be_read_is_left_alone(broker: Harness, partition: int) -> None:
+    broker.put(partition, (b"a", b"1"))
+    nonsense = bytearray(batch([(b"a", b"2")]))
+    nonsense[61] = 0x7F  # a record length that is wrong
+    from tests.support.record_batches import patched
+
+    broker.append(partition, patched(bytes(nonsense)))
+    broker.put(partition, (b"a", b"3"))
+    broker.put(partition, (b"z", b"end"))
+    broker.compact(partition)
+    assert [found.base_offset for found in split(broker.fetch(partition).records)] == [1, 2, 3]
+
+
+def test_a_step_is_small_however_large_the_log_is(broker: Harness, partition: int) -> None:
+    entries: list[Entry] = [(b"k", bytes(100_000))]
+    for _ in range(20):
+        broker.put(partition, *entries)
+    work = compaction.Pass(partition, 0, 19, 0, -1, 1000)
+    compaction.begin(broker.reader, work)
+    steps = 0
+    while compaction.index(broker.reader, work):
+        steps += 1
+    assert steps >= 6
+    work.at = 0
+    first = compaction.rewrite(broker.reader, work)
+    assert first is not None
+    assert len(first) <= 3
+
+
+def test_retention_and_compaction_at_once(broker: Harness, partition: int) -> None:
+    """What retention deleted between reading and writing is not written again."""
+    for number in range(4):
+        broker.put(partition, (b"a", b"%d" % number), (b"%d" % number, b""))
+    broker.put(partition, (b"z", b""))
+    work = compaction.Pass(partition, 0, 8, 0, -1, 1000)
+    while compaction.index(broker.reader, work):
+        pass
+    work.at = 0
+    changes = compaction.rewrite(broker.reader, work)
+    assert changes
+    broker.run(lambda: broker.upkeep.cut(partition, 4))
+    before = broker.log.partition(partition).bytes
+    saved = broker.run(lambda: broker.upkeep.replace(partition, changes))
+    assert [offset for offset, _, _ in _seen(broker, partition)] == [5, 6, 7, 8]
+    assert broker.log.partition(partition).bytes == before - saved
+
+
+def _transaction(broker: Harness, partition: int, entry: Entry, *, commit: bool | None) -> None:
+    transactions, name = broker.transactions, f"tx-{commit}"
+    producer, epoch = broker.run(lambda: transactions.begin_session(name, 1000, 0))
+    broker.run(lambda: transactions.add_partitions(name, producer, epoch, {partition}, 0))
+    broker.put(partition, entry, producer_id=producer, epoch=epoch, sequence=0, transactional=True)
+    if commit is not None:
+        broker.run(lambda: transactions.end(name, producer, epoch, commit=commit, now_ms=0))

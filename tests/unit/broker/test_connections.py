@@ -1,0 +1,233 @@
+"""Clients that are slow, rude, too many or gone: the others notice nothing, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+
+import pytest
+
+from headrace_broker.errors import Code
+from headrace_broker.protocol.fetch import FetchPartition, FetchRequest, FetchResponse, FetchTopic
+from headrace_broker.protocol.metadata import MetadataRequest, MetadataResponse
+from headrace_broker.protocol.produce import ProducePartition, ProduceRequest, ProduceResponse, ProduceTopic
+from headrace_broker.protocol.versions import RequestHeader
+from headrace_broker.wire import encode
+from tests.support.record_batches import batch
+from tests.support.wire_client import WireClient
+from tests.unit.broker.conftest import Live, Run
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110 (there is no event for it)
+            await asyncio.sleep(0.01)
+
+
+async def _closed(client: WireClient) -> None:
+    with pytest.raises((EOFError, OSError)):
+        await client.receive_raw()
+
+
+def _nothing_held(live: Live) -> bool:
+    return live.server.request_bytes == 0 and live.broker.fetch_memory.used == 0
+
+
+def _fetch(
+    topic: str, *, offset: int = 0, wait_ms: int = 0, min_bytes: int = 1, max_bytes: int = 1_000_000
+) -> FetchRequest:
+    partitions = (FetchPartition(0, -1, offset, -1, max_bytes),)
+    return FetchRequest(-1, wait_ms, min_bytes, max_bytes, 0, 0, -1, (FetchTopic(topic, partitions),), (), "")
+
+
+def _produce(topic: str, records: bytes) -> ProduceRequest:
+    return ProduceRequest(None, -1, 1_000, (ProduceTopic(topic, (ProducePartition(0, records),)),))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        struct.pack(">i", -1),
+        struct.pack(">i", 3) + b"abc",
+        struct.pack(">i", 2**31 - 1),
+        struct.pack(">i", 9 * 1024 * 1024),
+        struct.pack(">ihhi", 8, 3, 4, 1),
+        struct.pack(">ihhi", 8, 77, 0, 1),
+        struct.pack(">ihhih", 10, 3, 3, 1, -1),
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+)
+async def test_nonsense_ends_its_connection_alone(live: Live, sent: bytes) -> None:
+    topic = await live.create("t")
+    async with live.client() as good, live.client() as bad:
+        bad.writer.write(sent)
+        await _closed(bad)
+        assert live.broker.stats.malformed == 1
+        assert (await good.produce(topic, batch()))[0] == Code.NONE
+    await _until(lambda: live.broker.stats.connections == 0)
+    assert _nothing_held(live)
+
+
+async def test_more_connections_than_allowed_are_turned_away(run: Run) -> None:
+    async with run(connections_max=2) as live:
+        async with live.client() as first, live.client(), live.client() as third:
+            await _closed(third)
+            await first.ask(MetadataRequest((), False), MetadataResponse)
+            assert live.broker.stats.connections_refused == 1
+        await _until(lambda: live.broker.stats.connections == 0)
+        async with live.client() as again:
+            await again.ask(MetadataRequest((), False), MetadataResponse)
+
+
+async def test_a_request_that_does_not_arrive_in_time(run: Run) -> None:
+    async with run(transfer_timeout_s=0.1) as live, live.client() as slow:
+        slow.writer.write(struct.pack(">i", 1_000) + b"only this")
+        await _until(lambda: live.server.request_bytes == 1_000)
+        await _closed(slow)
+        assert _nothing_held(live)
+
+
+async def test_a_connection_without_requests(run: Run) -> None:
+    async with run(connection_idle_s=0.1) as live, live.client() as idle:
+        await _closed(idle)
+
+
+async def test_a_client_that_does_not_take_its_answers(run: Run) -> None:
+    async with run(transfer_timeout_s=0.2) as live:
+        topic = await live.create("t")
+        async with live.client() as client:
+            for _ in range(8):
+                await client.produce(topic, batch([(None, bytes(1_000_000))]))
+            for _ in range(30):  # more than the socket's buffers take
+                client.send(_fetch(topic, max_bytes=8_000_000))
+            await _until(lambda: live.broker.fetch_memory.used > 0)
+            await _until(lambda: live.broker.stats.connections == 0)
+        assert _nothing_held(live)
+
+
+async def test_a_client_that_leaves_while_its_fetch_waits(live: Live) -> None:
+    topic = await live.create("t")
+    async with live.client() as client:
+        client.send(_fetch(topic, wait_ms=60_000))
+        view = live.broker.catalog.topics[topic].partitions[0]
+        await _until(lambda: len(view.readers) == 1)
+    await _until(lambda: not view.readers)
+    await _until(lambda: live.broker.stats.connections == 0)
+
+
+async def test_what_a_client_sent_before_it_left_is_stored(live: Live) -> None:
+    topic = await live.create("t")
+    for _ in range(20):
+        async with live.client() as client:
+            client.send(_produce(topic, batch()))
+            await client.writer.drain()
+    view = live.broker.catalog.topics[topic].partitions[0]
+    await _until(lambda: view.end == 20)
+    async with live.client() as client:
+        assert (await client.produce(topic, batch())) == (Code.NONE, 20)
+
+
+async def test_many_requests_at_once_are_answered_in_order_within_bounds(run: Run) -> None:
+    async with run(connection_requests_max=4) as live:
+        topic = await live.create("t")
+        async with live.client() as client:
+            for _ in range(100):
+                client.send(_produce(topic, batch()))
+            offsets = [(await client.receive(ProduceResponse)).topics[0].partitions[0].base_offset for _ in range(100)]
+        assert offsets == list(range(100))
+
+
+async def test_concurrent_produces_share_commits(live: Live) -> None:
+    topic = await live.create("t")
+    before = live.broker.stats.commits
+    async with live.client() as client:
+        for _ in range(30):
+            client.send(_produce(topic, batch()))
+        for _ in range(30):
+            await client.receive(ProduceResponse)
+    assert live.broker.stats.commits - before < 15
+    assert live.broker.stats.commit_operations >= 30
+
+
+async def test_requests_wait_for_memory(run: Run) -> None:
+    async with run(requests_bytes_max=300_000) as live:
+        topic = await live.create("t")
+
+        async def one() -> int:
+            async with live.client() as client:
+                code, _ = await client.produce(topic, batch([(None, bytes(200_000))]))
+                return code
+
+        most = 0
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, live.server.request_bytes)
+                await asyncio.sleep(0)
+
+        watcher = asyncio.create_task(watch())
+        assert await asyncio.gather(*[one() for _ in range(10)]) == [Code.NONE] * 10
+        watcher.cancel()
+        assert 200_000 < most <= 300_000
+
+
+async def test_fetch_waits_for_min_bytes(live: Live) -> None:
+    topic = await live.create("t")
+    size = len(batch([(None, bytes(100))]))
+    async with live.client() as reader, live.client() as writer:
+        reader.send(_fetch(topic, wait_ms=20_000, min_bytes=3 * size))
+        answer = asyncio.create_task(reader.receive(FetchResponse))
+        for _ in range(3):
+            assert not answer.done()
+            await writer.produce(topic, batch([(None, bytes(100))]))
+        records = (await answer).topics[0].partitions[0].records
+        assert records is not None
+        assert len(records) == 3 * size
+        response = await reader.ask(_fetch(topic, wait_ms=50, min_bytes=10**6), FetchResponse)
+        assert response.topics[0].partitions[0].records is not None
+
+
+async def test_fetch_of_a_topic_that_is_deleted_meanwhile(live: Live) -> None:
+    from headrace_broker.protocol.topics import DeleteTopicsRequest, DeleteTopicsResponse
+
+    topic = await live.create("t")
+    async with live.client() as reader, live.client() as admin:
+        reader.send(_fetch(topic, wait_ms=20_000))
+        view = live.broker.catalog.topics[topic].partitions[0]
+        await _until(lambda: len(view.readers) == 1)
+        await admin.ask(DeleteTopicsRequest((topic,), 1_000), DeleteTopicsResponse)
+        answer = await reader.receive(FetchResponse)
+        assert answer.topics[0].partitions[0].error_code == Code.UNKNOWN_TOPIC_OR_PARTITION
+
+
+async def test_a_bug_in_a_handler_costs_one_connection(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    topic = await live.create("t")
+
+    def broken(_topic: str, _number: int) -> None:
+        raise ZeroDivisionError
+
+    async with live.client() as unlucky, live.client() as other:
+        with monkeypatch.context() as patch:
+            patch.setattr(live.broker.catalog, "view", broken)
+            unlucky.send(_produce(topic, batch()))
+            await _closed(unlucky)
+        assert live.broker.stats.handler_failures == 1
+        assert (await other.produce(topic, batch()))[0] == Code.NONE
+
+
+async def test_unacknowledged_and_refused_ends_the_connection(live: Live) -> None:
+    """The only way to tell a producer that does not want to be told."""
+    async with live.client() as client:
+        topics = (ProduceTopic("missing", (ProducePartition(0, batch()),)),)
+        client.send(ProduceRequest(None, 0, 1_000, topics))
+        await _closed(client)
+
+
+async def test_a_request_of_many_items_is_refused(live: Live) -> None:
+    async with live.client() as client:
+        frame = encode(RequestHeader(3, 4, 1, None))
+        frame += struct.pack(">i", 1_000_000) + b"\0\0" * 1_000_000
+        client.send_raw(bytes(frame))
+        await _closed(client)

@@ -1,0 +1,388 @@
+"""The group state machine, with a clock that the test owns and replies that it collects."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from headrace_broker.errors import Code, Rejected
+from headrace_broker.group import Group, Member, Phase
+from headrace_broker.group_state import restore, saved
+from headrace_broker.protocol.groups import (
+    Assignment,
+    JoinGroupRequest,
+    JoinGroupResponse,
+    Protocol,
+    SyncGroupRequest,
+    SyncGroupResponse,
+)
+
+RANGE = (Protocol("range", b"r"),)
+BOTH = (Protocol("sticky", b"s"), Protocol("range", b"r"))
+
+
+class Clients:
+    """Members of one group, each with its newest answers."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.now = 0.0
+        self.ids = 0
+        self.joined: dict[str, JoinGroupResponse] = {}
+        self.synced: dict[str, SyncGroupResponse] = {}
+
+    def join(
+        self, member_id: str = "", *, protocols: tuple[Protocol, ...] = RANGE, instance: str | None = None,
+        session_s: float = 10, rebalance_s: float = 20,
+    ) -> str:  # fmt: skip
+        """Send a JoinGroup; a new member learns its id first. Returns the id; the answer comes to `joined`."""
+        request = JoinGroupRequest(
+            "g", int(session_s * 1000), int(rebalance_s * 1000), member_id, instance, "consumer", protocols
+        )
+        self.ids += 1
+        member = Member(
+            member_id or f"m{self.ids}",
+            instance,
+            "client",
+            "/host",
+            session_s,
+            rebalance_s,
+            protocols,
+            self.now + session_s,
+        )
+        try:
+            self.group.join(request, member, partial(self.joined.__setitem__, member.id), self.now)
+        except Rejected as error:
+            if error.code is not Code.MEMBER_ID_REQUIRED:
+                raise
+            return self.join(member.id, protocols=protocols, session_s=session_s, rebalance_s=rebalance_s)
+        return member.id
+
+    def sync(self, member_id: str, assignments: dict[str, bytes] | None = None) -> None:
+        given = tuple(Assignment(*item) for item in (assignments or {}).items())
+        request = SyncGroupRequest("g", self.joined[member_id].generation_id, member_id, None, given)
+        self.group.sync(request, partial(self.synced.__setitem__, member_id), self.now)
+
+    def heartbeat(self, member_id: str) -> Code:
+        try:
+            self.group.heartbeat(member_id, self.joined[member_id].generation_id, self.now)
+        except Rejected as error:
+            return error.code
+        return Code.NONE
+
+    def settle(self, *members: str) -> None:
+        """All rejoin and sync; each is assigned its own name."""
+        for member in members:
+            self.join(member)
+        leader = self.joined[members[0]].leader
+        for member in members:
+            self.sync(member, {m: m.encode() for m in members} if member == leader else None)
+
+    def phase(self) -> Phase:
+        return self.group.phase
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.group.tick(self.now)
+
+
+@pytest.fixture
+def clients() -> Clients:
+    return Clients(Group("g"))
+
+
+def test_one_member(clients: Clients) -> None:
+    a = clients.join()
+    answer = clients.joined[a]
+    assert (answer.generation_id, answer.leader, answer.protocol_name) == (1, a, "range")
+    assert [m.member_id for m in answer.members] == [a]
+    assert clients.phase() is Phase.COMPLETING
+    clients.sync(a, {a: b"all"})
+    assert clients.synced[a].assignment == b"all"
+    assert clients.phase() is Phase.STABLE
+    assert clients.group.changed
+
+
+def test_a_second_member_has_everybody_join_again(clients: Clients) -> None:
+    a = clients.join()
+    clients.sync(a, {a: b"all"})
+    b = clients.join()
+    assert b not in clients.joined
+    assert clients.heartbeat(a) is Code.REBALANCE_IN_PROGRESS
+    clients.join(a)
+    assert clients.joined[b].generation_id == clients.joined[a].generation_id == 2
+    assert {m.member_id for m in clients.joined[a].members} == {a, b}
+    assert clients.joined[b].members == ()
+    clients.sync(b)
+    assert b not in clients.synced
+    clients.sync(a, {a: b"1", b: b"2"})
+    assert clients.synced[b].assignment == b"2"
+
+
+def test_who_does_not_join_again_in_time_is_out(clients: Clients) -> None:
+    a = clients.join(rebalance_s=5, session_s=60)
+    clients.sync(a, {a: b"all"})
+    b = clients.join(rebalance_s=5, session_s=60)
+    clients.pass_time(4.9)
+    assert b not in clients.joined
+    clients.pass_time(0.2)
+    assert clients.joined[b].leader == b
+    assert clients.heartbeat(a) is Code.UNKNOWN_MEMBER_ID
+
+
+def test_a_silent_member_is_removed_and_the_others_hear_of_it(clients: Clients) -> None:
+    a, b = clients.join(), clients.join()
+    clients.settle(a, b)
+    for _ in range(4):
+        clients.pass_time(3)
+        code = clients.heartbeat(a)
+    assert code is Code.REBALANCE_IN_PROGRESS
+    clients.join(a)
+    assert [m.member_id for m in clients.joined[a].members] == [a]
+
+
+def test_heartbeats_keep_a_member_for_ever(clients: Clients) -> None:
+    a = clients.join()
+    clients.sync(a)
+    for _ in range(100):
+        clients.pass_time(9)
+        assert clients.heartbeat(a) is Code.NONE
+
+
+def test_leaving_ends_the_wait_of_the_others(clients: Clients) -> None:
+    a, b = clients.join(), clients.join()
+    clients.settle(a, b)
+    clients.group.leave(a, clients.now)
+    assert clients.heartbeat(b) is Code.REBALANCE_IN_PROGRESS
+    clients.join(b)
+    assert clients.joined[b].leader == b
+    clients.sync(b, {b: b"all"})
+    clients.group.leave(b, clients.now)
+    assert clients.phase() is Phase.EMPTY
+    assert clients.group.generation == 4
+
+
+def test_a_leader_that_never_assigns_does_not_hold_the_group(clients: Clients) -> None:
+    a, b = clients.join(rebalance_s=5), clients.join(rebalance_s=5)
+    clients.join(a, rebalance_s=5)
+    clients.sync(b)
+    for _ in range(3):
+        clients.pass_time(2)
+        clients.heartbeat(a)
+    assert clients.synced[b].error_code == Code.REBALANCE_IN_PROGRESS
+    clients.join(b, rebalance_s=5)
+    assert clients.joined[b].leader == b
+
+
+def test_a_lost_answer_is_given_again(clients: Clients) -> None:
+    a = clients.join()
+    first = clients.joined.pop(a)
+    clients.join(a)
+    assert clients.joined[a] == first
+    clients.sync(a, {a: b"all"})
+    clients.synced.clear()
+    clients.sync(a)
+    assert clients.synced[a].assignment == b"all"
+
+
+def test_a_follower_that_joins_again_unchanged_changes_nothing(clients: Clients) -> None:
+    a, b = clients.join(), clients.join()
+    clients.settle(a, b)
+    follower = b if clients.group.leader == a else a
+    clients.join(follower)
+    assert clients.phase() is Phase.STABLE
+    clients.join(clients.group.leader)
+    assert clients.phase() is Phase.PREPARING
+
+
+def test_changed_subscriptions_rebalance(clients: Clients) -> None:
+    a, b = clients.join(), clients.join()
+    clients.settle(a, b)
+    follower = b if clients.group.leader == a else a
+    clients.join(follower, protocols=(Protocol("range", b"other topics"),))
+    assert clients.phase() is Phase.PREPARING
+
+
+def test_the_protocol_that_all_know_and_most_like(clients: Clients) -> None:
+    a = clients.join(protocols=BOTH)
+    assert clients.joined[a].protocol_name == "sticky"
+    clients.sync(a)
+    b = clients.join(protocols=RANGE)
+    clients.join(a, protocols=BOTH)
+    assert clients.joined[b].protocol_name == "range"
+    with pytest.raises(Rejected) as caught:
+        clients.join(protocols=(Protocol("cooperative", b""),))
+    assert caught.value.code is Code.INCONSISTENT_GROUP_PROTOCOL
+
+
+def test_ids_that_nobody_came_back_with_are_forgotten(clients: Clients) -> None:
+    request = JoinGroupRequest("g", 10_000, 10_000, "", None, "consumer", RANGE)
+    member = Member("x", None, "c", "h", 10, 10, RANGE, expires_s=10)
+    with pytest.raises(Rejected) as caught:
+        clients.group.join(request, member, lambda _: None, 0)
+    assert caught.value.code is Code.MEMBER_ID_REQUIRED
+    clients.pass_time(11)
+    with pytest.raises(Rejected) as caught:
+        clients.join("x")
+    assert caught.value.code is Code.UNKNOWN_MEMBER_ID
+
+
+def test_a_full_group(clients: Clients) -> None:
+    clients.group.members_max = 1
+    clients.join()
+    with pytest.raises(Rejected) as caught:
+        clients.join()
+    assert caught.value.code is Code.GROUP_MAX_SIZE_REACHED
+
+
+def test_commits(clients: Clients) -> None:
+    group = clients.group
+    group.check_commit("", -1, 0)
+    a = clients.join()
+    with pytest.raises(Rejected, match="REBALANCE"):
+        group.check_commit(a, 1, 0)
+    clients.sync(a)
+    group.check_commit(a, 1, 0)
+    for member, generation, code in (
+        (a, 2, Code.ILLEGAL_GENERATION),
+        ("x", 1, Code.UNKNOWN_MEMBER_ID),
+        ("", -1, Code.UNKNOWN_MEMBER_ID),
+    ):
+        with pytest.raises(Rejected) as caught:
+            group.check_commit(member, generation, 0)
+        assert caught.value.code is code
+
+
+class TestStaticMembers:
+    def _two(self, clients: Clients) -> tuple[str, str]:
+        a, b = clients.join(instance="a"), clients.join(instance="b")
+        clients.join(a, instance="a")
+        clients.sync(b)
+        clients.sync(a, {a: b"1", b: b"2"})
+        return a, b
+
+    def test_coming_back_under_a_new_id_keeps_the_assignment(self, clients: Clients) -> None:
+        a, b = self._two(clients)
+        again = clients.join(instance="b")
+        assert clients.phase() is Phase.STABLE
+        assert clients.joined[again].generation_id == 2
+        clients.sync(again)
+        assert clients.synced[again].assignment == b"2"
+        assert clients.heartbeat(b) is Code.UNKNOWN_MEMBER_ID
+        assert clients.heartbeat(a) is Code.NONE
+
+    def test_a_leader_that_comes_back_does_not_assign_anew(self, clients: Clients) -> None:
+        a, _ = self._two(clients)
+        again = clients.join(instance="a")
+        assert clients.joined[again].leader == a != again
+        assert clients.group.leader == again
+
+    def test_an_id_with_the_wrong_instance_is_fenced(self, clients: Clients) -> None:
+        a, _ = self._two(clients)
+        with pytest.raises(Rejected) as caught:
+            clients.join(a, instance="b")
+        assert caught.value.code is Code.FENCED_INSTANCE_ID
+
+    def test_late_ones_keep_their_place_until_their_session_ends(self, clients: Clients) -> None:
+        a, b = self._two(clients)
+        clients.group.leave(a, clients.now)
+        for _ in range(3):
+            clients.pass_time(8)
+            clients.group.members[b].expires_s = clients.now + 10
+        assert clients.phase() is Phase.PREPARING
+        assert list(clients.group.members) == [b]
+        clients.pass_time(11)
+        assert clients.phase() is Phase.EMPTY
+
+
+def test_a_restart_costs_no_rebalance(clients: Clients) -> None:
+    a, b = clients.join(), clients.join(instance="b")
+    clients.join(a)
+    clients.sync(b)
+    clients.sync(a, {a: b"1", b: b"2"})
+    again = Clients(Group("g"))
+    restore(again.group, saved(clients.group), now_s=100.0)
+    again.joined, again.now = clients.joined, 100.0
+    assert again.heartbeat(a) is again.heartbeat(b) is Code.NONE
+    again.sync(b)
+    assert again.synced[b].assignment == b"2"
+    assert (again.group.generation, again.group.leader) == (2, a)
+    again.pass_time(10.1)
+    assert again.phase() is Phase.EMPTY, "who is not heard of after the restart is out"
+
+
+class GroupMachine(RuleBasedStateMachine):
+    """Any order of requests: nobody waits for ever, and a stable group agrees with itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clients = Clients(Group("g", members_max=4))
+        self.waiting: dict[str, float] = {}
+
+    def _try(self, request: Any, *arguments: Any, **options: Any) -> Any:
+        try:
+            return request(*arguments, **options)
+        except Rejected:
+            return None
+
+    @rule(instance=st.none() | st.sampled_from(["i", "j"]), protocols=st.sampled_from([RANGE, BOTH]))
+    def join(self, instance: str | None, protocols: tuple[Protocol, ...]) -> None:
+        self._try(self.clients.join, instance=instance, protocols=protocols)
+
+    @precondition(lambda self: self.clients.group.members)
+    @rule(data=st.data(), protocols=st.sampled_from([RANGE, BOTH]))
+    def rejoin(self, data: st.DataObject, protocols: tuple[Protocol, ...]) -> None:
+        member = data.draw(st.sampled_from(sorted(self.clients.group.members)))
+        instance = self.clients.group.members[member].instance_id
+        self._try(self.clients.join, member, instance=instance, protocols=protocols)
+
+    @precondition(lambda self: self.clients.joined)
+    @rule(data=st.data(), action=st.sampled_from(["sync", "heartbeat", "leave"]))
+    def act(self, data: st.DataObject, action: str) -> None:
+        member = data.draw(st.sampled_from(sorted(self.clients.joined)))
+        if action == "sync":
+            everybody = {m: m.encode() for m in self.clients.group.members}
+            leads = member == self.clients.group.leader
+            self._try(self.clients.sync, member, everybody if leads else None)
+        elif action == "heartbeat":
+            self.clients.heartbeat(member)
+        else:
+            self._try(self.clients.group.leave, member, self.clients.now)
+
+    @rule(seconds=st.sampled_from([1.0, 9.0, 21.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.clients.pass_time(seconds)
+
+    @invariant()
+    def nobody_waits_longer_than_a_rebalance(self) -> None:
+        group, now = self.clients.group, self.clients.now
+        for member in group.members.values():
+            if member.joining or member.syncing:
+                assert group.phase in (Phase.PREPARING, Phase.COMPLETING)
+                assert now <= group.rebalance_ends_s
+
+    @invariant()
+    def phases_are_what_they_say(self) -> None:
+        group = self.clients.group
+        assert bool(group.members) == (group.phase is not Phase.EMPTY)
+        assert len(group.members) <= 4
+        assert all(key == member.id for key, member in group.members.items())
+        if group.phase in (Phase.COMPLETING, Phase.STABLE):
+            assert group.leader in group.members
+            assert all(group.protocol in {p.name for p in m.protocols} for m in group.members.values())
+        if group.phase is Phase.STABLE:
+            copy = Group("g")
+            restore(copy, saved(group), now_s=0)
+            assert saved(copy) == saved(group)
+            members = [replace(m, expires_s=0.0, joining=None, syncing=None) for m in group.members.values()]
+            assert [replace(m, expires_s=0.0) for m in copy.members.values()] == members
+
+
+GroupMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyOrder = GroupMachine.TestCase

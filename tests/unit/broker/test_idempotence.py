@@ -1,0 +1,73 @@
+"""What a partition remembers of a producer, against a plain list of what was accepted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_broker.batch import parse_produced
+from headrace_broker.errors import Code, Rejected
+from headrace_broker.idempotence import REMEMBERED, SEQUENCES, Producer
+from tests.support.record_batches import batch, patched
+
+
+def _accept(producer: Producer, sequence: int, count: int, offset: int, epoch: int = 0) -> None:
+    sent = parse_produced(batch([(None, b"x")] * count, producer_id=1, epoch=epoch, sequence=sequence))
+    assert producer.duplicate_of(sent) is None
+    producer.note(sent, offset, now_ms=1)
+
+
+@given(counts=st.lists(st.integers(1, 5), min_size=1, max_size=12), start=st.integers(0, 100))
+def test_the_last_five_are_duplicates_and_the_next_is_next(counts: list[int], start: int) -> None:
+    producer = Producer(0)
+    sent = []
+    sequence = start
+    for offset, count in enumerate(counts):
+        _accept(producer, sequence, count, offset * 10)
+        sent.append((sequence, count, offset * 10))
+        sequence += count
+    for known_sequence, count, offset in sent[-REMEMBERED:]:
+        known = parse_produced(batch([(None, b"x")] * count, producer_id=1, epoch=0, sequence=known_sequence))
+        assert producer.duplicate_of(known) == offset
+    for known_sequence, count, _ in sent[:-REMEMBERED]:
+        _refuses(producer, known_sequence, count, 0, Code.OUT_OF_ORDER_SEQUENCE)
+    _refuses(producer, sequence + 1, 1, 0, Code.OUT_OF_ORDER_SEQUENCE)
+    _accept(producer, sequence, 1, 999)
+
+
+def _refuses(producer: Producer, sequence: int, count: int, epoch: int, code: Code) -> None:
+    sent = parse_produced(batch([(None, b"x")] * count, producer_id=1, epoch=epoch, sequence=sequence))
+    with pytest.raises(Rejected) as caught:
+        producer.duplicate_of(sent)
+    assert caught.value.code is code
+
+
+def test_a_new_epoch_starts_at_zero_and_ends_the_old_one() -> None:
+    producer = Producer(0)
+    _accept(producer, 0, 3, 0)
+    _refuses(producer, 3, 1, 1, Code.OUT_OF_ORDER_SEQUENCE)
+    _accept(producer, 0, 1, 3, epoch=1)
+    _refuses(producer, 3, 1, 0, Code.INVALID_PRODUCER_EPOCH)
+    _refuses(producer, 0, 3, 0, Code.INVALID_PRODUCER_EPOCH)
+
+
+def test_a_duplicate_has_the_same_length() -> None:
+    producer = Producer(0)
+    _accept(producer, 0, 3, 0)
+    _refuses(producer, 0, 2, 0, Code.OUT_OF_ORDER_SEQUENCE)
+
+
+def test_sequences_wrap() -> None:
+    producer = Producer(0)
+    _accept(producer, SEQUENCES - 2, 3, 0)
+    wrapped = parse_produced(patched(batch(producer_id=1, epoch=0, sequence=1)))
+    assert producer.duplicate_of(wrapped) is None
+
+
+def test_it_survives_being_packed() -> None:
+    producer = Producer(2)
+    for number in range(7):
+        _accept(producer, number, 1, number, epoch=2)
+    again = Producer.unpacked(2, producer.packed(), None, 1)
+    assert again == producer

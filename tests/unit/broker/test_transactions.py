@@ -1,0 +1,112 @@
+"""Transactions on the writer's side: fencing, time-outs, offsets, restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace_broker import reads
+from headrace_broker.errors import Code, Rejected
+from headrace_broker.protocol.offsets import CommitPartition, CommitTopic
+from tests.unit.broker.harness import Harness
+
+OFFSETS = (CommitTopic("t", (CommitPartition(0, 42, "m"),)),)
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Harness]:
+    harness = Harness(tmp_path)
+    yield harness
+    harness.close()
+
+
+def _begin(broker: Harness, partition: int, name: str = "tx", now_ms: int = 0) -> tuple[int, int]:
+    producer, epoch = broker.run(lambda: broker.transactions.begin_session(name, 1_000, now_ms))
+    broker.run(lambda: broker.transactions.add_partitions(name, producer, epoch, {partition}, now_ms))
+    broker.put(partition, (b"k", b"v"), producer_id=producer, epoch=epoch, sequence=0, transactional=True)
+    return producer, epoch
+
+
+def test_producer_ids_are_never_given_twice(broker: Harness) -> None:
+    first = [broker.run(broker.transactions.new_producer_id) for _ in range(3)]
+    broker.close()
+    broker.open()
+    assert len({*first, broker.run(broker.transactions.new_producer_id)}) == 4
+
+
+def test_a_time_out_aborts_and_fences(broker: Harness) -> None:
+    (partition,) = broker.topic()
+    producer, epoch = _begin(broker, partition)
+    broker.run(lambda: broker.transactions.expire(1_000, -1))
+    assert broker.log.partition(partition).stable == 0
+    broker.run(lambda: broker.transactions.expire(1_001, -1))
+    assert broker.log.partition(partition).stable == 2
+    assert broker.rows(partition, committed=True) == []
+    for late in (
+        lambda: broker.transactions.end("tx", producer, epoch, commit=True, now_ms=0),
+        lambda: broker.transactions.check_append("tx", partition, producer, epoch),
+    ):
+        with pytest.raises(Rejected) as caught:
+            broker.run(late)
+        assert caught.value.code is Code.INVALID_PRODUCER_EPOCH
+
+
+def test_an_open_transaction_survives_a_restart(broker: Harness) -> None:
+    (partition,) = broker.topic()
+    producer, epoch = _begin(broker, partition)
+    broker.close()
+    broker.open()
+    assert broker.log.partition(partition).stable == 0
+    broker.run(lambda: broker.transactions.end("tx", producer, epoch, commit=True, now_ms=0))
+    assert len(broker.rows(partition, committed=True)) == 1
+
+
+def test_offsets_become_the_groups_with_the_commit(broker: Harness) -> None:
+    (partition,) = broker.topic()
+    for commit, expected in ((False, {}), (True, {("t", 0): (42, "m")})):
+        producer, epoch = _begin(broker, partition)
+        broker.run(lambda p=producer, e=epoch: broker.transactions.commit_offsets("tx", p, e, "g", OFFSETS))  # type: ignore[misc]
+        assert reads.committed(broker.reader, "g") == {}
+        broker.run(
+            lambda p=producer, e=epoch, c=commit: broker.transactions.end("tx", p, e, commit=c, now_ms=0)  # type: ignore[misc]
+        )
+        assert reads.committed(broker.reader, "g") == expected
+
+
+def test_epochs_run_out_into_a_new_producer_id(broker: Harness) -> None:
+    producer, _ = broker.run(lambda: broker.transactions.begin_session("tx", 1_000, 0))
+    broker.db.execute("UPDATE transactions SET epoch = 32767")
+    broker.transactions.reload()
+    again, epoch = broker.run(lambda: broker.transactions.begin_session("tx", 1_000, 0))
+    assert (again != producer, epoch) == (True, 0)
+
+
+def test_ids_that_nobody_uses_are_forgotten(broker: Harness) -> None:
+    (partition,) = broker.topic()
+    _begin(broker, partition, "open", now_ms=5)
+    broker.run(lambda: broker.transactions.begin_session("idle", 1_000, 5))
+    broker.run(lambda: broker.transactions.expire(6, 6))
+    assert broker.db.execute("SELECT id FROM transactions").fetchall() == [("open",)]
+
+
+def test_producers_that_went_away_are_forgotten_unless_a_transaction_is_open(broker: Harness) -> None:
+    (partition,) = broker.topic()
+    producer, _ = _begin(broker, partition)
+    broker.put(partition, (b"k", b"v"), producer_id=1, epoch=0, sequence=0)
+    broker.run(lambda: broker.log.forget_producers(1))
+    assert broker.log.producer(partition, 1) is None
+    assert broker.log.producer(partition, producer) is not None
+
+
+def test_a_transaction_outlives_one_of_its_topics(broker: Harness) -> None:
+    (kept,), (gone,) = broker.topic("kept"), broker.topic("gone")
+    producer, epoch = _begin(broker, kept)
+    broker.run(lambda: broker.transactions.add_partitions("tx", producer, epoch, {gone}, 0))
+    broker.put(gone, (b"k", b"v"), producer_id=producer, epoch=epoch, sequence=0, transactional=True)
+    broker.run(lambda: broker.topics.delete("gone"))
+    broker.run(lambda: broker.transactions.end("tx", producer, epoch, commit=True, now_ms=0))
+    assert len(broker.rows(kept, committed=True)) == 1
+    broker.close()
+    broker.open()

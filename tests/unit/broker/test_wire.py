@@ -1,0 +1,101 @@
+"""The codec: against aiokafka's own message classes, by round trip, and on bytes that mean nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import pytest
+from aiokafka.protocol.api import RequestStruct
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace_broker.dispatch import APIS, Api, announced, parse
+from headrace_broker.errors import Code, Malformed
+from headrace_broker.protocol.versions import RequestHeader
+from headrace_broker.wire import Source, decode, encode
+from tests.unit.broker.strategies import REQUESTS, RESPONSES, messages, response_of
+
+FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MODULES = ("admin", "commit", "coordination", "fetch", "group", "metadata", "offset", "produce", "transaction")
+
+
+@cache
+def _theirs() -> dict[tuple[int, int], type[Any]]:
+    """aiokafka's request classes by API key and version."""
+    modules = [import_module(f"aiokafka.protocol.{name}") for name in MODULES]
+    found: list[Any] = [item for module in modules for item in vars(module).values() if isinstance(item, type)]
+    return {
+        (item.API_KEY, item.API_VERSION): item
+        for item in found
+        if issubclass(item, RequestStruct) and hasattr(item, "API_KEY")
+    }
+
+
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
+@given(data=st.data())
+@FEW
+def test_bytes_are_those_of_aiokafka(api: Api, data: st.DataObject) -> None:
+    theirs = _theirs().get((api.key, api.version))
+    if theirs is None:
+        pytest.skip(f"aiokafka has no {api.name} {api.version}")
+    request = data.draw(messages(api.request))
+    assert bytes(encode(request)) == theirs(*request).encode()
+    response = data.draw(messages(response_of(api.request)))
+    assert bytes(encode(response)) == theirs.RESPONSE_TYPE(*response).encode()
+
+
+def test_most_apis_have_that_oracle() -> None:
+    assert len([api for api in APIS if (api.key, api.version) in _theirs()]) >= 20
+
+
+@pytest.mark.parametrize("message", [*REQUESTS, *RESPONSES], ids=lambda message: message.__name__)
+@given(data=st.data())
+@FEW
+def test_round_trip(message: type[Any], data: st.DataObject) -> None:
+    value = data.draw(messages(message))
+    assert decode(message, Source(bytes(encode(value)))) == value
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=lambda message: message.__name__)
+@given(data=st.data())
+@FEW
+def test_a_request_that_is_cut_or_too_long_is_malformed(message: type[Any], data: st.DataObject) -> None:
+    encoded = bytes(encode(data.draw(messages(message))))
+    with pytest.raises(Malformed):
+        decode(message, Source(encoded + b"\0"))
+    if encoded:
+        with pytest.raises(Malformed):
+            decode(message, Source(encoded[: data.draw(st.integers(0, len(encoded) - 1))]))
+
+
+@given(key=st.sampled_from([api.key for api in APIS]), body=st.binary(max_size=200))
+@settings(max_examples=500, deadline=None)
+def test_no_bytes_do_more_than_be_malformed(key: int, body: bytes) -> None:
+    version = next(api.version for api in APIS if api.key == key)
+    frame = bytes(encode(RequestHeader(key, version, 1, None))) + body
+    with contextlib.suppress(Malformed):
+        assert parse(frame).api is not None
+
+
+def test_an_array_cannot_ask_for_memory_that_was_not_sent() -> None:
+    frame = bytes(encode(RequestHeader(3, 4, 1, None))) + struct.pack(">i", 2**31 - 1) + b"\0\0"
+    with pytest.raises(Malformed, match="array"):
+        parse(frame)
+
+
+def test_text_must_be_utf8() -> None:
+    frame = struct.pack(">hhih", 3, 4, 1, 2) + b"\xff\xfe"
+    with pytest.raises(Malformed, match="UTF-8"):
+        parse(frame)
+
+
+def test_announced_ranges_end_at_the_version_served() -> None:
+    ranges = {entry.api_key: entry for entry in announced(Code.NONE).api_keys}
+    assert {key: entry.max_version for key, entry in ranges.items()} == {api.key: api.version for api in APIS}
+    old_librdkafka = {0: 3, 1: 4, 2: 1, 8: 2, 9: 1, 10: 0, 11: 0, 12: 0, 13: 0, 14: 0}
+    lowered = {key: entry.min_version for key, entry in ranges.items() if entry.min_version != entry.max_version}
+    assert lowered == old_librdkafka
