@@ -36,7 +36,8 @@ log = get_logger(__name__)
 async def run(common: Common, settings: GatewaySettings) -> None:
     """Serve until cancelled; then open requests end first, and what the bus did not take stays in the spool."""
     logging.getLogger("uvicorn.error").addFilter(_is_news)
-    keys = KeyRing(read_keys(settings), settings.limits_per_key, common.security.internal_key)
+    keys = read_keys(settings)
+    ring = KeyRing(keys, settings.limits_per_key, common.security.internal_key)
     blobs = BlobStore.open(common)
     clock = SystemClock()
     limits = Limits(settings.limits_total, clock)
@@ -62,10 +63,12 @@ async def run(common: Common, settings: GatewaySettings) -> None:
         catalog = Catalog(settings.model_aliases, routing.loaded.is_set, lambda: fleet.changed())
         fleet = Fleet(clock, replicas.loaded.is_set)
         beside = [group.create_task(work) for work in (publisher.run(), routing.run(), replicas.run())]
-        app = application(Parts(settings, Door(keys, limits, publisher), catalog, fleet, engines, clock))
+        app = application(
+            Parts(settings, Door(ring, limits, publisher, settings.body_timeout_s), catalog, fleet, engines, clock)
+        )
         try:
             async with web.serve(app, settings) as port:
-                log.info("listening", host=settings.host, port=port, keys=len(settings.keys))
+                log.info("listening", host=settings.host, port=port, keys=len(keys))
                 await asyncio.Event().wait()
         finally:
             for task in beside:

@@ -31,7 +31,7 @@ def event_of(call: Call, transcript: Transcript, *, delivered: bool) -> Turn | D
         problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(str(part) for part in problem["loc"])
         return _refused(call, transcript, "invalid_turn", f"{where}: {problem['msg']}")
-    metrics.TURNS.labels(turn.version).inc()
+    metrics.TURNS.labels(turn.model).inc()
     metrics.TOKENS.labels("prompt").inc(turn.usage.prompt_tokens)
     metrics.TOKENS.labels("sampled").inc(turn.usage.completion_tokens)
     if not delivered:

@@ -12,9 +12,7 @@ from headrace_gateway.requests import parse, unknown_field
 from headrace_schemas import Sampling, Tool
 from headrace_schemas.base import Finite, Model, Text
 
-HARMLESS = frozenset(
-    ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "verbosity")
-)
+HARMLESS = frozenset(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"))
 """Hints that change no token we sample; accepted whatever they say."""
 
 NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
@@ -27,6 +25,7 @@ NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "prediction": (),
     "web_search_options": (),
     "reasoning_effort": (),
+    "verbosity": ("medium",),
     "functions": ([],),
     "function_call": (),
     "min_p": (0,),
@@ -62,6 +61,12 @@ def _stop(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _tool_choice(value: Any) -> Any:
+    if value not in (None, "auto", "none"):
+        raise ValueError("only 'auto' and 'none' are supported; forcing a call would need constrained sampling")
+    return value
+
+
 class ChatRequest(Model):
     """A request as the client meant it. `parse_chat` builds it; what is not declared here never gets through."""
 
@@ -70,7 +75,7 @@ class ChatRequest(Model):
     model: Text
     messages: tuple[ChatMessage, ...] = Field(min_length=1, max_length=8192)
     tools: tuple[Tool, ...] | None = Field(default=None, max_length=1024)
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Annotated[Literal["auto", "none"] | None, BeforeValidator(_tool_choice)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -79,7 +84,7 @@ class ChatRequest(Model):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[tuple[Text, ...] | None, Field(max_length=16), BeforeValidator(_stop)] = None
     presence_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] | None = None
@@ -149,4 +154,6 @@ _WHY = {
     "function_call": "use tools and tool_choice",
     "web_search_options": "offer a search tool instead",
     "prompt_logprobs": "only sampled tokens have logprobs",
+    "reasoning_effort": "there is no such setting here; chat_template_kwargs reach the template",
+    "verbosity": "there is no such setting here; say it in a message",
 }

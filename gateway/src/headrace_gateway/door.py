@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class Door:
     keys: KeyRing
     limits: Limits
     publisher: Publisher
+    body_timeout_s: float
 
     def caller(self, scope: Scope, headers: Mapping[bytes, bytes], need: KeyScope) -> Caller:
         """Raises `ApiError` 401 or 403."""
@@ -50,7 +52,15 @@ class Door:
         caller = self.caller(scope, headers, need)
         with self.limits.admit(caller), tracing.span(headers.get(b"traceparent", b"").decode("latin-1")):
             self.publisher.admit()
-            yield Entered(caller, headers, await read_body(headers, receive, self.limits.body_bytes_max(caller)))
+            yield Entered(caller, headers, await self._body(headers, receive, self.limits.body_bytes_max(caller)))
+
+    async def _body(self, headers: Mapping[bytes, bytes], receive: Receive, bytes_max: int) -> bytes:
+        try:
+            async with asyncio.timeout(self.body_timeout_s):
+                return await read_body(headers, receive, bytes_max)
+        except TimeoutError:
+            message = f"the request body took longer than {self.body_timeout_s:g} s"
+            raise ApiError(408, "body_timeout", message) from None
 
     async def publish(self, *events: Event) -> None:
         """Returns once durable. Raises `ApiError` 503."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -15,6 +16,8 @@ RESUMING_ENGINES = frozenset(("torch",))
 """Engines that understand `headrace_resume`; a stock vLLM server does not."""
 _BACKOFF_S = 0.05
 _BACKOFF_MAX_S = 2.0
+_FULL_BACKOFF_MAX_S = 0.4
+_MEMBERS_MAX = 1024
 
 
 @dataclass(slots=True)
@@ -59,6 +62,8 @@ class Fleet:
             member = self._members.setdefault(key, Member(replica, heard_s))
             member.replica, member.heard_s, member.shunned_until_s = replica, heard_s, 0.0
             member.missing.clear()
+            if len(self._members) > _MEMBERS_MAX:  # those that were killed leave their last heartbeat on the topic
+                del self._members[min(self._members, key=lambda one: self._members[one].heard_s)]
         self.changed()
 
     def changed(self) -> None:
@@ -67,11 +72,15 @@ class Fleet:
         self._news = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> None:
-        """Until something changed, the pause of a shunned replica is over, or `timeout_s` passed."""
+        """Until something changed, the pause of a shunned replica is over, or `timeout_s` passed.
+
+        Those who wait for the same pause do not all come back at once.
+        """
         now = self._clock.monotonic_s()
         pauses = [m.shunned_until_s - now for m in self._members.values() if m.shunned_until_s > now]
+        pause_s = min(pauses, default=timeout_s) * random.uniform(1.0, 1.5)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min([timeout_s, *pauses])):
+            async with asyncio.timeout(min(timeout_s, pause_s)):
                 await self._news.wait()
 
     def pick(
@@ -110,18 +119,21 @@ class Fleet:
 
     def failed(self, member: Member) -> None:
         """Leave it alone for a while, twice as long each time. Calls that fail together count once."""
-        now = self._clock.monotonic_s()
-        if member.shunned_until_s <= now:
-            member.shunned_until_s = now + min(_BACKOFF_MAX_S, _BACKOFF_S * 2**member.strikes)
-            member.strikes = min(member.strikes + 1, 10)
+        self._shun(member, _BACKOFF_MAX_S)
 
     def full(self, member: Member) -> None:
         """It is well and has no place; ask again soon."""
-        member.shunned_until_s = max(member.shunned_until_s, self._clock.monotonic_s() + _BACKOFF_S)
+        self._shun(member, _FULL_BACKOFF_MAX_S)
 
     def lacks(self, member: Member, version: str) -> None:
         """It does not have `version`, whatever it announced; believe its next heartbeat."""
         member.missing.add(version)
+
+    def _shun(self, member: Member, pause_max_s: float) -> None:
+        now = self._clock.monotonic_s()
+        if member.shunned_until_s <= now:
+            member.shunned_until_s = now + min(pause_max_s, _BACKOFF_S * 2**member.strikes)
+            member.strikes = min(member.strikes + 1, 10)
 
 
 def _able(member: Member, version: str, resuming: bool, now: float) -> bool:

@@ -69,7 +69,8 @@ def label(value: JsonValue, where: str) -> str | None:
 
 def identify(caller: Caller, scope: Scope, said: Said, model: str, messages: tuple[Message, ...]) -> Identity:
     """The identity of a chat call. `model` is the name that was asked for, never the version that will serve."""
-    session_id, source = _session(caller, scope, said, model, messages)
+    purpose = said.purpose()
+    session_id, source = _session(caller, scope, said, f"{purpose} {model}", messages)
     return Identity(
         tenant=caller.tenant,
         session_id=session_id,
@@ -77,12 +78,12 @@ def identify(caller: Caller, scope: Scope, said: Said, model: str, messages: tup
         source=source,
         task_id=said.label("task_id"),
         run_id=said.label("run_id"),
-        purpose=said.purpose(),
+        purpose=purpose,
     )
 
 
 def _session(
-    caller: Caller, scope: Scope, said: Said, model: str, messages: tuple[Message, ...]
+    caller: Caller, scope: Scope, said: Said, use: str, messages: tuple[Message, ...]
 ) -> tuple[str, SessionSource]:
     given = said.label("session_id")
     if given is not None:
@@ -92,15 +93,15 @@ def _session(
         return in_path, "path"
     if caller.session_id is not None:
         return caller.session_id, "key"
-    return _implied(caller, model, messages), "implicit"
+    return _implied(caller, use, messages), "implicit"
 
 
-def _implied(caller: Caller, model: str, messages: tuple[Message, ...]) -> str:
-    """Calls that open alike are one session: everything up to the first user message, by key and model.
+def _implied(caller: Caller, use: str, messages: tuple[Message, ...]) -> str:
+    """Calls that open alike are one session: everything up to the first user message, by key, purpose and model.
 
     What tells two runs with one opening apart is the exact token prefix, and time: the collector closes idle sessions.
     """
-    digest = hashlib.sha256(f"{caller.key_id}\0{model}".encode())
+    digest = hashlib.sha256(f"{caller.key_id}\0{use}".encode())
     for message in opening(messages):
         digest.update(message.model_dump_json(exclude_none=True).encode())
     return f"implicit-{digest.hexdigest()[:32]}"

@@ -9,27 +9,27 @@ from headrace_runtime.clock import Clock
 
 
 class Pins:
-    """Version by session key and model, in memory: another gateway, or a restart, may pin a session anew."""
+    """In memory only: another gateway, or a restart, may pin a session anew."""
 
     def __init__(self, settings: StickySettings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
-        self._pins: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
+        self._pins: OrderedDict[str, dict[str, tuple[str, float]]] = OrderedDict()
+        """By session key, then by model: the version and when it was last used."""
 
     def __len__(self) -> int:
         return len(self._pins)
 
     def get(self, session_key: str, model: str) -> str | None:
-        version, used_s = self._pins.get((session_key, model), (None, 0.0))
+        version, used_s = self._pins.get(session_key, {}).get(model, (None, 0.0))
         return version if self._clock.monotonic_s() - used_s < self._settings.idle_s else None
 
     def set(self, session_key: str, model: str, version: str) -> None:
-        self._pins[session_key, model] = (version, self._clock.monotonic_s())
-        self._pins.move_to_end((session_key, model))
+        self._pins.setdefault(session_key, {})[model] = (version, self._clock.monotonic_s())
+        self._pins.move_to_end(session_key)
         if len(self._pins) > self._settings.sessions_max:
             self._pins.popitem(last=False)
 
     def drop(self, session_key: str) -> None:
         """The session has ended."""
-        for pinned in [pin for pin in self._pins if pin[0] == session_key]:
-            del self._pins[pinned]
+        self._pins.pop(session_key, None)

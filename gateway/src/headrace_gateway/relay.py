@@ -94,9 +94,10 @@ class Relay:
             transcript.replica_id = place.member.replica.replica_id
             try:
                 with self._calling(place):
-                    async for chunk in self._chunks(call, place, transcript):
-                        patience.renew()
-                        yield chunk
+                    async with contextlib.aclosing(self._chunks(call, place, transcript)) as chunks:
+                        async for chunk in chunks:
+                            patience.renew()
+                            yield chunk
                 if not transcript.finished(call.request.choices):
                     raise ReplicaFailed("connection", "the stream ended before all choices did")
                 return

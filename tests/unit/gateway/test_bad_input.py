@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from pathlib import Path
@@ -55,6 +56,17 @@ async def test_a_large_body_is_refused_by_its_announcement_and_by_its_bytes(tmp_
     async with gateway(tmp_path, limits_per_key=LimitSettings(body_bytes_max=4096)) as served:
         for body in (b"x" * 10_000, chunks()):
             assert (await served.client.post("/v1/feedback", content=body)).status_code == 413
+
+
+async def test_a_body_that_does_not_come_does_not_hold_its_place(tmp_path: Path) -> None:
+    async with gateway(tmp_path, body_timeout_s=0.1) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/feedback HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 5)
+        writer.close()
+        assert b" 408 " in answer
+        assert b"body_timeout" in answer
 
 
 async def test_a_compressed_body_is_refused(tmp_path: Path) -> None:

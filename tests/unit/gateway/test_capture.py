@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -46,16 +47,25 @@ async def test_a_stream_shows_its_last_word_before_it_is_captured_and_done_only_
         served.bus.back.clear()
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "stream": True}
         async with served.client.stream("POST", "/v1/chat/completions", json=body) as answer:
-            seen = ""
             lines = answer.aiter_lines()
             async for line in lines:
-                seen += line
                 if '"finish_reason":"stop"' in line:
                     break
-            assert "[DONE]" not in seen
+            rest = asyncio.create_task(_rest(lines))
+            await asyncio.sleep(0.15)
+            assert served.turns == []
+            assert not rest.done()
             served.bus.back.set()
-            rest = "".join([line async for line in lines])
-        assert rest.endswith("[DONE]")
+            assert "[DONE]" in await rest
+            assert len(served.turns) == 1
+
+
+async def _rest(lines: AsyncIterator[str]) -> str:
+    """What follows, up to and including its first event."""
+    async for line in lines:
+        if line:
+            return line
+    return ""
 
 
 async def test_an_outage_fails_no_request_and_loses_no_turn(tmp_path: Path) -> None:

@@ -72,6 +72,28 @@ async def test_the_replica_gets_what_the_client_asked_for_and_what_capture_needs
     }
 
 
+async def test_templates_get_every_content_as_one_text(tmp_path: Path) -> None:
+    """Templates add contents up; a list, or none beside tool calls, would break or enter the prompt as a word."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    call = {"id": "c", "type": "function", "function": {"name": "search", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "tool_calls": [call], "name": "agent", "refusal": None},
+        {"role": "tool", "tool_call_id": "c", "content": "found"},
+    ]
+    replica = FakeReplica()
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        await served.chat(messages=messages)
+        assert replica.requests[0]["messages"] == [
+            {"role": "user", "content": "ab"},
+            {"role": "assistant", "content": "", "name": "agent", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": "found"},
+        ]
+        recorded = served.turns[0].messages
+    assert recorded[1].content is None
+    assert recorded[0].model_dump()["content"] == tuple(parts)
+
+
 async def test_sampling_is_always_said_so_that_no_engine_takes_its_own_defaults(tmp_path: Path) -> None:
     """Pitfall 5: a stock vLLM server reads top_p and temperature from the model's generation_config."""
     replica = FakeReplica()
@@ -246,7 +268,7 @@ async def test_health_and_metrics_tell_how_it_goes(tmp_path: Path) -> None:
         assert (await served.client.get("/health")).json()["checks"] == {"routing": True, "capture": True}
         page = (await served.client.get("/metrics")).text
         assert 'headrace_gateway_requests_total{route="chat",status="200"}' in page
-        assert f'headrace_gateway_turns_total{{version="{VERSION}"}}' in page
+        assert 'headrace_gateway_turns_total{model="tiny"}' in page
 
 
 async def test_a_client_that_goes_away_leaves_an_undelivered_turn(tmp_path: Path) -> None:

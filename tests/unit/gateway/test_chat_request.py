@@ -67,6 +67,7 @@ def test_harmless_fields_pass() -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, None),
         ({"top_logprobs": 2}, None),
+        ({"seed": 2**63}, "seed"),
         ({"stop": 7}, "stop"),
         ({"stop": [""]}, "stop.0"),
         ({"stream": "yes"}, "stream"),

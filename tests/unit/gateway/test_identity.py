@@ -67,10 +67,11 @@ def test_calls_that_open_alike_are_one_session_and_its_forks() -> None:
         {"messages": (HELLO,)},
         {"model": "other"},
         {"by": caller("another-key")},
+        {"metadata": {"purpose": "eval"}},
     ],
-    ids=["question", "system", "model", "key"],
+    ids=["question", "system", "model", "key", "purpose"],
 )
-def test_another_opening_key_or_model_is_another_session(other: dict[str, Any]) -> None:
+def test_another_opening_key_model_or_purpose_is_another_session(other: dict[str, Any]) -> None:
     messages = other.pop("messages", (SYSTEM, HELLO))
     assert identity(*messages, **other).session_key != identity(SYSTEM, HELLO).session_key
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from headrace_gateway.spool import Spool, Spooled
 from headrace_runtime import tracing
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import Unavailable
+from headrace_runtime.wire import Outgoing
 from headrace_schemas import DeadLetter, Feedback, SessionEnd, ids
 from headrace_schemas.base import utcnow
 from tests.support.gateway import PARTITIONS, ListBus, ListProducer, until
@@ -79,15 +80,31 @@ async def test_an_outage_costs_one_bounded_wait_and_keeps_the_order(tmp_path: Pa
 
 async def test_while_the_spool_drains_new_events_queue_behind_it(tmp_path: Path) -> None:
     bus = ListBus()
-    bus.back.clear()
-    async with publishing(tmp_path, bus) as publisher:
-        await asyncio.gather(*(publisher.publish(feedback(number)) for number in range(20)))
-        bus.back.set()
-        for number in range(20, 60):
+    drain_may_end = asyncio.Event()
+
+    class Slow(ListProducer):
+        async def send_raw(self, records: Iterable[Outgoing]) -> None:
+            listed = list(records)
+            if any(b'"feedback_id":"0"' in (record.value or b"") for record in listed):
+                await drain_may_end.wait()
+            await super().send_raw(listed)
+
+    async with Spool(tmp_path / "spool", 10_000) as spool:
+        await spool.append([Spooled("feedback", feedback(number).to_json()) for number in range(3)])
+        publisher = Publisher(
+            lambda: Slow(bus, BlobStore(tmp_path.as_uri())), spool, CaptureSettings(), send_timeout_s=30
+        )
+        running = asyncio.create_task(publisher.run())
+        await until(lambda: publisher.connected)
+        for number in range(3, 6):
             await publisher.publish(feedback(number))
-        await until(lambda: publisher._spool.events == 0)
-        assert sorted(numbers(bus)) == list(range(60))
-        assert numbers(bus)[20:] == list(range(20, 60))
+        assert numbers(bus) == [], "the bus is there, and yet nothing overtakes what waits"
+        drain_may_end.set()
+        await until(lambda: spool.events == 0)
+        await publisher.publish(feedback(6))
+        running.cancel()
+        await asyncio.wait([running])
+    assert numbers(bus) == list(range(7))
 
 
 async def test_it_starts_without_a_bus_and_finds_it_later(tmp_path: Path) -> None:
@@ -116,9 +133,10 @@ async def test_an_end_is_sent_only_after_the_events_before_it_are_acknowledged(t
     sent: list[list[str]] = []
 
     class Grouping(ListProducer):
-        async def send_raw(self, records: object) -> None:
-            await super().send_raw(records)  # type: ignore[arg-type]
-            sent.append([record.topic for record in records])  # type: ignore[attr-defined]
+        async def send_raw(self, records: Iterable[Outgoing]) -> None:
+            listed = list(records)
+            await super().send_raw(listed)
+            sent.append([record.topic for record in listed])
 
     async with Spool(tmp_path / "spool", 10_000) as spool:
         events = [feedback(1), feedback(2), end(1), feedback(3), end(2)]
@@ -186,10 +204,10 @@ async def test_a_producer_that_died_is_replaced(tmp_path: Path) -> None:
         async def start(self) -> None:
             dead[0] = False
 
-        async def send_raw(self, records: object) -> None:
+        async def send_raw(self, records: Iterable[Outgoing]) -> None:
             if dead[0]:
                 raise Unavailable("fatal, for ever")
-            await super().send_raw(records)  # type: ignore[arg-type]
+            await super().send_raw(records)
 
     async with Spool(tmp_path / "spool", 10_000) as spool:
         publisher = Publisher(

@@ -67,6 +67,11 @@ async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
         assert found == list(range(len(found)))
 
 
+async def test_what_is_appended_is_fsynced(tmp_path: Path) -> None:
+    async with Spool(tmp_path, 1000) as spool:
+        assert spool._db.execute("PRAGMA synchronous").fetchone() == (2,), "FULL: a power cut takes no committed row"
+
+
 async def test_its_bound_stops_admission_not_work_under_way(tmp_path: Path) -> None:
     async with Spool(tmp_path, 1000) as spool:
         full = []
