@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections import defaultdict
+from datetime import timedelta
 from pathlib import Path
 
+import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 
-from headrace_judge.tables import METADATA
+from headrace_judge.ledger import Exhausted, Ledger, Reservation
+from headrace_judge.settings import BudgetSettings
+from headrace_judge.tables import METADATA, STREAM
+from headrace_runtime.clock import epoch_ms
 from headrace_schemas import Reward, Trajectory
 from tests.support import fake_llm
-from tests.support.fake_llm import Call, FakeLLM
-from tests.support.judge_rig import judge, replica, settings, trajectory
+from tests.support.fake_llm import Call, FakeLLM, Reply
+from tests.support.judge_rig import Rig, judge, replica, settings, trajectory
+from tests.support.streams import START
 
 PREFERENCE = (
     'name = "preference"\nmode = "pair"\ninstructions = "Which is better?"\n'
@@ -105,3 +112,75 @@ async def test_two_replicas_never_spend_more_than_the_budget(llm: FakeLLM, data_
         outcomes = [reward.outcome for reward in [*one.rewards, *other.rewards]]
     assert len(llm.calls) == 7
     assert (outcomes.count("scored"), outcomes.count("abstained")) == (7, 9)
+
+
+async def test_one_replica_waits_until_another_has_counted_its_call(
+    llm: FakeLLM, data_dir: Path, database_url: str
+) -> None:
+    wanted = settings(llm)
+    ledger = Ledger(BudgetSettings(calls_per_day=2))
+    async with judge(wanted, data_dir, database_url) as one, replica(one, wanted, data_dir, database_url) as other:
+        await one.stop()
+        await other.stop()
+
+        async def reserve(rig: Rig) -> Reservation | Exhausted:
+            async with rig.bench.processor.database.transaction() as tx:
+                return await ledger.reserve(tx, START, 1)
+
+        assert isinstance(await reserve(one), Reservation)
+        async with one.bench.processor.database.transaction() as tx:
+            assert isinstance(await ledger.reserve(tx, START, 1), Reservation)
+            second = asyncio.ensure_future(reserve(other))
+            _, waiting = await asyncio.wait([second], timeout=0.2)
+            assert waiting
+        assert await second == Exhausted("calls_per_day", 2)
+        one.start()
+        other.start()
+
+
+async def test_a_result_that_comes_after_the_lease_is_discarded(
+    llm: FakeLLM, data_dir: Path, database_url: str
+) -> None:
+    """Two replicas have judged one trajectory, differently; only one of them publishes."""
+    late = threading.Event()
+
+    def slow(call: Call) -> Reply:
+        late.wait(20)
+        return fake_llm.verdict(outcome=1, grounding=1, conduct=1, clarity=1)(call)
+
+    llm.then(slow)
+    wanted = settings(llm, endpoint={"timeout_s": 20.0})
+    async with judge(wanted, data_dir, database_url) as one, replica(one, wanted, data_dir, database_url) as other:
+        await other.stop()
+        await one.bench.deliver(run(1))
+        await one.until(lambda: len(llm.calls) == 1)
+        other.bench.clock.advance(31.0)
+        other.start()
+        await other.judged()
+        late.set()
+        await one.idle()
+        assert one.rewards == []
+        assert [reward.value for reward in other.rewards] == [0.75]
+
+
+async def test_the_lease_of_work_in_progress_is_renewed(llm: FakeLLM, data_dir: Path, database_url: str) -> None:
+    llm.usual = fake_llm.hang()
+    wanted = settings(llm, lease_s=1.0, endpoint={"timeout_s": 20.0})
+    async with judge(wanted, data_dir, database_url) as rig:
+
+        async def renewed() -> bool:
+            async with rig.bench.processor.database.transaction() as tx:
+                due_ms: int = (await tx.execute(select(STREAM.jobs.c.due_ms))).scalar_one()
+            return due_ms == epoch_ms(rig.bench.clock.now() + timedelta(seconds=1))
+
+        await rig.bench.deliver(run(1))
+        await rig.until(lambda: len(llm.calls) == 1)
+        for _ in range(2):
+            rig.bench.clock.advance(0.9)
+            for _ in range(200):
+                if await renewed():
+                    break
+                await asyncio.sleep(0.05)
+            else:
+                pytest.fail("the lease was not renewed")
+        assert len(llm.calls) == 1

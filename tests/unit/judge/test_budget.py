@@ -117,19 +117,24 @@ async def test_tokens_are_counted_as_reported(
         assert await left(rig.bench, Ledger(BudgetSettings(tokens_per_day=0)), START) == {"tokens_per_day": -spent}
 
 
-async def test_a_call_that_may_have_been_billed_stays_counted(llm: FakeLLM, data_dir: Path) -> None:
-    llm.usual = fake_llm.hang()
+@pytest.mark.parametrize(
+    ("trouble", "outcome"), [(fake_llm.hang(), "timed_out"), (fake_llm.drop(), "failed")], ids=["hang", "drop"]
+)
+async def test_a_call_that_may_have_been_billed_stays_counted(
+    llm: FakeLLM, data_dir: Path, trouble: fake_llm.Behaviour, outcome: str
+) -> None:
+    llm.usual = trouble
     limited = settings(
         llm,
         budget={"tokens_per_day": 100_000},
         endpoint={"timeout_s": 0.2, "max_tokens": 500},
-        retry={"timeouts_max": 1},
+        retry={"timeouts_max": 1, "attempts_max": 1},
     )
     async with judge(limited, data_dir) as rig:
         await rig.bench.deliver(trajectory("t1"))
         (reward,) = await rig.judged()
         spent = -(await left(rig.bench, Ledger(BudgetSettings(tokens_per_day=0)), START))["tokens_per_day"]
-    assert reward.outcome == "timed_out"
+    assert reward.outcome == outcome
     assert 500 < spent < 3000
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
 from headrace_judge.endpoint import OWN_SESSIONS
 from headrace_judge.intake import sampled
@@ -300,3 +301,38 @@ async def test_two_rubrics_are_two_sources(llm: FakeLLM, data_dir: Path, tmp_pat
         rewards = await rig.judged(2)
     assert {reward.source: reward.value for reward in rewards} == {"judge:helpfulness": 0.0, "judge:brevity": 0.75}
     assert len({reward.judged_by for reward in rewards}) == 2
+
+
+def sample(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"headrace_{name}", labels) or 0.0
+
+
+async def test_what_happens_is_counted(llm: FakeLLM, data_dir: Path) -> None:
+    names: list[tuple[str, dict[str, str]]] = [
+        ("judge_calls_total", {"result": "answered"}),
+        ("judge_calls_total", {"result": "away"}),
+        ("judge_call_seconds_count", {}),
+        ("judge_tokens_total", {"kind": "prompt"}),
+        ("judge_tokens_total", {"kind": "completion"}),
+        ("judge_outcomes_total", {"source": "judge:helpfulness", "outcome": "scored"}),
+        ("judge_cache_hits_total", {}),
+        ("judge_retries_total", {}),
+        ("judge_shortened_total", {"source": "judge:helpfulness"}),
+    ]
+    before = [sample(name, **labels) for name, labels in names]
+    llm.then(fake_llm.status(503))
+    async with judge(settings(llm, budget={"calls_per_day": 10}), data_dir) as rig:
+        await rig.bench.deliver(trajectory("t1", answer="x" * 5000))
+        await rig.until(lambda: sample("judge_endpoint_up") == 0)
+        await rig.idle()
+        await rig.tick(1.0)
+        assert sample("jobs", kind="verdict") == 1
+        await rig.judged()
+        await rig.bench.deliver(trajectory("t2", answer="x" * 5000))
+        await rig.judged(2)
+        await rig.tick()
+    after = [sample(name, **labels) for name, labels in names]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1, 2, 100, 20, 2, 1, 1, 2]
+    assert sample("judge_endpoint_up") == 1
+    assert sample("judge_budget_left", setting="calls_per_day") == 8
+    assert sample("jobs", kind="verdict") == 0

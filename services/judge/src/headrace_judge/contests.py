@@ -6,7 +6,6 @@ row, because the runs of one task have different keys and come through different
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 
@@ -90,8 +89,7 @@ class Contests:
         rewards = []
         met = await _met(tx, row["contest"], subject.trajectory_id)
         if not met and row["revision"] == 0:
-            seconds = f"{self._wait.total_seconds():g} s"
-            alone = Judgement(outcome="abstained", reason=f"no other run of its task came within {seconds}")
+            alone = Judgement(outcome="abstained", reason=await self._why_alone(tx, row))
             name = judged_by.get(subject.rubric, subject.rubric)
             rewards = [await _reward(tx, now, subject.rubric, subject.trajectory_id, alone, name)]
         if now < leaves:
@@ -102,18 +100,21 @@ class Contests:
             await _tidy(tx, row["contest"])
         return rewards
 
+    async def _why_alone(self, tx: AsyncConnection, row: RowMapping) -> str:
+        others = (CONTESTANTS.c.contest == row["contest"]) & (CONTESTANTS.c.run != row["run"])
+        if await tx.scalar(select(CONTESTANTS.c.trajectory_id).where(others).limit(1)):
+            return f"its task had all its pairs already (judge.pairs.pairs_per_task_max = {self._pairs_max})"
+        return f"no other run of its task came within {self._wait.total_seconds():g} s"
+
     async def _rivals(self, tx: AsyncConnection, now: datetime, contest: str, run: str) -> list[str]:
-        """Whom a newcomer meets, as far as the contest has pairs left: first those that have met fewest."""
-        pairs = await _pairs(tx, contest)
-        recent = sum(row["made_ms"] >= epoch_ms(now - self._window) for row in pairs)
-        met = Counter(name for row in pairs for name in (row["first"], row["second"]))
+        """Whom a newcomer meets, as far as the contest has pairs left: those that came first, first."""
+        recent = sum(row["made_ms"] >= epoch_ms(now - self._window) for row in await _pairs(tx, contest))
         waiting = (
             select(CONTESTANTS.c.trajectory_id)
             .where(CONTESTANTS.c.contest == contest, CONTESTANTS.c.run != run, CONTESTANTS.c.closed.is_(False))
             .order_by(CONTESTANTS.c.arrived_ms, CONTESTANTS.c.trajectory_id)
         )
-        rivals = list((await tx.execute(waiting)).scalars())
-        return sorted(rivals, key=lambda rival: met[rival])[: max(0, self._pairs_max - recent)]
+        return list((await tx.execute(waiting.limit(max(0, self._pairs_max - recent)))).scalars())
 
 
 async def _lock(tx: AsyncConnection, contest: str, now: datetime) -> None:
