@@ -48,8 +48,8 @@ from headrace_broker.protocol.transactions import (
     EndTxnResponse,
 )
 from tests.contract.bus.conftest import CreateTopic
-from tests.support.wire_client import WireClient, connected
 from tests.support.record_batches import batch, corrupted, now_ms, patched
+from tests.support.wire_client import WireClient, connected
 
 DAY_MS = 86_400_000
 

@@ -1,0 +1,89 @@
+"""The broker as a process: how it starts, refuses, and stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.broker_process import BrokerProcess
+from tests.support.ports import free_port
+
+START_CPU_S_MAX = 1.0
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[BrokerProcess]:
+    process = BrokerProcess(tmp_path, BROKER__PORT=free_port())
+    yield process
+    process.stop()
+
+
+def _run(tmp_path: Path, *arguments: str, **settings: object) -> subprocess.CompletedProcess[str]:
+    environ = {f"HEADRACE_{name}": str(value) for name, value in {"DATA_DIR": tmp_path, **settings}.items()}
+    return subprocess.run(
+        [sys.executable, "-m", "headrace_broker", *arguments],
+        env={**os.environ, **environ}, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processor time is read from /proc")
+def test_it_starts_in_less_than_a_second_of_work_and_stops_cleanly(broker: BrokerProcess) -> None:
+    """Processor time, because other tests share the machine. `make bench` measures the clock."""
+    broker.start()
+    process = broker._process
+    assert process is not None
+    started = _cpu_s(process.pid)
+    assert started < START_CPU_S_MAX
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
+
+
+def test_health_and_metrics(broker: BrokerProcess) -> None:
+    broker.start()
+    port = broker._settings["BROKER__PORT"]
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            health = urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).read()
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    assert b'"store":true' in health
+    metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
+    assert "headrace_broker_commit_seconds_count" in metrics
+    assert "headrace_broker_connections " in metrics
+
+
+def test_a_second_one_on_the_same_file_is_refused(broker: BrokerProcess, tmp_path: Path) -> None:
+    broker.start()
+    result = _run(tmp_path, BROKER__KAFKA_PORT=free_port())
+    assert result.returncode == 2
+    assert "another broker has this file open" in result.stderr
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.7", "broker.example"])
+def test_it_listens_on_loopback_alone(tmp_path: Path, host: str) -> None:
+    result = _run(tmp_path, BROKER__KAFKA_HOST=host)
+    assert result.returncode == 2
+    assert "broker.kafka_host" in result.stderr
+    assert "no authentication" in result.stderr
+
+
+def test_help_is_quick(tmp_path: Path) -> None:
+    result = _run(tmp_path, "--help")
+    assert result.returncode == 0
+    assert "Kafka" in result.stdout
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
