@@ -21,22 +21,29 @@ class SettingDoc(BaseModel):
     description: str = ""
 
 
-def describe(model: type[BaseModel], prefix: str = "") -> Iterator[SettingDoc]:
-    """Every setting of a section, depth first, plain values before inner sections, as TOML wants them."""
+def describe(model: type[BaseModel], prefix: str = "", instance: BaseModel | None = None) -> Iterator[SettingDoc]:
+    """Every setting of a section, depth first, plain values before inner sections, as TOML wants them.
+
+    `instance` is what the section starts with, where that differs from its class.
+    """
     inner = []
     for name, field in model.model_fields.items():
+        value = getattr(instance, name) if instance is not None else _default(field)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            inner.append((name, field.annotation))
+            inner.append((name, field.annotation, value if isinstance(value, BaseModel) else None))
         else:
-            yield _doc(prefix + name, field)
-    for name, section in inner:
-        yield from describe(section, f"{prefix}{name}.")
+            yield _doc(prefix + name, field, value)
+    for name, section, starts_with in inner:
+        yield from describe(section, f"{prefix}{name}.", starts_with)
 
 
-def _doc(name: str, field: FieldInfo) -> SettingDoc:
+def _default(field: FieldInfo) -> object:
+    return None if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def _doc(name: str, field: FieldInfo, value: object) -> SettingDoc:
     annotated: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
     adapter: TypeAdapter[Any] = TypeAdapter(annotated)
-    value = None if field.is_required() else field.get_default(call_default_factory=True)
     return SettingDoc(
         name=name,
         kind=_kind(adapter.json_schema()),

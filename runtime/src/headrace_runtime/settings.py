@@ -20,7 +20,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headrace_runtime.errors import SettingError
 
@@ -34,6 +34,23 @@ class Section(BaseModel):
     """One table of the settings file. Field docstrings are the reference that `headrace config` prints."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inner_sections_keep_their_defaults(cls, table: Any) -> Any:
+        """A field `limits: Limits = Limits(burst=9)` keeps the 9 when a file sets another value of `[limits]`."""
+        if not isinstance(table, Mapping):
+            return table
+        fields = cls.model_fields
+        return {name: _over(fields[name].default, value) if name in fields else value for name, value in table.items()}
+
+
+def _over(default: object, given: Any) -> Any:
+    """`given` with what the section `default` sets and `given` does not, at every depth."""
+    if not isinstance(default, Section) or not isinstance(given, Mapping):
+        return given
+    kept = {name: getattr(default, name) for name in default.model_fields_set if name not in given}
+    return kept | {name: _over(getattr(default, name, None), value) for name, value in given.items()}
 
 
 class BusSettings(Section):

@@ -19,6 +19,7 @@ class Gate(Section):
 
 class Own(Section):
     gate: Gate = Gate()
+    strict: Gate = Gate(margin=0.0)
     key: str
     mode: Literal["a", "b"] | None = None
     weights: dict[str, float] = Field(default_factory=lambda: {"feedback": 1.0})
@@ -36,6 +37,10 @@ def test_settings_are_listed_with_values_before_sections() -> None:
             name="own.gate.command", kind="list of string", default=[], description="What plays the held-out tasks."
         ),
         SettingDoc(name="own.gate.margin", kind="number ≥ 0 ≤ 1", default=0.05),
+        SettingDoc(
+            name="own.strict.command", kind="list of string", default=[], description="What plays the held-out tasks."
+        ),
+        SettingDoc(name="own.strict.margin", kind="number ≥ 0 ≤ 1", default=0.0),
     ]
 
 

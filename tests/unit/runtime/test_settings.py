@@ -14,6 +14,14 @@ from headrace_runtime.settings import Common, Section, ServiceSettings, is_loopb
 
 class Inner(Section):
     size_max: int = 10
+    kind: str = "narrow"
+
+
+class Outer(Section):
+    """A section in a section, both with defaults of their own."""
+
+    inner: Inner = Inner(size_max=5)
+    name: str = "x"
 
 
 def _even(number: int) -> int:
@@ -26,6 +34,9 @@ class GatewaySettings(ServiceSettings):
     mode: Literal["a", "b"] = "a"
     even: Annotated[int, AfterValidator(_even)] = 0
     inner: Inner = Inner()
+    wide: Inner = Inner(size_max=1000, kind="wide")
+    outer: Outer = Outer(name="y")
+    deep: Outer = Outer(inner=Inner(size_max=6))
 
 
 def config(tmp_path: Path, text: str) -> Path:
@@ -105,3 +116,24 @@ def test_beyond_loopback_with_a_key_is_allowed() -> None:
 )
 def test_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "wide", "outer"),
+    [
+        ("", (1000, "wide"), ("y", 5)),
+        ("[gateway.wide]\n", (1000, "wide"), ("y", 5)),
+        ("[gateway.wide]\nsize_max = 7\n", (7, "wide"), ("y", 5)),
+        ("[gateway.outer.inner]\nkind = 'z'\n", (1000, "wide"), ("y", 5)),
+        ("[gateway.outer]\nname = 'z'\n", (1000, "wide"), ("z", 5)),
+    ],
+)
+def test_setting_one_value_of_a_section_leaves_its_others(
+    tmp_path: Path, text: str, wide: tuple[int, str], outer: tuple[str, int]
+) -> None:
+    """A section may start with other values than its class has; writing down its name must not lose them."""
+    _, own = loaded(config(tmp_path, text))
+    assert (own.wide.size_max, own.wide.kind) == wide
+    assert (own.outer.name, own.outer.inner.size_max) == outer
+    _, own = loaded(config(tmp_path, "[gateway.deep.inner]\nkind = 'z'\n"))
+    assert (own.deep.inner.size_max, own.deep.inner.kind, own.deep.name) == (6, "z", "x")

@@ -252,14 +252,15 @@ def test_status_without_the_account(registry: HttpFake, up: Path) -> None:
 
 
 def test_config_check_says_who_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    two = {"registry": "headrace_registry", "gateway": "headrace_gateway"}
-    monkeypatch.setattr("headrace.supervisor.plan.installed", lambda: two)
+    three = {name: f"headrace_{name}" for name in ("registry", "gateway", "judge")}
+    monkeypatch.setattr("headrace.supervisor.plan.installed", lambda: three)
     path = tmp_path / "c.toml"
     path.write_text("[registry]\nprot = 1\n")
     status, text = headrace("config", "check", str(path))
     assert status == 1
     assert "setting registry.prot = 1: unknown; did you mean 'port'?" in text
     assert text.count("unknown") == 1, "the other does not mind"
+    assert "not started: judge.endpoint.base_url is not set" in text
 
 
 def test_config_reference_of_one_service(tmp_path: Path) -> None:

@@ -20,13 +20,20 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, help="Every setting there 
 
 
 def check(file: Annotated[Path, typer.Argument(help="A settings file (TOML).", exists=True, dir_okay=False)]) -> None:
-    """Let each installed service read the file; exit status 1 when one of them would refuse to start."""
-    from headrace.settings_reference import refusals
-    from headrace.supervisor.plan import installed
+    """Let each service that `up` would start read the file; exit status 1 when one of them refuses it."""
+    import os
 
+    from headrace.settings_reference import refusals
+    from headrace.supervisor.overrides import Overrides
+    from headrace.supervisor.plan import installed, why_not
+
+    services = installed()
+    overrides = Overrides(file, {}, os.environ)
+    left_out = {name: reason for name in services if (reason := why_not(name, overrides))}
     with console().status("asking the services"):
-        found = refusals(installed(), file)
+        found = refusals({name: module for name, module in services.items() if name not in left_out}, file)
     rows = [(name, f"[red]{text}[/]" if text else "[green]ok[/]") for name, text in found.items()]
+    rows += [(name, f"[dim]not started: {reason}[/]") for name, reason in left_out.items()]
     console().print(table(["service", "settings"], rows))
     if any(found.values()):
         raise typer.Exit(1)

@@ -78,7 +78,7 @@ def make(
             raise UsageError(f"no service {name!r} is installed; there are {', '.join(sorted(services))}")
     folder = data_dir_of(data_dir, overrides)
     overrides.set("data_dir", folder)
-    left_out = {name: reason for name in services if (reason := _left_out(name, overrides, only, without))}
+    left_out = {name: reason for name in services if (reason := why_not(name, overrides, only, without))}
     chosen = {name: module for name, module in services.items() if name not in left_out}
     ports = _Ports(auto_ports)
     if "broker" in chosen:
@@ -95,7 +95,8 @@ def make(
     return Plan(folder, overrides.environ, tuple(plans), bus, left_out)
 
 
-def _left_out(name: str, overrides: Overrides, only: Collection[str], without: Collection[str]) -> str | None:
+def why_not(name: str, overrides: Overrides, only: Collection[str] = (), without: Collection[str] = ()) -> str | None:
+    """The reason why `up` leaves a service out, None when it starts it."""
     if name in without:
         return "--without"
     if only:
