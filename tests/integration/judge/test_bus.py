@@ -74,7 +74,8 @@ def behave(call: Call) -> Reply:
     if found:
         return answers[found[1]](call)
     time.sleep(0.05)
-    score = 1 + int(re.findall(r"answer (\d+)", call.prompt)[0]) % 5
+    number = re.search(r"answer (\d+)", call.prompt)
+    score = 1 + int(number[1]) % 5 if number else 3  # the bus is shared with other tests
     return fake_llm.verdict(outcome=score, grounding=score, conduct=score, clarity=score)(call)
 
 

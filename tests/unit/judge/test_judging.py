@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
+from headrace_judge import app, rubric
 from headrace_judge.endpoint import OWN_SESSIONS
 from headrace_judge.intake import sampled
 from headrace_runtime.errors import SettingError
@@ -284,6 +285,19 @@ async def test_an_endpoint_that_turns_out_to_be_a_gateway_stops_the_judge(llm: F
     with pytest.raises(BaseExceptionGroup) as stopped:
         await run()
     assert stopped.group_contains(SettingError, match=r"judge\.endpoint\.is_gateway")
+
+
+async def test_work_for_a_rubric_that_is_gone_abstains(llm: FakeLLM, data_dir: Path) -> None:
+    async with judge(settings(llm), data_dir) as rig:
+        await rig.stop()
+        await rig.bench.deliver(trajectory("t1"))
+        other = rubric.load("helpfulness").model_copy(update={"mode": "pair"})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rubric, "load", lambda _reference: other)
+            rig.service = app.service(settings(llm))
+        rig.start()
+        (reward,) = await rig.judged()
+    assert (reward.outcome, llm.calls) == ("abstained", [])
 
 
 async def test_two_rubrics_are_two_sources(llm: FakeLLM, data_dir: Path, tmp_path: Path) -> None:

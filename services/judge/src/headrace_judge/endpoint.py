@@ -93,13 +93,13 @@ class Endpoint:
 
     def body(self, messages: list[ChatMessage]) -> dict[str, object]:
         """The request. Equal ones are equal questions."""
-        body: dict[str, object] = {
-            "model": self._settings.model,
-            "messages": messages,
-            "temperature": self._settings.temperature,
-            "max_tokens": self._settings.max_tokens,
-        }
-        return body | ({"response_format": {"type": "json_object"}} if self._settings.json_mode else {})
+        settings = self._settings
+        limits = {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
+        body: dict[str, object] = {"model": settings.model, "messages": messages}
+        body |= {name: value for name, value in limits.items() if name not in settings.omit}
+        if settings.json_mode:
+            body["response_format"] = {"type": "json_object"}
+        return body | settings.extra
 
     async def complete(self, messages: list[ChatMessage]) -> Completion:
         """Raises `EndpointAway`, `CallTimedOut` or `CallRefused`, whose messages never hold text of a run."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, JsonValue, ValidationInfo, field_validator
 
 from headrace_runtime.settings import Port, Section, ServiceSettings
 
@@ -57,8 +57,20 @@ class EndpointSettings(Section):
     """Sampling temperature. 0 makes verdicts repeatable; `samples` above 1 wants more."""
     json_mode: bool = False
     """Ask for `response_format: json_object`. Not every endpoint knows it; verdicts are checked either way."""
+    extra: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further fields of the request, such as `reasoning_effort` or `max_completion_tokens`."""
+    omit: tuple[Literal["temperature", "max_tokens"], ...] = ()
+    """Fields that the endpoint does not take; they are not sent."""
     response_bytes_max: Annotated[int, Field(ge=1024)] = 1_048_576
     """Longer responses are not read."""
+
+    @field_validator("extra")
+    @classmethod
+    def _leaves_the_question_alone(cls, extra: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        ours = sorted({"model", "messages", "stream", "n", "temperature", "max_tokens"} & set(extra))
+        if ours:
+            raise ValueError(f"{', '.join(ours)} cannot be set here")
+        return extra
 
     @field_validator("api_key_env")
     @classmethod

@@ -134,8 +134,8 @@ class Worker:
 
     async def _judge(self, task: Task) -> Judgement:
         rubric = self._rubrics.get(task.rubric)
-        if rubric is None:
-            return Judgement(outcome="abstained", reason="its rubric is no longer among judge.rubrics")
+        if rubric is None or rubric.mode != task.kind:
+            return Judgement(outcome="abstained", reason=f"there is no rubric {task.rubric!r} of this mode any more")
         try:
             if not isinstance(task, PairTask):
                 return await self._jury.single(rubric, task.case.run)
