@@ -93,6 +93,14 @@ async def test_a_connection_without_requests(run: Run) -> None:
         await _closed(idle)
 
 
+async def test_a_connection_that_waits_for_us_is_not_idle(run: Run) -> None:
+    async with run(connection_idle_s=0.1) as live:
+        topic = await live.create("t")
+        async with live.client() as client:
+            answer = await client.ask(_fetch(topic, wait_ms=400), FetchResponse)
+            assert answer.topics[0].partitions[0].error_code == Code.NONE
+
+
 async def test_a_client_that_does_not_take_its_answers(run: Run) -> None:
     async with run(transfer_timeout_s=0.2) as live:
         topic = await live.create("t")

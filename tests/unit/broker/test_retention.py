@@ -127,3 +127,10 @@ def test_the_file_shrinks_when_most_of_it_is_free(broker: Harness) -> None:
     while broker.run(broker.upkeep.shrink):
         pass
     assert broker.db.execute("PRAGMA page_count").fetchone()[0] < pages / 2
+
+
+def test_records_without_a_time_are_as_old_as_their_arrival(broker: Harness) -> None:
+    (partition,) = broker.topic()
+    broker.append(partition, batch([(b"a", b"x")], max_timestamp=-1, base_timestamp=-1), now_ms=500)
+    assert _expire(broker, partition, TopicConfig(retention_ms=100), now_ms=600) == 0
+    assert _expire(broker, partition, TopicConfig(retention_ms=100), now_ms=601) == 1

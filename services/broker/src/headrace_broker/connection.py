@@ -91,8 +91,7 @@ class Connection:
 
     async def _frame(self) -> bytes:
         """The next request, its memory taken. Raises `EOFError` at the end, `Malformed` for an impossible size."""
-        async with asyncio.timeout(self._settings.connection_idle_s):
-            (size,) = _SIZE.unpack(await self._reader.readexactly(_SIZE.size))
+        (size,) = _SIZE.unpack(await self._start_of_frame())
         if not 8 <= size <= self._settings.request_bytes_max:
             raise Malformed(
                 f"a request of {size} bytes; broker.request_bytes_max is {self._settings.request_bytes_max}"
@@ -104,6 +103,16 @@ class Connection:
         except BaseException:
             self._memory.give(size)
             raise
+
+    async def _start_of_frame(self) -> bytes:
+        """Wait for the client; for ever while it waits for us."""
+        while True:
+            try:
+                async with asyncio.timeout(self._settings.connection_idle_s):
+                    return await self._reader.readexactly(_SIZE.size)
+            except TimeoutError:
+                if not self._started:
+                    raise
 
     async def _handle(self, call: Call, request: Request) -> Any:
         started = time.perf_counter()

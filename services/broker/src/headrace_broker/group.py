@@ -80,6 +80,7 @@ class Group:
         known = self.members.get(request.member_id)
         if not request.member_id:
             if request.group_instance_id is None:
+                self._check_size()
                 self.awaited[member.id] = member.expires_s
                 raise Rejected(Code.MEMBER_ID_REQUIRED)
             static = self._static(request.group_instance_id)
@@ -172,11 +173,14 @@ class Group:
         return next((m for m in self.members.values() if m.instance_id == instance_id), None)
 
     def _add(self, member: Member, reply: JoinReply, now_s: float) -> None:
-        if len(self.members) >= self.members_max:
-            raise Rejected(Code.GROUP_MAX_SIZE_REACHED)
+        self._check_size()
         self.members[member.id] = member
         member.joining = reply
         self._rebalance(now_s)
+
+    def _check_size(self) -> None:
+        if len(self.members) + len(self.awaited) >= self.members_max:
+            raise Rejected(Code.GROUP_MAX_SIZE_REACHED, f"broker.group_members_max = {self.members_max}")
 
     def _rejoin(self, known: Member, again: Member, reply: JoinReply, now_s: float) -> None:
         if known.joining:  # asked twice: only the last one waits

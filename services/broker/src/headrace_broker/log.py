@@ -129,13 +129,13 @@ class Log:
         """Store a batch at the end, or find where it is stored already. Raises `Rejected` and then wrote nothing."""
         partition = self.partition(partition_id)
         if batch.producer_id == NO_PRODUCER:
-            return Appended(self._store(partition, batch), partition.start)
+            return Appended(self._store(partition, batch, now_ms), partition.start)
         producer = self.producer(partition_id, batch.producer_id)
         if producer is not None:
             known = producer.duplicate_of(batch)
             if known is not None:
                 return Appended(known, partition.start)
-        offset = self._store(partition, batch)
+        offset = self._store(partition, batch, now_ms)
         key = (partition_id, batch.producer_id)
         producer = self._producers.setdefault(key, producer or Producer(batch.producer_epoch))
         producer.note(batch, offset, now_ms)
@@ -164,7 +164,7 @@ class Log:
             return
         first = partition.open[producer_id]
         control = marker(committed=commit, producer_id=producer_id, epoch=epoch, timestamp_ms=now_ms)
-        offset = self._store(partition, control)
+        offset = self._store(partition, control, now_ms)
         if not commit:
             self._db.execute("INSERT INTO aborted VALUES (?, ?, ?, ?)", (partition_id, offset, first, producer_id))
         del partition.open[producer_id]
@@ -183,18 +183,19 @@ class Log:
         for key in self._db.execute(statement, (before_ms,)).fetchall():
             self._producers.pop(key, None)
 
-    def _store(self, partition: Partition, batch: Batch) -> int:
+    def _store(self, partition: Partition, batch: Batch, now_ms: int) -> int:
         offset = partition.end
         if offset + batch.last_offset_delta >= OFFSET_MAX:
             raise Rejected(Code.POLICY_VIOLATION, f"{partition.topic} {partition.number} has no offsets left")
         payload = batch.at(offset)
-        partition.max_timestamp = max(partition.max_timestamp, batch.max_timestamp)
+        timestamp = batch.max_timestamp if batch.max_timestamp >= 0 else now_ms  # retention needs one
+        partition.max_timestamp = max(partition.max_timestamp, timestamp)
         self._db.execute(
             "INSERT INTO batches VALUES (?, ?, ?, ?, ?)",
             (
                 position(partition.id, offset),
                 offset + batch.last_offset_delta,
-                batch.max_timestamp,
+                timestamp,
                 partition.max_timestamp,
                 payload,
             ),
