@@ -14,8 +14,8 @@ from tests.unit.sdk.test_cli import headrace
 def write(log: LogFile, *lines: str) -> None:
     reader, writer = os.pipe()
     thread = log.follow(os.fdopen(reader, "rb"))
-    os.write(writer, "".join(f"{line}\n" for line in lines).encode())
-    os.close(writer)
+    with os.fdopen(writer, "w") as pipe:
+        pipe.writelines(f"{line}\n" for line in lines)
     thread.join(10)
     assert not thread.is_alive()
 
@@ -36,6 +36,13 @@ def test_the_next_life_goes_on_in_the_same_file(tmp_path: Path) -> None:
     write(log, "first")
     write(log, "second")
     assert (tmp_path / "x.log").read_text() == "first\nsecond\n"
+
+
+def test_what_cannot_be_written_blocks_nobody(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "x.log", bytes_max=1000, backups=1)
+    (tmp_path / "x.log").mkdir()
+    write(log, *(f"line {number} {'x' * 1000}" for number in range(100)))  # more than a pipe holds
+    assert log.tail[-1].startswith("line 99")
 
 
 def test_following_across_a_rotation_loses_nothing(tmp_path: Path) -> None:

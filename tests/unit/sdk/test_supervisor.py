@@ -189,6 +189,18 @@ def test_nothing_survives_a_killed_supervisor_and_the_next_one_starts(
     make().start()
 
 
+def test_a_state_file_that_cannot_be_written_stops_nothing(make: Make, dummies: Dummies, data_dir: Path) -> None:
+    said: list[str] = []
+    supervisor = make(report=said.append)
+    (data_dir / "run" / "state.json").mkdir()
+    supervisor.start()
+    assert supervisor.wait_ready(20).ready
+    (data_dir / "run" / "state.json").rmdir()
+    wait_until(lambda: (data_dir / "run" / "state.json").is_file(), 10, "the next attempt")
+    assert len(said) == 1
+    assert "cannot say what runs" in said[0]
+
+
 def test_stopping_before_anything_is_ready(make: Make, dummies: Dummies) -> None:
     dummies.tell("broker", "never answer")
     supervisor = make()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from pathlib import Path
@@ -29,19 +30,18 @@ class LogFile:
         return thread
 
     def _copy(self, pipe: IO[bytes]) -> None:
-        file = self.path.open("ab")
-        try:
+        with pipe:
             while line := pipe.readline(_LINE_BYTES_MAX):
-                if file.tell() + len(line) > self._bytes_max and file.tell():
-                    file.close()
-                    self._rotate()
-                    file = self.path.open("ab")
-                file.write(line)
-                file.flush()
                 self.tail.append(line.decode("utf-8", "replace").rstrip())
-        finally:
-            file.close()
-            pipe.close()
+                with contextlib.suppress(OSError):  # a full disk must not block the service that writes
+                    self._append(line)
+
+    def _append(self, line: bytes) -> None:
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size and size + len(line) > self._bytes_max:
+            self._rotate()
+        with self.path.open("ab") as file:
+            file.write(line)
 
     def _rotate(self) -> None:
         for number in range(self._backups, 0, -1):

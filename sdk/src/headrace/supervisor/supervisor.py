@@ -70,6 +70,7 @@ class Supervisor:
         self._state_file.unlink(missing_ok=True)  # of a supervisor that was killed
         self._failure: str | None = None
         self._over = False
+        self._unwritten = False
 
     # what the owner calls
 
@@ -152,7 +153,12 @@ class Supervisor:
             self._failure = f"the supervisor itself failed: {error!r}"
             raise
         finally:
-            self._stop_all()
+            try:
+                self._stop_all()
+            finally:
+                with self._changed:
+                    self._over = True
+                    self._changed.notify_all()
 
     def _start(self, processes: Iterable[ManagedProcess]) -> None:
         for process in processes:
@@ -171,7 +177,9 @@ class Supervisor:
             if process.restart_is_due():
                 process.start()
             process.check_health()
-        if any(process.state != self._state.services[name] for name, process in self._processes.items()):
+        if self._unwritten or any(
+            process.state != self._state.services[name] for name, process in self._processes.items()
+        ):
             self._publish()
         self._stop.wait(_TICK_S)
 
@@ -187,9 +195,6 @@ class Supervisor:
             self._stop_group(group)
         self._publish()
         self._state_file.unlink(missing_ok=True)
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
 
     def _stop_group(self, group: list[ManagedProcess]) -> None:
         for process in group:
@@ -204,8 +209,19 @@ class Supervisor:
     def _publish(self) -> None:
         with self._changed:
             self._state = self._snapshot()
-            self._state.write(self.data_dir)
+            self._write_state()
             self._changed.notify_all()
+
+    def _write_state(self) -> None:
+        """A full disk is no reason to stop anything: it is told once, and the next tick tries again."""
+        try:
+            self._state.write(self.data_dir)
+        except OSError as error:
+            if not self._unwritten:
+                self._report(f"cannot say what runs: {error}")
+            self._unwritten = True
+        else:
+            self._unwritten = False
 
     def _snapshot(self) -> RunState:
         return RunState(
