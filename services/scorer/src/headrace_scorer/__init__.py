@@ -1,1 +1,1 @@
-"""x"""
+"""The scorer: trajectories, rewards and feedback to experiences."""

@@ -1,0 +1,9 @@
+"""`python -m headrace_scorer`."""
+
+from headrace_runtime.main import Service
+from headrace_scorer.settings import Settings
+
+SERVICE = Service("scorer", "Trajectories, rewards and feedback to experiences.", Settings, "headrace_scorer.app:run")
+
+if __name__ == "__main__":
+    SERVICE.main()

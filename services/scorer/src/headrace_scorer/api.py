@@ -1,0 +1,61 @@
+"""The scorer's REST: which functions are loaded, load them anew, and everything that was said about a trajectory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from headrace_runtime.clock import from_epoch_ms
+from headrace_runtime.database import Database
+from headrace_runtime.errors import Refused
+from headrace_runtime.settings import Common
+from headrace_runtime.web import require_internal_key
+from headrace_scorer import ledger
+from headrace_scorer.functions.pool import Pool
+from headrace_scorer.functions.process import FunctionsRefused
+
+
+def routes(common: Common, pool: Pool, database: Database) -> Sequence[BaseRoute]:
+    def listed() -> Response:
+        return JSONResponse({"functions": [function.model_dump() for function in pool.functions]})
+
+    async def functions(request: Request) -> Response:
+        require_internal_key(request, common)
+        return listed()
+
+    async def reload(request: Request) -> Response:
+        require_internal_key(request, common)
+        try:
+            await pool.reload()
+        except FunctionsRefused as error:
+            raise Refused(422, "functions_refused", f"{error}; the functions from before stay in use") from None
+        return listed()
+
+    async def history(request: Request) -> Response:
+        require_internal_key(request, common)
+        trajectory_id = request.path_params["trajectory_id"]
+        async with database.transaction() as tx:
+            rows = await ledger.history(tx, trajectory_id)
+        if not rows:
+            raise Refused(404, "not_found", f"nobody has said anything about trajectory {trajectory_id!r}")
+        return JSONResponse({"trajectory_id": trajectory_id, "verdicts": [_verdict(row) for row in rows]})
+
+    return [
+        Route("/functions", functions),
+        Route("/reload", reload, methods=["POST"]),
+        Route("/ledger/{trajectory_id}", history),
+    ]
+
+
+def _verdict(row: ledger.Row) -> dict[str, object]:
+    plain = ("tenant", "source", "revision", "outcome", "value", "reason", "judged_by")
+    return {
+        **{name: row[name] for name in plain},
+        "turn_id": row["turn_id"] or None,
+        "criteria": json.loads(row["criteria"]) if row["criteria"] else {},
+        "time": from_epoch_ms(row["time_ms"]).isoformat(),
+    }

@@ -1,0 +1,67 @@
+"""The scorer put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_runtime import stream_service
+from headrace_runtime.errors import SettingError
+from headrace_runtime.settings import Common
+from headrace_runtime.stream_service import StreamService, Timer
+from headrace_schemas import Event
+from headrace_scorer import api, schema, upkeep
+from headrace_scorer.accounts import Book
+from headrace_scorer.functions.pool import Pool
+from headrace_scorer.functions.process import FunctionsRefused
+from headrace_scorer.handlers import Scorer
+from headrace_scorer.scoring import Scoring
+from headrace_scorer.settings import Settings
+from headrace_scorer.store import Library
+
+_SETTLE_INTERVAL_S = 0.5
+_UPKEEP_INTERVAL_S = 5.0
+
+
+async def run(common: Common, settings: Settings) -> None:
+    """Run until cancelled. Raises `SettingError` when a reward function cannot be used."""
+    pool = Pool(settings)
+    try:
+        await pool.reload()
+    except FunctionsRefused as error:
+        raise SettingError("scorer.functions", settings.functions, str(error)) from None
+    try:
+        await stream_service.run(service(common, settings, pool), common, settings)
+    finally:
+        await pool.close()
+
+
+def service(common: Common, settings: Settings, pool: Pool) -> StreamService:
+    library = Library()
+    book = Book(library)
+    scoring = Scoring(pool, settings, library, book)
+    scorer = Scorer(settings, library, book, scoring)
+
+    async def end_waiting(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+        return await upkeep.end_waiting(tx, now, book, scoring.policy)
+
+    async def keep(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+        await upkeep.forget(tx, now, settings.retention_s)
+        await upkeep.measure(tx)
+        return []
+
+    return StreamService(
+        name="scorer",
+        package="headrace_scorer",
+        tables=schema.stream,
+        handlers={
+            "trajectories": scorer.on_trajectory,
+            "rewards": scorer.on_reward,
+            "feedback": scorer.on_feedback,
+        },
+        timers=[Timer(_SETTLE_INTERVAL_S, end_waiting), Timer(_UPKEEP_INTERVAL_S, keep)],
+        workers=scoring.tasks,
+        routes=lambda processor: api.routes(common, pool, processor.database),
+    )

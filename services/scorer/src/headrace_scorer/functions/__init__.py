@@ -1,0 +1,1 @@
+"""Reward functions of users, run in processes of their own."""

@@ -1,0 +1,135 @@
+"""Finds and checks reward functions. Runs in the process that will call them, never in the service itself.
+
+Modules are made from source text, so that a process that has to be started again gets the code that its predecessor
+had, whatever has become of the files (`POST /reload` changes them all together, or not at all).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from importlib.machinery import ModuleSpec
+from importlib.metadata import entry_points
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+from pydantic import BaseModel
+
+PARAMETERS = ("trajectory", "feedback", "context")
+ENTRY_POINTS = "headrace.rewards"
+
+
+class LoadError(Exception):
+    """A function cannot be used; the message says which and why."""
+
+
+class Function(BaseModel):
+    """What is known of a loaded function. `digest` is the SHA-256 of its file's source."""
+
+    name: str
+    spec: str
+    parameters: tuple[str, ...]
+    asynchronous: bool
+    digest: str
+
+    @property
+    def source(self) -> str:
+        """Its name in the ledger."""
+        return f"function:{self.name}"
+
+    @property
+    def looks_at_feedback(self) -> bool:
+        """Whether more feedback may change its mind."""
+        return not {"feedback", "context"}.isdisjoint(self.parameters)
+
+
+class Loader:
+    """Makes functions from specs. `sources` is the text of each file that has been used, to be given to the next."""
+
+    def __init__(self, sources: dict[str, str] | None = None) -> None:
+        self.sources = sources or {}
+        self.callables: dict[str, Callable[..., object]] = {}
+        self._modules: dict[str, ModuleType] = {}
+
+    def load(self, specs: Sequence[str]) -> list[Function]:
+        """Raises `LoadError`."""
+        found = []
+        for spec in specs:
+            module, attribute = self._find(spec)
+            function = getattr(module, attribute, None)
+            if not callable(function):
+                raise LoadError(f"{spec}: {module.__file__} has no function {attribute!r}")
+            name = attribute if ":" in spec else spec
+            if name in self.callables:
+                raise LoadError(f"{spec}: there are two functions named {name!r}; rename one")
+            self.callables[name] = function
+            found.append(
+                Function(
+                    name=name,
+                    spec=spec,
+                    parameters=_parameters(spec, function),
+                    asynchronous=inspect.iscoroutinefunction(function),
+                    digest=sha256(self.sources[str(module.__file__)].encode()).hexdigest(),
+                )
+            )
+        return found
+
+    def _find(self, spec: str) -> tuple[ModuleType, str]:
+        place, _, attribute = _entry_point(spec).partition(":")
+        if not place or not attribute.isidentifier():
+            raise LoadError(f"{spec}: must be file.py:name, package.module:name or an entry point in {ENTRY_POINTS}")
+        if place not in self._modules:
+            self._modules[place] = self._make(spec, place)
+        return self._modules[place], attribute
+
+    def _make(self, spec: str, place: str) -> ModuleType:
+        made = _file_spec(place) if place.endswith(".py") else _module_spec(spec, place)
+        if made is None or made.origin is None or not made.origin.endswith(".py"):
+            raise LoadError(f"{spec}: {place} is not a Python file or module here (in {Path.cwd()})")
+        try:
+            if made.origin not in self.sources:
+                self.sources[made.origin] = Path(made.origin).read_text(encoding="utf-8")
+            module = module_from_spec(made)
+            sys.modules[made.name] = module
+            code = compile(self.sources[made.origin], made.origin, "exec")
+            exec(code, module.__dict__)  # noqa: S102 (running the user's code is the point)
+        except BaseException as error:  # a module may do anything at import, also exit
+            raise LoadError(f"{spec}: {type(error).__name__}: {error}") from error
+        return module
+
+
+def _entry_point(spec: str) -> str:
+    if ":" in spec:
+        return spec
+    found = entry_points(group=ENTRY_POINTS, name=spec)
+    return next((point.value for point in found), "")
+
+
+def _file_spec(place: str) -> ModuleSpec | None:
+    path = Path(place).absolute()
+    if not path.is_file():
+        return None
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # so that it can import its neighbours
+    name = f"headrace_rewards_{sha256(str(path).encode()).hexdigest()[:12]}_{path.stem}"
+    return spec_from_file_location(name, path)
+
+
+def _module_spec(spec: str, name: str) -> ModuleSpec | None:
+    try:
+        return find_spec(name)
+    except (ImportError, ValueError) as error:
+        raise LoadError(f"{spec}: {error}") from error
+
+
+def _parameters(spec: str, function: Callable[..., object]) -> tuple[str, ...]:
+    named = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    found = inspect.signature(function).parameters.values()
+    for parameter in found:
+        if parameter.name not in PARAMETERS or parameter.kind not in named:
+            raise LoadError(f"{spec}: parameter {parameter}; a reward function takes any of {', '.join(PARAMETERS)}")
+    return tuple(parameter.name for parameter in found)

@@ -1,0 +1,88 @@
+"""The processes of reward functions: as many as the settings say, all with the same code, replaced when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from headrace_runtime.logs import get_logger
+from headrace_scorer import metrics
+from headrace_scorer.functions.loading import Function
+from headrace_scorer.functions.process import FunctionProcess
+from headrace_scorer.functions.protocol import Call, Load
+from headrace_scorer.functions.verdicts import Outcome
+from headrace_scorer.settings import Settings
+
+log = get_logger(__name__)
+
+
+class Pool:
+    """`functions` are those that are loaded; `call` waits for a free process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._idle: asyncio.Queue[FunctionProcess] = asyncio.Queue()
+        self._members: set[FunctionProcess] = set()
+        """Processes with the code that is current; others end with their call."""
+        self._sources: dict[str, str] = {}
+        self.functions: tuple[Function, ...] = ()
+
+    async def close(self) -> None:
+        for process in self._members:
+            await process.stop()
+
+    async def reload(self) -> None:
+        """Read the files, at the start or anew. Raises `FunctionsRefused` and leaves everything as it was."""
+        if not self._settings.functions:
+            return
+        made = await self._fresh()
+        before = self._members
+        self._members = set(made)
+        self._sources, self.functions = made[0].loaded.sources, made[0].loaded.functions
+        while not self._idle.empty():
+            await self._idle.get_nowait().stop()
+        for process in made:
+            self._idle.put_nowait(process)
+        log.info("functions_loaded", functions=[function.name for function in self.functions], again=bool(before))
+
+    async def call(self, call: Call, trajectory: bytes) -> Outcome:
+        """Run one function, in the code that is current when a process is free for it."""
+        process = await self._idle.get()
+        began = time.monotonic()
+        outcome = await process.call(call, trajectory, self._settings.function_timeout_s)
+        outcome.judged_by = process.digest(call.function)
+        metrics.FUNCTION_SECONDS.labels(call.function).observe(time.monotonic() - began)
+        if process not in self._members:
+            await process.stop()
+        elif process.dead:
+            metrics.WORKER_RESTARTS.labels(outcome.outcome).inc()
+            log.warning("function_process_ended", function=call.function, reason=outcome.reason)
+            self._members.remove(process)
+            await self._add(await self._start(self._sources))
+        else:
+            self._idle.put_nowait(process)
+        return outcome
+
+    async def _add(self, process: FunctionProcess) -> None:
+        if process.loaded.sources == self._sources:
+            self._members.add(process)
+            self._idle.put_nowait(process)
+        else:  # the code was changed while this one started, and its place is taken
+            await process.stop()
+
+    async def _fresh(self) -> list[FunctionProcess]:
+        """Processes with what the files say now, all with the text that the first one read."""
+        made = [await self._start({})]
+        try:
+            while len(made) < self._settings.function_workers:
+                made.append(await self._start(made[0].loaded.sources))
+        except BaseException:
+            for process in made:
+                await process.stop()
+            raise
+        return made
+
+    async def _start(self, sources: dict[str, str]) -> FunctionProcess:
+        return await FunctionProcess.start(
+            Load(specs=self._settings.functions, sources=sources, memory_mb=self._settings.function_memory_mb)
+        )

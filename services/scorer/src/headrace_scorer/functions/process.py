@@ -1,0 +1,93 @@
+"""One process of reward functions, seen from the scorer: started on a leash, asked, killed when it takes too long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+
+from headrace_runtime.errors import HeadraceError, Unavailable
+from headrace_runtime.leash import leashed
+from headrace_scorer.functions.protocol import LENGTH, Call, Load, Loaded
+from headrace_scorer.functions.verdicts import Outcome
+
+_LOAD_TIMEOUT_S = 60.0
+
+
+class FunctionsRefused(HeadraceError):
+    """Reward functions cannot be loaded; the message says which and why."""
+
+
+class FunctionProcess:
+    """`start`, `call` one at a time, `stop`. After a time-out or a crash it is `dead` and stays so."""
+
+    def __init__(self, process: asyncio.subprocess.Process, loaded: Loaded) -> None:
+        self._process = process
+        self.loaded = loaded
+        self.dead = False
+
+    @classmethod
+    async def start(cls, order: Load) -> FunctionProcess:
+        """Raises `FunctionsRefused` when the functions cannot be loaded, `Unavailable` when there is no process."""
+        command = leashed([sys.executable, "-m", "headrace_scorer.functions.worker"])
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
+        made = cls(process, Loaded())
+        try:
+            async with asyncio.timeout(_LOAD_TIMEOUT_S):
+                made.loaded = Loaded.model_validate_json(await made._ask(order.model_dump_json().encode()))
+        except TimeoutError:
+            await made.stop()
+            raise FunctionsRefused(f"importing {', '.join(order.specs)} took over {_LOAD_TIMEOUT_S:g} s") from None
+        except (EOFError, OSError) as error:
+            await made.stop()
+            raise Unavailable(f"the process of reward functions ended as it started ({made.status})") from error
+        except BaseException:
+            await made.stop()
+            raise
+        if made.loaded.error is not None:
+            await made.stop()
+            raise FunctionsRefused(made.loaded.error)
+        return made
+
+    async def call(self, call: Call, trajectory: bytes, timeout_s: float) -> Outcome:
+        """The verdict, also when the function hangs or takes the process with it."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return Outcome.model_validate_json(await self._ask(call.model_dump_json().encode(), trajectory))
+        except TimeoutError:
+            await self.stop()
+            return Outcome(outcome="timed_out", reason=f"not done after {timeout_s:g} s")
+        except (EOFError, OSError):
+            await self.stop()
+            return Outcome.failed(f"its process ended ({self.status})")
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
+
+    def digest(self, function: str) -> str | None:
+        """Of the source that this process runs."""
+        return next((f"sha256:{found.digest}" for found in self.loaded.functions if found.name == function), None)
+
+    @property
+    def status(self) -> str:
+        code = self._process.returncode
+        return f"signal {-code}" if code is not None and code < 0 else f"status {code}"
+
+    async def stop(self) -> None:
+        """End it and everything that it started, at once; it has nothing to lose."""
+        self.dead = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await asyncio.shield(self._process.wait())
+
+    async def _ask(self, *messages: bytes) -> bytes:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        for message in messages:
+            self._process.stdin.write(LENGTH.pack(len(message)) + message)
+        await self._process.stdin.drain()
+        (size,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
+        return await self._process.stdout.readexactly(size)

@@ -1,0 +1,55 @@
+"""What the scorer and a process of reward functions say to each other: JSON behind four bytes of length, over pipes."""
+
+from __future__ import annotations
+
+import struct
+from typing import BinaryIO, Literal
+
+from pydantic import BaseModel, JsonValue
+
+from headrace_scorer.functions.loading import Function
+
+LENGTH = struct.Struct(">I")
+
+
+class Load(BaseModel):
+    """First message: what to load, from which text where it was loaded before."""
+
+    specs: tuple[str, ...]
+    sources: dict[str, str] = {}
+    memory_mb: int | None = None
+
+
+class Loaded(BaseModel):
+    """Its answer. `error` set: nothing is loaded and the process ends."""
+
+    functions: tuple[Function, ...] = ()
+    sources: dict[str, str] = {}
+    error: str | None = None
+
+
+class Call(BaseModel):
+    """Run one function. The trajectory is JSON in a message of its own behind this one."""
+
+    kind: Literal["call"] = "call"
+    function: str
+    feedback: tuple[str, ...] = ()
+    """Each as JSON."""
+    context: dict[str, JsonValue] = {}
+
+
+def send(stream: BinaryIO, message: bytes) -> None:
+    stream.write(LENGTH.pack(len(message)) + message)
+    stream.flush()
+
+
+def receive(stream: BinaryIO) -> bytes:
+    """The next message. Raises `EOFError` when the other side is gone."""
+    return _exactly(stream, LENGTH.unpack(_exactly(stream, LENGTH.size))[0])
+
+
+def _exactly(stream: BinaryIO, size: int) -> bytes:
+    data = stream.read(size)
+    if data is None or len(data) < size:
+        raise EOFError("the other side of the pipe is gone")
+    return data

@@ -1,0 +1,92 @@
+"""The process that runs reward functions: `python -m headrace_scorer.functions.worker`, spoken to over its pipes.
+
+Users' code may print, exit, hang or crash here without the scorer noticing more than one failed verdict. What it prints
+goes to standard error, never into the conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from typing import BinaryIO
+
+from headrace_schemas import Feedback, Trajectory
+from headrace_scorer.functions import protocol, verdicts
+from headrace_scorer.functions.loading import Loader, LoadError
+from headrace_scorer.functions.verdicts import Outcome
+
+
+def main() -> None:
+    """Load, then answer calls until the scorer closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the scorer, which then ends this process
+    inbox, outbox = _take_pipes()
+    try:
+        order = protocol.Load.model_validate_json(protocol.receive(inbox))
+        _limit(order.memory_mb)
+        loader = Loader(order.sources)
+        try:
+            found = loader.load(order.specs)
+        except LoadError as error:
+            return protocol.send(outbox, protocol.Loaded(error=str(error)).model_dump_json().encode())
+        answer = protocol.Loaded(functions=tuple(found), sources=loader.sources)
+        protocol.send(outbox, answer.model_dump_json().encode())
+        while True:
+            call = protocol.Call.model_validate_json(protocol.receive(inbox))
+            result = run(loader.callables[call.function], call, protocol.receive(inbox))
+            protocol.send(outbox, result.model_dump_json().encode())
+    except (EOFError, BrokenPipeError):
+        return None
+
+
+def run(function: Callable[..., object], call: protocol.Call, trajectory: bytes) -> Outcome:
+    """One call. Whatever the function raises, `SystemExit` included, is its failure."""
+    try:
+        offered: dict[str, object] = {
+            "trajectory": _trajectory(trajectory),
+            "feedback": tuple(Feedback.from_json(one.encode()) for one in call.feedback),
+            "context": call.context,
+        }
+        wanted = inspect.signature(function).parameters
+        returned = function(**{name: offered[name] for name in wanted})
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(_awaited(returned))
+        return verdicts.outcome_of(returned)
+    except BaseException as error:  # noqa: BLE001 (a reward function may do anything)
+        return verdicts.raised(error)
+
+
+async def _awaited(returned: object) -> object:
+    assert inspect.isawaitable(returned)
+    return await returned
+
+
+@lru_cache(maxsize=1)
+def _trajectory(value: bytes) -> Trajectory:
+    """The functions of one trajectory are called one after the other."""
+    return Trajectory.from_json(value)
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Keep standard input and output to ourselves: functions read nothing, and print to standard error."""
+    inbox, outbox = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return inbox, outbox
+
+
+def _limit(memory_mb: int | None) -> None:
+    if memory_mb is not None and sys.platform == "linux":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""The scorer's metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+REWARDS = Counter("headrace_scorer_rewards_total", "Verdicts that entered the ledger", ["source", "outcome"])
+EXPERIENCES = Counter("headrace_scorer_experiences_total", "Experience revisions sent", ["state"])
+EXPERIENCE_SECONDS = Histogram(
+    "headrace_scorer_experience_seconds",
+    "From a trajectory's closing to its first experience",
+    buckets=(0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 30, 120, 600),
+)
+WAITING = Gauge("headrace_scorer_waiting_trajectories", "Trajectories whose reward has not settled")
+FUNCTION_SECONDS = Histogram(
+    "headrace_scorer_function_seconds",
+    "One call of a reward function",
+    ["function"],
+    buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60),
+)
+WORKER_RESTARTS = Counter(
+    "headrace_scorer_worker_restarts_total", "Processes of reward functions started again", ["cause"]
+)

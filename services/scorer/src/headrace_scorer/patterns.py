@@ -1,0 +1,15 @@
+"""Patterns for names of sources: `*` stands for anything, everything else for itself."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+
+def fits(pattern: str, source: str) -> bool:
+    return _compiled(pattern).fullmatch(source) is not None
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)

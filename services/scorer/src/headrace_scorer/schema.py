@@ -1,0 +1,80 @@
+"""The scorer's tables. Times are milliseconds since 1970."""
+
+from __future__ import annotations
+
+from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, LargeBinary, MetaData, Table, Text
+
+from headrace_runtime.stream_tables import StreamTables
+
+metadata = MetaData()
+stream = StreamTables(metadata)
+
+trajectories = Table(
+    "trajectories",
+    metadata,
+    Column("trajectory_id", Text, primary_key=True),
+    Column("session_key", Text, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("time_ms", BigInteger, nullable=False),  # when it was closed
+    Column("arrived_ms", BigInteger, nullable=False),
+    Column("settle_ms", BigInteger),  # when waiting ends; null once it has, or when there is nothing to train
+    Column("inputs", Text, nullable=False),  # digest of the feedback that reward functions are to see
+    Column("scored_inputs", Text),  # the one that they have seen
+    Column("task_id", Text),
+    Column("run_id", Text),
+    Column("parts", Integer, nullable=False),
+    Column("emitted", Text, nullable=False),  # JSON: what was last said of each branch
+    Column("payload", LargeBinary, nullable=False),
+    Index("ix_trajectories_session", "session_key"),
+    Index("ix_trajectories_settle", "settle_ms"),
+    Index("ix_trajectories_arrived", "arrived_ms"),
+)
+
+turns = Table(
+    "turns",
+    metadata,
+    Column("turn_id", Text, primary_key=True),
+    Column("trajectory_id", Text, primary_key=True),
+    Column("spoken", Boolean, nullable=False),  # whether it is in a branch
+    Index("ix_turns_trajectory", "trajectory_id"),
+)
+
+feedback = Table(
+    "feedback",
+    metadata,
+    Column("event_id", Text, primary_key=True),
+    Column("session_key", Text, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("lists_turns", Boolean, nullable=False),
+    Column("arrived_ms", BigInteger, nullable=False),
+    Column("payload", LargeBinary, nullable=False),
+    Index("ix_feedback_session", "session_key"),
+    Index("ix_feedback_arrived", "arrived_ms"),
+)
+
+listed = Table(
+    "listed",
+    metadata,
+    Column("turn_id", Text, primary_key=True),
+    Column("event_id", Text, primary_key=True),
+    Index("ix_listed_event", "event_id"),
+)
+
+ledger = Table(
+    "ledger",
+    metadata,
+    Column("trajectory_id", Text, primary_key=True),
+    Column("tenant", Text, primary_key=True),
+    Column("turn_id", Text, primary_key=True),  # empty: the verdict is about the whole
+    Column("source", Text, primary_key=True),
+    Column("revision", Integer, primary_key=True),
+    Column("outcome", Text, nullable=False),
+    Column("value", Float(53)),
+    Column("criteria", Text),  # JSON
+    Column("reason", Text),
+    Column("judged_by", Text),
+    Column("feedback_id", Text),  # event id of the feedback that it was made from
+    Column("time_ms", BigInteger, nullable=False),
+    Column("arrived_ms", BigInteger, nullable=False),
+    Index("ix_ledger_arrived", "arrived_ms"),
+)

@@ -1,0 +1,51 @@
+"""The scorer's section of the settings file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from headrace_runtime.settings import Port, ServiceSettings
+from headrace_scorer.patterns import fits
+
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Settings(ServiceSettings):
+    """Reward functions, and how verdicts become one reward.
+
+    Sources are named `feedback` (or as the feedback says), `function:<name>`, `judge:<rubric>`, or as a third party
+    chooses; where a source is expected here, a pattern such as `judge:*` may stand for it.
+    """
+
+    port: Port = 8032
+    """Port of the service's HTTP; 0 lets the system choose."""
+    functions: tuple[str, ...] = ()
+    """Reward functions: `file.py:name`, `package.module:name`, or the name of an entry point in `headrace.rewards`."""
+    function_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """How long one call of a reward function may take; then its process is killed and the verdict is `timed_out`."""
+    function_workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that run reward functions, each one call at a time."""
+    function_memory_mb: Annotated[int, Field(ge=64)] | None = None
+    """Address space of such a process; unlimited when not set. Linux only."""
+    weights: Annotated[dict[str, Weight], Field(min_length=1)] = {"*": 1.0}
+    """Source to its weight in the reward, the first pattern that fits; sources that none fits do not count."""
+    required: tuple[str, ...] = ()
+    """Sources without whose score there is no reward."""
+    expected: tuple[str, ...] = ()
+    """Sources worth waiting for, besides `functions` and `required`: until each has said something or abstained."""
+    settle_s: Annotated[float, Field(gt=0)] = 600.0
+    """When to stop waiting, from the trajectory's arrival: what is there by then is the reward. Later ones revise it."""
+    sources_max: Annotated[int, Field(ge=1, le=64)] = 64
+    """Sources per trajectory; further ones are dead-lettered."""
+    retention_s: Annotated[float, Field(gt=0)] = 604_800.0
+    """How long a trajectory, and what was said about it, is kept for revisions."""
+
+    @model_validator(mode="after")
+    def _required_sources_count(self) -> Self:
+        for name in self.required:
+            weight = next((weight for pattern, weight in self.weights.items() if fits(pattern, name)), 0.0)
+            if "*" not in name and not weight:
+                raise ValueError(f"required source {name!r} has no weight; add it to weights")
+        return self

@@ -1,0 +1,139 @@
+"""What the scorer keeps of trajectories and feedback. Functions run in their caller's transaction."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import RowMapping, insert, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_runtime.clock import epoch_ms
+from headrace_runtime.upsert import upsert
+from headrace_schemas import Feedback, Trajectory
+from headrace_scorer.joins import Closed
+from headrace_scorer.schema import feedback, listed, trajectories, turns
+
+_CACHED_MAX = 256
+_STATE = [column for column in trajectories.c if column.name != "payload"]
+
+
+class Library:
+    """Trajectories by id, the last few in memory: what has just arrived is read again a moment later."""
+
+    def __init__(self) -> None:
+        self._recent: OrderedDict[str, Trajectory] = OrderedDict()
+
+    def keep(self, trajectory: Trajectory) -> None:
+        self._recent[trajectory.trajectory_id] = trajectory
+        while len(self._recent) > _CACHED_MAX:
+            self._recent.popitem(last=False)
+
+    async def get(self, tx: AsyncConnection, trajectory_id: str) -> Trajectory | None:
+        """None when it is not kept (any more)."""
+        found = self._recent.get(trajectory_id)
+        if found is None:
+            query = select(trajectories.c.payload).where(trajectories.c.trajectory_id == trajectory_id)
+            payload = await tx.scalar(query)
+            if payload is None:
+                return None
+            found = Trajectory.from_json(payload)
+            self.keep(found)
+        return found
+
+
+async def add_trajectory(
+    tx: AsyncConnection, now: datetime, trajectory: Trajectory, settle_s: float
+) -> dict[str, Any] | None:
+    """Keep it, waiting for its reward when there is something to train, and return its row. None: it is here already."""
+    waits = trajectory.purpose == "train" and trajectory.branches
+    row = {
+        "session_key": trajectory.session_key,
+        "tenant": trajectory.tenant,
+        "time_ms": epoch_ms(trajectory.time),
+        "arrived_ms": epoch_ms(now),
+        "settle_ms": epoch_ms(now + timedelta(seconds=settle_s)) if waits else None,
+        "inputs": "",
+        "scored_inputs": None,
+        "task_id": trajectory.task_id,
+        "run_id": trajectory.run_id,
+        "parts": trajectory.parts,
+        "emitted": "[]",
+    }
+    key = {"trajectory_id": trajectory.trajectory_id}
+    if not await upsert(tx, trajectories, key, {**row, "payload": trajectory.to_json()}, update=False):
+        return None
+    spoken = set(spoken_turns(trajectory))
+    rows = [
+        {"turn_id": turn, "trajectory_id": trajectory.trajectory_id, "spoken": turn in spoken}
+        for turn in trajectory.turn_ids
+    ]
+    if rows:
+        await tx.execute(insert(turns), rows)
+    return row
+
+
+def spoken_turns(trajectory: Trajectory) -> list[str]:
+    """Turns that are in a branch."""
+    return list(dict.fromkeys(turn for branch in trajectory.branches for turn in branch.turn_ids))
+
+
+async def lock(tx: AsyncConnection, trajectory_id: str) -> RowMapping | None:
+    """What is known of a trajectory, without its content; nobody else changes it before this transaction ends."""
+    query = select(*_STATE).where(trajectories.c.trajectory_id == trajectory_id).with_for_update()
+    return (await tx.execute(query)).mappings().one_or_none()
+
+
+async def change(tx: AsyncConnection, trajectory_id: str, **values: object) -> None:
+    await tx.execute(update(trajectories).where(trajectories.c.trajectory_id == trajectory_id).values(**values))
+
+
+async def add_feedback(tx: AsyncConnection, now: datetime, event: Feedback) -> None:
+    row = {
+        "session_key": event.session_key,
+        "tenant": event.tenant,
+        "lists_turns": bool(event.msg_ids),
+        "arrived_ms": epoch_ms(now),
+        "payload": event.to_json(),
+    }
+    if await upsert(tx, feedback, {"event_id": event.event_id}, row, update=False) and event.msg_ids:
+        rows = [{"turn_id": turn, "event_id": event.event_id} for turn in dict.fromkeys(event.msg_ids)]
+        await tx.execute(insert(listed), rows)
+
+
+async def feedback_about(
+    tx: AsyncConnection, session_key: str, tenant: str, turn_ids: Collection[str]
+) -> tuple[list[Feedback], list[Feedback]]:
+    """What lists any of these turns, and what is about the session as a whole; from this tenant only.
+
+    A run that went over several sessions has equal feedback under each; only this session's copy counts.
+    """
+    lists = select(listed.c.event_id).where(listed.c.turn_id.in_(turn_ids))
+    query = select(feedback.c.payload).where(
+        feedback.c.session_key == session_key,
+        feedback.c.tenant == tenant,
+        or_(feedback.c.lists_turns.is_(False), feedback.c.event_id.in_(lists)),
+    )
+    found = [Feedback.from_json(payload) for payload in (await tx.execute(query)).scalars()]
+    return [one for one in found if one.msg_ids], [one for one in found if not one.msg_ids]
+
+
+async def closed_in_session(tx: AsyncConnection, session_key: str, tenant: str) -> list[Closed]:
+    query = select(trajectories.c.trajectory_id, trajectories.c.time_ms).where(
+        trajectories.c.session_key == session_key, trajectories.c.tenant == tenant
+    )
+    return [Closed(row.trajectory_id, row.time_ms) for row in await tx.execute(query)]
+
+
+async def trajectories_with(tx: AsyncConnection, turn_ids: Collection[str], tenant: str) -> Sequence[str]:
+    """Which of this tenant's trajectories hold any of these turns."""
+    query = (
+        select(turns.c.trajectory_id)
+        .join(trajectories, trajectories.c.trajectory_id == turns.c.trajectory_id)
+        .where(turns.c.turn_id.in_(turn_ids), trajectories.c.tenant == tenant)
+        .distinct()
+        .order_by(turns.c.trajectory_id)
+    )
+    return list((await tx.execute(query)).scalars())
