@@ -29,7 +29,17 @@ CORPUS = (
 )
 
 
-def build(folder: Path, *, seed: int = 0, hidden: int = 32, layers: int = 2, vocabulary: int = 320) -> Path:
+def build(
+    folder: Path,
+    *,
+    seed: int = 0,
+    hidden: int = 32,
+    layers: int = 2,
+    vocabulary: int = 320,
+    heads: int = 2,
+    kv_heads: int = 1,
+    feed_forward: int | None = None,
+) -> Path:
     """Write config, random float32 weights, tokenizer and template to `folder` and return it. About a second."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -46,8 +56,9 @@ def build(folder: Path, *, seed: int = 0, hidden: int = 32, layers: int = 2, voc
     )
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(fast), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=2048,
+        vocab_size=len(fast), hidden_size=hidden, intermediate_size=feed_forward or 2 * hidden,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=32,
+        max_position_embeddings=2048,
         tie_word_embeddings=True, eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id, bos_token_id=None,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).to(torch.float32)

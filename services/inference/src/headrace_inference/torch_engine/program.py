@@ -4,7 +4,7 @@ At the size of models that a CPU serves, a decode step is some 400 tensor operat
 Python costs more than they do. The recording takes the weights as inputs, so a new version of an architecture costs
 nothing, and it releases the interpreter lock for a whole step, so that HTTP goes on meanwhile. It is compared with the
 model's own code before it is used; where they differ, or tracing fails, the model's own code runs. Measurements and
-what was tried instead: docs/decisions/0004.
+what was tried instead: docs/decisions/0008.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _trace(model: nn.Module, scratch: Scratch) -> Program:
 
     weights = list(tensors_of(model).values())
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the tracer's doubts are settled by _difference, its deprecation by 0004
+        warnings.simplefilter("ignore")  # the tracer's doubts are settled by _difference, its deprecation by 0008
         traced = [
             torch.jit.trace(function, (weights, *inputs), check_trace=False)  # type: ignore[no-untyped-call]
             for function, inputs in ((decode, _example(scratch, 3, 1)), (prefill, _example(scratch, 3, 5)[:4]))
