@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from headrace_schemas import Turn
+from tests.support.broker_process import BrokerProcess
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import routing
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy
@@ -67,6 +68,15 @@ async def _beat(view: BusView, replicas: tuple[FakeReplica, ...]) -> None:
         for replica in replicas:
             await view.producer.send(replica.heartbeat())
         await asyncio.sleep(HEARTBEAT_S)
+
+
+@pytest.fixture
+def mortal_bus(tmp_path: Path) -> Iterator[BrokerProcess]:
+    """A broker of the test's own, to be killed."""
+    broker = BrokerProcess(tmp_path / "broker")
+    broker.start()
+    yield broker
+    broker.stop()
 
 
 @pytest.fixture

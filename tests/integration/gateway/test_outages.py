@@ -7,12 +7,10 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
 import openai
-import pytest
 
 from headrace_schemas import Turn
 from tests.integration.gateway.conftest import Circle, circle
@@ -23,15 +21,6 @@ from tests.support.kafka_node import ROOT
 from tests.support.ports import free_port, wait_open
 
 AGENTS = 4
-
-
-@pytest.fixture
-def mortal_bus(tmp_path: Path) -> Iterator[BrokerProcess]:
-    """A broker of the test's own, to be killed."""
-    broker = BrokerProcess(tmp_path / "broker")
-    broker.start()
-    yield broker
-    broker.stop()
 
 
 class Agents:
@@ -95,7 +84,7 @@ async def drained(made: Circle, expected: int) -> list[Turn]:
 async def test_the_bus_dies_under_load_and_comes_back(tmp_path: Path, mortal_bus: BrokerProcess) -> None:
     async with circle(tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__CAPTURE__BUS_WAIT_S=0.3) as made:
         agents = Agents(made)
-        await agents.during((0.7, mortal_bus.kill), (1.5, mortal_bus.start), (1.0, None))
+        await agents.during((0.5, mortal_bus.kill), (1.2, mortal_bus.start), (0.8, None))
         assert agents.failures == []
         assert agents.slowest_s < 5
         turns = await drained(made, sum(map(len, agents.told.values())))
@@ -108,7 +97,7 @@ async def test_the_gateway_is_killed_with_a_full_spool_while_the_bus_is_away(
 ) -> None:
     async with circle(tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__CAPTURE__BUS_WAIT_S=0.1) as made:
         agents = Agents(made)
-        await agents.during((0.3, mortal_bus.kill), (1.0, None))
+        await agents.during((0.3, mortal_bus.kill), (0.7, None))
         assert agents.failures == []
         await asyncio.to_thread(made.gateway.kill)
         await asyncio.to_thread(mortal_bus.start)

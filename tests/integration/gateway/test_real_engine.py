@@ -1,0 +1,145 @@
+"""The gateway with the real engine behind it: the wire they agreed on, and streams that are cut and go on (P8)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+
+from headrace_runtime.blobs import BlobStore
+from headrace_schemas import Replica, Routing, Turn
+from headrace_schemas.base import utcnow
+from tests.support import tiny_model
+from tests.support.broker_process import BrokerProcess
+from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy
+from tests.support.processes import wait_until
+from tests.support.replica_process import ReplicaProcess
+
+LENGTH = 120
+CUT_AFTER_BYTES = 8_000
+"""Of a response: some thirty tokens as the engine writes them."""
+
+
+@dataclass
+class Scissors:
+    """A way to the replica that cuts every response short, by a reset as a killed process leaves it."""
+
+    target: int
+    port: int = 0
+    cuts: int = 0
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        async with server:
+            yield
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self.target)
+        sending = asyncio.create_task(_copy(reader, back))
+        left = CUT_AFTER_BYTES
+        while left > 0 and (data := await there.read(min(left, 1024))):
+            writer.write(data)
+            await writer.drain()
+            left -= len(data)
+        self.cuts += left <= 0
+        sending.cancel()
+        for end in (writer, back):
+            end.transport.abort()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(65_536):
+        writer.write(data)
+
+
+@dataclass
+class Town:
+    """One replica with two addresses: its own, and one through the scissors."""
+
+    gateway: GatewayProcess
+    view: BusView
+    scissors: Scissors
+
+
+@contextlib.asynccontextmanager
+async def town(folder: Path, bus: str) -> AsyncIterator[Town]:
+    data = folder / "data"
+    replica, gateway = ReplicaProcess(data, bus), GatewayProcess(data, bus)
+    scissors = Scissors(replica.port)
+    async with bus_view(bus, data) as view, scissors.open():
+        try:
+            with ThreadPoolExecutor(2) as pool:  # importing torch takes a while, here as there
+                starting = [pool.submit(replica.start, 100), pool.submit(gateway.start)]
+                champion = tiny_model.publish(BlobStore(f"file://{data}/blobs"), tiny_model.build(folder / "tiny"))
+                for started in starting:
+                    started.result()
+            routing = {"model": "tiny", "revision": 0, "aliases": {"champion": champion.version}, "serve": [champion]}
+            await view.producer.send(Routing.model_validate({"time": utcnow(), **routing}))
+            await asyncio.to_thread(wait_until, lambda: loaded(replica), 20, "the champion is loaded")
+            await asyncio.to_thread(wait_healthy, gateway.url)
+            beat = (await view.read(Replica))[-1]
+            assert beat.ready(champion.version)
+            through = {"replica_id": "through-scissors", "url": f"http://127.0.0.1:{scissors.port}", "ttl_s": 600.0}
+            await view.producer.send(beat.model_copy(update={"time": utcnow(), **through}))
+            yield Town(gateway, view, scissors)
+        finally:
+            await asyncio.to_thread(gateway.stop)
+            await asyncio.to_thread(replica.stop)
+
+
+def loaded(replica: ReplicaProcess) -> bool:
+    return bool(httpx2.get(f"{replica.url}/v1/models").json()["data"])
+
+
+async def stream(client: openai.AsyncOpenAI, number: int) -> str:
+    chunks = await client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": f"question {number}"}],
+        temperature=0,
+        max_tokens=LENGTH,
+        stream=True,
+        extra_headers={"X-Session-Id": f"run-{number}", "X-Run-Id": "streamed"},
+    )
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+
+async def plain(client: openai.AsyncOpenAI, number: int) -> str:
+    answer = await client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": f"question {number}"}],
+        temperature=0,
+        max_tokens=LENGTH,
+        extra_headers={"X-Session-Id": f"run-{number}", "X-Run-Id": "plain"},
+    )
+    return answer.choices[0].message.content or ""
+
+
+@pytest.mark.slow
+async def test_a_cut_stream_of_the_real_engine_is_the_one_that_was_not(
+    tmp_path: Path, mortal_bus: BrokerProcess
+) -> None:
+    """Greedy, so that the same tokens come from a resumed stream and from a whole answer."""
+    async with town(tmp_path, mortal_bus.address) as made:
+        async with openai.AsyncOpenAI(base_url=f"{made.gateway.url}/v1", api_key="none", max_retries=0) as client:
+            streamed = await asyncio.gather(*(stream(client, number) for number in range(8)))
+            assert made.scissors.cuts > 0, "no stream went through the scissors"
+            whole = await asyncio.gather(*(plain(client, number) for number in range(8)))
+        turns = await made.view.read(Turn)
+    assert streamed == whole
+    by_run = {(turn.session_id, turn.run_id): turn for turn in turns}
+    assert len(by_run) == len(turns) == 16
+    for number in range(8):
+        resumed, complete = by_run[f"run-{number}", "streamed"], by_run[f"run-{number}", "plain"]
+        assert resumed.prompt_token_ids == complete.prompt_token_ids
+        assert resumed.choices[0].token_ids == complete.choices[0].token_ids
+        assert resumed.choices[0].logprobs == pytest.approx(complete.choices[0].logprobs, abs=1e-4)
+        assert resumed.usage == complete.usage
