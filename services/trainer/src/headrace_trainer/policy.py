@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -117,6 +116,8 @@ class Policy:
     def load_files(self, folder: Path) -> None:
         """Take the weights from a version's folder: a whole model, or an adapter where adapters are trained."""
         if self.lora:
+            from peft import set_peft_model_state_dict
+
             set_peft_model_state_dict(self.model, load_file(folder / "adapter_model.safetensors"))
         else:
             there = _load(folder, self._compute, frozen=False)
@@ -188,6 +189,8 @@ def _without_dropout(model: nn.Module) -> None:
 
 
 def _with_adapters(model: Any, lora: LoraSettings, seed: int) -> Any:
+    from peft import LoraConfig, get_peft_model  # seconds that full training need not wait
+
     config = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=sorted(lora.targets), lora_dropout=0.0, task_type="CAUSAL_LM"
     )

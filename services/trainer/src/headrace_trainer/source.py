@@ -8,7 +8,7 @@ from typing import Protocol
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 
-from headrace_runtime.consumer import assign_all, consumer, record_of
+from headrace_runtime.consumer import consumer, partitions_of, record_of
 from headrace_runtime.errors import HeadraceError, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.settings import BusSettings
@@ -60,8 +60,8 @@ class KafkaSource:
         reader = consumer(self._bus, _CLIENT)
         try:
             await reader.start()
-            self._held = await assign_all(reader, self._experiences)
-            self._partitions = [*self._held, *await assign_all(reader, self._decisions)]
+            self._held = await partitions_of(reader, self._experiences)
+            self._partitions = [*self._held, *await partitions_of(reader, self._decisions)]
             reader.assign(self._partitions)
             await self._seek(reader, offsets)
         except (KafkaError, OSError) as error:

@@ -1,0 +1,164 @@
+"""P4 on a real bus: a trainer that is killed loses nothing and trains nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import urllib.request
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from headrace_runtime import topics
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.consumer import assign_all, consumer, record_of
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import BusSettings
+from headrace_runtime.wire import Outgoing, decode
+from headrace_schemas import Checkpoint, DeadLetter, Event, Experience, TrainingMetrics
+from headrace_trainer.store import LineageStore
+from tests.integration.trainer.conftest import TrainerProcess
+from tests.unit.trainer.world import experience
+
+COUNT = 240
+BATCH = 8
+
+
+E = TypeVar("E", bound=Event)
+
+
+class Observer:
+    """Everything that one model's trainer says on the bus."""
+
+    def __init__(self, bus: BusSettings, model: str, blobs: BlobStore) -> None:
+        self._bus = bus
+        self._model = model
+        self._blobs = blobs
+        self.checkpoints: dict[str, Checkpoint] = {}
+        self.accounts: dict[str, TrainingMetrics] = {}
+        self.letters: dict[str, DeadLetter] = {}
+        self.changed = asyncio.Event()
+
+    async def run(self, event: type[Event]) -> None:
+        reader = consumer(self._bus, "test")
+        await reader.start()
+        try:
+            await reader.seek_to_beginning(*await assign_all(reader, event.topic))
+            async for message in reader:
+                self._note((await decode(record_of(message), self._blobs)).event)
+        finally:
+            await reader.stop()
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Checkpoint) and event.model == self._model:
+            self._once(self.checkpoints, event)
+        elif isinstance(event, TrainingMetrics) and event.model == self._model:
+            self._once(self.accounts, event)
+        elif isinstance(event, DeadLetter) and event.service == "trainer" and self._model.encode() in event.value:
+            self._once(self.letters, event)
+        self.changed.set()
+
+    @staticmethod
+    def _once(seen: dict[str, E], event: E) -> None:
+        known = seen.setdefault(event.event_id, event)
+        same = known.model_copy(update={"time": event.time}) == event
+        assert same, f"{event.event_id} was said twice and differently"
+
+    @property
+    def fates(self) -> list[tuple[str, int]]:
+        return [(v.experience_id, v.revision) for account in self.accounts.values() for v in account.verdicts]
+
+    async def wait_for_versions(self, count: int, process: TrainerProcess) -> None:
+        await self.wait(lambda: len(self.checkpoints) >= count, f"{count} versions", process)
+
+    async def wait(self, condition: Callable[[], bool], what: str, process: TrainerProcess) -> None:
+        try:
+            async with asyncio.timeout(60):
+                while not condition():
+                    assert process.status is None, process.log.read_text()[-3000:]
+                    self.changed.clear()
+                    await self.changed.wait()
+        except TimeoutError:
+            pytest.fail(f"{what}: not after 60 s; {process.log.read_text()[-3000:]}")
+
+
+async def test_a_killed_trainer_goes_on_where_it_was(
+    bus: str, base: Path, tmp_path: Path, processes: list[TrainerProcess]
+) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    model = f"m-{uuid.uuid4().hex[:8]}"
+    process = TrainerProcess(
+        tmp_path, bus, base, MODEL=model, BATCH_EXPERIENCES=BATCH, BATCH_WAIT_S=0.5, BATCH_EXPERIENCES_MIN=1,
+        MAX_STALENESS=10_000, SAVE_INTERVAL_S=0.5,
+    )  # fmt: skip
+    processes.append(process)
+    settings = BusSettings(address=bus)
+    await topics.ensure(settings)
+    blobs = BlobStore((process.data_dir / "blobs").as_uri())
+    observer = Observer(settings, model, blobs)
+    watching = [asyncio.create_task(observer.run(event)) for event in (Checkpoint, TrainingMetrics, DeadLetter)]
+    producer = EventProducer(settings, "test", blobs)
+    await producer.start()
+    try:
+        process.start()
+        await observer.wait(lambda: len(observer.checkpoints) == 1, "the base version", process)
+        (first,) = observer.checkpoints.values()
+        expected = await feed(producer, model, first.version, draw)
+        await observer.wait_for_versions(len(observer.checkpoints) + draw.randint(2, 12), process)
+        process.kill()
+        process.start()
+        await observer.wait(lambda: len(observer.fates) >= len(expected), "every verdict", process)
+        await asyncio.to_thread(healthy, process)
+        assert await asyncio.to_thread(process.stop) == 0
+    finally:
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
+        await producer.stop()
+
+    assert sorted(observer.fates) == sorted(expected), "one verdict each, and none missing"
+    assert len(observer.letters) == 3, "one dead letter for each piece of poison"
+    steps = sorted(checkpoint.step for checkpoint in observer.checkpoints.values())
+    assert steps == list(range(len(steps)))
+    check_state(blobs)
+
+
+async def feed(producer: EventProducer, model: str, version: str, draw: random.Random) -> list[tuple[str, int]]:
+    """Experiences, redeliveries, revisions, withdrawals without tokens, poison; returns what wants a verdict."""
+    expected: list[tuple[str, int]] = []
+    for number in range(COUNT):
+        events: list[Experience] = [experience(number, version, draw.random(), model=model, task=f"t{number % 5}")]
+        if draw.random() < 0.2:
+            events.append(events[0])
+        if draw.random() < 0.1:
+            events.append(experience(number, version, draw.random(), revision=1, model=model, task=f"t{number % 5}"))
+        if draw.random() < 0.1:
+            events.append(experience(number, version, None, revision=2, model=model, branch=False))
+        expected += {(event.experience_id, event.revision) for event in events}
+        await producer.send_raw([await producer.encode(event) for event in events])
+        if number % 80 == 40:
+            await producer.send_raw([Outgoing("experiences", b"poison", f'{{"{model}": {number}}}'.encode(), ())])
+    return expected
+
+
+def healthy(process: TrainerProcess) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/health", timeout=10) as answer:
+        assert b'"status":"ok"' in answer.read()
+    with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/metrics", timeout=10) as answer:
+        assert b"headrace_trainer_steps" in answer.read()
+
+
+def check_state(blobs: BlobStore) -> None:
+    """In the weights that are left, each revision that was trained has contributed once."""
+    saved = LineageStore(blobs, "main").load()
+    assert saved is not None
+    for name, entry in saved.window.items():
+        assert len(entry.contributions) <= len(entry.revisions), name
+        assert len({one.step for one in entry.contributions}) == len(entry.contributions), name
+    trained = sum(len(entry.contributions) for entry in saved.window.values())
+    assert COUNT * 0.9 < trained <= saved.steps * (BATCH + 3)

@@ -1,0 +1,98 @@
+"""The trainer's versions in the real torch engine: probed, sampled from, and trained on what was sampled.
+
+Not through HTTP and the bus (the end-to-end tests do that), but with the very engine: tokens and logprobs are its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_inference.engine import Sampling, Start
+from headrace_inference.settings import TorchSettings
+from headrace_inference.torch_engine.engine import TorchEngine
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import SystemClock
+from headrace_runtime.versions import VersionCache
+from headrace_schemas import Branch, Experience, Span
+from headrace_schemas.base import utcnow
+from headrace_trainer.lineage import Lineage
+from headrace_trainer.opening import open_lineage
+from headrace_trainer.settings import TrainerSettings
+from tests.unit.trainer.world import experience
+
+BATCH = 16
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[TorchEngine]:
+    engine = TorchEngine(TorchSettings(device="cpu", threads=1))
+    yield engine
+    await engine.stop()
+
+
+async def play(engine: TorchEngine, version: str, number: int, draw: random.Random) -> Experience:
+    """One call: a random prompt, a sampled completion at some temperature, a reward for low token ids."""
+    temperature = draw.choice([0.7, 1.0, 1.3])
+    prompt = [draw.randrange(300) for _ in range(draw.randint(3, 20))]
+    sampling = Sampling(max_tokens=draw.randint(2, 12), temperature=temperature, seed=number)
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    async for tokens in engine.generate(prompt, sampling, version, [Start()], stream=False):
+        token_ids += tokens.token_ids
+        logprobs += tokens.logprobs
+    span = Span(
+        start=len(prompt), logprobs=tuple(logprobs), turn_id=f"turn-{number}", version=version, temperature=temperature
+    )
+    branch = Branch(token_ids=(*prompt, *token_ids), spans=(span,))
+    reward = sum(token < 160 for token in token_ids) / len(token_ids)
+    return experience(number, version, reward=reward).model_copy(update={"branch": branch})
+
+
+async def serve(engine: TorchEngine, lineage: Lineage, cache: VersionCache) -> str:
+    """Load and probe the newest version, as a replica does."""
+    manifest, folder = await cache.fetch(lineage.saved.checkpoint.manifest)
+    await engine.load(folder, manifest)
+    probe = await engine.probe(manifest.version)
+    assert probe.passed, probe
+    assert probe.max_abs_delta < 1e-4
+    if manifest.parent:
+        assert probe.parent_max_abs_delta is not None
+        assert probe.parent_max_abs_delta > 1e-4, "the new weights really arrived (pitfall 15)"
+    return manifest.version
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 4}], ids=["full", "lora"])
+async def test_versions_are_served_sampled_and_trained_on(
+    engine: TorchEngine, base: Path, tmp_path: Path, lora: dict[str, Any]
+) -> None:
+    settings = TrainerSettings.model_validate(
+        {
+            "base": str(base),
+            "model": "m",
+            "batch_experiences": BATCH,
+            "lora": lora,
+            "optimizer": {"learning_rate": 2e-2 if lora else 5e-3},
+        }
+    )
+    blobs = BlobStore((tmp_path / "blobs").as_uri())
+    lineage = open_lineage(settings, blobs, SystemClock())
+    cache, draw = VersionCache(blobs, tmp_path / "cache"), random.Random(1)
+    for turn in range(3):
+        version = await serve(engine, lineage, cache)
+        calls = [play(engine, version, BATCH * turn + n, draw) for n in range(BATCH)]
+        for number, event in enumerate(await asyncio.gather(*calls)):
+            lineage.ledger.admit(event, (0, number), utcnow())
+        measured = lineage.step(lineage.next_batch(), threading.Event())
+        assert measured["mismatch_tokens"] == measured["loss_tokens"], "all sampled by the weights in training"
+        assert measured["mismatch_mean"] < 1e-4
+        assert measured["mismatch_p99"] < 1e-3
+        assert measured["weight_mean"] == pytest.approx(1.0, abs=1e-3)
+        assert measured["clip_fraction"] == measured["truncated_fraction"] == 0.0
+        assert lineage.save(publish=True)
