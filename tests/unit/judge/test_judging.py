@@ -11,6 +11,7 @@ from headrace_judge import app, rubric
 from headrace_judge.endpoint import OWN_SESSIONS
 from headrace_judge.intake import sampled
 from headrace_runtime.errors import SettingError
+from headrace_schemas import DeadLetter
 from tests.support import fake_llm
 from tests.support.fake_llm import FakeLLM
 from tests.support.judge_rig import judge, said, settings, trajectory
@@ -227,6 +228,15 @@ async def test_samples_count_by_their_median(llm: FakeLLM, data_dir: Path) -> No
         (reward,) = await rig.judged()
     assert reward.criteria["outcome"] == 0.75
     assert len(llm.calls) == 3
+
+
+async def test_poison_is_dead_lettered_and_nothing_else_is_lost(llm: FakeLLM, data_dir: Path) -> None:
+    async with judge(settings(llm), data_dir) as rig:
+        poison = [rig.bench.append("trajectories", value) for value in (b"{", b'{"trajectory_id": 1}', None)]
+        await rig.bench.deliver(*poison, trajectory("t1"))
+        assert (await rig.judged())[0].outcome == "scored"
+        reasons = [letter.reason for letter in rig.bench.sent(DeadLetter)]
+    assert reasons == ["invalid_json", "invalid_event", "empty_value"]
 
 
 async def test_what_is_not_judged_says_so(llm: FakeLLM, data_dir: Path) -> None:

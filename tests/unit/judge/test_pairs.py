@@ -106,9 +106,10 @@ async def test_only_other_runs_of_the_same_task_are_compared(
 ) -> None:
     llm.usual = fake_llm.answer(by_number)
     same_run = run("second part", 9).model_copy(update={"run_id": "a"})
-    async with judge(paired(), data_dir) as rig:
+    async with judge(paired(judge_eval=True), data_dir) as rig:
         await rig.bench.deliver(
             run("a", 1),
+            run("played", 4, purpose="eval"),
             same_run,
             run("other task", 2, task="other"),
             run("other tenant", 3, tenant="else"),

@@ -59,6 +59,8 @@ def test_contradictions_are_refused(environ: dict[str, str], message: str) -> No
 def test_a_configured_judge_is_accepted() -> None:
     assert loaded(HEADRACE_JUDGE__ENDPOINT__BASE_URL="http://h/v1/").endpoint.base_url == "http://h/v1"
     assert loaded().port == 8033
+    own_temperature = {"HEADRACE_JUDGE__ENDPOINT__OMIT": '["temperature"]', "HEADRACE_JUDGE__SAMPLES": "3"}
+    assert loaded(**own_temperature).samples == 3
 
 
 def test_the_key_comes_from_the_named_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from headrace_judge.tables import CONTESTANTS, CONTESTS, PAIRS
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
 from headrace_runtime.jobs import Job, Jobs
 from headrace_runtime.upsert import upsert
-from headrace_schemas import Reward
+from headrace_schemas import Reward, Trajectory
 from headrace_schemas.ids import derived_id
 
 
@@ -33,11 +33,11 @@ class Contests:
         self._window = timedelta(seconds=settings.window_s)
         self._pairs_max = settings.pairs_per_task_max
 
-    async def enter(self, tx: AsyncConnection, now: datetime, case: Case, task_id: str, run_id: str | None) -> None:
+    async def enter(self, tx: AsyncConnection, now: datetime, case: Case, trajectory: Trajectory) -> None:
         """Let a run meet the others of its task that are here; those that come later will meet it."""
         subject = case.subject
-        contest = derived_id("judge-contest", subject.rubric, subject.tenant, task_id)
-        run = run_id or subject.trajectory_id
+        contest = derived_id("judge-contest", subject.rubric, subject.tenant, trajectory.purpose, trajectory.task_id)
+        run = trajectory.run_id or subject.trajectory_id
         await _lock(tx, contest, now)
         key = {"rubric": subject.rubric, "trajectory_id": subject.trajectory_id}
         row = {"contest": contest, "run": run, "case": case.to_json(), "arrived_ms": epoch_ms(now)}
@@ -171,9 +171,10 @@ async def _tidy(tx: AsyncConnection, contest: str) -> None:
     """Forget runs that meet nobody any more and have nothing pending, and then what only they needed."""
     pairs = await _pairs(tx, contest)
     pending = {name for row in pairs if row["judgement"] is None for name in (row["first"], row["second"])}
-    here = (await tx.execute(select(CONTESTANTS).where(CONTESTANTS.c.contest == contest))).mappings().all()
-    gone = {row["trajectory_id"] for row in here if row["closed"]} - pending
-    left = {row["trajectory_id"] for row in here} - gone
+    here = select(CONTESTANTS.c.trajectory_id, CONTESTANTS.c.closed).where(CONTESTANTS.c.contest == contest)
+    closed = {row["trajectory_id"]: row["closed"] for row in (await tx.execute(here)).mappings()}
+    gone = {name for name, is_closed in closed.items() if is_closed} - pending
+    left = set(closed) - gone
     lonely = [row["pair"] for row in pairs if not {row["first"], row["second"]} & left]
     await tx.execute(delete(CONTESTANTS).where(CONTESTANTS.c.contest == contest, CONTESTANTS.c.trajectory_id.in_(gone)))
     await tx.execute(delete(PAIRS).where(PAIRS.c.pair.in_(lonely)))

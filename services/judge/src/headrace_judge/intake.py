@@ -73,8 +73,8 @@ class Intake:
         SHORTENED.labels(rubric.source).inc(run.shortened)
         subject = Subject.of(trajectory, rubric.name, handling.received.envelope.traceparent)
         case = Case(subject=subject, run=run)
-        if trajectory.task_id is not None and rubric.mode == "pair":
-            await self._contests.enter(handling.tx, handling.now, case, trajectory.task_id, trajectory.run_id)
+        if rubric.mode == "pair":
+            await self._contests.enter(handling.tx, handling.now, case, trajectory)
         else:
             job_id = derived_id("judge-verdict", rubric.name, trajectory.trajectory_id)
             await self._jobs.enqueue(handling.tx, job_id, VERDICT_JOB, SingleTask(case=case).to_json(), handling.now)

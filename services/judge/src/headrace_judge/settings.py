@@ -43,7 +43,7 @@ class EndpointSettings(Section):
     api_key: str = Field(default="", repr=False)
     """Bearer token. Better kept in the environment: see `api_key_env`."""
     api_key_env: str = ""
-    """Name of the environment variable that holds the bearer token; wins over `api_key`."""
+    """Name of the environment variable that holds the bearer token, instead of `api_key`."""
     is_gateway: bool = False
     """Whether the endpoint is a Headrace gateway. Calls then carry `X-Headrace-Purpose: eval`, so that nobody trains on
     what the judge says, and its own trajectories are left alone."""
@@ -164,7 +164,8 @@ class JudgeSettings(ServiceSettings):
     @classmethod
     def _samples_differ(cls, samples: int, info: ValidationInfo) -> int:
         endpoint = info.data.get("endpoint")
-        if samples > 1 and endpoint is not None and endpoint.temperature == 0:
+        fixed = endpoint is not None and endpoint.temperature == 0 and "temperature" not in endpoint.omit
+        if samples > 1 and fixed:
             raise ValueError(
                 "at endpoint.temperature 0 all samples are one verdict; raise the temperature or ask for 1"
             )

@@ -29,7 +29,7 @@ VERDICTS = Table(
 CONTESTS = Table(
     "contests",
     METADATA,
-    Column("contest", Text, primary_key=True),  # from rubric, tenant and task; the row is the lock
+    Column("contest", Text, primary_key=True),  # from rubric, tenant, purpose and task; the row is the lock
     Column("touched_ms", BigInteger, nullable=False),
 )
 
