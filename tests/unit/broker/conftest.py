@@ -43,11 +43,11 @@ Run = Callable[..., AbstractAsyncContextManager[Live]]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """`async with run(**settings) as live:` a broker on this test's file; again for a restart."""
+    """`async with run(**settings) as live:` a broker on this test's file, unsynced; again for a restart."""
 
     @contextlib.asynccontextmanager
     async def start(**changes: object) -> AsyncIterator[Live]:
-        settings = BrokerSettings.model_validate({"kafka_port": 0, "port": 0, **changes})
+        settings = BrokerSettings.model_validate({"kafka_port": 0, "port": 0, "fsync": False, **changes})
         store = Store(tmp_path, fsync=settings.fsync, file_bytes_max=settings.file_bytes_max)
         try:
             async with opened(store, settings, SystemClock()) as (broker, server):

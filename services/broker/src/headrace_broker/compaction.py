@@ -18,7 +18,7 @@ from headrace_broker.errors import Malformed
 from headrace_broker.records import Record, records
 from headrace_broker.store import position
 
-_STEP_BYTES = 256 * 1024
+_STEP_BYTES = 64 * 1024
 """What is read at a time; with compressed records it may become many times that."""
 
 

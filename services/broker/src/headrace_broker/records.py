@@ -50,16 +50,18 @@ def records(batch: Batch) -> Iterator[Record]:
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
     """A zigzag varint and where it ends."""
-    value = shift = 0
     try:
-        while True:
-            byte = data[at]
+        byte = data[at]
+        if byte < 0x80:  # nearly always
+            return (byte >> 1) ^ -(byte & 1), at + 1
+        value, shift = byte & 0x7F, 7
+        while byte >= 0x80:
             at += 1
+            byte = data[at]
             value |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                return (value >> 1) ^ -(value & 1), at
             shift += 7
-            if shift > 63:
+            if shift > 70:
                 raise Malformed("a varint of more than ten bytes")
     except IndexError:
         raise Malformed("a record is cut short") from None
+    return (value >> 1) ^ -(value & 1), at + 1
