@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from headrace_runtime.errors import SettingError
 from headrace_trainer import forward
 from headrace_trainer.batch import Row
 from headrace_trainer.policy import Policy
 from headrace_trainer.settings import ComputeSettings, LoraSettings
+from tests.support import tiny_model
 from tests.unit.trainer.world import experience
 
 V = "m@000000000000"
@@ -31,7 +33,9 @@ def one_by_one(base: Path, row: Row, temperature: float = 1.0) -> torch.Tensor:
     """The textbook way: transformers' own attention, one sequence, all positions, log_softmax, gather."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if model.config.model_type != "mamba":
+        model.set_attn_implementation("eager")
     token_ids = torch.tensor(row.token_ids_T, dtype=torch.long)
     with torch.no_grad():
         logits = model(token_ids[None]).logits[0]
@@ -127,6 +131,49 @@ def test_attention_that_needs_more_is_refused() -> None:
     some = torch.zeros(1, 1, 2, 8)
     with pytest.raises(NotImplementedError, match="more than plain attention"):
         forward._attend_in_blocks(None, some, some, some, None, softcap=30.0)
+
+
+SMALL = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256, "sliding_window": 4,
+}  # fmt: skip
+
+
+def build_other(folder: Path, kind: str) -> Path:
+    """A model of another architecture with the tiny model's tokenizer."""
+    config = getattr(transformers, f"{kind}Config")(**SMALL)
+    tiny_model.build(folder, layers=1)
+    (folder / "model.safetensors").unlink()
+    torch.manual_seed(0)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "packing"), [("Llama", "blocks"), ("Mistral", "blocks"), ("Gemma2", "padded"), ("Mamba", "padded")]
+)
+def test_other_architectures_answer_as_their_rows_one_by_one(tmp_path: Path, kind: str, packing: str) -> None:
+    base = build_other(tmp_path, kind)
+    policy, several = open_policy(base, packing=packing), rows()
+    alone_N = torch.cat([one_by_one(base, row) for row in several])
+    torch.testing.assert_close(policy.logprobs(policy.collate(several))[0], alone_N, atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("Gemma2", "needs more than plain attention"), ("Mamba", "packed logprobs differ by")]
+)
+def test_a_model_that_cannot_be_packed_is_refused_at_the_start(tmp_path: Path, kind: str, reason: str) -> None:
+    with pytest.raises(SettingError, match=rf'compute\.packing = .blocks.: .*{reason}.* set "padded"'):
+        open_policy(build_other(tmp_path, kind))
+
+
+def test_bfloat16_is_close_and_what_is_trained_stays_float32(base: Path) -> None:
+    exact, rough, several = open_policy(base), open_policy(base, dtype="bfloat16"), rows()
+    left, right = (policy.logprobs(policy.collate(several))[0] for policy in (exact, rough))
+    assert 0 < (left - right).abs().max() < 0.05
+    assert right.dtype == torch.float32
+    for policy in (rough, open_policy(base, 4, dtype="bfloat16")):
+        assert {parameter.dtype for parameter in policy.parameters.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("rank", [0, 4])

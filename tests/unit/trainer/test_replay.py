@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from headrace_runtime.errors import SettingError
 from headrace_schemas import Experience
 from headrace_trainer import lineage as lineages
 from headrace_trainer.step import train
@@ -57,6 +59,52 @@ async def test_equal_streams_make_equal_batches(tmp_path: Path, make: Make, dige
     restarted = await batches(tmp_path / "c", settings, digests, per_poll=2, restart=True)
     assert len(first) >= 2
     assert first == again == restarted
+
+
+async def test_a_replay_into_a_new_lineage_repeats_batches_and_weights(
+    tmp_path: Path, make: Make, digests: list[str]
+) -> None:
+    """The live run samples from each version as it appears, some of it too old by then; the replay has only events."""
+    world = World(tmp_path)
+    settings = make(max_staleness=1, batch_experiences=3)
+    live = await world.run(settings)
+    for turn in range(5):
+        newest, older = world.bus.checkpoints[-1].version, world.bus.checkpoints[max(0, turn - 2)].version
+        world.bus.produce(*(experience(10 * turn + n, newest, reward=n % 3, task=f"t{n % 2}") for n in range(3)))
+        world.bus.produce(experience(10 * turn + 9, older, reward=5.0))
+        live = await world.run(settings)
+    original, fates = digests.copy(), world.bus.fates
+    assert len(original) == 5
+    assert "stale" in fates.values()
+
+    digests.clear()
+    world.bus.sent.clear()
+    again = await world.run(make(max_staleness=1, batch_experiences=3, lineage="again", replays="main"))
+    assert digests == original
+    assert world.bus.fates == fates
+    assert live.lineage is not None
+    assert again.lineage is not None
+    theirs = again.lineage.policy.tensors()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in live.lineage.policy.tensors().items())
+
+
+async def test_without_being_told_a_new_lineage_knows_no_versions_of_another(tmp_path: Path, make: Make) -> None:
+    world = World(tmp_path)
+    await world.run(make())
+    version = world.bus.checkpoints[0].version
+    world.bus.produce(*(experience(n, version, reward=n) for n in range(4)))
+    await world.run(make())
+    world.bus.sent.clear()
+    await world.run(make(lineage="again"))
+    assert set(world.bus.fates.values()) == {"foreign_version"}
+
+
+@pytest.mark.parametrize(
+    ("replays", "message"), [("nothing", "no such lineage in this blob store"), ("main", "is this lineage itself")]
+)
+async def test_a_replay_of_nothing_is_a_setting_error(tmp_path: Path, make: Make, replays: str, message: str) -> None:
+    with pytest.raises(SettingError, match=f"trainer.replays = '{replays}': {message}"):
+        await World(tmp_path).run(make(replays=replays))
 
 
 async def test_another_reward_makes_other_batches(tmp_path: Path, make: Make, digests: list[str]) -> None:

@@ -7,8 +7,8 @@ step numbers: after ten refused versions the champion's experiences are as fresh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from headrace_schemas.base import Model, Version
@@ -36,6 +36,9 @@ class History:
     versions: tuple[Published, ...]
     head: str
     head_step: int
+    replayed: Mapping[str, int] = field(default_factory=dict)
+    """Versions of another lineage whose experiences are trained again here, by number: each counts as ours of the same
+    number, so that a replay makes the same decisions about staleness (P9)."""
 
     @classmethod
     def begin(cls, first: Published) -> History:
@@ -73,9 +76,15 @@ class History:
 
     def staleness(self, versions: Iterable[str]) -> int | None:
         """Versions between the oldest of `versions` and the head; None when one of them is not of this lineage."""
-        found = [self.distances.get(version) for version in versions]
+        found = [self._distance(version) for version in versions]
         known = [distance for distance in found if distance is not None]
         return max(known, default=0) if len(known) == len(found) else None
+
+    def _distance(self, version: str) -> int | None:
+        number = self.replayed.get(version)
+        if version in self.distances or number is None:
+            return self.distances.get(version)
+        return max(0, self[self.head].number - number)
 
     def descends_from(self, version: str) -> bool:
         """Whether the weights in training hold what `version` learned: it is the head or one of its ancestors."""
@@ -101,11 +110,11 @@ class History:
                 spare -= 1
             else:
                 kept.append(old)
-        return History((*kept, version), version.version, version.last_step)
+        return replace(self, versions=(*kept, version), head=version.version, head_step=version.last_step)
 
     def moved(self, version: str, now: int) -> History:
         """The weights are those of `version` again; everything that the steps up to `now` added to it is undone."""
-        return History(self.versions, version, now)
+        return replace(self, head=version, head_step=now)
 
     def _line(self) -> Iterator[Published]:
         """The head and its ancestors, newest first, as far as they are remembered."""

@@ -52,7 +52,8 @@ def open_lineage(settings: TrainerSettings, blobs: BlobStore, clock: Clock) -> L
         pair = store.get(saved.present.weights), store.get(saved.present.optimizer)
         tensors.thaw(policy, optimizer, *pair, with_random=True)
         log.info("lineage_continues", lineage=settings.lineage, head=saved.head, steps=saved.steps)
-    return Lineage(settings, clock, blobs, store, first, policy, optimizer, _ledger(settings, policy, saved), saved)
+    ledger = _ledger(settings, policy, saved, _replayed(settings, blobs))
+    return Lineage(settings, clock, blobs, store, first, policy, optimizer, ledger, saved)
 
 
 def _begin(
@@ -103,7 +104,17 @@ def _check_settings(settings: TrainerSettings, saved: Saved) -> None:
         )
 
 
-def _ledger(settings: TrainerSettings, policy: Policy, saved: Saved) -> Ledger:
+def _replayed(settings: TrainerSettings, blobs: BlobStore) -> dict[str, int]:
+    """The versions of the lineage that is trained again, by number."""
+    if settings.replays is None:
+        return {}
+    other = LineageStore(blobs, settings.replays).read()
+    if other is None:
+        raise SettingError("trainer.replays", settings.replays, "no such lineage in this blob store")
+    return {published.version: published.number for published in other.versions}
+
+
+def _ledger(settings: TrainerSettings, policy: Policy, saved: Saved, replayed: dict[str, int]) -> Ledger:
     limits = Limits(
         vocabulary=policy.vocabulary,
         sequence_tokens=min(settings.memory.sequence_tokens, policy.context),
@@ -113,7 +124,7 @@ def _ledger(settings: TrainerSettings, policy: Policy, saved: Saved) -> Ledger:
         correction_min=settings.advantage.correction_min,
     )
     return Ledger(
-        History(saved.versions, saved.head, saved.head_step),
+        History(saved.versions, saved.head, saved.head_step, replayed),
         limits,
         settings.memory,
         baselines=saved.baselines,

@@ -6,11 +6,12 @@ Loaded from the lineage's first version, never from where that came from: the bl
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import gcd
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -27,6 +28,8 @@ from headrace_trainer.forward import Pack
 from headrace_trainer.settings import ComputeSettings, LoraSettings
 
 FINGERPRINT_TOKENS = 48
+_PACKING_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
+"""Logprob difference that rounding may make between a packed and a single pass."""
 
 
 class Policy:
@@ -57,7 +60,10 @@ class Policy:
             if compute.gradient_checkpointing:
                 model.enable_input_require_grads()
         model.train(compute.gradient_checkpointing)
-        return cls(model, compute, device, lora=bool(lora.rank))
+        policy = cls(model, compute, device, lora=bool(lora.rank))
+        if compute.packing == "blocks":
+            policy.check_packing()
+        return policy
 
     def keep_reference(self, folder: Path) -> None:
         """Keep the first version's answers at hand, for the divergence from it. Adapters need no second copy."""
@@ -75,6 +81,23 @@ class Policy:
 
     def collate(self, rows: list[Row]) -> Pack:
         return forward.collate(rows, self.device, padded=self._compute.packing == "padded")
+
+    @torch.no_grad()
+    def check_packing(self) -> None:
+        """Raises `SettingError` when the model's layers let sequences of one row see each other."""
+        rows = [_plain_row(_fixed_tokens(self.vocabulary)[start : start + 12]) for start in (0, 12, 24)]
+        try:
+            together_N = self.logprobs(self.collate(rows))[0]
+            alone_N = torch.cat([self.logprobs(self.collate([row]))[0] for row in rows])
+            difference = float((together_N - alone_N).abs().max())
+        except (TypeError, NotImplementedError) as error:
+            difference, reason = float("inf"), str(error).splitlines()[0]
+        else:
+            reason = f"packed logprobs differ by {difference:.2g}"
+        if difference > _PACKING_TOLERANCE[self._compute.dtype]:
+            raise SettingError(
+                "trainer.compute.packing", "blocks", f'this model cannot be packed ({reason}); set "padded"'
+            )
 
     def logprobs(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """`(logprobs_N, entropy_N)` of the present weights."""
@@ -142,6 +165,13 @@ class Policy:
             yield
 
 
+def _plain_row(token_ids: Sequence[int]) -> Row:
+    """Every token but the first is trained, at temperature 1."""
+    length = len(token_ids)
+    mask, zeros = np.arange(length) > 0, np.zeros(length, np.float32)
+    return Row("", 0, np.array(token_ids, np.int32), mask, zeros, zeros + 1, np.float32(0), ~mask)
+
+
 def _fixed_tokens(vocabulary: int) -> tuple[int, ...]:
     """The same for every model with this vocabulary: a full-period walk through the ids."""
     stride = next(candidate for candidate in range(vocabulary * 5 // 8, 0, -1) if gcd(candidate, vocabulary) == 1)
@@ -169,7 +199,7 @@ def _load(folder: Path, compute: ComputeSettings, *, frozen: bool) -> Any:
         return AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation=forward.BLOCKS if compute.packing == "blocks" else "sdpa",
+            attn_implementation=forward.BLOCKS if compute.packing == "blocks" else None,  # None: the model's own choice
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,

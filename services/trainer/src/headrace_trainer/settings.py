@@ -148,6 +148,8 @@ class TrainerSettings(ServiceSettings):
     """Names this line of versions and its saved state. One process at a time may train a lineage."""
     topic: Annotated[str, Field(min_length=1)] = "experiences"
     """Where experiences come from; a replay names a copy of the usual topic."""
+    replays: ModelName | None = None
+    """A lineage whose experiences are trained again in this one: its versions count as ours of the same number."""
     seed: int = 0
     """Seeds what is drawn at random (the initial LoRA matrices)."""
 
@@ -189,6 +191,8 @@ class TrainerSettings(ServiceSettings):
         """Raises `SettingError` with the one setting to change, so that the start stops before anything is loaded."""
         if not self.base:
             raise SettingError("trainer.base", self.base, "name a Hugging Face folder to start from")
+        if self.replays == self.lineage:
+            raise SettingError("trainer.replays", self.replays, "is this lineage itself; name a new trainer.lineage")
         if self.grouped and self.group_size < 2:
             raise SettingError(
                 "trainer.group_size",

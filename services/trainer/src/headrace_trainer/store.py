@@ -32,7 +32,16 @@ class LineageStore:
         self._used: dict[str, BlobRef] = {}
 
     def load(self) -> Saved | None:
-        """The last durable state, None when there has never been one. Raises `CorruptBlob` and `Unavailable`."""
+        """The last durable state, to be continued; None when there has never been one. Removes what a save that a crash
+        cut short has left behind. Raises `CorruptBlob` and `Unavailable`.
+        """
+        saved = self.read()
+        if saved is not None:
+            self._sweep()
+        return saved
+
+    def read(self) -> Saved | None:
+        """The same for one who only looks: changes nothing, and may be called while the lineage is being trained."""
         self._truth = self._blobs.pointer(self._pointer)
         if self._truth is None:
             return None
@@ -43,7 +52,6 @@ class LineageStore:
             first = error.errors(include_input=False, include_url=False)[0]
             raise CorruptBlob(self._advise(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")) from None
         self._used = saved.blobs() | {pointer.state.sha256: pointer.state}
-        self._sweep()
         return saved
 
     def get(self, ref: BlobRef) -> bytes:
@@ -77,7 +85,6 @@ class LineageStore:
         self._blobs.set_pointer(self._draft, Draft(blobs=tuple(refs)).model_dump_json().encode())
 
     def _sweep(self) -> None:
-        """Remove what a save that a crash cut short has left behind."""
         draft = self._blobs.pointer(self._draft)
         for ref in Draft.model_validate_json(draft).blobs if draft else ():
             if ref.sha256 not in self._used:

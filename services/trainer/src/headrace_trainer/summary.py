@@ -16,6 +16,7 @@ TASKS_MAX = 32
 """Tasks whose mean reward is reported one by one: the most frequent of the batch."""
 VALUES_MAX = 256
 """What the events take."""
+_TASK = "reward/"
 
 
 def of_batch(prepared: Prepared, history: History) -> dict[str, float]:
@@ -39,7 +40,7 @@ def of_batch(prepared: Prepared, history: History) -> dict[str, float]:
     if rewards:
         found["reward_mean"] = _mean(rewards)
     for task, pairs in sorted(tasks.items(), key=lambda item: (-len(item[1]), item[0]))[:TASKS_MAX]:
-        found[f"reward/{task}"] = _mean(pairs)
+        found[f"{_TASK}{task}"] = _mean(pairs)
     for distance, count in sorted(staleness.items()):
         found[f"staleness/{distance}"] = float(count)
     return found
@@ -47,12 +48,12 @@ def of_batch(prepared: Prepared, history: History) -> dict[str, float]:
 
 def between_saves(steps: Sequence[Mapping[str, float]], verdicts: Sequence[Verdict]) -> dict[str, float]:
     """Each step measure's mean over the steps that have it, and the verdicts by outcome."""
-    names = dict.fromkeys(name for step in steps for name in step)
-    found = {name: _average([step[name] for step in steps if name in step]) for name in names}
     outcomes = Counter("trained" if verdict.dropped is None else f"dropped/{verdict.dropped}" for verdict in verdicts)
-    found |= {"steps": float(len(steps)), **{name: float(count) for name, count in sorted(outcomes.items())}}
-    finite = {name[:512]: value for name, value in found.items() if math.isfinite(value)}
-    return dict(list(finite.items())[-VALUES_MAX:])
+    found = {"steps": float(len(steps)), **{name: float(count) for name, count in sorted(outcomes.items())}}
+    names = dict.fromkeys(name for step in steps for name in step)
+    for name in sorted(names, key=lambda name: name.startswith(_TASK)):  # if there are too many, tasks are left out
+        found[name[:512]] = _average([step[name] for step in steps if name in step])
+    return {name: value for name, value in list(found.items())[:VALUES_MAX] if math.isfinite(value)}
 
 
 def _mean(pairs: Sequence[tuple[float, float]]) -> float:
