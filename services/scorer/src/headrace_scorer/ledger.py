@@ -62,14 +62,14 @@ class Entries:
 
 async def read(tx: AsyncConnection, trajectory_id: str, tenant: str) -> Entries:
     query = select(ledger).where(ledger.c.trajectory_id == trajectory_id, ledger.c.tenant == tenant)
-    return Entries((await tx.execute(query)).mappings().all())
+    return Entries([dict(row) for row in (await tx.execute(query)).mappings()])
 
 
 async def history(tx: AsyncConnection, trajectory_id: str) -> list[Row]:
     """Every revision of everybody, for people."""
     order = (ledger.c.tenant, ledger.c.source, ledger.c.turn_id, ledger.c.revision)
     query = select(ledger).where(ledger.c.trajectory_id == trajectory_id).order_by(*order)
-    return list((await tx.execute(query)).mappings().all())
+    return [dict(row) for row in (await tx.execute(query)).mappings()]
 
 
 async def enter(

@@ -1,7 +1,7 @@
 """Reward functions as jobs: added by the handler that keeps a trajectory, done outside its transaction, crash-safe.
 
-A job is leased to this process as it is added, and its functions may run before its transaction has ended: the result is
-refused when that never was. A process that dies lets its leases run out; then somebody else does the job again.
+A job is leased to this process as it is added, and its functions may run before its transaction has ended: the result
+is refused when that never was. A process that dies lets its leases run out; then somebody else does the job again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from hashlib import sha256
 from pydantic import BaseModel, JsonValue
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from headrace_runtime.database import Database
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.jobs import Job, Jobs
 from headrace_runtime.logs import get_logger
@@ -121,33 +122,37 @@ class Scoring:
 
     async def _call_functions(self) -> None:
         while True:
-            work = await self._waiting.get()
-            outcomes = {}
-            for name in work.order.functions:
-                if any(function.name == name for function in self.functions):
-                    call = Call(function=name, feedback=work.feedback, context=work.context)
-                    outcomes[name] = await self._pool.call(call, work.trajectory)
-            await self._done.put((work, outcomes))
+            await self._done.put(await self.perform(await self._waiting.get()))
+
+    async def perform(self, work: Work) -> Done:
+        """Call a job's functions, those that are still loaded, one after the other."""
+        outcomes = {}
+        for name in work.order.functions:
+            if any(function.name == name for function in self.functions):
+                call = Call(function=name, feedback=work.feedback, context=work.context)
+                outcomes[name] = await self._pool.call(call, work.trajectory)
+        return work, outcomes
 
     async def _collect(self, processor: Processor) -> None:
-        """Take over jobs that wait in the database: those that did not fit, and those of a dead process."""
-        database, clock = processor.database, processor.clock
-        if database.sqlite:  # one file, one process
-            async with database.transaction() as tx:
-                await self._jobs.release(tx, _KIND, clock.now())
+        if processor.database.sqlite:  # one file, one process: whoever had leased is dead
+            async with processor.database.transaction() as tx:
+                await self._jobs.release(tx, _KIND, processor.clock.now())
         while True:
-            room = _QUEUE_MAX // 2 - self._waiting.qsize()
-            found: list[Work] = []
             try:
-                async with database.transaction() as tx:
-                    await self._jobs.count(tx, _KIND)
-                    leased = await self._jobs.lease(tx, _KIND, clock.now(), self._lease, room) if room > 0 else []
-                    found = [await self._read(tx, job) for job in leased]
+                await self.take_over(processor.database, processor.clock.now())
             except Unavailable as error:
                 log.warning("jobs_postponed", error=str(error))
-            for work in found:
-                await self._waiting.put(work)
-            await clock.sleep(_POLL_S)
+            await processor.clock.sleep(_POLL_S)
+
+    async def take_over(self, database: Database, now: datetime) -> None:
+        """Lease jobs that wait in the database: those that did not fit, and those of a dead process."""
+        async with database.transaction() as tx:
+            await self._jobs.count(tx, _KIND)
+            room = _QUEUE_MAX // 2 - self._waiting.qsize()
+            leased = await self._jobs.lease(tx, _KIND, now, self._lease, room) if room > 0 else []
+            found = [await self._read(tx, job) for job in leased]
+        for work in found:
+            await self._waiting.put(work)
 
     async def _read(self, tx: AsyncConnection, job: Job) -> Work:
         order = Order.model_validate_json(job.payload)

@@ -29,14 +29,14 @@ class Settings(ServiceSettings):
     """Processes that run reward functions, each one call at a time."""
     function_memory_mb: Annotated[int, Field(ge=64)] | None = None
     """Address space of such a process; unlimited when not set. Linux only."""
-    weights: Annotated[dict[str, Weight], Field(min_length=1)] = {"*": 1.0}
+    weights: Annotated[dict[str, Weight], Field(min_length=1)] = Field(default_factory=lambda: {"*": 1.0})
     """Source to its weight in the reward, the first pattern that fits; sources that none fits do not count."""
     required: tuple[str, ...] = ()
     """Sources without whose score there is no reward."""
     expected: tuple[str, ...] = ()
     """Sources worth waiting for, besides `functions` and `required`: until each has said something or abstained."""
     settle_s: Annotated[float, Field(gt=0)] = 600.0
-    """When to stop waiting, from the trajectory's arrival: what is there by then is the reward. Later ones revise it."""
+    """How long to wait, from the trajectory's arrival: what is there by then counts, what comes later revises it."""
     sources_max: Annotated[int, Field(ge=1, le=64)] = 64
     """Sources per trajectory; further ones are dead-lettered."""
     retention_s: Annotated[float, Field(gt=0)] = 604_800.0

@@ -47,7 +47,7 @@ class Library:
 async def add_trajectory(
     tx: AsyncConnection, now: datetime, trajectory: Trajectory, settle_s: float
 ) -> dict[str, Any] | None:
-    """Keep it, waiting for its reward when there is something to train, and return its row. None: it is here already."""
+    """Keep it, waiting for a reward when there is something to train. Returns its row, None when it is here already."""
     waits = trajectory.purpose == "train" and trajectory.branches
     row = {
         "session_key": trajectory.session_key,

@@ -50,6 +50,6 @@ def receive(stream: BinaryIO) -> bytes:
 
 def _exactly(stream: BinaryIO, size: int) -> bytes:
     data = stream.read(size)
-    if data is None or len(data) < size:
+    if len(data) < size:
         raise EOFError("the other side of the pipe is gone")
     return data

@@ -50,11 +50,12 @@ def _result(returned: object) -> RewardResult:
     if isinstance(returned, Real):
         return RewardResult(value=_finite(returned))
     if isinstance(returned, Mapping):
-        named = {name: _finite(value) for name, value in returned.items() if value is not None or name != "value"}
-        if not named:
-            raise TypeError("returned a dict without any criterion; return None to abstain")
-        value = named.pop("value", None)
-        return RewardResult(value=value, criteria=named)
+        if not returned:
+            raise TypeError("returned an empty dict; return None to abstain")
+        if "value" in returned and returned["value"] is None:
+            return RewardResult()
+        named = {name: _finite(value) for name, value in returned.items()}
+        return RewardResult(value=named.pop("value", None), criteria=named)
     raise TypeError(
         f"returned {type(returned).__name__}; a number, None, a dict of numbers or a RewardResult is wanted"
     )

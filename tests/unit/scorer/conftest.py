@@ -1,0 +1,131 @@
+"""A scorer on a real database, fed by hand, with reward functions called in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_schemas import Event, Experience, Reward, Trajectory
+from headrace_scorer import schema, upkeep
+from headrace_scorer.accounts import Book
+from headrace_scorer.functions import worker
+from headrace_scorer.functions.loading import Function
+from headrace_scorer.functions.pool import Pool
+from headrace_scorer.functions.protocol import Call
+from headrace_scorer.functions.verdicts import Outcome
+from headrace_scorer.handlers import Scorer
+from headrace_scorer.scoring import Done, Scoring
+from headrace_scorer.settings import Settings
+from headrace_scorer.store import Library
+from tests.support.streams import Bench, ManualClock, Service, bench
+
+
+class LocalPool(Pool):
+    """Calls the functions right here."""
+
+    def __init__(self, settings: Settings, functions: Sequence[Callable[..., object]]) -> None:
+        super().__init__(settings)
+        self.use(functions)
+
+    def use(self, functions: Sequence[Callable[..., object]]) -> None:
+        self._callables = {function.__name__: function for function in functions}
+        self.functions = tuple(
+            Function(
+                name=name,
+                spec=f"here:{name}",
+                parameters=tuple(function.__code__.co_varnames[: function.__code__.co_argcount]),
+                asynchronous=False,
+                digest="0" * 64,
+            )
+            for name, function in self._callables.items()
+        )
+
+    async def call(self, call: Call, trajectory: bytes) -> Outcome:
+        return worker.run(self._callables[call.function], call, trajectory)
+
+
+@dataclass
+class Rig:
+    """A scorer and its bus."""
+
+    stream: Bench
+    scoring: Scoring
+    pool: LocalPool
+    settings: Settings
+
+    async def deliver(self, *events: Event) -> None:
+        """One batch, and the functions that it starts."""
+        await self.stream.deliver(*events)
+        await self.run_functions()
+
+    async def run_functions(self) -> None:
+        done = await self.perform()
+        if done:
+            await self.stream.step(self.scoring.enter(done))
+
+    async def perform(self) -> list[Done]:
+        """What the functions say about all that waits, not yet entered."""
+        done = []
+        while not self.scoring._waiting.empty():
+            done.append(await self.scoring.perform(self.scoring._waiting.get_nowait()))
+        return done
+
+    async def pass_time(self, seconds: float) -> None:
+        self.stream.clock.advance(seconds)
+        book = Book(Library())
+        await self.stream.step(lambda tx, now: upkeep.end_waiting(tx, now, book, self.scoring.policy))
+
+    def rewards(self) -> list[tuple[str, int, str, float | None]]:
+        return [(made.source, made.revision, made.outcome, made.value) for made in self.stream.sent(Reward)]
+
+    def experiences(self) -> list[tuple[int, int, float | None, str | None]]:
+        """Branch, revision, reward and why there is none, in the order of sending."""
+        found = self.stream.sent(Experience)
+        return [(made.branch_index, made.revision, made.reward, made.no_reward) for made in found]
+
+
+@contextlib.asynccontextmanager
+async def scorer(url: str, data_dir: Path, *functions: Callable[..., object], **settings: Any) -> AsyncIterator[Rig]:
+    chosen = Settings.model_validate(settings)
+    library = Library()
+    book, pool = Book(library), LocalPool(chosen, functions)
+    scoring = Scoring(pool, chosen, library, book)
+    made = Scorer(chosen, library, book, scoring)
+    service = Service(
+        tables=schema.stream,
+        handlers={
+            "trajectories": made.on_trajectory,
+            "rewards": made.on_reward,
+            "feedback": made.on_feedback,
+        },
+        package="headrace_scorer",
+    )
+    async with bench(service, url, data_dir, ManualClock()) as stream:
+        yield Rig(stream, scoring, pool, chosen)
+
+
+Open = Callable[..., AbstractAsyncContextManager[Rig]]
+
+
+@pytest.fixture
+def open_scorer(database_url: str, data_dir: Path) -> Open:
+    """`open_scorer(*functions, **settings)`."""
+    return partial(scorer, database_url, data_dir)
+
+
+def answer(trajectory: Trajectory, context: dict[str, Any]) -> float | None:
+    """Right or wrong, once the expected answer is known."""
+    if "expected" not in context:
+        return None
+    return float(trajectory.final_answer == context["expected"])
+
+
+def half() -> float:
+    return 0.5

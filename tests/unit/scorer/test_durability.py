@@ -1,0 +1,151 @@
+"""Crashes, other replicas, retention, and any order of arrival: the same experiences in the end."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from headrace_schemas import Event, Experience, Reward
+from headrace_scorer import upkeep
+from tests.support.trajectories import closed
+from tests.support.turns import ask, feedback, user
+from tests.unit.scorer.conftest import Open, Rig, answer, half
+from tests.unit.scorer.test_scorer import reward
+
+
+async def test_a_job_that_died_with_its_process_is_done_again(open_scorer: Open) -> None:
+    async with open_scorer(half, function_timeout_s=10) as rig:
+        await rig.stream.deliver(closed())
+        dead = await rig.perform()  # done, and the process ends before it is entered
+        await rig.scoring.take_over(rig.stream.processor.database, rig.stream.clock.now())
+        assert await rig.perform() == [], "leased to the dead one"
+        rig.stream.clock.advance(200)
+        await rig.scoring.take_over(rig.stream.processor.database, rig.stream.clock.now())
+        await rig.run_functions()
+        assert rig.experiences() == [(0, 0, 0.5, None)]
+        await rig.stream.step(rig.scoring.enter(dead))
+        assert len(rig.rewards()) == 1, "its late result counts for nothing"
+
+
+async def test_a_result_whose_trajectory_was_never_committed_is_refused(open_scorer: Open) -> None:
+    async with open_scorer(half) as rig:
+        handler = rig.stream.processor.handlers["trajectories"]
+        broken = {**rig.stream.processor.handlers}
+
+        async def fails(event: Any, handling: Any) -> Any:
+            await handler(event, handling)
+            raise ValueError("after the job was handed over")
+
+        broken["trajectories"] = fails
+        rig.stream.processor.handlers = broken
+        await rig.stream.deliver(closed())
+        await rig.run_functions()
+        assert (rig.rewards(), await rig.stream.count("ledger")) == ([], 0)
+
+
+async def test_more_jobs_than_fit_in_memory_wait_in_the_database(open_scorer: Open) -> None:
+    async with open_scorer(half) as rig:
+        trajectories = [closed(ask([user("q")], session=f"s{n}"), session=f"s{n}") for n in range(100)]
+        await rig.stream.deliver(*trajectories)
+        for _ in range(5):
+            await rig.scoring.take_over(rig.stream.processor.database, rig.stream.clock.now())
+            await rig.run_functions()
+        assert len(rig.experiences()) == 100
+        assert await rig.stream.count("jobs") == 0
+
+
+async def test_functions_that_are_gone_hold_nothing_up(open_scorer: Open) -> None:
+    async with open_scorer(half, answer) as rig:
+        await rig.stream.deliver(closed())
+        rig.pool.use([half])
+        await rig.run_functions()
+        assert rig.experiences() == [(0, 0, 0.5, None)]
+
+
+async def test_retention_forgets_everything_about_old_trajectories(open_scorer: Open) -> None:
+    async with open_scorer(half) as rig:
+        turn = ask([user("q")])
+        old, orphan = closed(turn), closed(ask([user("p")], session="x"), session="x")
+        await rig.deliver(old, feedback("s", turn, value=1.0), reward(orphan, "x"), feedback("nobody"))
+        rig.stream.clock.advance(1000)
+        new = closed(ask([user("n")], session="new"), session="new")
+        await rig.deliver(new)
+        late = closed(ask([user("l")], session="late"), session="late")
+        await rig.stream.deliver(late)
+        unfinished = await rig.perform()
+        async with rig.stream.processor.database.transaction() as tx:
+            await upkeep.forget(tx, rig.stream.clock.now(), 500)
+        kept = {
+            name: await rig.stream.count(name) for name in ("trajectories", "turns", "ledger", "feedback", "listed")
+        }
+        assert kept == {"trajectories": 2, "turns": 2, "ledger": 1, "feedback": 0, "listed": 0}
+        rig.stream.clock.advance(1000)
+        async with rig.stream.processor.database.transaction() as tx:
+            await upkeep.forget(tx, rig.stream.clock.now(), 500)
+        await rig.stream.step(rig.scoring.enter(unfinished))
+        assert await rig.stream.count("jobs") == 0, "a result for a forgotten trajectory goes nowhere"
+        await rig.deliver(feedback("s", turn, value=0.0))
+        assert len([made for made in rig.stream.sent(Reward) if made.source == "feedback"]) == 1
+
+
+def story(seed: int) -> list[Event]:
+    """Three trajectories of two sessions, and what several sources say about them."""
+    choose = random.Random(seed)
+    turns = [ask([user("q")], "Ada", session=name, at=at) for at, name in enumerate("aab")]
+    trajectories = [closed(turn, session=turn.session_id, at=10 + 10 * n) for n, turn in enumerate(turns)]
+    events: list[Event] = [*trajectories]
+    for turn, trajectory in zip(turns, trajectories, strict=True):
+        for revision in range(choose.randint(0, 3)):
+            value = choose.choice([None, 0.25, 0.75])
+            events.append(reward(trajectory, "judge:x", value, revision))
+        for at in choose.sample(range(60), choose.randint(0, 3)):
+            withdrawn = choose.random() < 0.2
+            about = [turn] if choose.random() < 0.6 else []
+            value = None if withdrawn else choose.random()
+            context = {"expected": choose.choice(["Ada", "Bob"])} if choose.random() < 0.5 else {}
+            said = feedback(turn.session_id, *about, value=value, withdrawn=withdrawn, at=at, context=context)
+            events.append(said)
+    return events
+
+
+async def outcome(rig: Rig) -> dict[str, tuple[object, ...]]:
+    """The state that the last revision of each experience leaves."""
+    last = {made.experience_id: made for made in sorted(rig.stream.sent(Experience), key=lambda made: made.revision)}
+    return {name: (made.reward, made.no_reward, made.parts, made.weight) for name, made in last.items()}
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_p10_any_order_and_duplicates_come_to_the_same(open_scorer: Open, seed: int) -> None:
+    print("seed", seed)
+    events = story(seed)
+    outcomes = []
+    for attempt in range(3):
+        choose = random.Random(f"{seed}/{attempt}")
+        async with open_scorer(answer, half, expected=["judge:*"], settle_s=60) as rig:
+            shuffled = choose.sample(events, len(events)) if attempt else events
+            records = rig.stream.produce(*shuffled)
+            for record in choose.choices(records, k=5):
+                records.insert(choose.randint(records.index(record) + 1, len(records)), record)
+            while records:
+                size = choose.randint(1, 4)
+                await rig.stream.deliver(*records[:size])
+                records = records[size:]
+                if choose.random() < 0.5:
+                    await rig.run_functions()
+            await rig.run_functions()
+            await rig.pass_time(61)
+            await rig.run_functions()
+            assert len(await outcome(rig)) == 3
+            revisions: dict[str, list[int]] = {}
+            for made in rig.stream.sent(Experience):
+                revisions.setdefault(made.experience_id, []).append(made.revision)
+            assert all(found == list(range(len(found))) for found in revisions.values()), "each revision once, in order"
+            outcomes.append(await outcome(rig))
+    rewarded = {name: state[0] is not None for name, state in outcomes[0].items()}
+    for other in outcomes[1:]:
+        assert {name: state[0] is not None for name, state in other.items()} == rewarded
+        for name, state in other.items():
+            assert state[0] == pytest.approx(outcomes[0][name][0])
+            assert state[2:] == outcomes[0][name][2:]

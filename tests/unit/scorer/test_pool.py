@@ -1,0 +1,172 @@
+"""Reward functions in processes of their own: whatever they do costs one verdict; code changes all or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import textwrap
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+import headrace_schemas
+from headrace_schemas import Feedback
+from headrace_scorer.functions.pool import Pool
+from headrace_scorer.functions.process import FunctionsRefused
+from headrace_scorer.functions.protocol import Call
+from headrace_scorer.settings import Settings
+from tests.support.processes import alive, wait_until
+from tests.support.turns import feedback
+
+TRAJECTORY = (Path(headrace_schemas.__file__).parent / "examples/trajectories/two-turns.json").read_bytes()
+CODE = """
+    import asyncio, os, subprocess, sys
+
+    def answer(trajectory, context):
+        return 1.0 if trajectory.final_answer == context["expected"] else 0.0
+
+    def said(feedback):
+        return float(sum(one.value for one in feedback))
+
+    async def later(trajectory):
+        await asyncio.sleep(0)
+        return {"turns": len(trajectory.turn_ids), "value": 0.25}
+
+    def raises():
+        raise KeyError("oops")
+
+    def exits():
+        sys.exit(0)
+
+    def dies():
+        os._exit(7)
+
+    def prints():
+        print("not part of any protocol")
+        sys.stdout.write("x" * 100_000)
+        os.write(1, b"to the file descriptor")
+        return 0.5
+
+    def reads():
+        return float(len(sys.stdin.read()))
+
+    def hangs():
+        child = subprocess.Popen(["sleep", "1000"])
+        open(os.environ["PID_FILE"], "w").write(str(child.pid))
+        while True:
+            pass
+
+    def hoards():
+        return float(len(bytearray(1 << 40)))
+
+    def pid():
+        return float(os.getpid())
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(textwrap.dedent(CODE))
+    return path
+
+
+@contextlib.asynccontextmanager
+async def started(code: Path, *names: str, **settings: object) -> AsyncIterator[Pool]:
+    specs = [f"{code}:{name}" for name in names]
+    pool = Pool(Settings.model_validate({"functions": specs, "function_timeout_s": 20.0, **settings}))
+    await pool.reload()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def verdict(pool: Pool, name: str, *said: Feedback, **context: str) -> tuple[str, float | None]:
+    call = Call(function=name, feedback=tuple(one.to_json().decode() for one in said), context=dict(context))
+    outcome = await pool.call(call, TRAJECTORY)
+    return outcome.outcome, outcome.value
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+async def test_functions_see_what_they_ask_for(code: Path) -> None:
+    names = ["answer", "said", "later", "raises", "exits", "prints", "reads", "hoards"]
+    async with started(code, *names, function_memory_mb=2048) as pool:
+        assert await verdict(pool, "answer", expected="Ada") == ("scored", 1.0)
+        assert await verdict(pool, "answer", expected="Bob") == ("scored", 0.0)
+        assert await verdict(pool, "said", feedback(value=0.5), feedback(value=2.0)) == ("scored", 2.5)
+        assert await verdict(pool, "later") == ("scored", 0.25)
+        (member,) = pool._members
+        assert await verdict(pool, "raises") == ("failed", None)
+        assert await verdict(pool, "answer") == ("failed", None), "no such key in the context"
+        assert await verdict(pool, "exits") == ("failed", None)
+        assert await verdict(pool, "prints") == ("scored", 0.5)
+        assert await verdict(pool, "reads") == ("scored", 0.0)
+        assert await verdict(pool, "hoards") == ("failed", None)
+        assert pool._members == {member}, "none of this needs a new process"
+        outcome = await pool.call(Call(function="raises"), TRAJECTORY)
+        assert outcome.reason is not None
+        assert outcome.reason.startswith("KeyError: 'oops'")
+        assert f"{code}:" in outcome.reason
+        assert outcome.judged_by == f"sha256:{pool.functions[0].digest}"
+
+
+async def test_a_function_that_hangs_is_killed_with_all_it_started(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PID_FILE", str(tmp_path / "pid"))
+    async with started(code, "hangs", "dies", "pid", function_timeout_s=2.0) as pool:
+        before = await verdict(pool, "pid")
+        assert await verdict(pool, "hangs") == ("timed_out", None)
+        child = int((tmp_path / "pid").read_text())
+        wait_until(lambda: not alive(child), 5, "the grandchild ends")
+        assert await verdict(pool, "dies") == ("failed", None)
+        after = await verdict(pool, "pid")
+        assert (before[0], after[0]) == ("scored", "scored")
+        assert before[1] != after[1]
+
+
+async def test_processes_work_side_by_side(code: Path) -> None:
+    async with started(code, "pid", function_workers=2) as pool:
+        pids = await asyncio.gather(*(verdict(pool, "pid") for _ in range(8)))
+        assert len(set(pids)) == 2
+        members = [process._process.pid for process in pool._members]
+    for pid in members:
+        wait_until(lambda pid=pid: not alive(pid), 5, "it ends with the pool")  # type: ignore[misc]
+
+
+async def test_code_is_reloaded_on_request_and_a_broken_file_changes_nothing(code: Path) -> None:
+    write(code, "def score():\n    return 1.0\n")
+    async with started(code, "score") as pool:
+        old = pool.functions
+        write(code, "def score():\n    return 2.0\n")
+        assert await verdict(pool, "score") == ("scored", 1.0), "nothing changes by itself"
+        await pool.reload()
+        assert await verdict(pool, "score") == ("scored", 2.0)
+        assert pool.functions[0].digest != old[0].digest
+        write(code, "def score(:\n")
+        with pytest.raises(FunctionsRefused, match="SyntaxError"):
+            await pool.reload()
+        assert await verdict(pool, "score") == ("scored", 2.0)
+        (process,) = pool._members
+        os.kill(process._process.pid, 9)
+        assert (await verdict(pool, "score"))[0] == "failed"
+        assert await verdict(pool, "score") == ("scored", 2.0), "its successor runs the same code, not the file"
+
+
+async def test_what_cannot_be_loaded_is_refused_at_the_start(code: Path) -> None:
+    with pytest.raises(FunctionsRefused, match="has no function 'typo'"):
+        async with started(code, "typo"):
+            pass
+
+
+async def test_no_functions_need_no_process() -> None:
+    pool = Pool(Settings())
+    await pool.reload()
+    assert (pool.functions, pool._members) == ((), set())
+    await pool.close()
