@@ -139,7 +139,9 @@ async def gateway(folder: Path, *replicas: FakeReplica, **settings: Any) -> Asyn
         draining = asyncio.create_task(publisher.run())
         fleet = Fleet(clock, lambda: True)
         catalog = Catalog(own.model_aliases, lambda: True, fleet.changed)
-        door = Door(KeyRing(read_keys(own), own.limits_per_key), Limits(own.limits_total, clock), publisher)
+        door = Door(
+            KeyRing(read_keys(own), own.limits_per_key), Limits(own.limits_total, clock), publisher, own.body_timeout_s
+        )
         app = application(Parts(own, door, catalog, fleet, engines, clock))
         try:
             async with (

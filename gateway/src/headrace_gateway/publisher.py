@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
 from headrace_gateway import metrics
 from headrace_gateway.refusals import overloaded
@@ -20,7 +20,7 @@ from headrace_runtime.wire import Outgoing, Record
 from headrace_schemas import EVENTS, Event, SessionEnd
 
 log = get_logger(__name__)
-_STOP_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 1.0
 _RECONNECT_S = 0.5
 
 
@@ -39,7 +39,7 @@ class Publisher:
         send_timeout_s: float,
         prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`producer` makes a fresh one whenever the last gave up; `prepare` runs before it starts (topics)."""
+        """`producer` makes a fresh one whenever the last gave up; `prepare` makes sure that the topics exist."""
         self._make = producer
         self._spool = spool
         self._settings = settings
@@ -98,7 +98,7 @@ class Publisher:
             yield producer
         finally:
             self._producer = None
-            with contextlib.suppress(TimeoutError):  # it flushes, for ever when the bus is away
+            with contextlib.suppress(TimeoutError):  # it would flush what is durable anyway, for ever without a bus
                 async with asyncio.timeout(_STOP_TIMEOUT_S):
                     await producer.stop()
 
@@ -110,11 +110,27 @@ class Publisher:
                 if not batch:  # still on its way to the disk
                     await asyncio.sleep(0.01)
                     continue
-                async with asyncio.timeout(self._send_timeout_s):
-                    await self._send_spooled(producer, batch)
+                await self._as_long_as_it_takes(self._send_spooled(producer, batch))
                 await self._spool.remove(batch)
                 log.info("spool_drained", sent=len(batch), left=self._spool.events)
             await self._spooled.wait()
+
+    async def _as_long_as_it_takes(self, sending: Coroutine[None, None, None]) -> None:
+        """aiokafka goes on trying by itself, and a producer that is dropped in the middle of that would never end.
+
+        A bus that comes back without its topics gets them again.
+        """
+        task = asyncio.create_task(sending)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=self._send_timeout_s)
+                if not task.done() and self._prepare is not None:
+                    with contextlib.suppress(Unavailable, TimeoutError):
+                        async with asyncio.timeout(self._send_timeout_s):
+                            await self._prepare()
+            task.result()
+        finally:
+            task.cancel()
 
     async def _send_spooled(self, producer: EventProducer, batch: Sequence[Spooled]) -> None:
         """Topic by topic as they came: an end may be sent only once the turns before it are acknowledged."""

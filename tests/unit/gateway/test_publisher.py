@@ -222,6 +222,37 @@ async def test_a_producer_that_died_is_replaced(tmp_path: Path) -> None:
         await asyncio.wait([running])
 
 
+async def test_a_long_outage_is_waited_for_with_one_producer_and_topics_are_made_again(tmp_path: Path) -> None:
+    """A producer that is given up while it retries would go on for ever beside its successor."""
+    bus = ListBus()
+    made, prepared = 0, 0
+
+    def make() -> ListProducer:
+        nonlocal made
+        made += 1
+        return ListProducer(bus, BlobStore(tmp_path.as_uri()))
+
+    async def prepare() -> None:
+        nonlocal prepared
+        prepared += 1
+        if not bus.back.is_set():
+            raise Unavailable("the bus is away")
+
+    async with Spool(tmp_path / "spool", 10_000) as spool:
+        settings = CaptureSettings(bus_wait_s=0.02)
+        publisher = Publisher(make, spool, settings, send_timeout_s=0.05, prepare=prepare)
+        running = asyncio.create_task(publisher.run())
+        await until(lambda: publisher.connected)
+        bus.back.clear()
+        await publisher.publish(feedback(1))
+        await until(lambda: prepared > 3)
+        bus.back.set()
+        await until(lambda: numbers(bus) == [1])
+        assert made == 1
+        running.cancel()
+        await asyncio.wait([running])
+
+
 async def test_a_spooled_event_of_another_release_becomes_a_dead_letter(tmp_path: Path) -> None:
     async with Spool(tmp_path / "spool", 1000) as spool:
         await spool.append([Spooled("feedback", b'{"from": "the future"}')])
