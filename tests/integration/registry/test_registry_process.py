@@ -11,6 +11,7 @@ import pytest
 from headrace_runtime.wire import Outgoing
 from headrace_schemas import Checkpoint
 from tests.integration.registry.town import Town
+from tests.support import postgres_node
 from tests.support.broker_process import BrokerProcess
 
 
@@ -50,9 +51,12 @@ async def test_promotion_survives_kill_9_in_the_middle_of_the_gate(own_bus: str,
         await town.until(lambda: town.champion("life") == first, "the rollback on the bus")
 
 
-async def test_a_standby_takes_over_from_a_killed_leader(own_bus: str, tmp_path: Path, database_url: str) -> None:
-    town = Town(own_bus, tmp_path, database_url)
-    model = f"standby-{database_url[:6]}".replace(":", "")
+@pytest.mark.postgres
+async def test_a_standby_takes_over_from_a_killed_leader(
+    own_bus: str, tmp_path: Path, postgres: postgres_node.PostgresNode
+) -> None:
+    town = Town(own_bus, tmp_path, postgres.url())
+    model = "standby"
     async with town.open(), httpx2.AsyncClient(timeout=10) as http:
         processes = {url: process for process, url in (town.registry(), town.registry())}
         first = await town.publish(model, 0)
