@@ -9,7 +9,8 @@ the lineage that reported last, unless one is named.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import collections
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -163,7 +164,7 @@ class Books:
         self._check_verdicts()
         self._check_experiences()
         self._check_turns()
-        standings = Counter(
+        standings = collections.Counter(
             self._standing(turn_id, turn, lineages) for turn_id, turn in self._turns.items() if turn.captured
         )
         waiting = {name: count for (state, name), count in sorted(standings.items()) if state == "waiting"}

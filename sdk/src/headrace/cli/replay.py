@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import re
 import sys
-from collections import Counter
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -79,13 +79,13 @@ def events(
     console(stderr=True).print(f"{topic}: {', '.join(words)} of {counts['read']} records in the range")
 
 
-async def _copy(address: str, wanted: Range, target: IO[str] | None, limit: int | None) -> Counter[str]:
+async def _copy(address: str, wanted: Range, target: IO[str] | None, limit: int | None) -> collections.Counter[str]:
     from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
     from headrace.topics import Progress, connected
 
-    counts = Counter(events=0, read=0)
+    counts = collections.Counter(events=0, read=0)
     progress = Progress()
     bar = Bar(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console(stderr=True), transient=True)
     async with connected(address) as topics:

@@ -1,0 +1,67 @@
+"""What a demo is made of: commands of its own, settings of Headrace, and when it has shown enough."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headrace.errors import UsageError
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Goal(BaseModel):
+    """When the agent may stop working, and what makes the demo a success."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    traffic_s_max: Positive
+    """The agent works at most this long."""
+    enough_gain: float
+    """It stops earlier once a promoted version is this much better than the first one, and `swaps_min` is reached."""
+    gain_min: float
+    """Held-out success has to rise by this much, in 0..1."""
+    swaps_min: Annotated[int, Field(ge=0)]
+    """This many versions have to take over while the agent works."""
+
+
+class Recipe(BaseModel):
+    """`demo.toml`. In commands `{python} {cache} {seed} {base_url} {gateway} {model} {out}` are replaced."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    title: str
+    model: str
+    """The name that the agent asks for."""
+    config: Path
+    """Settings of Headrace, relative to the folder."""
+    base: tuple[str, ...]
+    """Builds the base model, or finds it built; the last line that it prints is the folder."""
+    agent: tuple[str, ...]
+    """The agent at work. Ends by itself or on SIGTERM, and writes its summary to `{out}/agent.json`."""
+    goal: Goal
+    short: Goal
+    """The goal with `--short`."""
+    folder: Path = Path()
+
+    def command(self, name: str, values: Mapping[str, object]) -> list[str]:
+        """A command with everything filled in."""
+        filled = {"python": sys.executable, "model": self.model, **values}
+        return [part.format(**filled) for part in getattr(self, name)]
+
+
+def read(folder: Path) -> Recipe:
+    """Raises `UsageError` when the folder holds no demo or the demo is wrong."""
+    path = folder / "demo.toml"
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        return Recipe.model_validate({**data, "folder": folder.absolute()})
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; name the folder of a demo, e.g. examples/email_agent") from None
+    except (tomllib.TOMLDecodeError, ValidationError) as error:
+        raise UsageError(f"{path}: {error}") from None

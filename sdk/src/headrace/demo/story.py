@@ -1,0 +1,161 @@
+"""Plays a demo from the base model to the report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.bookkeeping import account_of
+from headrace.demo.recipe import Goal, Recipe
+from headrace.demo.report import Report, VersionScore
+from headrace.demo.teller import Teller
+from headrace.demo.watch import Watch
+from headrace.errors import StartFailed
+from headrace.supervisor import Supervisor
+
+_FIRST_VERSION_S_MAX = 180.0
+_AGENT_STOP_S_MAX = 60.0
+_LAST_EVALUATION_S_MAX = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the caller chooses."""
+
+    seed: int
+    goal: Goal
+    data_dir: Path
+    cache: Path
+    out: Path
+    settings: Mapping[str, object]
+
+
+async def play(recipe: Recipe, options: Options, teller: Teller) -> Report:
+    """The whole demo; raises `StartFailed` when something cannot even begin. Nothing is left running."""
+    began = time.monotonic()
+    options.out.mkdir(parents=True, exist_ok=True)
+    values = {"cache": options.cache, "seed": options.seed, "out": options.out.absolute()}
+    base = await asyncio.to_thread(_build_base, recipe, values)
+    settings = {"trainer.base": base, "trainer.seed": options.seed, **options.settings}
+    supervisor = Supervisor(
+        options.data_dir,
+        config=recipe.folder / recipe.config,
+        settings=settings,
+        auto_ports=True,
+        environ=_environ(recipe),
+        report=teller.happened,
+    )
+    try:
+        with teller.doing("starting the services"):
+            supervisor.start()
+            await asyncio.to_thread(supervisor.wait_up)
+        watch = Watch(supervisor.plan.bus, teller.decided)
+        async with _running(watch):
+            with teller.doing("loading, probing and evaluating the first version"):
+                await _first_version(watch)
+            traffic_began = time.time()
+            agent = await _agent_at_work(recipe, options, supervisor, watch, teller, values)
+            traffic_s = time.time() - traffic_began
+            await _last_evaluation(watch)
+        account = await account_of(supervisor.plan.bus)
+    finally:
+        with teller.doing("stopping the services"):
+            await asyncio.to_thread(supervisor.stop)
+    first, last = watch.scores[watch.champions[0]], watch.scores[watch.champions[-1]]
+    took_over = set(watch.champions)
+    return Report(
+        before=first.score,
+        after=last.score,
+        versions=tuple(
+            VersionScore(
+                one.version, one.score, max(0.0, one.time.timestamp() - traffic_began), one.version in took_over
+            )
+            for one in watch.scores.values()
+        ),
+        failed_requests=agent["failed_requests"],
+        requests=agent["requests"],
+        swaps=watch.swaps,
+        wall_s=round(time.monotonic() - began, 1),
+        traffic_s=round(traffic_s, 1),
+        seed=options.seed,
+        **Report.account(account),  # type: ignore[arg-type]
+    )
+
+
+def _build_base(recipe: Recipe, values: Mapping[str, object]) -> str:
+    command = recipe.command("base", values)
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=_environ(recipe), check=False)
+    folder = next((line for line in reversed(result.stdout.split("\n")) if line.strip()), "")
+    if result.returncode or not Path(folder).is_dir():
+        raise StartFailed(f"the base model was not built: exit status {result.returncode}, last line {folder!r}")
+    return folder
+
+
+async def _first_version(watch: Watch) -> None:
+    async with asyncio.timeout(_FIRST_VERSION_S_MAX):
+        while not (watch.champions and watch.champions[0] in watch.scores):
+            watch.changed.clear()
+            await watch.changed.wait()
+
+
+async def _agent_at_work(
+    recipe: Recipe,
+    options: Options,
+    supervisor: Supervisor,
+    watch: Watch,
+    teller: Teller,
+    values: Mapping[str, object],
+) -> dict[str, Any]:
+    """Let the agent work until it has shown enough; returns its own summary."""
+    filled = {**values, "base_url": supervisor.base_url, "gateway": supervisor.url("gateway")}
+    process = await asyncio.create_subprocess_exec(*recipe.command("agent", filled), env=_environ(recipe))
+    deadline = time.monotonic() + options.goal.traffic_s_max
+    with teller.working(options.goal.traffic_s_max) as update:
+        while process.returncode is None and time.monotonic() < deadline and not _enough(watch, options.goal):
+            update(watch)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), 0.5)
+    if process.returncode is None:
+        process.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(process.wait(), _AGENT_STOP_S_MAX)
+    summary: dict[str, Any] = json.loads((options.out / "agent.json").read_text(encoding="utf-8"))
+    return summary
+
+
+def _enough(watch: Watch, goal: Goal) -> bool:
+    return watch.gain >= goal.enough_gain and watch.swaps >= goal.swaps_min
+
+
+async def _last_evaluation(watch: Watch) -> None:
+    """A promotion is told after its evaluation: let one that has begun come through."""
+    if len(watch.scores) <= len(watch.champions):
+        return
+    with contextlib.suppress(TimeoutError):
+        watch.changed.clear()
+        await asyncio.wait_for(watch.changed.wait(), _LAST_EVALUATION_S_MAX)
+
+
+@contextlib.asynccontextmanager
+async def _running(watch: Watch) -> AsyncIterator[None]:
+    task = asyncio.create_task(watch.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def _environ(recipe: Recipe) -> dict[str, str]:
+    """The demo's folder is importable as a package for its own commands and for reward functions."""
+    paths = [str(recipe.folder.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

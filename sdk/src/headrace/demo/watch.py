@@ -1,0 +1,68 @@
+"""Follows what the registry decides, so that the demo can tell it while it happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from headrace.topics import Progress, Range, connected
+from headrace_schemas import ModelEvent
+
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A version that passed its gate or did not."""
+
+    version: str
+    score: float
+    time: datetime
+
+
+@dataclass(slots=True)
+class Watch:
+    """`run` until cancelled; the rest may be read at any time."""
+
+    bus: str
+    tell: Callable[[ModelEvent], None] = lambda event: None
+    scores: dict[str, Scored] = field(default_factory=dict)
+    """Held-out success by version, as the gate measured it, in the order of evaluation."""
+    champions: list[str] = field(default_factory=list)
+    """Versions that took over, in order; the first one began the demo."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _seen: set[str] = field(default_factory=set)
+
+    @property
+    def swaps(self) -> int:
+        return max(0, len(self.champions) - 1)
+
+    @property
+    def gain(self) -> float:
+        """How much better the present champion is than the first; 0 before there are two scores."""
+        if not self.champions:
+            return 0.0
+        first, last = (self.scores.get(self.champions[index]) for index in (0, -1))
+        return last.score - first.score if first and last else 0.0
+
+    async def run(self) -> None:
+        async with connected(self.bus) as topics:
+            offset = 0
+            while True:
+                progress = Progress()
+                async for entry in topics.read(Range("model-events", from_offset=offset), progress):
+                    offset = entry.offset + 1
+                    if isinstance(entry.event, ModelEvent) and entry.event.event_id not in self._seen:
+                        self._seen.add(entry.event.event_id)
+                        self._take(entry.event)
+                await asyncio.sleep(_POLL_S)
+
+    def _take(self, event: ModelEvent) -> None:
+        if "score" in event.statistics:
+            self.scores.setdefault(event.version, Scored(event.version, event.statistics["score"], event.time))
+        if event.decision in ("promoted", "rolled_back"):
+            self.champions.append(event.version)
+        self.tell(event)
+        self.changed.set()
