@@ -87,7 +87,8 @@ async def _leave(announcer: Announcer, engine: TorchEngine, timeout_s: float) ->
         await announcer.announce(stopping=True)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            await engine.drained()
+            if engine.alive:
+                await engine.drained()
     with contextlib.suppress(Unavailable):
         await announcer.withdraw()
 

@@ -75,13 +75,13 @@ class Worker:
         """In the worker's thread. What still generates with it is told so."""
         batch = self._batches.pop(version, None)
         if batch is not None:
-            self._send([(sequence, EngineFailed(f"{version} was unloaded")) for sequence in batch.close()])
+            self._send([(sequence, EngineFailed(f"{version} is gone")) for sequence in batch.close()])
 
     def submit(self, version: str, sequence: Sequence) -> None:
         """In the worker's thread."""
         batch = self._batches.get(version)
         if batch is None:
-            self._send([(sequence, EngineFailed(f"{version} was unloaded"))])
+            self._send([(sequence, EngineFailed(f"{version} is gone"))])
         else:
             batch.add(sequence)
 
@@ -93,17 +93,19 @@ class Worker:
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
-        with torch.inference_mode():
-            while self._take_work():
-                news: News = []
-                for batch in list(self._batches.values()):
-                    if batch.busy:
-                        news += self._step(batch)
-                if news:
-                    self._send(news)
-                if self._failures >= _FAILURES_MAX:
-                    log.error("engine_gave_up", failures=self._failures)
-                    return
+        try:
+            with torch.inference_mode():
+                while self._failures < _FAILURES_MAX and self._take_work():
+                    news: News = []
+                    for batch in list(self._batches.values()):
+                        if batch.busy:
+                            news += self._step(batch)
+                    if news:
+                        self._send(news)
+        finally:
+            log.info("engine_ends", failures=self._failures)
+            for version in list(self._batches):
+                self.remove_batch(version)
 
     def _take_work(self) -> bool:
         """Do what was posted; wait for it when there is nothing to compute. False ends the thread."""
