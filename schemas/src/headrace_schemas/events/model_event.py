@@ -22,7 +22,7 @@ class ModelEvent(Event):
     version: Version
     decision: Decision
     previous: Version | None = None
-    """The version it is compared with or takes over from."""
+    """The version it is compared with or takes over from; for `rolled_back` the one that takes over again."""
     reason: LongText | None = None
     statistics: dict[Text, Finite] = Field(default_factory=dict, max_length=64)
 
