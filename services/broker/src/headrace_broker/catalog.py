@@ -30,6 +30,8 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Topic:
+    """A topic that exists. Its partitions by number."""
+
     name: str
     config: TopicConfig
     partitions: tuple[View, ...]

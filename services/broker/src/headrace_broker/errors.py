@@ -11,6 +11,8 @@ from headrace_schemas.errors import HeadraceError
 
 
 class Code(IntEnum):
+    """What a response says went wrong, by Kafka's numbers and names."""
+
     NONE = 0
     OFFSET_OUT_OF_RANGE = 1
     CORRUPT_MESSAGE = 2

@@ -6,7 +6,6 @@ assignment (sync), and heartbeats keep it so. Answers that must wait are given t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -26,6 +25,8 @@ SyncReply = Callable[[SyncGroupResponse], None]
 
 
 class Phase(StrEnum):
+    """Where a group is in the protocol; the values are what DescribeGroups says."""
+
     EMPTY = "Empty"
     PREPARING = "PreparingRebalance"
     COMPLETING = "CompletingRebalance"
@@ -34,6 +35,8 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Member:
+    """One client of the group. `joining` and `syncing` are requests that wait for an answer."""
+
     id: str
     instance_id: str | None
     client_id: str
@@ -267,8 +270,8 @@ class Group:
     def _elected(self) -> str:
         """The protocol that most members prefer among those that all know."""
         common = set.intersection(*({p.name for p in member.protocols} for member in self.members.values()))
-        votes = Counter(next(p.name for p in m.protocols if p.name in common) for m in self.members.values())
-        return votes.most_common(1)[0][0]
+        favourites = [next(p.name for p in m.protocols if p.name in common) for m in self.members.values()]
+        return max(favourites, key=favourites.count)
 
     def _reply_join(self, member: Member, now_s: float) -> None:
         assert member.joining is not None

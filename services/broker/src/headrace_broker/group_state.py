@@ -10,6 +10,8 @@ from headrace_broker.wire import Bytes, Int32, NullableString, Source, String, d
 
 
 class SavedMember(NamedTuple):
+    """A member with its assignment."""
+
     id: String
     instance_id: NullableString
     client_id: String
@@ -21,6 +23,8 @@ class SavedMember(NamedTuple):
 
 
 class SavedGroup(NamedTuple):
+    """A group at rest: stable, or without members."""
+
     generation: Int32
     protocol_type: String
     protocol: String

@@ -40,6 +40,8 @@ class Partition:
 
 
 class Appended(NamedTuple):
+    """Where a batch is stored, and where its log starts."""
+
     base_offset: int
     log_start: int
 
@@ -55,6 +57,8 @@ class Moved(NamedTuple):
 
 
 class Log:
+    """All partitions. `append` and `end_transaction` are the only ways to add to one."""
+
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
         self._partitions: dict[int, Partition] = {}

@@ -19,6 +19,8 @@ def register(broker: Broker, server: Server) -> None:
 
 
 class BrokerCollector(Collector):
+    """Asked by Prometheus' client at each scrape, on the event loop."""
+
     def __init__(self, broker: Broker, server: Server) -> None:
         self._broker = broker
         self._server = server

@@ -8,6 +8,8 @@ from headrace_broker.protocol.offsets import CommitTopic
 
 
 class Offsets:
+    """The tables `offsets`, `pending_offsets` and `groups`. Keeps nothing in memory."""
+
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
 

@@ -28,6 +28,8 @@ class Want(NamedTuple):
 
 
 class Got(NamedTuple):
+    """What there was for a `Want`; `aborted` is None unless it asked for read_committed."""
+
     records: bytes
     aborted: tuple[AbortedTransaction, ...] | None
 

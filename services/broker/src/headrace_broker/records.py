@@ -14,6 +14,8 @@ from headrace_broker.errors import Malformed
 
 
 class Record(NamedTuple):
+    """One record. Views into its batch: keep none of them longer than the batch."""
+
     offset: int
     timestamp: int
     key: memoryview | None

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Stats:
+    """Counted since the start. Written on the event loop and, for commits, by the writer's thread."""
+
     requests: Counter[str] = field(default_factory=Counter)
     """By API."""
     request_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))

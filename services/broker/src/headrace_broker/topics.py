@@ -24,10 +24,14 @@ class Created(NamedTuple):
 
 
 class Deleted(NamedTuple):
+    """A topic that is gone, for the event loop."""
+
     name: str
 
 
 class Topics:
+    """The table `topics`. `flush` tells of what was created and deleted."""
+
     def __init__(self, db: sqlite3.Connection, log: Log, partitions_max: int) -> None:
         self._db = db
         self._log = log

@@ -31,6 +31,8 @@ class Transaction:
 
 
 class Transactions:
+    """All transactional ids. Methods take the producer's id and epoch, which must be the newest."""
+
     def __init__(self, db: sqlite3.Connection, log: Log, offsets: Offsets) -> None:
         self._db = db
         self._log = log

@@ -155,6 +155,7 @@ class Writer:
                 done.set_result(result)
             else:
                 done.set_exception(error)
+                done.exception()  # seen, also when nobody waits: asyncio is not to complain about it
 
     def _fail(self, error: Exception) -> None:
         if not self.failed.done():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import NamedTuple
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 from headrace_broker import reads
 from headrace_broker.broker import Broker, Call
@@ -20,22 +22,25 @@ from headrace_broker.protocol.fetch import (
 )
 from headrace_broker.reads import Got, Want
 
+_NOTHING = Got(b"", None)
 
-class _Asked(NamedTuple):
-    """One partition of the request, and where its log was when we looked."""
 
+@dataclass(slots=True)
+class _Part:
+    """One partition of the request: where its log was when we looked, and what was read."""
+
+    topic: str
     request: FetchPartition
-    view: View | None
-    code: Code
-    limit: int
-    """Offset before which records may be given out."""
-    start: int
-    end: int
-    stable: int
+    view: View | None = None
+    code: Code = Code.UNKNOWN_TOPIC_OR_PARTITION
+    start: int = -1
+    end: int = -1
+    stable: int = -1
+    got: Got = _NOTHING
 
-    @property
-    def available(self) -> bool:
-        return self.code is Code.NONE and self.request.fetch_offset < self.limit
+    def answer(self) -> FetchedPartition:
+        number, records = self.request.partition, self.got.records
+        return FetchedPartition(number, self.code, self.end, self.stable, self.start, self.got.aborted, -1, records)
 
 
 async def fetch(broker: Broker, call: Call, request: FetchRequest) -> FetchResponse:
@@ -46,90 +51,79 @@ async def fetch(broker: Broker, call: Call, request: FetchRequest) -> FetchRespo
     wait_s = min(request.max_wait_ms / 1000, broker.settings.fetch_wait_s)
     deadline = asyncio.get_running_loop().time() + wait_s
     while True:
-        moved = asyncio.Event()
-        views = {view for topic in request.topics for p in topic.partitions if (view := _view(broker, topic.name, p))}
-        for view in views:
-            view.readers.add(moved)
-        try:
-            asked, got, size = await _read(broker, call, request)
-            failed = any(item.code is not Code.NONE for items in asked.values() for item in items)
-            if failed or size >= request.min_bytes or not await _moves(moved, deadline):
+        parts = [_look(broker, topic.name, p) for topic in request.topics for p in topic.partitions]
+        with _watched(parts) as moved:
+            size = await _read(broker, call, request, parts)
+            failed = any(part.code is not Code.NONE for part in parts)
+            if failed or size >= request.min_bytes or not await _happens(moved, deadline):
                 broker.stats.fetched_bytes += size
-                return _response(asked, got)
-        finally:
-            for view in views:
-                view.readers.discard(moved)
+                return _response(parts)
         broker.fetch_memory.give(call.response_bytes)
         call.response_bytes = 0
 
 
-async def _moves(moved: asyncio.Event, deadline: float) -> bool:
-    """Wait until a partition has moved; False when the deadline came first."""
+def _look(broker: Broker, topic: str, partition: FetchPartition) -> _Part:
+    view = broker.catalog.view(topic, partition.partition)
+    if view is None:
+        return _Part(topic, partition)
+    inside = view.start <= partition.fetch_offset <= view.end
+    code = Code.NONE if inside else Code.OFFSET_OUT_OF_RANGE
+    return _Part(topic, partition, view, code, view.start, view.end, view.stable)
+
+
+@contextlib.contextmanager
+def _watched(parts: Sequence[_Part]) -> Iterator[asyncio.Event]:
+    """An event that is set when one of the partitions moves or is deleted."""
+    moved = asyncio.Event()
+    views = [part.view for part in parts if part.view]
+    for view in views:
+        view.readers.add(moved)
+    try:
+        yield moved
+    finally:
+        for view in views:
+            view.readers.discard(moved)
+
+
+async def _happens(event: asyncio.Event, deadline: float) -> bool:
+    """Wait for the event; False when the deadline came first."""
     try:
         async with asyncio.timeout_at(deadline):
-            await moved.wait()
+            await event.wait()
     except TimeoutError:
         return False
     return True
 
 
-async def _read(
-    broker: Broker, call: Call, request: FetchRequest
-) -> tuple[dict[str, list[_Asked]], dict[View, Got], int]:
+async def _read(broker: Broker, call: Call, request: FetchRequest, parts: Sequence[_Part]) -> int:
+    """Fill in what there is. Returns its size, for which `call` holds the memory."""
     committed = request.isolation_level == READ_COMMITTED
-    asked = {
-        t.name: [_look(_view(broker, t.name, p), p, committed=committed) for p in t.partitions] for t in request.topics
-    }
-    available = [item for items in asked.values() for item in items if item.available and item.view]
-    if not available:
-        return asked, {}, 0
+    wants: list[tuple[_Part, Want]] = []
+    for part in parts:
+        before = part.stable if committed else part.end
+        if part.view and part.code is Code.NONE and part.request.fetch_offset < before:
+            want = Want(part.view.id, part.request.fetch_offset, before, part.request.max_bytes, committed)
+            wants.append((part, want))
+    if not wants:
+        return 0
     bytes_max = max(min(request.max_bytes, broker.settings.fetch_bytes_max), 1)
-    # A lone batch may be larger than asked for; the memory is corrected to what was read.
     call.response_bytes = await broker.fetch_memory.take(bytes_max)
-    wants = [
-        Want(item.view.id, item.request.fetch_offset, item.limit, item.request.max_bytes, committed)
-        for item in available
-        if item.view
-    ]
     try:
-        got = await broker.readers.run(reads.batches, wants, bytes_max)
+        got = await broker.readers.run(reads.batches, [want for _, want in wants], bytes_max)
     except Rejected as error:
-        return _failed(asked, error.code), {}, 0
-    size = sum(len(item.records) for item in got)
-    spare = max(call.response_bytes - size, 0)
+        for part, _ in wants:
+            part.code = error.code
+        return 0
+    for (part, _), found in zip(wants, got, strict=True):
+        part.got = found
+    size = sum(len(found.records) for found in got)
+    spare = max(call.response_bytes - size, 0)  # a lone batch may be larger than what was asked for
     broker.fetch_memory.give(spare)
     call.response_bytes -= spare
-    return asked, {item.view: answer for item, answer in zip(available, got, strict=True) if item.view}, size
+    return size
 
 
-def _view(broker: Broker, topic: str, partition: FetchPartition) -> View | None:
-    return broker.catalog.view(topic, partition.partition)
-
-
-def _look(view: View | None, partition: FetchPartition, *, committed: bool) -> _Asked:
-    if view is None:
-        return _Asked(partition, None, Code.UNKNOWN_TOPIC_OR_PARTITION, -1, -1, -1, -1)
-    inside = view.start <= partition.fetch_offset <= view.end
-    code = Code.NONE if inside else Code.OFFSET_OUT_OF_RANGE
-    limit = view.stable if committed else view.end
-    return _Asked(partition, view, code, limit, view.start, view.end, view.stable)
-
-
-def _failed(asked: dict[str, list[_Asked]], code: Code) -> dict[str, list[_Asked]]:
-    return {
-        name: [item._replace(code=code) if item.available else item for item in items] for name, items in asked.items()
-    }
-
-
-def _response(asked: dict[str, list[_Asked]], got: dict[View, Got]) -> FetchResponse:
-    topics = tuple(FetchedTopic(name, tuple(_partitions(items, got))) for name, items in asked.items())
+def _response(parts: Sequence[_Part]) -> FetchResponse:
+    by_topic = groupby(parts, key=lambda part: part.topic)
+    topics = tuple(FetchedTopic(name, tuple(part.answer() for part in found)) for name, found in by_topic)
     return FetchResponse(0, Code.NONE, 0, topics)
-
-
-def _partitions(items: Iterable[_Asked], got: dict[View, Got]) -> Iterable[FetchedPartition]:
-    nothing = Got(b"", None)
-    for item in items:
-        found = got.get(item.view, nothing) if item.view else nothing
-        yield FetchedPartition(
-            item.request.partition, item.code, item.end, item.stable, item.start, found.aborted, -1, found.records
-        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from headrace_broker import reads
 from headrace_broker.broker import Broker, Call
 from headrace_broker.errors import Code, Rejected
@@ -37,22 +39,15 @@ async def offset_fetch(broker: Broker, call: Call, request: OffsetFetchRequest) 
     found = await broker.readers.run(reads.committed, request.group_id)
     topics = request.topics
     if topics is None:
-        names = dict.fromkeys(name for name, _ in found)
-        topics = tuple(OffsetFetchTopic(name, tuple(n for known, n in found if known == name)) for name in names)
-    return OffsetFetchResponse(
-        0,
-        tuple(
-            FetchedOffsets(
-                topic.name,
-                tuple(
-                    FetchedOffset(number, *found.get((topic.name, number), (-1, "")), Code.NONE)
-                    for number in topic.partitions
-                ),
-            )
-            for topic in topics
-        ),
-        Code.NONE,
-    )
+        by_topic = groupby(found, key=lambda key: key[0])
+        topics = tuple(OffsetFetchTopic(name, tuple(number for _, number in keys)) for name, keys in by_topic)
+    answers = tuple(FetchedOffsets(t.name, tuple(_fetched(found, t.name, n) for n in t.partitions)) for t in topics)
+    return OffsetFetchResponse(0, answers, Code.NONE)
+
+
+def _fetched(found: dict[tuple[str, int], tuple[int, str | None]], topic: str, number: int) -> FetchedOffset:
+    offset, metadata = found.get((topic, number), (-1, ""))
+    return FetchedOffset(number, offset, metadata, Code.NONE)
 
 
 def check(broker: Broker, topic: str, partition: CommitPartition) -> Code:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import collections
 from functools import partial
 
 from headrace_broker import topic_config
@@ -29,13 +29,13 @@ _FROM_TOPIC, _FROM_BROKER_FILE, _FROM_DEFAULT = 1, 4, 5
 
 async def create_topics(broker: Broker, call: Call, request: CreateTopicsRequest) -> CreateTopicsResponse:
     """Each topic in an operation of its own: one that is refused does not hold up the others."""
-    times = Counter(topic.name for topic in request.topics)
-    waits = []
-    for name, count in times.items():
-        topic = next(topic for topic in request.topics if topic.name == name)
-        waits.append((name, broker.writer.submit(partial(_create, broker, topic, count, request.validate_only))))
+    waits = {}
+    named = collections.Counter(topic.name for topic in request.topics)
+    for topic in {topic.name: topic for topic in request.topics}.values():
+        create = partial(_create, broker, topic, named[topic.name], request.validate_only)
+        waits[topic.name] = broker.writer.submit(create)
     created = []
-    for name, wait in waits:
+    for name, wait in waits.items():
         try:
             await wait
             created.append(CreatedTopic(name, Code.NONE, None))

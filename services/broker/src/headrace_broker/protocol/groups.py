@@ -15,6 +15,8 @@ class Protocol(NamedTuple):
 
 
 class JoinGroupRequest(NamedTuple):
+    """Key 11. An empty member id asks for one; a group instance id makes the member static."""
+
     group_id: String
     session_timeout_ms: Int32
     rebalance_timeout_ms: Int32
@@ -25,12 +27,16 @@ class JoinGroupRequest(NamedTuple):
 
 
 class JoinedMember(NamedTuple):
+    """What the leader learns of each member, to assign by."""
+
     member_id: String
     group_instance_id: NullableString
     metadata: Bytes
 
 
 class JoinGroupResponse(NamedTuple):
+    """Answers key 11 once the generation is complete. `members` is for the leader alone."""
+
     throttle_time_ms: Int32
     error_code: Int16
     generation_id: Int32
@@ -41,11 +47,15 @@ class JoinGroupResponse(NamedTuple):
 
 
 class Assignment(NamedTuple):
+    """What the leader gives a member; the bytes are between the clients."""
+
     member_id: String
     assignment: Bytes
 
 
 class SyncGroupRequest(NamedTuple):
+    """Key 14. The leader brings the assignments, the others nothing."""
+
     group_id: String
     generation_id: Int32
     member_id: String
@@ -54,52 +64,70 @@ class SyncGroupRequest(NamedTuple):
 
 
 class SyncGroupResponse(NamedTuple):
+    """Answers key 14 once the leader has assigned."""
+
     throttle_time_ms: Int32
     error_code: Int16
     assignment: Bytes
 
 
 class HeartbeatRequest(NamedTuple):
+    """Key 12."""
+
     group_id: String
     generation_id: Int32
     member_id: String
 
 
 class HeartbeatResponse(NamedTuple):
+    """Answers key 12: all is well, rejoin (27), or start over (22, 25)."""
+
     throttle_time_ms: Int32
     error_code: Int16
 
 
 class LeaveGroupRequest(NamedTuple):
+    """Key 13."""
+
     group_id: String
     member_id: String
 
 
 class LeaveGroupResponse(NamedTuple):
+    """Answers key 13."""
+
     throttle_time_ms: Int32
     error_code: Int16
 
 
 class ListGroupsRequest(NamedTuple):
-    pass
+    """Key 16."""
 
 
 class ListedGroup(NamedTuple):
+    """`protocol_type` is `consumer` for consumers, empty for a group that only has offsets."""
+
     group_id: String
     protocol_type: String
 
 
 class ListGroupsResponse(NamedTuple):
+    """Answers key 16."""
+
     throttle_time_ms: Int32
     error_code: Int16
     groups: tuple[ListedGroup, ...]
 
 
 class DescribeGroupsRequest(NamedTuple):
+    """Key 15."""
+
     groups: tuple[String, ...]
 
 
 class DescribedMember(NamedTuple):
+    """A member; the host has a slash in front, as Java prints addresses."""
+
     member_id: String
     client_id: String
     client_host: String
@@ -108,6 +136,8 @@ class DescribedMember(NamedTuple):
 
 
 class DescribedGroup(NamedTuple):
+    """A group; `state` is a `Phase`, or `Dead` for one that does not exist."""
+
     error_code: Int16
     group_id: String
     state: String
@@ -117,19 +147,27 @@ class DescribedGroup(NamedTuple):
 
 
 class DescribeGroupsResponse(NamedTuple):
+    """Answers key 15."""
+
     throttle_time_ms: Int32
     groups: tuple[DescribedGroup, ...]
 
 
 class DeleteGroupsRequest(NamedTuple):
+    """Key 42."""
+
     groups: tuple[String, ...]
 
 
 class DeletedGroup(NamedTuple):
+    """What became of a group."""
+
     group_id: String
     error_code: Int16
 
 
 class DeleteGroupsResponse(NamedTuple):
+    """Answers key 42."""
+
     throttle_time_ms: Int32
     results: tuple[DeletedGroup, ...]

@@ -8,11 +8,15 @@ from headrace_broker.wire import Bool, Int8, Int16, Int32, NullableString, Strin
 
 
 class MetadataRequest(NamedTuple):
+    """Key 3. No list asks for all topics, an empty one for none."""
+
     topics: tuple[String, ...] | None
     allow_auto_topic_creation: Bool
 
 
 class BrokerMetadata(NamedTuple):
+    """Where to connect."""
+
     node_id: Int32
     host: String
     port: Int32
@@ -20,6 +24,8 @@ class BrokerMetadata(NamedTuple):
 
 
 class PartitionMetadata(NamedTuple):
+    """Leader and replicas; here always the one broker."""
+
     error_code: Int16
     partition: Int32
     leader_id: Int32
@@ -28,6 +34,8 @@ class PartitionMetadata(NamedTuple):
 
 
 class TopicMetadata(NamedTuple):
+    """A topic, or why there is none of that name."""
+
     error_code: Int16
     name: String
     is_internal: Bool
@@ -35,6 +43,8 @@ class TopicMetadata(NamedTuple):
 
 
 class MetadataResponse(NamedTuple):
+    """Answers key 3."""
+
     throttle_time_ms: Int32
     brokers: tuple[BrokerMetadata, ...]
     cluster_id: NullableString
@@ -43,11 +53,15 @@ class MetadataResponse(NamedTuple):
 
 
 class FindCoordinatorRequest(NamedTuple):
+    """Key 10. `key_type` 0 is a consumer group, 1 a transactional id."""
+
     key: String
     key_type: Int8
 
 
 class FindCoordinatorResponse(NamedTuple):
+    """Answers key 10; here always with the one broker."""
+
     throttle_time_ms: Int32
     error_code: Int16
     error_message: NullableString

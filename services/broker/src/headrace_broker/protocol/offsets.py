@@ -8,17 +8,23 @@ from headrace_broker.wire import Int16, Int32, Int64, NullableString, String
 
 
 class CommitPartition(NamedTuple):
+    """The offset to go on from, and a text that the group keeps with it."""
+
     partition: Int32
     offset: Int64
     metadata: NullableString
 
 
 class CommitTopic(NamedTuple):
+    """The partitions of a topic to commit."""
+
     name: String
     partitions: tuple[CommitPartition, ...]
 
 
 class OffsetCommitRequest(NamedTuple):
+    """Key 8. Generation -1 and no member is somebody who assigns partitions by hand."""
+
     group_id: String
     generation_id: Int32
     member_id: String
@@ -27,31 +33,43 @@ class OffsetCommitRequest(NamedTuple):
 
 
 class CommittedPartition(NamedTuple):
+    """Whether a partition's offset was taken."""
+
     partition: Int32
     error_code: Int16
 
 
 class CommittedTopic(NamedTuple):
+    """The partitions of a topic, as committed."""
+
     name: String
     partitions: tuple[CommittedPartition, ...]
 
 
 class OffsetCommitResponse(NamedTuple):
+    """Answers key 8."""
+
     throttle_time_ms: Int32
     topics: tuple[CommittedTopic, ...]
 
 
 class OffsetFetchTopic(NamedTuple):
+    """The partitions of a topic to look up."""
+
     name: String
     partitions: tuple[Int32, ...]
 
 
 class OffsetFetchRequest(NamedTuple):
+    """Key 9. No list asks for all that the group has."""
+
     group_id: String
     topics: tuple[OffsetFetchTopic, ...] | None
 
 
 class FetchedOffset(NamedTuple):
+    """A committed offset; -1 when there is none."""
+
     partition: Int32
     offset: Int64
     metadata: NullableString
@@ -59,11 +77,15 @@ class FetchedOffset(NamedTuple):
 
 
 class FetchedOffsets(NamedTuple):
+    """The partitions of a topic, as looked up."""
+
     name: String
     partitions: tuple[FetchedOffset, ...]
 
 
 class OffsetFetchResponse(NamedTuple):
+    """Answers key 9."""
+
     throttle_time_ms: Int32
     topics: tuple[FetchedOffsets, ...]
     error_code: Int16

@@ -8,16 +8,22 @@ from headrace_broker.wire import Int16, Int32, Int64, NullableString, Records, S
 
 
 class ProducePartition(NamedTuple):
+    """One record batch for a partition."""
+
     partition: Int32
     records: Records
 
 
 class ProduceTopic(NamedTuple):
+    """The batches for a topic."""
+
     name: String
     partitions: tuple[ProducePartition, ...]
 
 
 class ProduceRequest(NamedTuple):
+    """Key 0. With `acks` 0 there is no response; 1 and -1 are the same here."""
+
     transactional_id: NullableString
     acks: Int16
     timeout_ms: Int32
@@ -25,6 +31,8 @@ class ProduceRequest(NamedTuple):
 
 
 class ProducedPartition(NamedTuple):
+    """Where a batch is stored; `base_offset` is -1 when it is not."""
+
     partition: Int32
     error_code: Int16
     base_offset: Int64
@@ -33,21 +41,29 @@ class ProducedPartition(NamedTuple):
 
 
 class ProducedTopic(NamedTuple):
+    """The partitions of a topic, as stored."""
+
     name: String
     partitions: tuple[ProducedPartition, ...]
 
 
 class ProduceResponse(NamedTuple):
+    """Answers key 0 once everything in it is durable."""
+
     topics: tuple[ProducedTopic, ...]
     throttle_time_ms: Int32
 
 
 class InitProducerIdRequest(NamedTuple):
+    """Key 22. A transactional id takes over from, and fences, whoever had it."""
+
     transactional_id: NullableString
     transaction_timeout_ms: Int32
 
 
 class InitProducerIdResponse(NamedTuple):
+    """Answers key 22."""
+
     throttle_time_ms: Int32
     error_code: Int16
     producer_id: Int64

@@ -25,15 +25,19 @@ class RequestHeader(NamedTuple):
 
 
 class ApiVersionsRequest(NamedTuple):
-    pass
+    """Key 18."""
 
 
 class ApiVersion(NamedTuple):
+    """The versions of one API that a client may choose from."""
+
     api_key: Int16
     min_version: Int16
     max_version: Int16
 
 
 class ApiVersionsResponse(NamedTuple):
+    """Answers key 18, also in versions that are not served."""
+
     error_code: Int16
     api_keys: tuple[ApiVersion, ...]
