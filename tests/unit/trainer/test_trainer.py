@@ -214,6 +214,10 @@ async def test_verdicts_without_a_step_are_saved_by_time_and_by_number(world: Wo
     await world.run(make(save_interval_s=1e9, memory={"verdicts": 8}), per_poll=5)
     assert len(world.bus.verdicts) == 8
     assert [account.version for account in world.bus.accounts[1:]] == [None]
+    assert world.bus.sent[-1].topic == "training-metrics"
+    assert len(world.bus.sent) == 5, (
+        "at both starts checkpoint and account, then the account alone: there is no version"
+    )
     world.bus.produce(experience(20, version, reward=None))
     await world.run(make(save_interval_s=1e9))
     assert len(world.bus.verdicts) == 8, "three alone wait"
@@ -262,6 +266,7 @@ async def test_a_restart_repeats_its_last_announcements_with_the_same_ids(world:
     world.bus.produce(*(experience(n, version, reward=n) for n in range(4)))
     await world.run(make())
     last = world.bus.sent[-2:]
+    assert [event.topic for event in last] == ["checkpoints", "training-metrics"]
     await world.run(make())
     assert world.bus.sent[-2:] == last
     assert [event.to_json() for event in world.bus.sent[-2:]] == [event.to_json() for event in last]

@@ -41,8 +41,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`queue` it, `drop` it with a reason, or `ignore` a redelivery. With `replaces`, whatever waits under its id
-    goes."""
+    """`queue` it, `drop` it with a reason, or `ignore` a redelivery. `replaces`: an older revision waits no longer."""
 
     fate: Literal["queue", "drop", "ignore"]
     reason: DropReason | None = None

@@ -98,11 +98,11 @@ class Ledger:
         if replaced is not None:
             self._verdict(replaced.experience, "superseded")
         if decision.fate == "queue":
-            since_ms = replaced.since_ms if replaced else epoch_ms(now)
-            self._put(Waiting(experience=experience, since_ms=since_ms))
-        else:
+            self._put(Waiting(experience=experience, since_ms=replaced.since_ms if replaced else epoch_ms(now)))
+            return decision
+        if replaced is not None:
             self._remove(name)
-            self._verdict(experience, decision.reason)
+        self._verdict(experience, decision.reason)
         return decision
 
     def is_correction(self, item: Waiting) -> bool:
@@ -151,17 +151,17 @@ class Ledger:
         }
 
     def forget(self, now: datetime) -> None:
-        """Keep the window within its bounds."""
-        self.window.evict(
-            now, self._memory.window_experiences, timedelta(seconds=self._memory.window_age_s), self._needed
-        )
+        """Keep the window within its bounds. What waits stays, and so does what changed the weights and is fresh enough
+        to change them again, for the present weights or for those that they may go back to."""
+        places = [self.history, *(self.history.moved(version, self.steps) for version in self.promoted)]
 
-    def _needed(self, name: str, entry: Entry) -> bool:
-        """It waits, or it changed the weights and is fresh enough that another revision could do so again."""
-        if name in self._waiting:
-            return True
-        staleness = self.history.staleness(entry.versions)
-        return entry.trained and staleness is not None and staleness <= self.limits.max_staleness
+        def needed(name: str, entry: Entry) -> bool:
+            found = [history.staleness(entry.versions) for history in places if entry.trained]
+            fresh = any(distance is not None and distance <= self.limits.max_staleness for distance in found)
+            return fresh or name in self._waiting
+
+        age = timedelta(seconds=self._memory.window_age_s)
+        self.window.evict(now, self._memory.window_experiences, age, needed)
 
     def _verdict(self, experience: Experience, dropped: DropReason | None) -> None:
         self.verdicts.append(

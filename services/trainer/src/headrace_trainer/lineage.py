@@ -16,7 +16,7 @@ from headrace_runtime import versions as files
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock
 from headrace_runtime.logs import get_logger
-from headrace_schemas import Checkpoint, Event, ModelEvent, TrainingMetrics
+from headrace_schemas import Checkpoint, ModelEvent, TrainingMetrics
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import Manifest
 from headrace_trainer import control, summary, tensors, versions
@@ -76,11 +76,6 @@ class Lineage:
             group_size=settings.group_size if settings.grouped else 0,
             group_wait=timedelta(seconds=settings.group_wait_s),
         )
-
-    @property
-    def announcements(self) -> tuple[Event, ...]:
-        """What the bus has to know about the last save; after a restart it is told again, with the same ids."""
-        return self.saved.checkpoint, self.saved.metrics
 
     @property
     def version_due(self) -> bool:
@@ -160,8 +155,8 @@ class Lineage:
     def save(self, *, publish: bool) -> bool:
         """Make everything durable, as a new version when `publish` and when the weights differ from their parent's.
 
-        Returns whether there is a new version. Then `announcements` are to be sent. Raises what `LineageStore.save`
-        does.
+        Returns whether there is a new version. The bus is then to be told `saved.checkpoint`, if there is, and
+        `saved.metrics`. Raises what `LineageStore.save` does.
         """
         with SAVE_SECONDS.time():
             present, new = self._freeze()
@@ -169,7 +164,7 @@ class Lineage:
             history = self._history_with(published, ref)
             self.ledger.forget(self._clock.now())
             saved = self._picture(history, present, published, ref)
-            self._store.save(saved, {digest: data for digest, data in new.items() if digest in saved.blobs()})
+            self._store.save(saved, new)
         self.saved = saved
         self.ledger.history = history
         self.ledger.verdicts.clear()
@@ -177,13 +172,12 @@ class Lineage:
         self._tensors_moved = False
         return published is not None
 
-    def _freeze(self) -> tuple[Tensors, dict[str, bytes]]:
-        """References to the tensors, and the bytes of those that are not stored yet."""
+    def _freeze(self) -> tuple[Tensors, Sequence[bytes]]:
+        """References to the tensors, and the bytes that are not stored yet."""
         if not self._tensors_moved:
-            return self.saved.present, {}
+            return self.saved.present, ()
         weights, state = tensors.freeze(self.policy, self._optimizer, self._settings.lineage)
-        pair = Tensors(weights=self._blobs.ref(weights), optimizer=self._blobs.ref(state))
-        return pair, {pair.weights.sha256: weights, pair.optimizer.sha256: state}
+        return Tensors(weights=self._blobs.ref(weights), optimizer=self._blobs.ref(state)), (weights, state)
 
     def _publish(self, present: Tensors) -> tuple[Manifest, BlobRef] | tuple[None, None]:
         """A new version, unless it would answer as its parent does."""

@@ -88,7 +88,7 @@ def _begin(
         checkpoint=Checkpoint(time=now, model=name, version=version, lineage=lineage, step=0, manifest=ref),
         metrics=TrainingMetrics(time=now, model=name, lineage=lineage, step=0, account=0, version=version),
     )
-    store.save(saved, {present.weights.sha256: weights, present.optimizer.sha256: state})
+    store.save(saved, (weights, state))
     return manifest, saved
 
 

@@ -1,6 +1,6 @@
 """The model in training: all its weights, or LoRA adapters on frozen ones.
 
-Loaded from the lineage's first version, never from where that came from: the blob store is the truth about a lineage.
+Loaded from the folder that the lineage started from, which is compared with the stored first version at every start.
 """
 
 from __future__ import annotations

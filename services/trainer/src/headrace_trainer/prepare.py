@@ -46,7 +46,8 @@ def _advantages(
     if not items:
         return Advantages((), (), ()), past
     experiences_B = [item.experience for item in items]
-    rewards_B = [experience.reward or 0.0 for experience in experiences_B]
+    rewards_B = [experience.reward for experience in experiences_B if experience.reward is not None]
+    assert len(rewards_B) == len(items), "P6: only a correction may lack a reward"
     weights_B = [experience.weight for experience in experiences_B]
     runs_B = [run_of(experience) for experience in experiences_B]
     tasks_B = [task_of(experience) for experience in experiences_B]

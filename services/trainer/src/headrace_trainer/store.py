@@ -7,7 +7,7 @@ repaired by guessing: a damaged or missing blob ends the process with its name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from pydantic import ValidationError
 
@@ -61,8 +61,8 @@ class LineageStore:
         except (CorruptBlob, Unavailable) as error:
             raise type(error)(self._advise(str(error))) from error
 
-    def save(self, saved: Saved, new: Mapping[str, bytes]) -> None:
-        """Make `saved` the truth. `new` holds, by digest, the bytes of those of its blobs that are not stored yet.
+    def save(self, saved: Saved, new: Iterable[bytes]) -> None:
+        """Make `saved` the truth. `new` holds the bytes of those of its blobs that are not stored yet.
 
         Raises `LineageTaken` when somebody else saved this lineage, `Unavailable` when the store is away.
         """
@@ -70,7 +70,7 @@ class LineageStore:
         ref = self._blobs.ref(state)
         used = saved.blobs() | {ref.sha256: ref}
         self._announce([*used.values(), *self._used.values()])
-        for data in (*new.values(), state):
+        for data in (*new, state):
             self._blobs.put(data)
         if self._blobs.pointer(self._pointer) != self._truth:
             raise LineageTaken(self._advise("another process trains it"))

@@ -73,8 +73,8 @@ class Trainer:
             )
             reporter = await self._in_thread(self._open_reporter)
             try:
-                await self._announce(lineage)
-                await self._source.start(lineage.ledger.offsets)
+                await self._announce(lineage.saved.checkpoint, lineage.saved.metrics)  # again, with the same ids
+                await self._retry(lambda: self._source.start(lineage.ledger.offsets))
                 await self._train(lineage, reporter)
             finally:
                 reporter.close()
@@ -104,15 +104,17 @@ class Trainer:
             await self._save(lineage, reporter, publish=lineage.version_due)
 
     async def _save(self, lineage: Lineage, reporter: Reporter, *, publish: bool) -> None:
-        """Durable first, then announced; the next save waits until the bus has both events."""
+        """Durable first, then announced; the next save waits until the bus has it."""
         published = await self._retry(lambda: self._in_thread(lambda: lineage.save(publish=publish)))
-        await self._announce(lineage)
-        self._saved_at_s = self._clock.monotonic_s()
+        checkpoint, metrics = lineage.saved.checkpoint, lineage.saved.metrics
         if published:
-            reporter.published(lineage.saved.checkpoint.version, lineage.saved.checkpoint.step, lineage.ledger.steps)
+            reporter.published(checkpoint.version, checkpoint.step, lineage.ledger.steps)
+            await self._announce(checkpoint)
+        await self._announce(metrics)
+        self._saved_at_s = self._clock.monotonic_s()
 
-    async def _announce(self, lineage: Lineage) -> None:
-        for event in lineage.announcements:
+    async def _announce(self, *events: Event) -> None:
+        for event in events:
             await self._retry(partial(self._sink.send, event))
 
     async def _receive(self, record: Record, lineage: Lineage) -> None:

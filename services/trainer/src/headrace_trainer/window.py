@@ -2,7 +2,8 @@
 
 The window is saved with the weights, so both always describe the same prefix of the stream. It is bounded by count and
 age, but an entry that changed the weights stays for as long as the experience is fresh enough to be trained: once it
-has left, the staleness bound alone keeps the experience from changing the weights again.
+has left, the staleness bound alone keeps the experience from changing the weights again. Other entries leave by count
+and age; a record that is delivered once more after that is judged anew.
 """
 
 from __future__ import annotations
