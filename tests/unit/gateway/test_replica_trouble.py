@@ -139,20 +139,23 @@ async def test_a_swap_of_weights_fails_nobody(tmp_path: Path) -> None:
                 headers = {"X-Session-Id": f"{name}-{number // 3}"}
                 statuses.append((await served.chat(stream=number % 2 == 0, headers=headers)).status_code)
 
+        async def more(answers: int) -> None:
+            enough = len(statuses) + answers
+            await until(lambda: len(statuses) >= enough, 20)
+
         agents = [asyncio.create_task(agent(name)) for name in range(4)]
         for revision in range(2, 12):
             champion, old = (OTHER, VERSION) if revision % 2 == 0 else (VERSION, OTHER)
             served.route(champion, revision=revision, serve=(VERSION, OTHER))
-            await asyncio.sleep(0.03)
+            await more(4)
             served.route(champion, revision=revision, withdrawn=(old,))
             replica.versions = (champion,)
             served.beat(replica)
-            await asyncio.sleep(0.03)
+            await more(4)
             replica.versions = (VERSION, OTHER)
             served.beat(replica)
         stop = True
         await asyncio.gather(*agents)
-        assert len(statuses) > 20
         assert set(statuses) == {200}
         assert {turn.version for turn in served.turns} == {VERSION, OTHER}
         assert len(served.turns) == len(statuses)
