@@ -12,8 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
+from headrace_inference.chat.answer import Delta
 from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.engine import Tokens
 from headrace_inference.errors import Overloaded
+from headrace_inference.http.wire import Wire
 from headrace_runtime.versions import file_digest
 from tests.unit.inference.conftest import Models
 from tests.unit.inference.scripted import CONTEXT, VERSION, ScriptedEngine, client
@@ -178,6 +181,15 @@ async def test_top_logprobs(tokenizer: ChatTokenizer) -> None:
         content = (await ask(http, logprobs=True, top_logprobs=2)).json()["choices"][0]["logprobs"]["content"]
     assert all([top["logprob"] for top in item["top_logprobs"]] == [-0.5, -2.0] for item in content)
     assert content[0]["top_logprobs"][0]["token"] == content[0]["token"]
+
+
+async def test_the_logprob_of_the_impossible_is_a_number(tokenizer: ChatTokenizer) -> None:
+    """JSON has no infinity; strict parsers would refuse the whole answer."""
+    wire = Wire(tokenizer, VERSION, token_ids=True, logprobs=True)
+    tokens = Tokens(0, [9], [-0.5], [[(9, -0.5), (10, float("-inf"))]], "stop")
+    chunk = json.loads(wire.chunk(tokens, Delta(), 0, "stop").removeprefix(b"data: "), parse_constant=pytest.fail)
+    (content,) = chunk["choices"][0]["logprobs"]["content"]
+    assert [top["logprob"] for top in content["top_logprobs"]] == [-0.5, -9999.0]
 
 
 async def test_sampling_reaches_the_engine_as_the_client_meant_it(tokenizer: ChatTokenizer) -> None:

@@ -7,7 +7,7 @@ from prometheus_client import Counter, Gauge, Histogram
 REQUESTS = Counter("headrace_inference_requests_total", "Chat completions, by HTTP status", ["status"])
 TTFT_SECONDS = Histogram(
     "headrace_inference_ttft_seconds",
-    "From a request to its first sampled token",
+    "From a streamed request to its first sampled token",
     buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 15, 60),
 )
 PROMPT_TOKENS = Counter("headrace_inference_prompt_tokens_total", "Prompt tokens, by where their KV came from", ["kv"])

@@ -15,10 +15,7 @@ from headrace_inference.errors import EngineFailed
 from headrace_inference.http import wire
 from headrace_inference.http.request import ChatRequest
 from headrace_runtime.errors import Refused
-from headrace_runtime.logs import get_logger
 from headrace_schemas.resume import ResumedChoice
-
-log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -145,6 +142,9 @@ class Completion:
             yield event
         try:
             async for tokens in self._tokens():
+                if not self._begun:
+                    self._begun = True
+                    metrics.TTFT_SECONDS.observe(time.monotonic() - self._started)
                 yield self._advance(self._choices[tokens.choice], tokens)
         except EngineFailed as error:
             yield wire.error_event(str(error), "engine_failed")
@@ -181,9 +181,6 @@ class Completion:
         if self._generation is None:
             return
         async for tokens in self._generation:
-            if not self._begun:
-                self._begun = True
-                metrics.TTFT_SECONDS.observe(time.monotonic() - self._started)
             self._cached = max(self._cached, tokens.cached_tokens)
             yield tokens
 

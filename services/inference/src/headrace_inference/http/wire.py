@@ -17,6 +17,9 @@ from headrace_schemas import Message
 
 Json = dict[str, Any]
 
+IMPOSSIBLE = -9999.0
+"""How OpenAI and vLLM write the logprob of a token that could not be sampled; JSON has no infinity."""
+
 
 @dataclass(frozen=True)
 class Wire:
@@ -91,7 +94,7 @@ class Wire:
 
     def _token(self, token: int, logprob: float) -> Json:
         shown = self.tokenizer.token(token)
-        return {"token": shown.text, "logprob": logprob, "bytes": shown.bytes}
+        return {"token": shown.text, "logprob": max(logprob, IMPOSSIBLE), "bytes": shown.bytes}
 
 
 DONE = b"data: [DONE]\n\n"

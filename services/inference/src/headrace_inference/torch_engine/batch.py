@@ -1,9 +1,9 @@
 """The running sequences of one version: continuous batching with one forward per token for all of them.
 
 Sequences join and leave between steps. Rows are kept dense: decoding ones first, then those whose prompt is still being
-computed, in order of arrival. A step computes at most one portion of prompts and then one token for every decoding row,
-so a long prompt delays the others by a bounded amount. A sequence decodes from its last token on, whose KV the decode
-step itself writes; so prompts, resumed sequences and sequences set back for want of memory all join the same way.
+computed, of which the oldest goes first. A step computes at most one portion of prompts and then one token for every
+decoding row, so a long prompt delays the others by a bounded amount. A sequence decodes from its last token on, whose
+KV the decode step itself writes; so prompts, resumed sequences and those set back for want of memory join the same way.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Batch:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence and, behind it, those that wait for its KV."""
+        """Queue a sequence; its followers come after it once its prompt is computed."""
         self._arrivals += 1
         sequence.arrival = self._arrivals
         self.waiting.append(sequence)
