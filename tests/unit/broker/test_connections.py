@@ -181,6 +181,22 @@ async def test_requests_wait_for_memory(run: Run) -> None:
         assert 200_000 < most <= 300_000
 
 
+async def test_a_request_larger_than_all_memory_takes_the_whole_of_it(run: Run) -> None:
+    async with run(requests_bytes_max=50_000) as live:
+        topic = await live.create("t")
+        async with live.client() as client:
+            assert (await client.produce(topic, batch([(None, bytes(200_000))])))[0] == Code.NONE
+            await _until(lambda: live.server.request_bytes == 0)
+
+
+async def test_refusals_are_counted_by_code(live: Live) -> None:
+    topic = await live.create("t")
+    async with live.client() as client:
+        await client.produce(topic, b"")
+        await client.fetch(topic, 7)
+    assert live.broker.stats.errors == {Code.INVALID_RECORD: 1, Code.OFFSET_OUT_OF_RANGE: 1}
+
+
 async def test_fetch_waits_for_min_bytes(live: Live) -> None:
     topic = await live.create("t")
     size = len(batch([(None, bytes(100))]))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from pathlib import Path
 
 import pytest
 
-from headrace_broker.errors import Code
+from headrace_broker.errors import Code, Rejected
+from headrace_broker.offsets import Offsets
 from headrace_broker.protocol.groups import (
     Assignment,
     HeartbeatRequest,
@@ -176,6 +178,44 @@ async def test_a_file_of_another_format(tmp_path: Path) -> None:
     for _ in range(2):  # the lock is given back too
         with pytest.raises(SettingError, match="format 99"):
             Store(tmp_path)
+
+
+async def test_a_file_that_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "broker.sqlite").write_bytes(b"this is no database" * 100)
+    with pytest.raises(SettingError, match="put a backup in its place"):
+        Store(tmp_path)
+
+
+async def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingError, match="cannot be used"):
+        Store(tmp_path / "file" / "broker")
+
+
+async def test_a_group_that_cannot_be_deleted_stays(run: Run) -> None:
+    async with run(file_bytes_max=1_000_000) as live, live.client() as client:
+        await live.create("t")
+        await _commit(client, "g", "t", 1)
+        coordinator = live.broker.coordinator
+
+        def full(_group: str) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Offsets, "delete_group", lambda _self, group: full(group))
+            with pytest.raises(Rejected) as caught:
+                await coordinator.delete("g")
+        assert caught.value.code is Code.COORDINATOR_NOT_AVAILABLE
+        assert coordinator.find("g") is not None
+        await coordinator.delete("g")
+        assert coordinator.find("g") is None
+
+
+async def test_a_refused_join_leaves_no_group_behind(live: Live) -> None:
+    async with live.client() as client:
+        request = JoinGroupRequest("g", 10_000, 10_000, "", None, "consumer", ())
+        assert (await client.ask(request, JoinGroupResponse)).error_code == Code.INCONSISTENT_GROUP_PROTOCOL
+    assert live.broker.coordinator.all() == []
 
 
 async def test_a_port_that_is_taken(live: Live, tmp_path: Path) -> None:

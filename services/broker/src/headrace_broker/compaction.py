@@ -42,15 +42,13 @@ class Pass:
     """Deletion marks older than this have been there long enough for every reader to see."""
     keys_max: int
     newest: dict[bytes, int] = field(default_factory=dict)
-    aborted: list[tuple[int, int, int]] = field(default_factory=list)
-    """Producer id, first and last offset of aborted transactions."""
+    aborted: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """First and last offsets of aborted transactions, by producer id."""
     kept_bytes: int = 0
 
     def is_aborted(self, batch: Batch) -> bool:
-        return batch.transactional and any(
-            producer == batch.producer_id and first <= batch.base_offset <= last
-            for producer, first, last in self.aborted
-        )
+        spans = self.aborted.get(batch.producer_id, ()) if batch.transactional else ()
+        return any(first <= batch.base_offset <= last for first, last in spans)
 
     def keeps(self, record: Record) -> bool:
         if record.key is None:
@@ -69,7 +67,8 @@ def progress(db: sqlite3.Connection, partition_id: int) -> tuple[int, int]:
 def begin(db: sqlite3.Connection, work: Pass) -> None:
     """Look up what was aborted."""
     query = "SELECT producer_id, first_offset, last_offset FROM aborted WHERE partition = ? AND first_offset < ?"
-    work.aborted = db.execute(query, (work.partition_id, work.limit)).fetchall()
+    for producer_id, first, last in db.execute(query, (work.partition_id, work.limit)):
+        work.aborted.setdefault(producer_id, []).append((first, last))
 
 
 def index(db: sqlite3.Connection, work: Pass) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from headrace_broker.broker import Broker, Call
@@ -19,16 +20,14 @@ _SIZE = struct.Struct(">i")
 _RESPONSE_START = struct.Struct(">ii")
 
 
+@dataclass(eq=False, slots=True)
 class _Pending:
     """A request that is being worked on. It holds memory until its answer is sent."""
 
-    __slots__ = ("call", "request", "request_bytes", "task")
-
-    def __init__(self, call: Call, request: Request, request_bytes: int, task: asyncio.Task[Any]) -> None:
-        self.call = call
-        self.request = request
-        self.request_bytes = request_bytes
-        self.task = task
+    call: Call
+    request: Request
+    held_bytes: int
+    task: asyncio.Task[Any]
 
 
 class Connection:
@@ -77,31 +76,31 @@ class Connection:
 
     async def _receive(self) -> None:
         while True:
-            frame = await self._frame()
+            frame, held_bytes = await self._frame()
             try:
                 request = parse(frame)
             except BaseException:
-                self._memory.give(len(frame))
+                self._memory.give(held_bytes)
                 raise
             call = Call(request.client_id, self._host)
             task = asyncio.create_task(self._handle(call, request))
-            pending = _Pending(call, request, len(frame), task)
+            pending = _Pending(call, request, held_bytes, task)
             self._started.add(pending)
             await self._pending.put(pending)
 
-    async def _frame(self) -> bytes:
-        """The next request, its memory taken. Raises `EOFError` at the end, `Malformed` for an impossible size."""
+    async def _frame(self) -> tuple[bytes, int]:
+        """The next request and the memory taken for it. Raises `EOFError` at the end, `Malformed` for a wrong size."""
         (size,) = _SIZE.unpack(await self._start_of_frame())
         if not 8 <= size <= self._settings.request_bytes_max:
             raise Malformed(
                 f"a request of {size} bytes; broker.request_bytes_max is {self._settings.request_bytes_max}"
             )
-        await self._memory.take(size)
+        held_bytes = await self._memory.take(size)
         try:
             async with asyncio.timeout(self._settings.transfer_timeout_s):
-                return await self._reader.readexactly(size)
+                return await self._reader.readexactly(size), held_bytes
         except BaseException:
-            self._memory.give(size)
+            self._memory.give(held_bytes)
             raise
 
     async def _start_of_frame(self) -> bytes:
@@ -137,6 +136,6 @@ class Connection:
 
     def _release(self, pending: _Pending) -> None:
         self._started.discard(pending)
-        self._memory.give(pending.request_bytes)
+        self._memory.give(pending.held_bytes)
         self._broker.fetch_memory.give(pending.call.response_bytes)
         pending.call.response_bytes = 0

@@ -67,11 +67,14 @@ class Coordinator:
             protocols=request.protocols,
             expires_s=now_s + request.session_timeout_ms / 1000,
         )
+        unknown = request.group_id not in self._groups
         group = self._group(request.group_id, create=not request.member_id)
         answer: asyncio.Future[JoinGroupResponse] = asyncio.get_running_loop().create_future()
         try:
             group.join(request, member, partial(_answer, answer), now_s)
         except Rejected as error:
+            if unknown and error.code is not Code.MEMBER_ID_REQUIRED:
+                del self._groups[group.id]  # it was made for this request alone
             return JoinGroupResponse(0, error.code, -1, "", "", member.id, ())
         self._save_if_changed(group)
         return await answer
@@ -115,7 +118,11 @@ class Coordinator:
         if group.phase is not Phase.EMPTY:
             raise Rejected(Code.NON_EMPTY_GROUP)
         del self._groups[group_id]
-        await self._stored(self._writer.submit(partial(self._offsets.delete_group, group_id)))
+        try:
+            await self._stored(self._writer.submit(partial(self._offsets.delete_group, group_id)))
+        except Rejected:
+            self._groups.setdefault(group_id, group)
+            raise
 
     def tick(self) -> None:
         """Let time pass in all groups. Called every `TICK_S`."""
@@ -157,8 +164,6 @@ class Coordinator:
     def _saved(self, group_id: str, save: asyncio.Future[None]) -> None:
         if self._saves.get(group_id) is save:
             del self._saves[group_id]
-        if not save.cancelled():
-            save.exception()  # those who wait for it have it; without one, a restart costs a rebalance
 
     @staticmethod
     async def _stored(write: asyncio.Future[T]) -> T:

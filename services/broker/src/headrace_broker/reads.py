@@ -40,9 +40,9 @@ def batches(db: sqlite3.Connection, wants: Sequence[Want], bytes_max: int) -> li
     left = bytes_max
     with _snapshot(db):
         for want in wants:
-            found = _read(db, want, min(left, want.bytes_max), first=left == bytes_max)
+            found, end = _read(db, want, min(left, want.bytes_max), first=left == bytes_max)
             left = max(left - len(found), 0)
-            answers.append(Got(found, _aborted(db, want) if want.read_committed else None))
+            answers.append(Got(found, _aborted(db, want, end) if want.read_committed else None))
     return answers
 
 
@@ -80,9 +80,11 @@ def _snapshot(db: sqlite3.Connection) -> Iterator[None]:
         db.execute("ROLLBACK")
 
 
-def _read(db: sqlite3.Connection, want: Want, bytes_max: int, *, first: bool) -> bytes:
+def _read(db: sqlite3.Connection, want: Want, bytes_max: int, *, first: bool) -> tuple[bytes, int]:
+    """Batches, and the offset at which they end. With `first`, the first one may be larger than the bound."""
+    end = want.offset
     if bytes_max <= 0 and not first:
-        return b""
+        return b"", end
     at = position(want.partition_id, want.offset)
     rows = db.execute(
         "SELECT last_offset, payload FROM batches WHERE position < :before AND position >= coalesce("
@@ -102,17 +104,19 @@ def _read(db: sqlite3.Connection, want: Want, bytes_max: int, *, first: bool) ->
         if size > bytes_max and (found or not first):
             break
         found.append(payload)
+        end = last_offset + 1
         if size >= bytes_max:
             break
-    return b"".join(found)
+    return b"".join(found), end
 
 
-def _aborted(db: sqlite3.Connection, want: Want) -> tuple[AbortedTransaction, ...]:
+def _aborted(db: sqlite3.Connection, want: Want, end: int) -> tuple[AbortedTransaction, ...]:
+    """The aborted transactions with records between `want.offset` and `end`."""
     query = (
         "SELECT producer_id, first_offset FROM aborted"
         " WHERE partition = ? AND last_offset >= ? AND first_offset < ? ORDER BY first_offset"
     )
-    return tuple(AbortedTransaction(*row) for row in db.execute(query, (want.partition_id, want.offset, want.before)))
+    return tuple(AbortedTransaction(*row) for row in db.execute(query, (want.partition_id, want.offset, end)))
 
 
 def _first_reaching(db: sqlite3.Connection, partition_id: int, start: int, end: int, timestamp: int) -> int:

@@ -6,6 +6,7 @@ by side in offset order, and retention frees whole runs of pages.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import sqlite3
@@ -72,20 +73,27 @@ def offset_of(row_id: int) -> int:
 
 
 class Store:
-    """Opens the file for this process alone. Raises `SettingError` when another broker has it or wrote another format.
+    """Opens the file for this process alone. Raises `SettingError` when it cannot be this broker's.
 
     `connect` may be called from any thread; `close` releases the file once all connections are closed.
     """
 
     def __init__(self, folder: Path, *, fsync: bool = True, file_bytes_max: int = 0) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "broker.sqlite"
         self._fsync = fsync
         self._file_bytes_max = file_bytes_max
-        self._lock = self._locked(folder)
-        connection = self.connect()
-        self._prepare(connection)
-        connection.close()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = self._locked(folder)
+        except OSError as error:
+            raise SettingError("data_dir", str(folder), f"cannot be used: {error.strerror}") from None
+        try:
+            with contextlib.closing(self.connect()) as db:
+                self._prepare(db)
+        except sqlite3.DatabaseError as error:
+            self.close()
+            remedy = f"cannot be read: {error}; put a backup in its place, or move it away to begin anew"
+            raise SettingError("data_dir", str(self.path), remedy) from None
 
     def connect(self) -> sqlite3.Connection:
         """A connection in autocommit mode. It belongs to one thread at a time."""
@@ -108,7 +116,7 @@ class Store:
         handle = os.open(folder / "broker.lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             os.close(handle)
             raise SettingError(
                 "data_dir", str(folder), "another broker has this file open; stop it, or give this one its own data_dir"

@@ -63,7 +63,7 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self.healthy = True
-        """Whether the last commit succeeded."""
+        """Whether the last commit that had something to write succeeded."""
 
     def start(self) -> None:
         self._thread.start()
@@ -82,14 +82,6 @@ class Writer:
         done: asyncio.Future[T] = self._loop.create_future()
         self._jobs.put(_Job(operation, done))
         return done
-
-    def submit_and_wait(self, operation: Callable[[], T]) -> T:
-        """The same for another thread, which blocks until it is durable. Raises `Rejected` as the future does."""
-
-        async def run() -> T:
-            return await self.submit(operation)
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
 
     def _run(self) -> None:
         try:
@@ -110,7 +102,7 @@ class Writer:
         return jobs
 
     def _commit(self, jobs: list[_Job]) -> None:
-        started = time.perf_counter()
+        started, written = time.perf_counter(), self._db.total_changes
         changes: list[Any] = []
         try:
             self._db.execute("BEGIN IMMEDIATE")
@@ -118,15 +110,13 @@ class Writer:
             for state in self._state:
                 changes += state.flush()
             self._db.execute("COMMIT")
-            self.healthy = True
+            if self._db.total_changes > written:
+                self._count(len(jobs), time.perf_counter() - started)
         except sqlite3.Error as error:
             self._roll_back(error)
             failure = Rejected(Code.STORAGE_ERROR, f"the broker's file: {error}")
             outcomes = [_Outcome(job.done, None, failure) for job in jobs]
             changes = []
-        self._stats.commits += 1
-        self._stats.commit_operations += len(jobs)
-        self._stats.commit_seconds += time.perf_counter() - started
         self._loop.call_soon_threadsafe(self._deliver, changes, outcomes)
 
     @staticmethod
@@ -135,6 +125,12 @@ class Writer:
             return _Outcome(job.done, job.operation(), None)
         except Rejected as error:
             return _Outcome(job.done, None, error)
+
+    def _count(self, operations: int, seconds: float) -> None:
+        self.healthy = True
+        self._stats.commits += 1
+        self._stats.commit_operations += operations
+        self._stats.commit_seconds += seconds
 
     def _roll_back(self, error: sqlite3.Error) -> None:
         if self._db.in_transaction:

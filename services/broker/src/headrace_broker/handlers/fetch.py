@@ -54,9 +54,10 @@ async def fetch(broker: Broker, call: Call, request: FetchRequest) -> FetchRespo
         parts = [_look(broker, topic.name, p) for topic in request.topics for p in topic.partitions]
         with _watched(parts) as moved:
             size = await _read(broker, call, request, parts)
-            failed = any(part.code is not Code.NONE for part in parts)
+            failed = [part.code for part in parts if part.code is not Code.NONE]
             if failed or size >= request.min_bytes or not await _happens(moved, deadline):
                 broker.stats.fetched_bytes += size
+                broker.stats.errors.update(failed)
                 return _response(parts)
         broker.fetch_memory.give(call.response_bytes)
         call.response_bytes = 0

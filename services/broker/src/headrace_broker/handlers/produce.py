@@ -49,10 +49,11 @@ async def produce(broker: Broker, call: Call, request: ProduceRequest) -> Produc
         except Rejected as error:
             stored = [error] * len(items)
         results.update({(item.topic, item.number): result for item, result in zip(items, stored, strict=True)})
+    refused = [result for result in results.values() if isinstance(result, Rejected)]
+    broker.stats.errors.update(error.code for error in refused)
     if request.acks == 0:
-        failed = next((result for result in results.values() if isinstance(result, Rejected)), None)
-        if failed:
-            raise Malformed(f"produced without acknowledgement, and refused: {failed}")
+        if refused:
+            raise Malformed(f"produced without acknowledgement, and refused: {refused[0]}")
         return None
     ordered = [(topic.name, p.partition) for topic in request.topics for p in topic.partitions]
     return ProduceResponse(
