@@ -53,7 +53,6 @@ class Town:
             "HEADRACE_DATA_DIR": str(self.common.data_dir),
             "HEADRACE_BUS__ADDRESS": json.dumps(address),
             "HEADRACE_DATABASE__URL": json.dumps(database_url),
-            "HEADRACE_REGISTRY__LEASE_S": "1.0",
             "HEADRACE_REGISTRY__POLL_S": "0.2",
             "HEADRACE_REGISTRY__GATE__COMMAND": json.dumps([sys.executable, "-S", "-c", GATE, str(folder), "{model}"]),
         }
