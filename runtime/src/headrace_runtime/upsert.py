@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from sqlalchemy import Table
@@ -15,13 +16,19 @@ async def upsert(
 ) -> bool:
     """Insert `key | values`; when the primary key is taken, set `values` (or, with `update=False`, leave the row).
 
-    Returns whether a row was inserted or changed.
+    Values are data, no SQL expressions. Returns whether a row was inserted or changed.
     """
-    insert = sqlite.insert if tx.dialect.name == "sqlite" else postgresql.insert
-    statement: Any = insert(table).values(**key, **values)
+    statement = _statement(tx.dialect.name, table, tuple(key), tuple(values) if update else ())
+    return bool((await tx.execute(statement, {**key, **values})).rowcount)
+
+
+@lru_cache(maxsize=256)
+def _statement(dialect: str, table: Table, key: tuple[str, ...], changed: tuple[str, ...]) -> Any:
+    """Built once: building costs several times what SQLite needs to run it."""
+    insert: Any = (sqlite.insert if dialect == "sqlite" else postgresql.insert)(table)
     columns = [table.c[name] for name in key]
-    if update and values:
-        statement = statement.on_conflict_do_update(index_elements=columns, set_=dict(values))
-    else:
-        statement = statement.on_conflict_do_nothing(index_elements=columns)
-    return bool((await tx.execute(statement)).rowcount)
+    if changed:
+        return insert.on_conflict_do_update(
+            index_elements=columns, set_={name: insert.excluded[name] for name in changed}
+        )
+    return insert.on_conflict_do_nothing(index_elements=columns)
