@@ -1,4 +1,4 @@
-"""Rewards of all sources, joined in a ledger, become experiences: once, revised as they change, withdrawn as they go."""
+"""Verdicts of all sources, joined in a ledger, become experiences; revised as they change, withdrawn as they go."""
 
 from __future__ import annotations
 

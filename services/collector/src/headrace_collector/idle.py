@@ -24,8 +24,8 @@ async def find_idle(
 ) -> Sequence[Event]:
     """Remember an end for each idle run; nothing is to be published yet.
 
-    `turns_end` is where the partitions of `turns` end, read before `tx` began. Nothing is idle before `idle_s` after the
-    start: what was sent while this service was away has to arrive first.
+    `turns_end` is where the partitions of `turns` end, read before `tx` began. Nothing is idle before `idle_s` after
+    the start: what was sent while this service was away has to arrive first.
     """
     idle = timedelta(seconds=settings.idle_s)
     if now < started + idle:

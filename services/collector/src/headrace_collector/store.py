@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 from sqlalchemy import RowMapping, func, select, update
@@ -45,30 +46,31 @@ async def add_turn(tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition:
 
 
 async def _open(tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: int, check_ms: int) -> Load:
-    insert: Any = sqlite.insert if tx.dialect.name == "sqlite" else postgresql.insert
-    added = insert(sessions).values(
-        session_key=turn.session_key,
-        tenant=turn.tenant,
-        partition=partition,
-        open_turns=1,
-        open_completions=facts.completions,
-        open_tokens=facts.tokens,
-        seen_ms=facts.seen_ms,
-        check_ms=check_ms,
-    )
-    upserted = added.on_conflict_do_update(
-        index_elements=[sessions.c.session_key],
-        set_={
-            "partition": partition,
-            "open_turns": sessions.c.open_turns + 1,
-            "open_completions": sessions.c.open_completions + facts.completions,
-            "open_tokens": sessions.c.open_tokens + facts.tokens,
-            "seen_ms": facts.seen_ms,
-            "check_ms": func.coalesce(sessions.c.check_ms, check_ms),
-        },
-    ).returning(sessions.c.open_completions, sessions.c.open_tokens)
-    row = (await tx.execute(upserted)).one()
+    added = {
+        "session_key": turn.session_key,
+        "tenant": turn.tenant,
+        "partition": partition,
+        "open_turns": 1,
+        "open_completions": facts.completions,
+        "open_tokens": facts.tokens,
+        "seen_ms": facts.seen_ms,
+        "check_ms": check_ms,
+    }
+    row = (await tx.execute(_opening(tx.dialect.name), added)).one()
     return Load(row.open_completions, row.open_tokens)
+
+
+@cache
+def _opening(dialect: str) -> Any:
+    """Adds to what is open of a session. A run that is open already keeps its time of looking for idleness."""
+    insert: Any = (sqlite.insert if dialect == "sqlite" else postgresql.insert)(sessions)
+    new = insert.excluded
+    summed = {name: sessions.c[name] + new[name] for name in ("open_turns", "open_completions", "open_tokens")}
+    changes = {"partition": new.partition, "seen_ms": new.seen_ms, **summed}
+    return insert.on_conflict_do_update(
+        index_elements=[sessions.c.session_key],
+        set_={**changes, "check_ms": func.coalesce(sessions.c.check_ms, new.check_ms)},
+    ).returning(sessions.c.open_completions, sessions.c.open_tokens)
 
 
 async def lock_session(tx: AsyncConnection, session_key: str) -> RowMapping | None:

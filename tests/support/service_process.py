@@ -1,0 +1,77 @@
+"""A service as its own process, as a user has it: settings by environment, one log, killed and started again at will."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+
+from tests.support.ports import free_port
+from tests.support.processes import wait_until
+
+
+class ServiceProcess:
+    """`python -m headrace_<name>`. Its data folder is `folder`, where a successor finds the state of the dead."""
+
+    def __init__(self, name: str, folder: Path, bus: str, **settings: object) -> None:
+        self.name = name
+        self.port = free_port()
+        self._log = folder / f"{name}-{self.port}.log"
+        names = {"DATA_DIR": folder, "BUS__ADDRESS": bus, f"{name.upper()}__PORT": self.port, **settings}
+        values = {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in names.items()}
+        self._environ = os.environ | {f"HEADRACE_{key}": value for key, value in values.items()}
+        self._process: subprocess.Popen[bytes] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8")
+
+    def start(self, *, ready: bool = True) -> None:
+        with self._log.open("ab") as log:
+            command = [sys.executable, "-m", f"headrace_{self.name}"]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=self._environ)
+        if ready:
+            wait_until(self.healthy, 60, f"{self.name} is healthy; its log says {self._log}")
+
+    def healthy(self) -> bool:
+        """Raises when the process has ended instead."""
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise AssertionError(f"{self.name} ended with status {self._process.returncode}: {self.log[-3000:]}")
+        try:
+            return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def wait(self, timeout_s: float) -> int:
+        assert self._process is not None
+        return self._process.wait(timeout_s)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit status."""
+        assert self._process is not None
+        if self.running():
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        return self._process.returncode
