@@ -282,6 +282,31 @@ async def test_a_failing_step_fails_its_batch_and_the_engine_goes_on(
     engine.check()
 
 
+async def test_logits_that_are_no_numbers_fail_their_own_sequence_only(
+    engine: TorchEngine, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half precision overflows on some prompts; such a prompt must not take the batch, or the replica, with it."""
+    program = engine._models[models.first.version][0].program
+    decode = program.decode
+
+    def astray(*inputs: Any) -> Any:
+        ids, logprobs, *rest = decode(*inputs)
+        poisoned = inputs[2][:, 0] == 70
+        return ids, logprobs.masked_fill(poisoned, float("nan")), *rest
+
+    monkeypatch.setattr(program, "decode", astray)
+    version = models.first.version
+    starts = [Start(i) for i in range(3)]
+    lost = engine.generate(prompt_of(66), Sampling(), version, starts, stream=True)
+    kept = asyncio.create_task(sample(engine, prompt_of(9), version, max_tokens=50, stream=True))
+    with pytest.raises(EngineFailed, match="no numbers after 71 tokens"):
+        async for _ in lost:
+            pass
+    assert len((await kept).token_ids) == 50
+    assert engine.in_flight() == 0
+    assert engine.alive
+
+
 async def test_an_engine_that_only_fails_gives_up(
     engine: TorchEngine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:

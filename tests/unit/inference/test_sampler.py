@@ -66,6 +66,16 @@ def test_an_impossible_token_is_never_drawn(uniform: float) -> None:
     assert ids[0] == 500
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_disturb_no_other_row(temperature: float) -> None:
+    logits = torch.zeros(3, 10)
+    logits[1] = float("nan")
+    ids, logprobs, _ = sampler.draw(logits, torch.full((3,), temperature), torch.full((3,), 0.5, dtype=torch.float64))
+    assert logprobs.isnan().tolist() == [False, True, False]
+    assert ids[0] == ids[2]
+    assert 0 <= ids[1] < 10
+
+
 def test_truncation_matches_a_plain_reference() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")

@@ -8,6 +8,7 @@ KV the decode step itself writes; so prompts, resumed sequences and those set ba
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from headrace_inference import metrics
 from headrace_inference.engine import Finish, Tokens
+from headrace_inference.errors import EngineFailed
 from headrace_inference.torch_engine import sampler
 from headrace_inference.torch_engine.kv import KV, LENGTH_STEP
 from headrace_inference.torch_engine.model import Model
@@ -27,7 +29,7 @@ from headrace_inference.torch_engine.sequence import Sequence
 _PADDING_MAX = 0.5
 """Share of a prefill that may be padding; prompts of very different length are computed one after the other."""
 
-Delivery = tuple[Sequence, Tokens]
+Delivery = tuple[Sequence, Tokens | EngineFailed]
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,14 @@ class Batch:
         finished: list[int] = []
         for row, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             sequence = self.running[row]
+            if math.isnan(logprob):  # overflow, or weights that went astray: this sequence's own misfortune
+                failed = EngineFailed(
+                    f"{self.model.version}: the logits are no numbers after {len(sequence.tokens)} tokens"
+                )
+                deliveries.append((sequence, failed))
+                finished.append(row)
+                sequence.filled = 0
+                continue
             if sequence.sampling.top_logprobs:
                 sequence.top.append(top[row][: sequence.sampling.top_logprobs])
             finish: Finish | None = sequence.accept(token, logprob)
@@ -281,7 +291,7 @@ class Batch:
     def _remember(self, row: int) -> None:
         """Keep the KV of a finished sequence for a prompt that goes on with it."""
         sequence = self.running[row]
-        if not self._limits.prefix_bytes_max:
+        if not self._limits.prefix_bytes_max or not sequence.filled:
             return
         tokens = sequence.tokens[: sequence.filled]
         held, shared = self._prefixes.longest(tokens)

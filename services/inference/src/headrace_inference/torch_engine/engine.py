@@ -190,6 +190,7 @@ class Stream:
             return
         if isinstance(piece, EngineFailed):
             self._error = piece
+            self._engine.closed(self)  # with what its other choices still had to do
             self.unfinished = 0
         else:
             held = self._pending.get(piece.choice)

@@ -41,7 +41,8 @@ def seed_of(seed: int, choice: int) -> int:
 def draw(logits_RV: Tensor, temperature_R: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Token ids `[R]`, their logprobs `[R]` and all logprobs `[R, V]` in the distribution that was sampled from.
 
-    Temperature 0 takes the most likely token and reports logprobs at temperature 1.
+    Temperature 0 takes the most likely token and reports logprobs at temperature 1. A row whose logits are no numbers
+    gets a NaN logprob and disturbs no other.
     """
     sampled_R = temperature_R > 0
     logprobs_RV = torch.log_softmax(logits_RV / torch.where(sampled_R, temperature_R, 1.0)[:, None], -1)
@@ -49,7 +50,7 @@ def draw(logits_RV: Tensor, temperature_R: Tensor, uniform_R: Tensor) -> tuple[T
     total_R = cumulated_RV[:, -1]
     # Strictly below the total, whatever the rounding, so that no token of probability zero is ever the answer.
     target_R = torch.minimum(uniform_R * total_R, torch.nextafter(total_R, torch.zeros_like(total_R)))
-    ids_R1 = torch.searchsorted(cumulated_RV, target_R[:, None], right=True)
+    ids_R1 = torch.searchsorted(cumulated_RV, target_R[:, None], right=True).clamp(max=logits_RV.shape[1] - 1)
     ids_R1 = torch.where(sampled_R[:, None], ids_R1, logits_RV.argmax(-1, keepdim=True))
     return ids_R1[:, 0], logprobs_RV.gather(1, ids_R1)[:, 0], logprobs_RV
 

@@ -12,9 +12,8 @@ from typing import TypeVar
 import torch
 
 from headrace_inference import metrics
-from headrace_inference.engine import Tokens
 from headrace_inference.errors import EngineFailed
-from headrace_inference.torch_engine.batch import Batch
+from headrace_inference.torch_engine.batch import Batch, Delivery
 from headrace_inference.torch_engine.sequence import Sequence
 from headrace_runtime.logs import get_logger
 
@@ -23,7 +22,7 @@ _FAILURES_MAX = 3
 """Steps that may fail one after the other before the engine gives up and the process is restarted."""
 
 T = TypeVar("T")
-News = list[tuple[Sequence, Tokens | EngineFailed]]
+News = list[Delivery]
 
 
 class Worker:
@@ -120,7 +119,7 @@ class Worker:
 
     def _step(self, batch: Batch) -> News:
         try:
-            news: News = list(batch.step())
+            news = batch.step()
         except Exception as error:
             self._failures += 1
             metrics.ENGINE_FAILURES.inc()
