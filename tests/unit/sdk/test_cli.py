@@ -23,7 +23,7 @@ from tests.unit.sdk.http_fake import HttpFake
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 COMMANDS = [
-    ["up"], ["status"], ["logs"], ["feedback"], ["models", "list"], ["models", "show"], ["models", "promote"],
+    ["up"], ["demo"], ["status"], ["logs"], ["feedback"], ["models", "list"], ["models", "show"], ["models", "promote"],
     ["models", "rollback"], ["models", "withdraw"], ["replay", "events"], ["config", "check"], ["config", "reference"],
 ]  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from headrace.cli import config, feedback, logs, models, replay, status, up
+from headrace.cli import config, demo, feedback, logs, models, replay, status, up
 from headrace.cli.shared import Commands
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
     epilog="Settings: [bold]headrace config reference[/]. Each command has examples in its own --help.",
 )
 up.add_to(app)
+demo.add_to(app)
 status.add_to(app)
 logs.add_to(app)
 models.add_to(app)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +29,10 @@ def demo(
     Builds a tiny base model, starts every service, lets the agent work through the gateway, and plays held-out tasks
     against each new version before it takes over. Exits with 1 when the agent did not get better as promised.
     """
+    import asyncio
+    import shutil
+    import tempfile
+
     from headrace.demo import plot, recipe
     from headrace.demo.story import Options, play
     from headrace.demo.teller import Teller

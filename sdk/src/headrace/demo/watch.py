@@ -62,7 +62,9 @@ class Watch:
     def _take(self, event: ModelEvent) -> None:
         if "score" in event.statistics:
             self.scores.setdefault(event.version, Scored(event.version, event.statistics["score"], event.time))
-        if event.decision in ("promoted", "rolled_back"):
+        if event.decision == "promoted":
             self.champions.append(event.version)
+        elif event.decision == "rolled_back" and event.previous is not None:
+            self.champions.append(event.previous)
         self.tell(event)
         self.changed.set()
