@@ -6,6 +6,7 @@ and the job's removal commit together. A worker that dies lets its lease run out
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -70,6 +71,10 @@ class Jobs:
             taken = {"due_ms": epoch_ms(now + lease), "attempts": table.c.attempts + 1}
             await tx.execute(update(table).where(table.c.job_id.in_(ids)).values(taken))
         return [Job(row["job_id"], row["kind"], row["payload"], row["attempts"]) for row in rows]
+
+    async def renew(self, tx: AsyncConnection, job_ids: Collection[str], until: datetime) -> None:
+        """Hold leased jobs for longer: a short lease, renewed while the work goes on, is a short wait for the dead."""
+        await tx.execute(update(self._table).where(self._table.c.job_id.in_(job_ids)).values(due_ms=epoch_ms(until)))
 
     async def finish(self, tx: AsyncConnection, job: Job) -> bool:
         """Remove a job that was leased. False: it is somebody else's or never came to be; discard the result."""

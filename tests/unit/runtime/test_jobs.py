@@ -62,6 +62,17 @@ async def test_a_dead_workers_job_is_done_again_and_its_late_result_is_refused(s
     assert await stream.count("jobs") == 0
 
 
+async def test_a_lease_is_renewed_while_the_work_goes_on(stream: Bench) -> None:
+    await enqueue(stream, "a", "b")
+    slow, dead = await lease(stream)
+    stream.clock.advance(20)
+    async with stream.processor.database.transaction() as tx:
+        await jobs.renew(tx, [slow.job_id], stream.clock.now() + LEASE)
+    stream.clock.advance(20)
+    assert [job.job_id for job in await lease(stream)] == [dead.job_id]
+    assert await finish(stream, slow)
+
+
 async def test_a_postponed_job_comes_back_when_it_is_due(stream: Bench) -> None:
     await enqueue(stream, "a")
     (job,) = await lease(stream)

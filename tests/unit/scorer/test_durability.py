@@ -16,12 +16,16 @@ from tests.unit.scorer.test_scorer import reward
 
 
 async def test_a_job_that_died_with_its_process_is_done_again(open_scorer: Open) -> None:
-    async with open_scorer(half, function_timeout_s=10) as rig:
+    async with open_scorer(half, lease_s=15) as rig:
         await rig.stream.deliver(closed())
         dead = await rig.perform()  # done, and the process ends before it is entered
+        rig.stream.clock.advance(10)
         await rig.scoring.take_over(rig.stream.processor.database, rig.stream.clock.now())
-        assert await rig.perform() == [], "leased to the dead one"
-        rig.stream.clock.advance(200)
+        rig.stream.clock.advance(10)
+        rig.scoring._held.clear()  # what it knew died with it
+        await rig.scoring.take_over(rig.stream.processor.database, rig.stream.clock.now())
+        assert await rig.perform() == [], "its lease was renewed 10 s ago"
+        rig.stream.clock.advance(6)
         await rig.scoring.take_over(rig.stream.processor.database, rig.stream.clock.now())
         await rig.run_functions()
         assert rig.experiences() == [(0, 0, 0.5, None)]

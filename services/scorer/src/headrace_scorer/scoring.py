@@ -38,7 +38,6 @@ _KIND = "score"
 _POLL_S = 1.0
 _QUEUE_MAX = 64
 _ENTER_AT_ONCE_MAX = 50
-_LEASE_MARGIN_S = 60.0
 
 
 class Order(BaseModel):
@@ -73,6 +72,9 @@ class Scoring:
         self._library = library
         self._book = book
         self._jobs = Jobs(schema.stream)
+        self._lease = timedelta(seconds=settings.lease_s)
+        self._held: set[str] = set()
+        """Jobs that are leased to this process."""
         self._waiting: asyncio.Queue[Work] = asyncio.Queue(_QUEUE_MAX)
         self._done: asyncio.Queue[Done] = asyncio.Queue(_ENTER_AT_ONCE_MAX)
 
@@ -108,12 +110,8 @@ class Scoring:
             return
         job = await self._jobs.start(tx, job_id, _KIND, payload, now + self._lease)
         if job is not None:
+            self._held.add(job_id)
             self._waiting.put_nowait(_work(job, order, trajectory, said))
-
-    @property
-    def _lease(self) -> timedelta:
-        longest_s = self._settings.function_timeout_s * max(1, len(self.functions))
-        return timedelta(seconds=_LEASE_MARGIN_S + 2 * longest_s)
 
     def tasks(self, processor: Processor) -> Sequence[Awaitable[None]]:
         """To be run beside the stream, until cancelled."""
@@ -142,16 +140,19 @@ class Scoring:
                 await self.take_over(processor.database, processor.clock.now())
             except Unavailable as error:
                 log.warning("jobs_postponed", error=str(error))
-            await processor.clock.sleep(_POLL_S)
+            await processor.clock.sleep(min(_POLL_S, self._settings.lease_s / 3))
 
     async def take_over(self, database: Database, now: datetime) -> None:
-        """Lease jobs that wait in the database: those that did not fit, and those of a dead process."""
+        """Renew what is leased to this process, and lease what waits: what did not fit, and what a dead process had."""
         async with database.transaction() as tx:
+            if self._held:
+                await self._jobs.renew(tx, self._held, now + self._lease)
             await self._jobs.count(tx, _KIND)
             room = _QUEUE_MAX // 2 - self._waiting.qsize()
             leased = await self._jobs.lease(tx, _KIND, now, self._lease, room) if room > 0 else []
             found = [await self._read(tx, job) for job in leased]
         for work in found:
+            self._held.add(work.job.job_id)
             await self._waiting.put(work)
 
     async def _read(self, tx: AsyncConnection, job: Job) -> Work:
@@ -175,6 +176,7 @@ class Scoring:
         async def step(tx: AsyncConnection, now: datetime) -> list[Event]:
             events: list[Event] = []
             for work, outcomes in done:
+                self._held.discard(work.job.job_id)
                 if not await self._jobs.finish(tx, work.job):
                     continue
                 account = await self._book.open(tx, work.order.trajectory_id)

@@ -29,6 +29,8 @@ class Settings(ServiceSettings):
     """Processes that run reward functions, each one call at a time."""
     function_memory_mb: Annotated[int, Field(ge=64)] | None = None
     """Address space of such a process; unlimited when not set. Linux only."""
+    lease_s: Annotated[float, Field(ge=1)] = 15.0
+    """How long the calls of a scorer that has died wait before another makes them (several scorers on one database)."""
     weights: Annotated[dict[str, Weight], Field(min_length=1)] = Field(default_factory=lambda: {"*": 1.0})
     """Source to its weight in the reward, the first pattern that fits; sources that none fits do not count."""
     required: tuple[str, ...] = ()
