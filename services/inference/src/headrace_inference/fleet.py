@@ -35,6 +35,8 @@ State = Literal["loading", "ready", "draining", "failed"]
 
 @dataclass(frozen=True)
 class FleetLimits:
+    """How much is held, and how long a dropped version still answers; settings say what each means."""
+
     versions_max: int
     drain_s: float
     retry_s: float

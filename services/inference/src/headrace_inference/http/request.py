@@ -17,10 +17,14 @@ _STOPS_MAX = 16
 
 
 class StreamOptions(Model):
+    """`stream_options`."""
+
     include_usage: bool = False
 
 
 class ResponseFormat(Model):
+    """`response_format`: the one that needs no constraint."""
+
     type: Literal["text"]
 
 

@@ -46,6 +46,8 @@ class Versions(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
+    """What one request may take."""
+
     body_bytes_max: int
     choices_max: int
 

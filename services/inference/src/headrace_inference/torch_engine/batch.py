@@ -34,6 +34,8 @@ Delivery = tuple[Sequence, Tokens | EngineFailed]
 
 @dataclass(frozen=True)
 class BatchLimits:
+    """What one version may take; `TorchSettings` says what each means."""
+
     sequences_max: int
     prefill_tokens_max: int
     kv_bytes_max: int
