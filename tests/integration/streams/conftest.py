@@ -1,0 +1,22 @@
+"""The two places where the stream services have to work: a laptop, and past one machine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.streams.town import Town, town_on
+
+
+@pytest.fixture(
+    params=["laptop", pytest.param("cluster", marks=[pytest.mark.kafka, pytest.mark.postgres, pytest.mark.slow])]
+)
+async def town(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Town]:
+    """Embedded broker, SQLite, one of each; or Kafka, PostgreSQL, two of each. Not started yet."""
+    laptop = request.param == "laptop"
+    bus: str = request.getfixturevalue("embedded_bus" if laptop else "kafka_bus")
+    url: str = "sqlite" if laptop else request.getfixturevalue("postgres").url()
+    async with town_on(bus, tmp_path, url, replicas=1 if laptop else 2) as made:
+        yield made

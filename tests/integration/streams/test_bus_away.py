@@ -1,0 +1,37 @@
+"""The bus dies and comes back: the services wait or are started again, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.integration.streams.town import account, episode, play, town_on
+from tests.support.broker_process import BrokerProcess
+
+
+@pytest.mark.timeout(240)
+async def test_nothing_is_lost_when_the_bus_is_killed(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    choose = random.Random(seed)
+    broker = BrokerProcess(tmp_path / "broker")
+    broker.start()
+    try:
+        async with town_on(broker.address, tmp_path) as town:
+            await town.start()
+            supervisor = asyncio.create_task(town.supervise())
+            episodes = [episode(f"{seed}-{n}", choose) for n in range(15)]
+            playing = asyncio.create_task(play(town, episodes, choose, 3.0))
+            for _ in range(2):
+                await asyncio.sleep(0.5 + choose.random())
+                broker.kill()
+                await asyncio.sleep(choose.random())
+                await asyncio.to_thread(broker.start)
+            await playing
+            await account(town, episodes)
+            supervisor.cancel()
+    finally:
+        broker.stop()

@@ -1,0 +1,177 @@
+"""The host acknowledges what has a durable effect and nothing else, and knows where logs end and groups begin."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from sqlalchemy import MetaData
+
+from headrace_runtime import topics
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import SystemClock
+from headrace_runtime.database import Database
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.faust_host import FaustHost
+from headrace_runtime.offsets import Offsets
+from headrace_runtime.outbox import Outbox
+from headrace_runtime.processor import Handling, Limits, Processor, position
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import Common
+from headrace_runtime.stream_tables import StreamTables
+from headrace_schemas import Event, Feedback
+from headrace_schemas.base import utcnow
+from headrace_schemas.ids import session_key
+
+metadata = MetaData()
+tables = StreamTables(metadata)
+
+
+@dataclass
+class Stage:
+    """A group of its own on a topic that others use, too; only feedback with this stage's key counts."""
+
+    common: Common
+    database: Database
+    producer: EventProducer
+    blobs: BlobStore
+    group: str = field(default_factory=lambda: f"test-{uuid.uuid4().hex}")
+    handled: list[str] = field(default_factory=list)
+    fail_at: str | None = None
+
+    @property
+    def key(self) -> str:
+        return session_key("default", self.group)
+
+    async def handle(self, event: Feedback, _handling: Handling) -> Sequence[Event]:
+        if event.session_key == self.key:
+            if event.feedback_id == self.fail_at:
+                raise Unavailable("something that this needs is away")
+            self.handled.append(event.feedback_id)
+        return []
+
+    def host(self) -> FaustHost:
+        clock = SystemClock()
+        processor = Processor(
+            service="test",
+            handlers={"feedback": self.handle},
+            database=self.database,
+            tables=tables,
+            outbox=Outbox(self.database, tables, self.producer, clock),
+            blobs=self.blobs,
+            clock=clock,
+            limits=Limits(retry_s=0.3),
+        )
+        return FaustHost(processor, ("feedback",), self.common.bus, group=self.group, batch_max=1)
+
+    async def send(self, *names: str) -> None:
+        for name in names:
+            await self.producer.send(Feedback(time=utcnow(), feedback_id=name, session_key=self.key, value=1.0))
+
+    async def place(self) -> int:
+        """The partition of this stage's key."""
+        async with offsets(self) as asked:
+            before = await asked.ends("feedback")
+            await self.send("probe")
+            after = await asked.ends("feedback")
+        (partition,) = [number for number in after if after[number] != before[number]]
+        return partition
+
+
+@contextlib.asynccontextmanager
+async def offsets(stage: Stage) -> AsyncIterator[Offsets]:
+    made = Offsets(stage.common.bus, stage.group)
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+@pytest.fixture
+async def stage(bus: str, tmp_path: Path) -> AsyncIterator[Stage]:
+    common = Common.model_validate({"data_dir": tmp_path, "bus": {"address": bus}})
+    await topics.ensure(common.bus)
+    database = Database.open("test", common)
+    async with database.transaction() as tx:
+        await tx.run_sync(metadata.create_all)
+    blobs = BlobStore.open(common)
+    producer = EventProducer(common.bus, "test", blobs)
+    await producer.start()
+    yield Stage(common, database, producer, blobs)
+    await producer.stop()
+    await database.close()
+
+
+@contextlib.asynccontextmanager
+async def running(host: FaustHost) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(host.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def until(stage: Stage, name: str) -> None:
+    async with asyncio.timeout(60):
+        while name not in stage.handled:  # noqa: ASYNC110 (the handler runs in another task)
+            await asyncio.sleep(0.05)
+
+
+async def test_only_what_was_handled_is_acknowledged(stage: Stage) -> None:
+    partition = await stage.place()
+    await stage.send("a", "poisoned", "c")
+    stage.fail_at = "poisoned"
+    async with running(stage.host()) as task:
+        await asyncio.wait([task], timeout=60)
+        with pytest.raises(BaseExceptionGroup) as stopped:
+            task.result()
+        assert stopped.group_contains(Unavailable, match="something that this needs is away")
+    assert stage.handled == ["probe", "a"], "nothing after what could not be handled"
+    async with offsets(stage) as asked:
+        committed = (await asked.starts(["feedback"]))["feedback", partition]
+        assert committed <= (await asked.ends("feedback"))[partition] - 2
+    stage.fail_at = None
+    async with running(stage.host()) as task:
+        await until(stage, "c")
+    assert stage.handled == ["probe", "a", "poisoned", "c"], "each once, in order"
+
+
+async def test_a_new_database_takes_its_positions_from_the_group(stage: Stage) -> None:
+    await stage.send("a")
+    async with running(stage.host()) as task:
+        await until(stage, "a")
+        assert not task.done()
+    async with stage.database.transaction() as tx:
+        await tx.execute(tables.positions.delete())
+        await tx.execute(tables.seen.delete())
+    async with offsets(stage) as asked:
+        ends = await asked.ends("feedback")
+        assert {number: at for (_, number), at in (await asked.starts(["feedback"])).items()} == ends
+    async with running(stage.host()):
+        await stage.send("b")
+        await until(stage, "b")
+        async with stage.database.transaction() as tx:
+            reached = await position(tx, tables, "feedback")
+    assert all(reached[number] >= ends[number] for number in ends), "also where nothing has come since"
+    assert stage.handled.count("a") == 1
+
+
+async def test_a_topic_that_does_not_exist_has_no_end(stage: Stage) -> None:
+    async with offsets(stage) as asked:
+        with pytest.raises(Unavailable, match="does not exist yet"):
+            await asked.ends("no-such-topic")
+
+
+async def test_a_bus_that_is_away_is_unavailable(stage: Stage) -> None:
+    nobody = stage.common.bus.model_copy(update={"address": "127.0.0.1:1"})
+    with pytest.raises(Unavailable):
+        await Offsets(nobody, "g").start()
+    with pytest.raises(Unavailable):
+        await Offsets(stage.common.bus, "g").ends("turns")

@@ -1,0 +1,205 @@
+"""Collectors and scorers as processes on a real bus, a producer that repeats itself, and what came out in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from headrace_runtime import topics
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.consumer import assign_all, consumer, record_of
+from headrace_runtime.errors import InvalidEvent, Unavailable
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import BusSettings
+from headrace_runtime.wire import decode
+from headrace_schemas import DeadLetter, Event, Experience, Trajectory, Turn
+from headrace_schemas.base import utcnow
+from headrace_schemas.ids import derived_id
+from tests.support.processes import wait_until
+from tests.support.service_process import ServiceProcess
+from tests.support.turns import after, ask, end, feedback, tool, user
+
+E = TypeVar("E", bound=Event)
+REWARDS = """
+def right(trajectory):
+    return 1.0 if trajectory.final_answer.startswith("right") else 0.0
+"""
+WAIT_S = 90.0
+
+
+@contextlib.asynccontextmanager
+async def town_on(bus: str, folder: Path, database_url: str = "sqlite", replicas: int = 1) -> AsyncIterator[Town]:
+    """A town that is not started yet, and that is stopped in the end."""
+    settings = BusSettings(address=bus)
+    await topics.ensure(settings)
+    producer = EventProducer(settings, "test", BlobStore(f"file://{folder}/blobs"))
+    await producer.start()
+    made = Town(folder, bus, producer, database_url, replicas)
+    try:
+        yield made
+    finally:
+        await producer.stop()
+        made.stop()
+
+
+@dataclass
+class Town:
+    """The processes, by service; any of a service's may die as long as it is started again."""
+
+    folder: Path
+    bus: str
+    producer: EventProducer
+    database_url: str
+    replicas: int
+    processes: dict[str, list[ServiceProcess]] = field(default_factory=dict)
+
+    async def start(self) -> None:
+        rewards = self.folder / "rewards.py"
+        rewards.write_text(REWARDS)
+        own: dict[str, dict[str, object]] = {
+            "collector": {},
+            "scorer": {
+                "SCORER__FUNCTIONS": [f"{rewards}:right"],
+                "SCORER__REQUIRED": ["feedback"],
+                "SCORER__LEASE_S": 2,
+            },
+        }
+        for name, settings in own.items():
+            given = {"DATABASE__URL": self.database_url, **settings}
+            self.processes[name] = [ServiceProcess(name, self.folder, self.bus, **given) for _ in range(self.replicas)]
+        for process in self.every:
+            process.start(ready=False)
+        await asyncio.to_thread(wait_until, lambda: all(one.healthy() for one in self.every), WAIT_S, "all are healthy")
+
+    @property
+    def every(self) -> list[ServiceProcess]:
+        return [process for processes in self.processes.values() for process in processes]
+
+    async def supervise(self) -> None:
+        """Start again what has ended by itself, as `headrace up` does. Until cancelled."""
+        while True:
+            await asyncio.sleep(0.5)
+            for process in self.every:
+                if not process.running():
+                    process.start(ready=False)
+
+    def stop(self) -> list[int]:
+        return [process.stop() for process in self.every]
+
+    async def read(self, kind: type[E]) -> list[E]:
+        """Every valid event that is on the topic now."""
+        bus, blobs = BusSettings(address=self.bus), BlobStore(f"file://{self.folder}/blobs")
+        reader = consumer(bus, "test")
+        await reader.start()
+        found: list[E] = []
+        try:
+            partitions = await assign_all(reader, kind.topic)
+            ends = await reader.end_offsets(partitions)
+            while any([await reader.position(one) < ends[one] for one in partitions]):
+                for messages in (await reader.getmany(timeout_ms=200)).values():
+                    for message in messages:
+                        with contextlib.suppress(InvalidEvent):
+                            event = (await decode(record_of(message), blobs)).event
+                            assert isinstance(event, kind)
+                            found.append(event)
+        finally:
+            await reader.stop()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One run of an agent: its turns, and what it tells about itself afterwards."""
+
+    turns: tuple[Turn, ...]
+    afterwards: tuple[Event, ...]
+    value: float
+    right: bool
+
+    @property
+    def trajectory_id(self) -> str:
+        return derived_id("trajectory", self.turns[0].session_key, self.turns[0].turn_id)
+
+    @property
+    def reward(self) -> float:
+        return (self.value + self.right) / 2
+
+
+def episode(name: str, choose: random.Random, *, shared: str | None = None) -> Episode:
+    """A few turns; then feedback, which ends it or is followed by an end. `shared` runs have one session's key."""
+    right, value = choose.random() < 0.5, choose.choice([0.0, 0.5, 1.0])
+    turns: list[Turn] = []
+    messages = [user("the same question")]
+    count = choose.randint(1, 3)
+    now = utcnow()
+    for at in range(count):
+        text = ("right " if right else "wrong ") + name if at == count - 1 else f"look {name} {at}"
+        source = "implicit" if shared else "header"
+        made = ask(messages, text, session=shared or name, session_source=source)
+        turns.append(made.model_copy(update={"time": now, "started_at": now}))
+        messages = after(turns[-1], tool(f"result {at}"))
+    session = turns[0].session_id
+    if shared:
+        said = feedback(session, *turns, value=value, ends_session=True, run_id=name)
+        return Episode(tuple(turns), (said,), value, right)
+    ends = choose.random() < 0.5
+    said = feedback(session, value=value, ends_session=ends).model_copy(update={"time": now})
+    return Episode(tuple(turns), (said,) if ends else (said, end(session)), value, right)
+
+
+async def play(town: Town, episodes: Sequence[Episode], choose: random.Random, seconds: float) -> None:
+    """Send everything over `seconds`, each event once or, as a gateway that retries would, twice."""
+
+    async def one(played: Episode) -> None:
+        await asyncio.sleep(choose.random() * seconds)
+        for event in (*played.turns, *played.afterwards):
+            for _ in range(2 if choose.random() < 0.2 else 1):
+                await send(event)
+
+    async def send(event: Event) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                with contextlib.suppress(Unavailable):
+                    return await town.producer.send(event)
+                await asyncio.sleep(0.2)
+
+    await asyncio.gather(*(one(played) for played in episodes))
+
+
+async def account(town: Town, episodes: Sequence[Episode]) -> None:
+    """Wait for the experience of each episode, then check that nothing was lost, doubled or changed on the way."""
+    known = {played.turns[0].session_key for played in episodes}
+    wanted = {played.trajectory_id: played for played in episodes}
+    deadline = asyncio.get_running_loop().time() + WAIT_S
+    while True:
+        experiences = [one for one in await town.read(Experience) if one.key in known]
+        missing = wanted.keys() - {one.trajectory_id for one in experiences}
+        if not missing:
+            break
+        assert asyncio.get_running_loop().time() < deadline, f"{len(missing)} of {len(wanted)} never came"
+        await asyncio.sleep(1.0)
+    trajectories = [one for one in await town.read(Trajectory) if one.key in known]
+    assert_equal_facts([*experiences, *trajectories])
+    members = {one.trajectory_id: one.turn_ids for one in trajectories}
+    assert members == {name: tuple(turn.turn_id for turn in played.turns) for name, played in wanted.items()}
+    for one in experiences:
+        played = wanted[one.trajectory_id]
+        assert (one.revision, one.reward, one.weight) == (0, played.reward, 1.0)
+        assert one.branch is not None
+        last = played.turns[-1]
+        assert one.branch.token_ids == last.prompt_token_ids + last.choices[0].token_ids, "bit for bit (P2)"
+    assert [letter for letter in await town.read(DeadLetter) if letter.key in known] == []
+
+
+def assert_equal_facts(events: Sequence[Event]) -> None:
+    """What came more than once is equal every time: consumers that dedupe by id lose nothing."""
+    bodies: dict[str, set[bytes]] = defaultdict(set)
+    for event in events:
+        bodies[event.event_id].add(event.to_json())
+    assert {name: len(found) for name, found in bodies.items() if len(found) > 1} == {}
