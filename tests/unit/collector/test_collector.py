@@ -114,6 +114,32 @@ async def test_feedback_about_one_run_is_not_inherited_by_the_next(stream: Bench
     assert [made.context for made in stream.sent(Trajectory)] == [{}, {"expected": "second"}]
 
 
+async def test_what_was_said_yesterday_is_not_about_today(with_settings: Open) -> None:
+    limits = {"retention_s": 10.0}
+    async with with_settings(**limits) as stream:
+        await stream.deliver(ask([user("q")], at=0), feedback(at=5, context={"expected": "yesterday's"}))
+        await stream.deliver(end())
+        stream.clock.advance(86_400)
+        async with stream.processor.database.transaction() as tx:
+            await upkeep.forget(tx, stream.clock.now(), Settings.model_validate(limits))
+        await stream.deliver(ask([user("q")], at=86_400))
+        await stream.deliver(end())
+        assert [made.context for made in stream.sent(Trajectory)] == [{"expected": "yesterday's"}, {}]
+
+
+async def test_feedback_is_put_aside_once_its_runs_are_closed(stream: Bench) -> None:
+    async def in_use() -> int:
+        async with stream.processor.database.transaction() as tx:
+            return len((await tx.execute(text("SELECT 1 FROM feedback WHERE used_ms IS NULL"))).all())
+
+    a, b = (ask([user("q")], name, at=at, session_source="implicit") for at, name in enumerate("ab"))
+    await stream.deliver(a, b, feedback("s", a, ends_session=True), feedback("s", b), feedback("s", ask([user("q")])))
+    assert await in_use() == 2, "b is open, and the third names a turn that may yet come"
+    await stream.deliver(feedback(at=60))
+    await stream.deliver(end())
+    assert await in_use() == 1
+
+
 async def test_context_may_be_given_before_the_session_begins(stream: Bench) -> None:
     await stream.deliver(feedback(at=-5, value=None, context={"expected": "x"}))
     await stream.deliver(ask([user("q")], at=0))

@@ -196,6 +196,20 @@ async def test_a_session_that_grows_too_large_is_closed(with_settings: Open) -> 
         assert turns_of(stream)[1:] == [("end_call", [turn.turn_id for turn in turns[3:]])]
 
 
+async def test_of_many_runs_under_one_key_those_not_seen_for_longest_are_closed(with_settings: Open) -> None:
+    async with with_settings(completions_per_session_max=4) as stream:
+        runs = [ask([user("q")], text, at=at, session_source="implicit") for at, text in enumerate("abc")]
+        for turn in runs:
+            stream.clock.advance(1)
+            await stream.deliver(turn)
+        stream.clock.advance(1)
+        more = ask(after(runs[0], user("m")), session_source="implicit")
+        await stream.deliver(more)
+        assert sorted(turns_of(stream)) == sorted(("limit", [turn.turn_id]) for turn in runs[1:])
+        await stream.deliver(end())
+        assert turns_of(stream)[2:] == [("end_call", [runs[0].turn_id, more.turn_id])]
+
+
 async def test_tokens_are_bounded_too(with_settings: Open) -> None:
     async with with_settings(tokens_per_session_max=20) as stream:
         await stream.deliver(ask([user("x" * 30)]))

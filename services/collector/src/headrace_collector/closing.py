@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from datetime import datetime
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 from pydantic import ValidationError
+from sqlalchemy import RowMapping
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_collector import applies, metrics, store
 from headrace_collector.facts import TurnFacts
 from headrace_collector.retries import superseded
-from headrace_collector.runs import Partition, Run, partition
+from headrace_collector.runs import Run, partition
 from headrace_collector.settings import Settings
 from headrace_collector.trajectories import trajectory
+from headrace_runtime.clock import epoch_ms
 from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.wire import Record
 from headrace_schemas import Event, Feedback, Trajectory, Turn
@@ -21,12 +24,18 @@ from headrace_schemas.events.trajectory import EndReason
 
 _DEAD_LETTER_BYTES_MAX = 1_500_000
 
-Choose = Callable[[Run, Sequence[Feedback]], bool]
-"""Whether to close a run, given the feedback about it."""
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An open run and the feedback about it: what lists turns of it, and what is about its session."""
+
+    run: Run
+    listed: Sequence[Feedback]
+    general: Sequence[Feedback]
 
 
-def every_run(_run: Run, _feedback: Sequence[Feedback]) -> bool:
-    return True
+Choose = Callable[[Sequence[Candidate]], Sequence[Candidate]]
+"""Which of a session's open runs to close."""
 
 
 async def close_runs(
@@ -42,48 +51,63 @@ async def close_runs(
     session = await store.lock_session(tx, session_key)
     if session is None or not session["open_turns"] or session["tenant"] != tenant:
         return []
-    turns = await store.facts_of_session(tx, session_key)
-    feedback = await store.feedback_of_session(tx, session_key, tenant)
+    turns, feedback = await known_of(tx, now, settings, session)
     runs = await runs_of(tx, turns, feedback)
-    given_up = superseded(turns)
+    candidates = [
+        Candidate(run, applies.about_run(run, feedback), applies.about_session(run, feedback, session["began_ms"]))
+        for run in runs
+    ]
+    chosen = choose(candidates)
+    if not chosen:
+        return []
     events: list[Event] = []
-    left = []
-    for run in runs:
-        listed = applies.about_run(run, feedback)
-        general = applies.about_session(run, feedback, turns)
-        if not choose(run, [*general, *listed]):
-            left.append(run)
-            continue
-        content = await store.load_turns(tx, run.turn_ids)
-        try:
-            made = trajectory(
-                content,
-                given_up=given_up,
-                about_run=listed,
-                about_session=general,
-                reason=reason,
-                models=run.models,
-                now=now,
-            )
-        except ValidationError as error:  # one run that fits no event must not hold up all others
-            events += [_refused(turn, error) for turn in content]
-            await store.close(tx, run, "refused", now)
-            continue
-        events.append(made)
-        _count(made)
-        await store.close(tx, run, made.trajectory_id, now)
-    if len(left) < len(runs):
-        await store.recount(tx, session_key, left, round(settings.idle_s * 1000))
+    given_up = superseded(turns)
+    for candidate in chosen:
+        events += await _close(tx, now, candidate, given_up, reason)
+    left = [candidate.run for candidate in candidates if candidate not in chosen]
+    await store.recount(tx, session_key, left, round(settings.idle_s * 1000))
+    await store.mark_used(tx, applies.used_up(feedback, left, turns), now)
     return events
+
+
+async def known_of(
+    tx: AsyncConnection, now: datetime, settings: Settings, session: RowMapping
+) -> tuple[list[TurnFacts], list[Feedback]]:
+    """The turns and the feedback of a session that say which of its open turns are one run."""
+    since_ms = epoch_ms(now - timedelta(seconds=settings.retention_s))
+    turns = await store.facts_of_session(tx, session["session_key"], since_ms)
+    return turns, await store.feedback_of_session(tx, session["session_key"], session["tenant"], since_ms)
 
 
 async def runs_of(tx: AsyncConnection, turns: Sequence[TurnFacts], feedback: Sequence[Feedback]) -> Sequence[Run]:
     """The open runs of a session; tokens are read only when conversations alone do not tell."""
     listings = applies.listings(feedback)
-    found: Partition = partition(turns, listings)
+    found = partition(turns, listings)
     if found.ties:
         found = partition(turns, listings, await store.load_tokens(tx, found.ties))
     return found.runs
+
+
+async def _close(
+    tx: AsyncConnection, now: datetime, candidate: Candidate, given_up: Collection[str], reason: EndReason
+) -> list[Event]:
+    turns = await store.load_turns(tx, candidate.run.turn_ids)
+    try:
+        made = trajectory(
+            turns,
+            given_up=given_up,
+            about_run=candidate.listed,
+            about_session=candidate.general,
+            reason=reason,
+            models=candidate.run.models,
+            now=now,
+        )
+    except ValidationError as error:  # one run that fits no event must not hold up all others
+        await store.close(tx, candidate.run, "refused", now)
+        return [_refused(turn, error) for turn in turns]
+    await store.close(tx, candidate.run, made.trajectory_id, now)
+    _count(made)
+    return [made]
 
 
 def _refused(turn: Turn, error: ValidationError) -> Event:

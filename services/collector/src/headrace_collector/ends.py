@@ -16,12 +16,11 @@ from sqlalchemy import RowMapping, and_, delete, func, insert, literal, or_, sel
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_collector import applies
-from headrace_collector.closing import Choose, close_runs
-from headrace_collector.runs import Run
+from headrace_collector.closing import Candidate, Choose, close_runs
 from headrace_collector.schema import ends, sessions, stream
 from headrace_collector.settings import Settings
 from headrace_runtime.clock import epoch_ms
-from headrace_schemas import Event, Feedback
+from headrace_schemas import Event
 from headrace_schemas.events.trajectory import EndReason
 
 _AT_ONCE_MAX = 200
@@ -116,12 +115,13 @@ def _chooser(row: RowMapping) -> Choose:
     listed = frozenset(json.loads(row["msg_ids"])) if row["msg_ids"] else None
     before_ms, unseen_since_ms, commit = row["before_ms"], row["unseen_since_ms"], row["reason"] == "commit"
 
-    def choose(run: Run, feedback: Sequence[Feedback]) -> bool:
+    def ends(candidate: Candidate) -> bool:
+        run = candidate.run
         return (
             (listed is None or not run.turn_ids.isdisjoint(listed))
             and (before_ms is None or run.time_ms <= before_ms)
             and (unseen_since_ms is None or run.seen_ms <= unseen_since_ms)
-            and (not commit or applies.judged(feedback))
+            and (not commit or applies.judged([*candidate.general, *candidate.listed]))
         )
 
-    return choose
+    return lambda candidates: [candidate for candidate in candidates if ends(candidate)]

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_collector import ends, store
-from headrace_collector.closing import close_runs, every_run
+from headrace_collector.closing import Candidate, close_runs
 from headrace_collector.ends import End
 from headrace_collector.facts import facts_of
 from headrace_collector.schema import feedback as feedback_table
@@ -36,7 +36,7 @@ class Collector:
     started: datetime
 
     async def on_turn(self, turn: Turn, handling: Handling) -> Sequence[Event]:
-        """Keep it. A session that has grown too large is closed, with this turn in it."""
+        """Keep it. When its session has grown too large, the runs that were not seen for longest are closed."""
         _check_size(turn)
         check_ms = epoch_ms(handling.now + timedelta(seconds=self.settings.idle_s))
         facts = facts_of(turn, handling.now)
@@ -44,7 +44,7 @@ class Collector:
         if load is None or not self._too_large(load):
             return []
         key, tenant = turn.session_key, turn.tenant
-        return await close_runs(handling.tx, handling.now, self.settings, key, tenant, "limit", every_run)
+        return await close_runs(handling.tx, handling.now, self.settings, key, tenant, "limit", self._surplus)
 
     async def on_feedback(self, feedback: Feedback, handling: Handling) -> Sequence[Event]:
         """Keep it for when its run closes, and remember the end when it is one."""
@@ -93,9 +93,21 @@ class Collector:
         """Close what has ended, now that the effects reach further."""
         return await ends.apply_ends(tx, now, self.settings, self.started)
 
-    def _too_large(self, load: store.Load) -> bool:
-        too_many = load.completions >= self.settings.completions_per_session_max
-        return too_many or load.tokens >= self.settings.tokens_per_session_max
+    def _too_large(self, load: store.Load, share: float = 1.0) -> bool:
+        most = self.settings.completions_per_session_max, self.settings.tokens_per_session_max
+        return load.completions >= share * most[0] or load.tokens >= share * most[1]
+
+    def _surplus(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """All but the newest run and what fits beside it into half of the bounds: not to be done at every turn."""
+        surplus = []
+        kept = store.Load(0, 0)
+        for candidate in sorted(candidates, key=lambda candidate: candidate.run.seen_ms, reverse=True):
+            load = kept.plus(candidate.run)
+            if self._too_large(load, 0.5 if kept.completions else 1.0):
+                surplus.append(candidate)
+            else:
+                kept = load
+        return surplus
 
 
 def _check_size(turn: Turn) -> None:

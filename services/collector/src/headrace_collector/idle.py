@@ -8,8 +8,7 @@ from datetime import datetime, timedelta
 from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_collector import store
-from headrace_collector.closing import runs_of
+from headrace_collector.closing import known_of, runs_of
 from headrace_collector.ends import End, remember
 from headrace_collector.schema import sessions
 from headrace_collector.settings import Settings
@@ -37,7 +36,8 @@ async def find_idle(
     for row in rows:
         last_seen = [row["seen_ms"]]
         if row["seen_ms"] > since_ms:  # another run of the session may be idle all the same
-            last_seen = await _last_seen(tx, row["session_key"], row["tenant"])
+            runs = await runs_of(tx, *await known_of(tx, now, settings, row))
+            last_seen = [run.seen_ms for run in runs]
         if min(last_seen) <= since_ms:
             until = turns_end.get(row["partition"], 0)
             end = End(row["tenant"], row["session_key"], row["partition"], "idle", until, unseen_since_ms=since_ms)
@@ -47,9 +47,3 @@ async def find_idle(
         await tx.execute(update(sessions).where(sessions.c.session_key == row["session_key"]).values(check_ms=check_ms))
     await remember(tx, now, *found)
     return []
-
-
-async def _last_seen(tx: AsyncConnection, session_key: str, tenant: str) -> list[int]:
-    turns = await store.facts_of_session(tx, session_key)
-    feedback = await store.feedback_of_session(tx, session_key, tenant)
-    return [run.seen_ms for run in await runs_of(tx, turns, feedback)]

@@ -18,6 +18,7 @@ sessions = Table(
     Column("open_turns", Integer, nullable=False),
     Column("open_completions", Integer, nullable=False),
     Column("open_tokens", BigInteger, nullable=False),
+    Column("began_ms", BigInteger, nullable=False),  # when its first turn started
     Column("seen_ms", BigInteger, nullable=False),
     Column("check_ms", BigInteger),  # when a run may have become idle; null while none is open
     Index("ix_sessions_check", "check_ms"),
@@ -60,6 +61,7 @@ feedback = Table(
     Column("turns_until", BigInteger, nullable=False),  # turns before this offset were sent before the feedback
     Column("at_ms", BigInteger, nullable=False),
     Column("resolved", Boolean, nullable=False),  # whether its target has been found
+    Column("used_ms", BigInteger),  # when the last run that it could be about was closed
     Column("payload", LargeBinary, nullable=False),
     Index("ix_feedback_session", "session_key"),
     Index("ix_feedback_resolved", "resolved", "at_ms"),

@@ -21,6 +21,7 @@ from headrace_runtime.clock import epoch_ms
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Feedback, Turn
 
+_CLOSED_MAX = 1000
 _FACTS = [turns.c[field.name] for field in fields(TurnFacts)]
 
 
@@ -30,6 +31,10 @@ class Load:
 
     completions: int
     tokens: int
+
+    def plus(self, run: Run) -> Load:
+        completions = sum(turn.completions for turn in run.turns)
+        return Load(self.completions + completions, self.tokens + sum(turn.tokens for turn in run.turns))
 
 
 async def add_turn(tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: int, check_ms: int) -> Load | None:
@@ -53,6 +58,7 @@ async def _open(tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: in
         "open_turns": 1,
         "open_completions": facts.completions,
         "open_tokens": facts.tokens,
+        "began_ms": facts.started_ms,
         "seen_ms": facts.seen_ms,
         "check_ms": check_ms,
     }
@@ -66,7 +72,9 @@ def _opening(dialect: str) -> Any:
     insert: Any = (sqlite.insert if dialect == "sqlite" else postgresql.insert)(sessions)
     new = insert.excluded
     summed = {name: sessions.c[name] + new[name] for name in ("open_turns", "open_completions", "open_tokens")}
-    changes = {"partition": new.partition, "seen_ms": new.seen_ms, **summed}
+    earlier = func.min if dialect == "sqlite" else func.least
+    began_ms = earlier(sessions.c.began_ms, new.began_ms)
+    changes = {"partition": new.partition, "seen_ms": new.seen_ms, "began_ms": began_ms, **summed}
     return insert.on_conflict_do_update(
         index_elements=[sessions.c.session_key],
         set_={**changes, "check_ms": func.coalesce(sessions.c.check_ms, new.check_ms)},
@@ -79,10 +87,14 @@ async def lock_session(tx: AsyncConnection, session_key: str) -> RowMapping | No
     return (await tx.execute(query)).mappings().one_or_none()
 
 
-async def facts_of_session(tx: AsyncConnection, session_key: str) -> list[TurnFacts]:
-    """Of every turn that is remembered, open or closed."""
-    rows = await tx.execute(select(*_FACTS).where(turns.c.session_key == session_key))
-    return [_facts(row) for row in rows.mappings()]
+async def facts_of_session(tx: AsyncConnection, session_key: str, since_ms: int) -> list[TurnFacts]:
+    """Of every open turn, and of the last that were closed since then: a key may be in use for ever."""
+    own = select(*_FACTS).where(turns.c.session_key == session_key)
+    closed = own.where(turns.c.closed_ms >= since_ms).order_by(turns.c.closed_ms.desc()).limit(_CLOSED_MAX)
+    found = []
+    for query in (own.where(turns.c.trajectory_id.is_(None)), closed):
+        found += [_facts(row) for row in (await tx.execute(query)).mappings()]
+    return found
 
 
 def _facts(row: RowMapping) -> TurnFacts:
@@ -104,9 +116,10 @@ async def load_tokens(tx: AsyncConnection, turn_ids: Collection[str]) -> Tokens:
     return found
 
 
-async def feedback_of_session(tx: AsyncConnection, session_key: str, tenant: str) -> list[Feedback]:
-    """Oldest first. What another tenant said is none of this session's business."""
-    rows = await tx.execute(select(feedback.c.payload).where(feedback.c.session_key == session_key))
+async def feedback_of_session(tx: AsyncConnection, session_key: str, tenant: str, since_ms: int) -> list[Feedback]:
+    """What may be about an open run or was so since then, oldest first. What another tenant said is none of it."""
+    fresh = feedback.c.used_ms.is_(None) | (feedback.c.used_ms >= since_ms)
+    rows = await tx.execute(select(feedback.c.payload).where(feedback.c.session_key == session_key, fresh))
     found = [Feedback.from_json(payload) for payload in rows.scalars()]
     return sorted((one for one in found if one.tenant == tenant), key=lambda one: (one.time, one.feedback_id))
 
@@ -114,6 +127,14 @@ async def feedback_of_session(tx: AsyncConnection, session_key: str, tenant: str
 async def close(tx: AsyncConnection, run: Run, trajectory_id: str, now: datetime) -> None:
     values = {"trajectory_id": trajectory_id, "closed_ms": epoch_ms(now)}
     await tx.execute(update(turns).where(turns.c.turn_id.in_(run.turn_ids)).values(values))
+
+
+async def mark_used(tx: AsyncConnection, said: Iterable[Feedback], now: datetime) -> None:
+    """Nothing that is open, or still to come, can be meant by these."""
+    names = [one.event_id for one in said]
+    if names:
+        used = update(feedback).where(feedback.c.event_id.in_(names), feedback.c.used_ms.is_(None))
+        await tx.execute(used.values(used_ms=epoch_ms(now)))
 
 
 async def recount(tx: AsyncConnection, session_key: str, left: Iterable[Run], idle_ms: int) -> None:

@@ -40,6 +40,7 @@ def upgrade() -> None:
         sa.Column("turns_until", sa.BigInteger, nullable=False),
         sa.Column("at_ms", sa.BigInteger, nullable=False),
         sa.Column("resolved", sa.Boolean, nullable=False),
+        sa.Column("used_ms", sa.BigInteger),
         sa.Column("payload", sa.LargeBinary, nullable=False),
         sa.PrimaryKeyConstraint("event_id"),
     )
@@ -88,6 +89,7 @@ def upgrade() -> None:
         sa.Column("open_turns", sa.Integer, nullable=False),
         sa.Column("open_completions", sa.Integer, nullable=False),
         sa.Column("open_tokens", sa.BigInteger, nullable=False),
+        sa.Column("began_ms", sa.BigInteger, nullable=False),
         sa.Column("seen_ms", sa.BigInteger, nullable=False),
         sa.Column("check_ms", sa.BigInteger),
         sa.PrimaryKeyConstraint("session_key"),
