@@ -115,20 +115,15 @@ def _attend_in_blocks(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    bounds = headrace_bounds or (0, query.shape[2])
-    blocks = [
-        functional.scaled_dot_product_attention(
-            query[:, :, start:stop],
-            key[:, :, start:stop],
-            value[:, :, start:stop],
-            attn_mask=band,
-            is_causal=band is None,
-            scale=scaling,
+    lengths = [stop - start for start, stop in pairwise(headrace_bounds or (0, query.shape[2]))]
+    parts = (torch.split_with_sizes(tensor, lengths, dim=2) for tensor in (query, key, value))
+    attended = []
+    for q, k, v in zip(*parts, strict=True):
+        band = _band(q.shape[2], sliding_window, query.device)
+        attended.append(
+            functional.scaled_dot_product_attention(q, k, v, attn_mask=band, is_causal=band is None, scale=scaling)
         )
-        for start, stop in pairwise(bounds)
-        for band in [_band(stop - start, sliding_window, query.device)]
-    ]
-    return torch.cat(blocks, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(attended, dim=2).transpose(1, 2).contiguous(), None
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
