@@ -82,6 +82,7 @@ transaction.state.log.replication.factor=1
 transaction.state.log.min.isr=1
 share.coordinator.state.topic.replication.factor=1
 share.coordinator.state.topic.min.isr=1
+transaction.abort.timed.out.transaction.cleanup.interval.ms=500
 group.initial.rebalance.delay.ms=0
 """
         )

@@ -1,4 +1,4 @@
-"""A service as its own process, as a user has it: settings by environment, one log, killed and started again at will."""
+"""A service as its own process, as a user has it: settings by environment, one log; killed and started at will."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class ServiceProcess:
         self.port = free_port()
         self._log = folder / f"{name}-{self.port}.log"
         names = {"DATA_DIR": folder, "BUS__ADDRESS": bus, f"{name.upper()}__PORT": self.port, **settings}
-        values = {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in names.items()}
-        self._environ = os.environ | {f"HEADRACE_{key}": value for key, value in values.items()}
+        self._environ = os.environ | {f"HEADRACE_{key}": _text(value) for key, value in names.items()}
         self._process: subprocess.Popen[bytes] | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -75,3 +74,7 @@ class ServiceProcess:
             except subprocess.TimeoutExpired:
                 self.kill()
         return self._process.returncode
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

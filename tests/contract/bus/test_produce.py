@@ -73,7 +73,7 @@ async def test_a_topic_may_take_larger_and_smaller_messages(bus: str, create: Cr
 
 
 async def test_unknown_topic_is_refused_and_not_created(bus: str, unique: str, admin: AIOKafkaAdminClient) -> None:
-    async with producing(bus, request_timeout_ms=1_500) as producer:
+    async with producing(bus, request_timeout_ms=500) as producer:
         with pytest.raises(UnknownTopicOrPartitionError):
             await producer.send_and_wait(unique, b"x")
         assert unique not in await admin.list_topics()

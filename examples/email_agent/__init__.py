@@ -1,0 +1,1 @@
+"""An agent that answers questions over a mailbox, and learns from doing so when Headrace serves its model."""

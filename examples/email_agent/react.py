@@ -1,0 +1,58 @@
+"""The agent itself: a ReAct loop with native tool calls. Nothing here knows who serves the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from openai import AsyncOpenAI, OpenAIError
+
+from email_agent.tools import DEFINITIONS, Mailtools
+
+SYSTEM = "Answer questions about a mailbox. Use the tools, then give the bare answer."
+TURNS_MAX = 5
+TEMPERATURE = 1.0
+"""An agent that is to learn must try things; evaluation samples alike, so that it measures what users meet."""
+
+
+@dataclass
+class Episode:
+    """One question, played to its end."""
+
+    answer: str | None = None
+    """What the user gets to read; None when the agent never came to an answer."""
+    response_ids: list[str] = field(default_factory=list)
+    """Of every model call, in order."""
+    failure: str | None = None
+    """Why the server could not be asked, after the client's own retries."""
+
+    @property
+    def calls(self) -> int:
+        return len(self.response_ids) + (self.failure is not None)
+
+
+async def play(client: AsyncOpenAI, model: str, tools: Mailtools, question: str, max_tokens: int) -> Episode:
+    """Answer `question` within `TURNS_MAX` model calls. Never raises for what the model or the server does."""
+    episode = Episode()
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+    for _ in range(TURNS_MAX):
+        try:
+            response = await client.chat.completions.create(
+                model=model, messages=messages, tools=DEFINITIONS, temperature=TEMPERATURE, max_tokens=max_tokens
+            )
+        except OpenAIError as error:
+            episode.failure = f"{type(error).__name__}: {error}"
+            return episode
+        episode.response_ids.append(response.id)
+        message = response.choices[0].message
+        calls = [call for call in message.tool_calls or [] if call.type == "function"]
+        if not calls:
+            episode.answer = message.content or ""
+            return episode
+        messages.append(
+            {"role": "assistant", "content": message.content, "tool_calls": [call.model_dump() for call in calls]}
+        )
+        for call in calls:
+            content = tools.call(call.function.name, call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+    return episode

@@ -1,0 +1,90 @@
+"""Questions over a mailbox with checkable answers, in two sets that share nothing that is asked about."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from email_agent.mailbox import Mailbox
+
+Kind = Literal["meeting_day", "attachment", "extension", "last_writer", "newest_meeting", "mail_count"]
+Split = Literal["train", "held_out"]
+
+HELD_OUT_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Task:
+    """One question. `about` is the subject, folder or person asked about."""
+
+    id: str
+    kind: Kind
+    about: str
+    question: str
+    expected: str
+
+
+def tasks(mailbox: Mailbox, split: Split) -> list[Task]:
+    """Every question of `split`. A quarter of the projects and of the people is asked about in held-out tasks only."""
+    rng = random.Random(f"split {mailbox.seed}")
+    folders = sorted({thread.folder for thread in mailbox.threads})
+    people = sorted(contact.name for contact in mailbox.contacts)
+    held_out = {
+        *rng.sample(folders, round(len(folders) * HELD_OUT_SHARE)),
+        *rng.sample(people, round(len(people) * HELD_OUT_SHARE)),
+    }
+    wanted = split == "held_out"
+    return [task for topic, task in _questions(mailbox) if (topic in held_out) == wanted]
+
+
+def stream(mailbox: Mailbox, split: Split, seed: int) -> Iterator[Task]:
+    """Tasks without end, the kinds in turn and each kind's questions in random order; all asked before one repeats."""
+    rng = random.Random(f"stream {mailbox.seed} {split} {seed}")
+    by_kind: dict[Kind, list[Task]] = defaultdict(list)
+    for task in tasks(mailbox, split):
+        by_kind[task.kind].append(task)
+    waiting: dict[Kind, list[Task]] = {kind: [] for kind in by_kind}
+    while True:
+        for kind in rng.sample(sorted(by_kind), len(by_kind)):
+            if not waiting[kind]:
+                waiting[kind] = rng.sample(by_kind[kind], len(by_kind[kind]))
+            yield waiting[kind].pop()
+
+
+def _questions(mailbox: Mailbox) -> Iterator[tuple[str, Task]]:
+    """Each with the project or person that decides its split."""
+    newest = {thread.folder: thread for thread in sorted(mailbox.threads, key=lambda thread: thread.mails[0].number)}
+    for thread in mailbox.threads:
+        subject = thread.subject
+        yield thread.folder, _task("meeting_day", subject, f"On which day is the {subject} meeting?", thread.day)
+        yield (
+            thread.folder,
+            _task("attachment", subject, f"Which file came with the {subject} mail?", thread.attachment),
+        )
+        yield (
+            thread.folder,
+            _task(
+                "extension",
+                subject,
+                f"Which extension has the person who started {subject}?",
+                thread.mails[0].sender.extension,
+            ),
+        )
+        yield (
+            thread.folder,
+            _task("last_writer", subject, f"Who wrote last about {subject}?", thread.mails[-1].sender.name),
+        )
+    for folder, thread in newest.items():
+        yield folder, _task("newest_meeting", folder, f"In which room is the newest {folder} meeting?", thread.room)
+        yield folder, _task("newest_meeting", folder, f"On which day is the newest {folder} meeting?", thread.day)
+    sent = Counter(mail.sender for thread in mailbox.threads for mail in thread.mails)
+    for contact in mailbox.contacts:
+        count = str(sent[contact])
+        yield contact.name, _task("mail_count", contact.name, f"How many mails did {contact.name} send?", count)
+
+
+def _task(kind: Kind, about: str, question: str, expected: str) -> Task:
+    return Task("-".join([kind, *question.rstrip("?").lower().split()]), kind, about, question, expected)

@@ -1,0 +1,140 @@
+"""The seven tools of the agent, as OpenAI function definitions and as the queries behind them."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionFunctionToolParam
+
+HITS = 2
+"""Threads that a search or a folder shows."""
+
+ERROR = "error: "
+"""How the answer of a tool begins when a call was wrong. The model reads it and may try again."""
+
+_THREADS = "SELECT thread, sender, mails.subject FROM mails JOIN threads ON threads.id = thread "
+
+
+class WrongCall(Exception):
+    """The model asked for something that there is not; the message is for the model."""
+
+
+class Mailtools:
+    """Executes tool calls on one mailbox. Quick, and not for several threads at once."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+
+    def call(self, name: str, arguments: str) -> str:
+        """Run a call as a model wrote it. Anything wrong with it becomes an answer that starts with `ERROR`."""
+        try:
+            tool, parameter = self._resolve(name)
+            return tool(_only_argument(arguments, parameter))
+        except WrongCall as problem:
+            return f"{ERROR}{problem}"
+
+    def _resolve(self, name: str) -> tuple[Callable[[str], str], str]:
+        if name not in PARAMETER_OF:
+            raise WrongCall(f"no tool {name}")
+        tool: Callable[[str], str] = getattr(self, name)
+        return tool, PARAMETER_OF[name]
+
+    def search_mail(self, query: str) -> str:
+        terms = " OR ".join('"' + word.replace('"', "") + '"' for word in query.split())
+        rows = self._rows(
+            _THREADS + "JOIN mail_words ON mail_words.rowid = number WHERE mail_words MATCH ? AND position = 0 "
+            "ORDER BY bm25(mail_words), number LIMIT ?",
+            terms or '""', HITS,
+        )  # fmt: skip
+        return _listing(rows)
+
+    def list_folder(self, folder: str) -> str:
+        rows = self._rows(_THREADS + "WHERE folder = ? AND position = 0 ORDER BY number DESC LIMIT ?", folder, HITS)
+        if not rows:
+            raise WrongCall("no such folder")
+        return _listing(rows)
+
+    def read_mail(self, thread: str) -> str:
+        rows = self._in_thread(
+            "SELECT sender, mails.subject, body FROM mails WHERE thread = ? AND position = 0", thread
+        )
+        ((sender, subject, body),) = rows
+        return f"From: {sender}\nSubject: {subject}\n{body}"
+
+    def list_thread(self, thread: str) -> str:
+        rows = self._in_thread("SELECT sender FROM mails WHERE thread = ? ORDER BY position DESC", thread)
+        return "\n".join(sender for (sender,) in rows)
+
+    def list_attachments(self, thread: str) -> str:
+        ((attachment,),) = self._in_thread("SELECT attachment FROM threads WHERE id = ?", thread)
+        return str(attachment)
+
+    def find_contact(self, name: str) -> str:
+        rows = self._rows("SELECT id, name, extension FROM contacts WHERE name = ?", name)
+        if not rows:
+            raise WrongCall("no such contact")
+        ((contact, name, extension),) = rows
+        return f"{contact} {name} extension {extension}"
+
+    def count_mail(self, contact: str) -> str:
+        if not self._rows("SELECT id FROM contacts WHERE id = ?", contact):
+            raise WrongCall("no such contact id")
+        ((count,),) = self._rows(
+            "SELECT count(*) FROM mails JOIN contacts ON contacts.name = sender WHERE contacts.id = ?", contact
+        )
+        return f"{count} mails"
+
+    def _in_thread(self, query: str, thread: str) -> list[tuple[Any, ...]]:
+        rows = self._rows(query, thread)
+        if not rows:
+            raise WrongCall("no such thread")
+        return rows
+
+    def _rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        return self._database.execute(query, values).fetchall()
+
+
+def _listing(rows: list[tuple[Any, ...]]) -> str:
+    return "\n".join(f"{thread} {sender}: {subject}" for thread, sender, subject in rows) or "nothing found"
+
+
+def _only_argument(arguments: str, parameter: str) -> str:
+    try:
+        values = json.loads(arguments)
+    except json.JSONDecodeError:
+        raise WrongCall("arguments are not JSON") from None
+    if not isinstance(values, dict) or list(values) != [parameter]:
+        raise WrongCall(f"expected the argument {parameter}")
+    return str(values[parameter])
+
+
+_THREAD_ID = "Id of the thread, as a search or a folder shows it."
+_TOOLS = (
+    ("search_mail", "Search mail; shows the best threads.", "query", "Words to look for, e.g. a subject."),
+    ("list_folder", "Show the newest threads of a folder, newest first.", "folder", "Name of the folder."),
+    ("read_mail", "Read the mail that opened a thread.", "thread", _THREAD_ID),
+    ("list_thread", "Show who wrote in a thread, newest mail first.", "thread", _THREAD_ID),
+    ("list_attachments", "Name the file attached to a thread.", "thread", _THREAD_ID),
+    ("find_contact", "Look up a person: contact id, name and extension.", "name", "First and last name."),
+    ("count_mail", "Count the mails that a contact has sent.", "contact", "Id of the contact, from find_contact."),
+)
+PARAMETER_OF = {name: parameter for name, _, parameter, _ in _TOOLS}
+"""Each tool takes exactly one argument, a string."""
+
+
+def _definition(name: str, description: str, parameter: str, meaning: str) -> ChatCompletionFunctionToolParam:
+    schema: dict[str, object] = {
+        "type": "object",
+        "properties": {parameter: {"type": "string", "description": meaning}},
+        "required": [parameter],
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+DEFINITIONS = [_definition(*tool) for tool in _TOOLS]
+"""What the model is told, in OpenAI's form."""

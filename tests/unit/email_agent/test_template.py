@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import Any
+
+import pytest
+from email_agent.demonstrations import demonstrate
+from email_agent.mailbox import Mailbox
+from email_agent.react import SYSTEM
+from email_agent.tasks import stream
+from email_agent.tools import PARAMETER_OF, Mailtools
+from headrace_inference.chat.tool_calls import ToolCalls
+
+from .rendering import render
+
+OPENING = "<|im_start|>assistant\n"
+ASKED = {"role": "user", "content": "Who wrote last about harbor budget?"}
+
+
+def called(arguments: Any, content: str | None = None, **more: Any) -> dict[str, Any]:
+    call = {"id": "call_1", "type": "function", "function": {"name": "read_mail", "arguments": arguments}}
+    return {"role": "assistant", "content": content, "tool_calls": [call], **more}
+
+
+def test_a_whole_conversation() -> None:
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        ASKED,
+        called({"thread": "a1"}),
+        {"role": "tool", "tool_call_id": "call_1", "content": "From: Anna Berg"},
+        {"role": "assistant", "content": "Anna Berg"},
+    ]
+    assert render(messages) == (
+        f"<|im_start|>system\n{SYSTEM}\n{' '.join(PARAMETER_OF)} <|im_end|>\n"
+        "<|im_start|>user\nWho wrote last about harbor budget?<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>{"name": "read_mail", "arguments": {"thread": "a1"}}</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>From: Anna Berg</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\nAnna Berg<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [{"thread": "ä1"}, '{"thread": "ä1"}'])
+def test_arguments_may_come_as_an_object_or_as_the_text_of_one(arguments: Any) -> None:
+    assert '"arguments": {"thread": "ä1"}}</tool_call>' in render([ASKED, called(arguments)])
+
+
+def test_what_the_model_thought_and_said_beside_a_call_stays_in_its_place() -> None:
+    assert (
+        '<think>hm</think>Let me see.<tool_call>{"name": "read_mail", "arguments": {}}</tool_call><|im_end|>'
+    ) in render([ASKED, called({}, "Let me see.", reasoning_content="hm")])
+
+
+def test_answers_of_tools_that_were_called_together_are_one_block() -> None:
+    results = [{"role": "tool", "content": text} for text in ("one", "two")]
+    block = "<tool_response>one</tool_response><tool_response>two</tool_response>"
+    assert f"<|im_start|>user\n{block}<|im_end|>\n" in render([ASKED, called({}), *results])
+
+
+def test_no_tools_and_no_system_message_leave_no_system_block() -> None:
+    assert render([ASKED], tools=None) == f"<|im_start|>user\n{ASKED['content']}<|im_end|>\n"
+
+
+def test_each_turn_continues_the_one_before_it(box: Mailbox, tools: Mailtools) -> None:
+    """What the model is shown next begins with what it was shown and said: a run is one branch (pitfall 7)."""
+    for task in itertools.islice(stream(box, "train", 0), 60):
+        messages = demonstrate(task, tools, random.Random(task.id), lapses=0.5)
+        whole = render(messages)
+        for position, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = render(messages[:position], generate=True)
+                assert whole.startswith(prompt)
+                assert prompt.endswith(OPENING)
+
+
+def test_what_the_template_renders_is_what_the_parser_of_the_engine_reads(box: Mailbox, tools: Mailtools) -> None:
+    for task in itertools.islice(stream(box, "train", 0), 60):
+        messages = demonstrate(task, tools, random.Random(task.id), lapses=0.5)
+        for position, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = render(messages[:position], generate=True)
+            text = render(messages[: position + 1]).removeprefix(prompt).removesuffix("<|im_end|>\n")
+            parser = ToolCalls()
+            found, rest = parser.feed(text), parser.end()
+            calls = [(call.name, json.loads(call.arguments)) for call in found.calls]
+            meant = [call["function"] for call in message.get("tool_calls", [])]
+            assert calls == [(function["name"], json.loads(function["arguments"])) for function in meant]
+            assert found.content + rest.content == (message["content"] or "")
