@@ -1,4 +1,4 @@
-"""The twelve events, one module per topic family."""
+"""The events, one module per topic family."""
 
 from headrace_schemas.base import Event
 from headrace_schemas.events.chat import (
@@ -12,6 +12,7 @@ from headrace_schemas.events.chat import (
 )
 from headrace_schemas.events.checkpoint import Checkpoint, TrainingMetrics, Verdict
 from headrace_schemas.events.dead_letter import DeadLetter
+from headrace_schemas.events.dead_letter_decision import DeadLetterDecision
 from headrace_schemas.events.experience import Experience, RewardPart
 from headrace_schemas.events.feedback import Feedback, SessionEnd
 from headrace_schemas.events.model_event import ModelEvent
@@ -36,6 +37,7 @@ EVENTS: dict[str, type[Event]] = {
         ModelEvent,
         TrainingMetrics,
         DeadLetter,
+        DeadLetterDecision,
     )
 }
 """Topic name to the event that it carries; one event type per topic."""
@@ -46,6 +48,7 @@ __all__ = [
     "Checkpoint",
     "Choice",
     "DeadLetter",
+    "DeadLetterDecision",
     "Dialogue",
     "Event",
     "Experience",

@@ -82,6 +82,16 @@ async def test_feedback_for_nothing_is_dead_lettered_after_a_while(stream: Bench
     assert len(stream.sent(DeadLetter)) == 2
 
 
+async def test_feedback_that_was_dead_lettered_counts_when_it_is_retried_after_its_turn(stream: Bench) -> None:
+    turn = ask([user("q")])
+    await stream.deliver(feedback("s", turn, task_id="t"))
+    await pass_time(stream, 601)
+    (letter,) = stream.sent(DeadLetter)
+    await stream.deliver(turn, stream.append("feedback", letter.value))
+    await stream.deliver(end())
+    assert stream.sent(Trajectory)[0].task_id == "t"
+
+
 async def test_feedback_may_come_before_its_turn(stream: Bench) -> None:
     turn = ask([user("q")])
     await stream.deliver(feedback("s", turn, task_id="t"))

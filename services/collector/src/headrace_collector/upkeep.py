@@ -73,6 +73,7 @@ async def find_targets(tx: AsyncConnection, now: datetime, settings: Settings) -
             error = f"{named} were not seen within {settings.feedback_wait_s:g} s by tenant {event.tenant}"
             letters.append(dead_letter("collector", record, "unknown_target", error))
             await tx.execute(delete(feedback).where(feedback.c.event_id == row["event_id"]))
+            await tx.execute(delete(stream.seen).where(stream.seen.c.event_id == row["event_id"]))  # may be retried
     if found:
         await tx.execute(update(feedback).where(feedback.c.event_id.in_(found)).values(resolved=True))
     return letters
