@@ -1,6 +1,7 @@
 # Two commands for a newcomer: `make demo` and `make test`. `make help` lists the rest.
 SHELL := /bin/bash
 PYTHON ?= python3
+SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
@@ -36,6 +37,12 @@ lint: $(VENV)/installed ## ruff, mypy strict, import contracts
 	$(BIN)/mypy $(PACKAGES:%=-p %)
 	$(BIN)/mypy tests benchmarks examples
 	$(BIN)/lint-imports
+
+demo: $(VENV)/installed ## an agent gets better from its own calls, in about five minutes (SEED=0)
+	$(BIN)/headrace demo --seed $(SEED)
+
+up: $(VENV)/installed ## every service on this machine (ARGS="--set trainer.base=...")
+	$(BIN)/headrace up $(ARGS)
 
 test: $(VENV)/installed ## every test, fast ones first; under 10 minutes on 2 cores
 	mkdir -p reports

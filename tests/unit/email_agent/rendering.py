@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from email_agent.build_base import TEMPLATE
 from email_agent.tools import DEFINITIONS
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 def render(

@@ -9,12 +9,13 @@ from typing import Any
 
 import httpx2
 import pytest
+from openai import AsyncOpenAI
+
 from email_agent import agent
 from email_agent.mailbox import Mailbox
 from email_agent.react import TURNS_MAX, play
 from email_agent.tasks import Kind
 from email_agent.tools import Mailtools
-from openai import AsyncOpenAI
 from tests.support.fake_llm import Behaviour, Call, FakeLLM, Reply, completion, status
 
 from .clerk_server import Clerk, clueless
@@ -28,6 +29,7 @@ class Headrace:
     def __init__(self, model: Behaviour) -> None:
         self.feedback: list[dict[str, Any]] = []
         self.spoken: list[str] = []
+        self.heard = asyncio.Event()
         self.refusal: int | None = None
         self._model = model
 
@@ -44,6 +46,7 @@ class Headrace:
             return httpx2.Response(200, json=reply.body)
         assert request.url.path == "/v1/feedback"
         self.feedback.append(body)
+        self.heard.set()
         return httpx2.Response(self.refusal or 202, json={})
 
 
@@ -94,8 +97,7 @@ async def test_feedback_that_fails_is_counted_and_stops_nothing(headrace: Headra
 async def test_users_who_have_had_enough_still_hear_their_answers(headrace: Headrace) -> None:
     users = agent.Users(headrace.client(), options(tasks=None))
     asking = asyncio.create_task(users.ask())
-    while not (headrace.feedback or asking.done()):
-        await asyncio.sleep(0)
+    await asyncio.wait_for(headrace.heard.wait(), 10)
     users.had_enough = True
     await asyncio.wait_for(asking, 10)
     assert len(headrace.spoken) == 3 * len(headrace.feedback)
@@ -116,11 +118,12 @@ def test_against_any_other_server_it_works_and_says_what_failed(
     box: Mailbox, tools: Mailtools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "agent.json"
-    with FakeLLM(Clerk(box, tools)) as llm, pytest.raises(SystemExit, match="1 requests failed.*BadRequestError"):
+    with FakeLLM(Clerk(box, tools)) as llm:
         llm.then(status(400))
         flags = f"--base-url {llm.base_url} --model m --tasks 7 --concurrency 2 --seed 1 --out {out}".split()
         monkeypatch.setattr(sys, "argv", ["agent", *flags])
-        agent.main()
+        with pytest.raises(SystemExit, match=r"1 requests failed.*BadRequestError"):
+            agent.main()
     summary = json.loads(out.read_text())
     assert (summary["tasks"], summary["accepted"], summary["calls"]) == (7, 6, 19)
     assert (summary["failed_requests"], summary["feedback_taken"]) == (1, False)

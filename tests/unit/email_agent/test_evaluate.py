@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+
 from email_agent import evaluate
 from email_agent.mailbox import Mailbox
 from email_agent.tasks import tasks
@@ -38,9 +39,7 @@ def test_it_prints_a_line_per_held_out_task_that_the_gate_can_read(
     assert len(parse("\n".join(map(json.dumps, lines)).encode())) == 24
 
 
-def test_every_call_is_marked_as_evaluation_of_that_version(
-    clerk: Behaviour, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_call_is_marked_as_evaluation_of_that_version(clerk: Behaviour, monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeLLM(clerk) as llm:
         run(llm, monkeypatch, tasks=6)
     assert {call.headers["x-headrace-purpose"] for call in llm.calls} == {"eval"}
@@ -65,7 +64,8 @@ def test_the_questions_depend_on_the_seed_alone(
 def test_a_task_that_could_not_be_played_has_no_score_and_fails_the_evaluation(
     clerk: Behaviour, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with FakeLLM(clerk) as llm, pytest.raises(SystemExit, match="1 tasks could not be played.*BadRequestError"):
+    with FakeLLM(clerk) as llm:
         llm.then(status(400))
-        run(llm, monkeypatch, tasks=6)
+        with pytest.raises(SystemExit, match=r"1 tasks could not be played.*BadRequestError"):
+            run(llm, monkeypatch, tasks=6)
     assert len(capsys.readouterr().out.splitlines()) == 5

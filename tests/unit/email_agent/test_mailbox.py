@@ -6,6 +6,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+
 from email_agent import mailbox, words
 
 EXAMPLES = Path(mailbox.__file__).parents[1]

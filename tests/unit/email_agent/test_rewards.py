@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+
 from email_agent import rewards
 from headrace_schemas import Dialogue, Message, Trajectory
 from tests.support.trajectories import closed

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+
 from email_agent.demonstrations import demonstrate
 from email_agent.mailbox import Mailbox
 from email_agent.react import SYSTEM

@@ -4,13 +4,14 @@ import itertools
 import random
 
 import pytest
+from tokenizers import Tokenizer
+
 from email_agent import tokenizer as bpe
 from email_agent import words
 from email_agent.demonstrations import demonstrate
 from email_agent.mailbox import Mailbox
 from email_agent.tasks import stream
 from email_agent.tools import PARAMETER_OF, Mailtools
-from tokenizers import Tokenizer
 
 from .rendering import render
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from email_agent import tools as module
 from email_agent.mailbox import Mailbox
 from email_agent.tools import DEFINITIONS, ERROR, HITS, PARAMETER_OF, Mailtools

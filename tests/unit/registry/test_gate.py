@@ -31,6 +31,11 @@ print(json.dumps({"task": sys.argv[2], "score": 0.75}))
     assert scores == {"m@0123456789ab": 1.0, "url=http://g/v1": 0.5}
 
 
+async def test_the_programs_interpreter_may_be_the_registrys_own() -> None:
+    code = "import json, sys; print(json.dumps({'task': sys.argv[1], 'score': 1}))"
+    assert await gate(code, "{python}").play("m@0123456789ab") == {sys.executable: 1.0}
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [

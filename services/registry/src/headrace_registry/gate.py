@@ -8,8 +8,10 @@ import hashlib
 import json
 import os
 import signal
+import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
@@ -58,10 +60,8 @@ class Gate:
         return scores
 
     def _command(self, version: str) -> list[str]:
-        base_url = self._settings.base_url
-        return [
-            argument.replace("{model}", version).replace("{base_url}", base_url) for argument in self._settings.command
-        ]
+        values = {"{model}": version, "{base_url}": self._settings.base_url, "{python}": sys.executable}
+        return [_filled(argument, values) for argument in self._settings.command]
 
     async def _run(self, command: list[str]) -> bytes:
         process = await asyncio.create_subprocess_exec(
@@ -83,6 +83,12 @@ class Gate:
         if status:
             raise GateFailed(f"{command[0]} ended with status {status}: {errors or 'no message on stderr'}")
         return output
+
+
+def _filled(argument: str, values: Mapping[str, str]) -> str:
+    for placeholder, value in values.items():
+        argument = argument.replace(placeholder, value)
+    return argument
 
 
 def parse(output: bytes) -> dict[str, float]:

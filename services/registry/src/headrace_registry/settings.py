@@ -16,8 +16,9 @@ class GateSettings(Section):
 
     command: tuple[str, ...] = ()
     """Program and arguments that play the held-out tasks; empty: a candidate is promoted once probed. `{model}` becomes
-    the exact version, `{base_url}` the gateway's URL. It prints a line `{"task": "name", "score": 0..1}` for each task
-    (a task played several times counts with its mean), nothing else on stdout, and exits with 0."""
+    the exact version, `{base_url}` the gateway's URL, `{python}` the interpreter that runs the registry. It prints a
+    line `{"task": "name", "score": 0..1}` for each task (a task played several times counts with its mean), nothing
+    else on stdout, and exits with 0."""
     base_url: str = "http://127.0.0.1:8000/v1"
     """What `{base_url}` becomes; `headrace up` fills in the gateway that it started."""
     margin: Annotated[float, Field(ge=0, le=1)] = 0.05
