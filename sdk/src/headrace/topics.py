@@ -151,14 +151,18 @@ class Topics:
         found = await self._consumer.offsets_for_times({one: int(time.timestamp() * 1000) for one in partitions})
         return {one: found[one].offset if found.get(one) else last[one] for one in partitions}
 
+    async def partitions(self, topic: str) -> tuple[int, ...]:
+        """The numbers of the topic's partitions; empty when there is no such topic."""
+        cluster = await self._consumer._client.fetch_all_metadata()  # the public ways know subscribed topics only
+        return tuple(sorted(cluster.partitions_for_topic(topic) or ()))
+
     async def _partitions(self, topic: str) -> list[TopicPartition]:
         from aiokafka import TopicPartition
 
-        cluster = await self._consumer._client.fetch_all_metadata()  # the public ways know subscribed topics only
-        found = cluster.partitions_for_topic(topic)
+        found = await self.partitions(topic)
         if not found:
             raise UsageError(f"there is no topic {topic!r} on this bus")
-        return [TopicPartition(topic, number) for number in sorted(found)]
+        return [TopicPartition(topic, number) for number in found]
 
 
 @asynccontextmanager
@@ -188,21 +192,24 @@ def _key(message: ConsumerRecord) -> str:
 async def _entry(message: ConsumerRecord) -> Entry:
     event, problem = None, None
     try:
-        event = await _event(message)
+        event = await event_of(message.topic, message.value, message.headers)
     except (HeadraceError, OSError, ValueError) as error:
         problem = str(error)
     time = datetime.fromtimestamp(message.timestamp / 1000, UTC)
     return Entry(message.topic, message.partition, message.offset, time, _key(message), event, problem)
 
 
-async def _event(message: ConsumerRecord) -> Event:
-    if message.value is None:
+async def event_of(topic: str, value: bytes | None, headers: Iterable[tuple[str, bytes | None]]) -> Event:
+    """The event that a record of `topic` holds, fetched where the record only refers to it.
+
+    Raises `HeadraceError` or `OSError` saying why there is none.
+    """
+    if value is None:
         raise UsageError("tombstone: the key was removed")
-    model = EVENTS.get(message.topic)
+    model = EVENTS.get(topic)
     if model is None:
-        raise UsageError(f"no event is defined for topic {message.topic}")
-    value = message.value
-    if any(name == "ce_dataref" for name, _ in message.headers):
+        raise UsageError(f"no event is defined for topic {topic}")
+    if any(name == "ce_dataref" for name, _ in headers):
         value = await asyncio.to_thread(_blob, value)
     return model.from_json(value)
 

@@ -24,7 +24,8 @@ from tests.unit.sdk.http_fake import HttpFake
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 COMMANDS = [
     ["up"], ["demo"], ["status"], ["logs"], ["feedback"], ["models", "list"], ["models", "show"], ["models", "promote"],
-    ["models", "rollback"], ["models", "withdraw"], ["replay", "events"], ["config", "check"], ["config", "reference"],
+    ["models", "rollback"], ["models", "withdraw"], ["replay", "events"], ["dead-letters", "list"],
+    ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"], ["config", "check"], ["config", "reference"],
 ]  # fmt: skip
 
 
