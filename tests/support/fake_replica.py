@@ -60,6 +60,8 @@ class FakeReplica:
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     token_delay_s: float = 0.0
+    prompt_tail: tuple[int, ...] = ()
+    """Ends its prompts, as those of a replica differ that has not seen the conversation before."""
     url: str = ""
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: int = 0
@@ -107,7 +109,7 @@ class FakeReplica:
             return web.json_response({"error": {"message": "no such model"}}, status=404)
         try:
             return await (self._stream if body.get("stream") else self._plain)(
-                request, Generation(body, fault.model or body["model"]), fault
+                request, Generation(body, fault.model or body["model"], self.prompt_tail), fault
             )
         except asyncio.CancelledError:
             self.cancelled += 1
@@ -175,6 +177,7 @@ class Generation:
 
     body: dict[str, Any]
     model: str
+    prompt_tail: tuple[int, ...] = ()
 
     @property
     def n(self) -> int:
@@ -186,7 +189,10 @@ class Generation:
 
     @property
     def prompt_ids(self) -> list[int]:
-        return list(json.dumps([self.body["messages"], self.body.get("tools")]).encode())
+        resume = self._resume()
+        if resume is not None and resume.prompt_token_ids is not None:
+            return list(resume.prompt_token_ids)
+        return [*json.dumps([self.body["messages"], self.body.get("tools")]).encode(), *self.prompt_tail]
 
     @property
     def limit(self) -> int:
@@ -265,9 +271,12 @@ class Generation:
             "choices": choices,
         } | more
 
-    def _resumed(self) -> Any:
+    def _resume(self) -> Resume | None:
         raw = self.body.get("headrace_resume")
-        resume = Resume.model_validate(raw) if raw is not None else None
+        return Resume.model_validate(raw) if raw is not None else None
+
+    def _resumed(self) -> Any:
+        resume = self._resume()
         for choice in resume.choices if resume else ():
             expected = self.tokens(choice.index)[: len(choice.token_ids)]
             assert list(choice.token_ids) == expected, "the gateway lost or changed tokens on the way"

@@ -57,18 +57,23 @@ class Transcript:
     choices: dict[int, ChoiceSoFar] = field(default_factory=dict)
     usage: EngineUsage | None = None
     other_prompt: bool = False
-    """Two replicas made different prompts of the same request: they cannot both be this version."""
+    """A replica went on after another prompt than the one before had sampled from."""
 
     def add(self, answer: EngineAnswer, *, streamed: bool) -> None:
         self.version = self.version or answer.model
         if answer.prompt_token_ids is not None:
-            if self.prompt_token_ids and self.prompt_token_ids != answer.prompt_token_ids:
+            if not self._sampled:  # of two replicas that began, the later one samples
+                self.prompt_token_ids = answer.prompt_token_ids
+            elif self.prompt_token_ids != answer.prompt_token_ids:
                 self.other_prompt = True
-            self.prompt_token_ids = self.prompt_token_ids or answer.prompt_token_ids
         self.usage = answer.usage or self.usage
         for choice in answer.choices:
             so_far = self.choices.setdefault(choice.index, ChoiceSoFar())
             so_far.add(choice, choice.delta if streamed else choice.message)
+
+    @property
+    def _sampled(self) -> bool:
+        return any(choice.token_ids for choice in self.choices.values())
 
     def finished(self, choices: int) -> bool:
         """Whether all `choices` have ended."""
@@ -100,10 +105,11 @@ class Transcript:
 
         Raises `ValidationError` when tokens and logprobs disagree: such a stream cannot be continued.
         """
-        if not any(choice.token_ids for choice in self.choices.values()):
+        if not self._sampled:
             return None
         return Resume.model_validate(
             {
+                "prompt_token_ids": self.prompt_token_ids or None,
                 "choices": [
                     {
                         "index": index,
@@ -112,6 +118,6 @@ class Transcript:
                         "finish_reason": choice.finish_reason,
                     }
                     for index, choice in sorted(self.choices.items())
-                ]
+                ],
             }
         )

@@ -97,6 +97,26 @@ async def test_a_stream_resumes_with_every_choice_and_every_token(tmp_path: Path
         assert resumed.usage == whole.usage
 
 
+@pytest.mark.parametrize("drop_after", [0, 2], ids=["before-the-first-token", "between-tokens"])
+async def test_a_replica_that_knows_another_prompt_goes_on_after_the_one_that_was_sampled_from(
+    tmp_path: Path, drop_after: int
+) -> None:
+    """Exact tokens of a conversation are in the memory of the replica that sampled them, and of no other (P2)."""
+    a, b = FakeReplica("a"), FakeReplica("b", prompt_tail=(7, 7))
+    async with a.running(), b.running(), gateway(tmp_path, a, b) as served:
+        await served.chat(max_tokens=1)
+        first, second = (a, b) if a.requests else (b, a)
+        served.bus.records.clear()
+        first.faults = [Fault(drop_after=drop_after)]
+        answer = await served.chat(stream=True)
+        assert content(answer) == expected(second)
+        assert served.bus.events(DeadLetter) == []
+        (turn,) = served.turns
+        sampled = first if drop_after else second
+        work = Generation(sampled.requests[-1], VERSION, sampled.prompt_tail)
+        assert list(turn.prompt_token_ids) == work.prompt_ids
+
+
 async def test_a_stalled_stream_moves_on(tmp_path: Path) -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
     async with a.running(), b.running(), gateway(tmp_path, a, b, upstream=UPSTREAM) as served:

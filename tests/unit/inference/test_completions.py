@@ -185,6 +185,16 @@ class TestResume:
                 assert rest_chunks[0]["prompt_token_ids"] == engine.asked[0].prompt
                 assert rest_chunks[-1]["usage"]["completion_tokens"] == len(whole["token_ids"])
 
+    async def test_after_the_prompt_that_was_sampled_from(self, tokenizer: ChatTokenizer) -> None:
+        """The one that began may have known the exact tokens of a conversation that is new here (P2)."""
+        engine = ScriptedEngine(tokenizer, "one")
+        ids = engine.tokens_of(0)[:1]
+        resume = {"prompt_token_ids": [9, 8, 7], "choices": [{"index": 0, "token_ids": ids, "logprobs": [-0.5]}]}
+        async with client(engine, tokenizer) as http:
+            chunks = await ask_stream(http, headrace_resume=resume, stream_options={"include_usage": True}, **FULL)
+        assert engine.asked[0].prompt == chunks[0]["prompt_token_ids"] == [9, 8, 7]
+        assert chunks[-1]["usage"]["prompt_tokens"] == 3
+
     async def test_a_complete_choice_gets_no_further_chunk(self, tokenizer: ChatTokenizer) -> None:
         engine = ScriptedEngine(tokenizer, "one", "two")
         done = {"index": 0, "token_ids": engine.tokens_of(0), "logprobs": [-0.5] * len(engine.tokens_of(0))}
@@ -211,6 +221,10 @@ class TestResume:
             ({"choices": [{"index": 1, "token_ids": [5], "logprobs": [-1]}]}, "no choice 1"),
             ({"choices": [{"index": 0, "token_ids": [5], "logprobs": []}]}, "1 token ids and 0 logprobs"),
             ({"choices": [{"index": 0, "token_ids": [99_999], "logprobs": [-1]}]}, "does not have"),
+            (
+                {"prompt_token_ids": [99_999], "choices": [{"index": 0, "token_ids": [5], "logprobs": [-1]}]},
+                "the prompt holds token ids",
+            ),
             ({"choices": []}, "choices"),
             ([], "headrace_resume"),
         ],

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
 
 from headrace_inference import metrics
 from headrace_inference.chat.answer import Answer, Reading, StopWatch
@@ -50,6 +50,9 @@ class Completions:
         started = time.monotonic()
         tools = request.offered_tools
         prompt = self._prompts.build(tokenizer, request.messages, tools, request.chat_template_kwargs or {})
+        if request.resumed_prompt is not None:  # whoever began knew the conversation's own tokens
+            self._check_ids(request.resumed_prompt, version, "the prompt")
+            prompt = replace(prompt, token_ids=list(request.resumed_prompt))
         stops = request.stop or ()
         parse_tools = self._parsers.tools and bool(tools)
         how = Reading.of(prompt.text, tools=parse_tools, reasoning=self._parsers.reasoning, stops=stops)
@@ -83,9 +86,7 @@ class Completions:
     ) -> None:
         """Replay what the client already has, silently. It may hold the end already, without having said so."""
         ids = resumed.token_ids
-        if any(token >= self._engine.vocabulary(version) for token in ids):
-            message = f"headrace_resume: choice {choice.index} holds token ids that {version} does not have"
-            raise Refused(400, "invalid_value", message, "headrace_resume")
+        self._check_ids(ids, version, f"choice {choice.index}")
         choice.resumed = True
         choice.complete = resumed.finish_reason is not None
         choice.answer.feed(ids)
@@ -95,6 +96,11 @@ class Completions:
             choice.finish = "stop"
         elif sampling.max_tokens is not None and len(ids) >= sampling.max_tokens:
             choice.finish = "length"
+
+    def _check_ids(self, ids: Sequence[int], version: str, where: str) -> None:
+        if any(token >= self._engine.vocabulary(version) for token in ids):
+            message = f"headrace_resume: {where} holds token ids that {version} does not have"
+            raise Refused(400, "invalid_value", message, "headrace_resume")
 
 
 class Completion:

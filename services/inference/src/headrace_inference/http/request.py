@@ -105,6 +105,11 @@ class ChatRequest(Model):
     def resumed(self) -> dict[int, ResumedChoice]:
         return {choice.index: choice for choice in self.headrace_resume.choices} if self.headrace_resume else {}
 
+    @property
+    def resumed_prompt(self) -> tuple[int, ...] | None:
+        """The prompt that resumed tokens were sampled after, when the request says it."""
+        return self.headrace_resume.prompt_token_ids if self.headrace_resume else None
+
     def sampling(self, stop_ids: frozenset[int]) -> Sampling:
         """OpenAI's defaults where the client made no choice; never the model's own `generation_config`."""
         return Sampling(

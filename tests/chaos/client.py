@@ -1,0 +1,148 @@
+"""One user of the stack: asks through a load balancer, and believes an answer only when all of it has arrived.
+
+An attempt that loses its connection is made again at another gateway, as a load balancer does. A request has *failed*
+when a gateway answered with an error, when an answer ended in order but was not whole, when a connection was lost
+although nobody had killed that gateway, or when there was no answer by the deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from tests.chaos.balancer import Balancer
+
+DEADLINE_S = 150.0
+_LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
+
+
+class RequestFailed(Exception):
+    """What a user would see as an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acked:
+    """An answer whose end has arrived."""
+
+    session_id: str
+    content: str
+    """Digest of the text that the user was shown."""
+
+
+@dataclass(slots=True)
+class ClientLedger:
+    """What the users know. Nothing in it comes from the stack's own books."""
+
+    acked: dict[str, Acked] = field(default_factory=dict)
+    """By response id."""
+    told: set[str] = field(default_factory=set)
+    """Ids of the feedback that was accepted."""
+    ended: set[str] = field(default_factory=set)
+    """Sessions whose end was accepted."""
+    failures: list[str] = field(default_factory=list)
+    failed_by: Counter[str] = field(default_factory=Counter)
+    """The same by kind."""
+    requests: int = 0
+    retried: int = 0
+    """Attempts that lost their connection to a gateway that had been killed."""
+    latencies_s: list[float] = field(default_factory=list)
+    """Of chat requests, retries included."""
+
+    def failed(self, kind: str, text: str) -> None:
+        self.failed_by[kind] += 1
+        self.failures.append(f"{kind}: {text}")
+
+
+class Client:
+    """Many users at once, on one connection pool."""
+
+    def __init__(self, http: aiohttp.ClientSession, balancer: Balancer, ledger: ClientLedger, model: str) -> None:
+        self._http = http
+        self._balancer = balancer
+        self._ledger = ledger
+        self._model = model
+
+    async def ask(self, session_id: str, messages: list[dict[str, str]], **options: object) -> str | None:
+        """One turn; returns what the model said, None when the request failed."""
+        began = time.monotonic()
+        headers = {"x-session-id": session_id}
+        body = {"model": self._model, "messages": messages, **options}
+        answer = await self._request("/v1/chat/completions", body, headers)
+        if answer is None:
+            return None
+        self._ledger.latencies_s.append(time.monotonic() - began)
+        response_id, text = _said(answer)
+        self._ledger.acked[response_id] = Acked(session_id, digest(text))
+        return text
+
+    async def feedback(self, session_id: str, **verdict: object) -> bool:
+        """Whether it was accepted. `feedback_id` is the client's, so that its retries are one feedback."""
+        body = {"session_id": session_id, "feedback_id": f"f-{session_id}", **verdict}
+        answer = await self._request("/v1/feedback", body, {})
+        if answer is not None:
+            self._ledger.told.update(answer[0]["event_ids"])
+            if verdict.get("ends_session"):
+                self._ledger.ended.add(session_id)
+        return answer is not None
+
+    async def end(self, session_id: str) -> None:
+        if await self._request(f"/v1/sessions/{session_id}/end", None, {}) is not None:
+            self._ledger.ended.add(session_id)
+
+    async def _request(
+        self, path: str, body: Mapping[str, object] | None, headers: Mapping[str, str]
+    ) -> list[dict[str, Any]] | None:
+        """The answer's JSON objects: one, or a stream's chunks. None, and a line in the ledger, when it failed."""
+        self._ledger.requests += 1
+        deadline = time.monotonic() + DEADLINE_S
+        avoid: str | None = None
+        while True:
+            gateway, began = self._balancer.pick(avoid), time.monotonic()
+            try:
+                async with asyncio.timeout(max(0.1, deadline - began)):
+                    return await self._attempt(f"{gateway}{path}", body, headers)
+            except TimeoutError:
+                self._ledger.failed("no answer", f"{path} within {DEADLINE_S:g} s")
+            except RequestFailed as error:
+                self._ledger.failed(str(error).split(":")[0], f"{path} at {gateway}: {error}")
+            except _LOST as error:
+                self._balancer.lost(gateway)
+                if self._balancer.was_down(gateway, began):
+                    self._ledger.retried += 1
+                    avoid = gateway
+                    await asyncio.sleep(0.05)
+                    continue
+                self._ledger.failed("connection lost", f"{path} at {gateway}, which lives: {error!r}")
+            return None
+
+    async def _attempt(
+        self, url: str, body: Mapping[str, object] | None, headers: Mapping[str, str]
+    ) -> list[dict[str, Any]]:
+        async with self._http.post(url, json=body, headers=headers) as response:
+            text = await response.text()
+        if response.status >= 400:
+            raise RequestFailed(f"status {response.status}: {text[:300]}")
+        if response.content_type != "text/event-stream":
+            return [json.loads(text)]
+        events = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+        if not events or events[-1] != "[DONE]":
+            raise RequestFailed(f"stream without its end: {events[-1:]}")
+        return [json.loads(event) for event in events[:-1]]
+
+
+def _said(answer: list[dict[str, Any]]) -> tuple[str, str]:
+    """Response id and text, of a plain answer or of a stream."""
+    parts = [(choice.get("message") or choice.get("delta")) for chunk in answer for choice in chunk["choices"]]
+    return answer[0]["id"], "".join((part or {}).get("content") or "" for part in parts)
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -1,0 +1,140 @@
+"""What the topics hold, read without a consumer group: facts by id, and every contradiction between them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+
+from headrace import account
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.consumer import assign_all, consumer, record_of
+from headrace_runtime.settings import BusSettings
+from headrace_runtime.wire import decode
+from headrace_schemas import DeadLetter, Event, Experience, Feedback, TrainingMetrics, Trajectory, Turn
+from tests.chaos.client import digest
+
+TOPICS = (*account.TOPICS, Feedback.topic)
+Revision = tuple[str, int]
+"""An experience and one revision of it."""
+
+
+@dataclass(slots=True)
+class Facts:
+    """`add` every event of `TOPICS`, as often as it is on the bus."""
+
+    turns: dict[str, str] = field(default_factory=dict)
+    """Captured turns, and the digest of what each said."""
+    trajectory_of: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """By turn; more than one is a contradiction."""
+    trajectories: dict[str, bool] = field(default_factory=dict)
+    """Whether there is anything to train in it."""
+    experiences: dict[Revision, str] = field(default_factory=dict)
+    """Revisions, and the trajectory that each is of."""
+    verdicts: dict[str, dict[Revision, list[str | None]]] = field(default_factory=lambda: defaultdict(dict))
+    """By lineage: what became of each revision, None for trained, once per report that says so."""
+    feedback: set[str] = field(default_factory=set)
+    letters: list[str] = field(default_factory=list)
+    records: Counter[str] = field(default_factory=Counter)
+    redelivered: Counter[str] = field(default_factory=Counter)
+    """Records that repeat an event: allowed, since consumers dedupe by id."""
+    changed: list[str] = field(default_factory=list)
+    """Events that were repeated with other contents: not allowed."""
+    books: account.Books = field(default_factory=account.Books)
+    """The account that `headrace status` gives, kept beside ours and compared with it."""
+    _bodies: dict[str, str] = field(default_factory=dict)
+    """Digest by topic and event id."""
+
+    def add(self, event: Event) -> None:
+        self.records[event.topic] += 1
+        self.books.add(event)
+        if self._repeats(event):
+            return
+        match event:
+            case Turn():
+                message = event.choices[0].message
+                self.turns[event.turn_id] = digest(message.text)
+            case Trajectory():
+                self.trajectories[event.trajectory_id] = bool(event.branches)
+                for turn_id in event.turn_ids:
+                    self.trajectory_of[turn_id].add(event.trajectory_id)
+            case Experience():
+                self.experiences[event.experience_id, event.revision] = event.trajectory_id
+            case TrainingMetrics():
+                told = self.verdicts[event.lineage]
+                for verdict in event.verdicts:
+                    told.setdefault((verdict.experience_id, verdict.revision), []).append(verdict.dropped)
+            case Feedback():
+                self.feedback.add(event.event_id)
+            case DeadLetter():
+                self.letters.append(f"{event.service} refused {event.source_topic}: {event.reason}, {event.error}")
+
+    def _repeats(self, event: Event) -> bool:
+        body = hashlib.sha256(event.to_json()).hexdigest()
+        key = f"{event.topic} {event.event_id}"
+        known = self._bodies.get(key)
+        self._bodies[key] = known or body
+        if known is None:
+            return False
+        self.redelivered[event.topic] += 1
+        if known != body:
+            self.changed.append(key)
+        return True
+
+    def trained_twice(self) -> list[str]:
+        """Revisions that a lineage reports as trained more than once."""
+        return [
+            f"experience {name} revision {revision} in lineage {lineage}, {outcomes.count(None)} times"
+            for lineage, told in self.verdicts.items()
+            for (name, revision), outcomes in told.items()
+            if outcomes.count(None) > 1
+        ]
+
+    def waiting(self, lineage: str) -> dict[str, set[str]]:
+        """What still has to happen: turns without a trajectory, and so on. All empty once the stack has caught up."""
+        rewarded = set(self.experiences.values())
+        told = self.verdicts.get(lineage, {})
+        return {
+            "turns for the end of their session": {turn for turn in self.turns if not self.trajectory_of.get(turn)},
+            "trajectories for a reward": {
+                name for name, trainable in self.trajectories.items() if trainable and name not in rewarded
+            },
+            "experiences for training": {
+                f"{name} revision {revision}" for name, revision in self.experiences.keys() - told.keys()
+            },
+        }
+
+
+class Reader:
+    """Reads on from where the last reading ended."""
+
+    def __init__(self, bus: str, blobs: BlobStore) -> None:
+        self._settings = BusSettings(address=bus)
+        self._blobs = blobs
+        self._positions: dict[TopicPartition, int] = {}
+
+    async def read(self, facts: Facts) -> int:
+        """Add what the topics hold and `facts` does not have yet; returns how many records that were."""
+        reader = consumer(self._settings, "chaos")
+        await reader.start()
+        try:
+            return sum([await self._read(reader, topic, facts) for topic in TOPICS])
+        finally:
+            await reader.stop()
+
+    async def _read(self, reader: AIOKafkaConsumer, topic: str, facts: Facts) -> int:
+        partitions = await assign_all(reader, topic)
+        ends = await reader.end_offsets(partitions)
+        for one in partitions:
+            reader.seek(one, self._positions.get(one, 0))
+        count = 0
+        while any([await reader.position(one) < ends[one] for one in partitions]):
+            for messages in (await reader.getmany(timeout_ms=200)).values():
+                for message in messages:
+                    facts.add((await decode(record_of(message), self._blobs)).event)
+                    count += 1
+        for one in partitions:
+            self._positions[one] = await reader.position(one)
+        return count

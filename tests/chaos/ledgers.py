@@ -1,0 +1,118 @@
+"""Three ledgers that know nothing of each other, and what they must agree on.
+
+The client's: which answers arrived. The topics': what was captured and what became of it. The trainer's: which
+experiences its saved weights hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from headrace.account import Account
+from tests.chaos.client import ClientLedger
+from tests.chaos.facts import Facts
+
+SHOWN = 5
+"""Examples of each broken promise that the report names."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerLedger:
+    """The lineage's saved state, read from the blob store after everything has stopped."""
+
+    lineage: str
+    contributions: Mapping[str, tuple[int, ...]]
+    """By experience: in which steps it changed the weights."""
+    revisions: Mapping[str, tuple[int, ...]]
+    waiting: frozenset[str]
+    """Experiences that were read and are not trained yet."""
+    steps: int
+
+
+@dataclass(slots=True)
+class Findings:
+    """What the comparison found. `broken` maps each broken promise to what breaks it."""
+
+    broken: dict[str, list[str]] = field(default_factory=dict)
+    table: dict[str, int] = field(default_factory=dict)
+
+    def check(self, promise: str, offenders: Iterable[str]) -> None:
+        """Count the offenders against a promise; none is what is wanted."""
+        found = sorted(offenders)
+        self.table[promise] = len(found)
+        if found:
+            self.broken[promise] = found
+
+
+LOST = "acked turns lost"
+DOUBLE = "experiences trained twice within a lineage"
+FAILED = "failed user requests"
+
+
+def compare(client: ClientLedger, topics: Facts, books: Account, trainer: TrainerLedger) -> Findings:
+    """Everything that the three ledgers must agree on."""
+    findings = Findings()
+    _client_and_topics(findings, client, topics)
+    _within_topics(findings, topics, books, trainer.lineage)
+    _topics_and_trainer(findings, topics, trainer)
+    return findings
+
+
+def _client_and_topics(findings: Findings, client: ClientLedger, topics: Facts) -> None:
+    findings.check(FAILED, client.failures)
+    findings.check(LOST, client.acked.keys() - topics.turns.keys())
+    both = client.acked.keys() & topics.turns.keys()
+    findings.check(
+        "turns that say other than the user saw",
+        (one for one in both if client.acked[one].content != topics.turns[one]),
+    )
+    findings.check("acked feedback lost", client.told - topics.feedback)
+
+
+def _within_topics(findings: Findings, topics: Facts, books: Account, lineage: str) -> None:
+    findings.check(
+        "turns in two trajectories", (turn for turn, found in topics.trajectory_of.items() if len(found) > 1)
+    )
+    findings.check("events repeated with other contents", topics.changed)
+    findings.check("dead letters", topics.letters)
+    for what, names in topics.waiting(lineage).items():
+        findings.check(f"left waiting: {what}", names)
+    told = topics.verdicts.get(lineage, {})
+    findings.check(
+        "verdicts on nothing", (name for name, revision in told if (name, revision) not in topics.experiences)
+    )
+    findings.check("contradictions in the account of turns", books.problems)
+    total = books.trained + sum(books.waiting.values()) + sum(books.dropped.values())
+    gap = [f"{books.captured} captured, {total} accounted for"] if books.captured != total else []
+    gap += (
+        [f"{len(topics.turns)} turns, {books.captured} in the account"] if len(topics.turns) != books.captured else []
+    )
+    findings.check("turns missing from the account", gap)
+
+
+def _topics_and_trainer(findings: Findings, topics: Facts, trainer: TrainerLedger) -> None:
+    told = topics.verdicts.get(trainer.lineage, {})
+    trained: Counter[str] = Counter()
+    for (name, _), outcomes in told.items():
+        trained[name] += outcomes.count(None)
+    findings.check(DOUBLE, [*topics.trained_twice(), *_doubled(trainer)])
+    findings.check(
+        "experiences in the weights that no report names",
+        (name for name, steps in trainer.contributions.items() if len(steps) > trained[name]),
+    )
+    findings.check(
+        "experiences reported as trained that the weights lack",
+        (name for name in trainer.contributions if len(trainer.contributions[name]) < trained[name]),
+    )
+    findings.check("experiences left in the trainer's queue", trainer.waiting)
+
+
+def _doubled(trainer: TrainerLedger) -> list[str]:
+    """An experience changes the weights at most once per revision, and at most once per step."""
+    return [
+        f"experience {name} in steps {list(steps)} with revisions {list(trainer.revisions[name])}"
+        for name, steps in trainer.contributions.items()
+        if len(steps) > len(trainer.revisions[name]) or len(set(steps)) < len(steps)
+    ]

@@ -1,0 +1,88 @@
+"""What a run shows: a short table for people, the same as JSON for machines."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+
+from tests.chaos.ledgers import DOUBLE, FAILED, LOST, SHOWN
+from tests.chaos.run import Outcome
+
+ALWAYS = (LOST, DOUBLE, FAILED)
+"""Shown also when they hold; the others only when they do not."""
+
+
+def table(outcome: Outcome) -> list[str]:
+    """The three ledgers side by side, then the promises."""
+    client, topics, findings = outcome.client, outcome.topics, outcome.findings
+    ms = latencies_ms(client.latencies_s)
+    kills = ", ".join(f"{name} {count}" for name, count in sorted(outcome.kills.items()))
+    lines = [
+        f"{outcome.options.bus} bus, seed {outcome.options.seed}: {outcome.kills.total()} kills ({kills})",
+        f"load     {rate(outcome):.1f} turns/s for {outcome.load_s:.0f} s in {outcome.sessions} sessions; answered in "
+        f"p50 {ms['p50']} ms, p95 {ms['p95']} ms, at most {ms['max']} ms; caught up {outcome.drain_s:.0f} s later",
+        f"client   {len(client.acked)} turns acked, {client.retried} attempts lost with a gateway and made again, "
+        f"{len(client.failures)} of {client.requests} requests failed",
+        f"topics   {len(topics.turns)} turns captured = "
+        + " + ".join(f"{count} {fate}" for fate, count in outcome.fates.items() if count),
+        f"trainer  {len(topics.experiences)} experience revisions, {_trained(outcome)} of them trained in "
+        f"{outcome.steps} steps; {sum(topics.redelivered.values())} events came twice and count once",
+    ]
+    for promise, count in findings.table.items():
+        if count or promise in ALWAYS:
+            lines.append(f"{'BROKEN' if count else 'held':8} {count} {promise}")
+            lines += [f"         - {example}" for example in findings.broken.get(promise, [])[:SHOWN]]
+    return lines
+
+
+def as_json(outcome: Outcome) -> dict[str, object]:
+    client, topics = outcome.client, outcome.topics
+    return {
+        "bus": outcome.options.bus,
+        "seed": outcome.options.seed,
+        "kills": dict(sorted(outcome.kills.items())),
+        "kills_total": outcome.kills.total(),
+        "cores": os.cpu_count(),
+        "turns_per_s_wanted": outcome.options.rate,
+        "turns_per_s": round(rate(outcome), 2),
+        "load_s": round(outcome.load_s, 1),
+        "drain_s": round(outcome.drain_s, 1),
+        "latency_ms": latencies_ms(client.latencies_s),
+        "client": {
+            "turns_acked": len(client.acked),
+            "sessions": outcome.sessions,
+            "sessions_ended": len(client.ended),
+            "feedback_acked": len(client.told),
+            "requests": client.requests,
+            "attempts_retried": client.retried,
+            "requests_failed": dict(client.failed_by),
+        },
+        "topics": {
+            "turns": len(topics.turns),
+            "trajectories": len(topics.trajectories),
+            "experience_revisions": len(topics.experiences),
+            "records": dict(sorted(topics.records.items())),
+            "redelivered": dict(sorted(topics.redelivered.items())),
+            "fates_of_turns": outcome.fates,
+        },
+        "trainer": {"steps": outcome.steps, "revisions_trained": _trained(outcome)},
+        "promises": outcome.findings.table,
+        "broken": {promise: found[:SHOWN] for promise, found in outcome.findings.broken.items()},
+    }
+
+
+def rate(outcome: Outcome) -> float:
+    """Answered turns per second while users arrived."""
+    return len(outcome.client.acked) / outcome.load_s if outcome.load_s else 0.0
+
+
+def latencies_ms(seconds: Sequence[float]) -> dict[str, int]:
+    if len(seconds) < 2:
+        return {"p50": 0, "p95": 0, "max": 0}
+    cuts = statistics.quantiles(seconds, n=100)
+    return {"p50": round(cuts[49] * 1e3), "p95": round(cuts[94] * 1e3), "max": round(max(seconds) * 1e3)}
+
+
+def _trained(outcome: Outcome) -> int:
+    return sum(outcomes.count(None) for told in outcome.topics.verdicts.values() for outcomes in told.values())

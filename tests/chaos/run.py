@@ -1,0 +1,135 @@
+"""One run: start the stack, load it, kill, let it catch up, stop it, compare the ledgers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from tests.chaos.balancer import Balancer
+from tests.chaos.client import Client, ClientLedger
+from tests.chaos.facts import Facts, Reader
+from tests.chaos.ledgers import Findings, compare
+from tests.chaos.load import Load
+from tests.chaos.schedule import Strike, plan
+from tests.chaos.stack import LINEAGE, MODEL, VICTIMS, Stack
+from tests.support import tiny_model
+
+WARM_UP_S = 3.0
+_DRAIN_S_MAX = 240.0
+_QUIET_S = 4.0
+"""For so long nothing new may come before the stack counts as having caught up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the caller chooses."""
+
+    bus: str
+    seed: int
+    kills: int
+    rate: float
+    mean_pause_s: float
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Everything that a report is made of."""
+
+    options: Options
+    client: ClientLedger
+    topics: Facts
+    findings: Findings
+    kills: Counter[str]
+    sessions: int
+    load_s: float
+    drain_s: float
+    fates: dict[str, int] = field(default_factory=dict)
+    """What became of the turns, by the account."""
+    steps: int = 0
+
+
+async def run(options: Options, say: Callable[[str], None], keep: Path | None = None) -> Outcome:
+    """Raises `TimeoutError` or `StartFailed` when the stack does not come back: a promise of its own that broke.
+
+    `keep` is a folder for data and logs; without one they go when the run ends.
+    """
+    with contextlib.ExitStack() as scratch:
+        folder = keep or Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="headrace-chaos-")))
+        folder = folder / options.bus
+        base = await asyncio.to_thread(tiny_model.build, folder / "base", seed=options.seed % 2**31)
+        strikes = plan(options.seed, options.kills, VICTIMS[options.bus], options.mean_pause_s)
+        return await _run(options, strikes, Stack(folder, options.bus, base, say), say)
+
+
+async def _run(options: Options, strikes: list[Strike], stack: Stack, say: Callable[[str], None]) -> Outcome:
+    ledger, facts = ClientLedger(), Facts()
+    async with stack:
+        say("the stack is ready")
+        async with _users(options, stack, ledger) as (load, balancer):
+            await asyncio.sleep(WARM_UP_S)
+            killed = await _kill(strikes, stack, balancer, ledger, say)
+            load.stop.set()
+        say("the last users have left; waiting for everything to come back and catch up")
+        await stack.all_ready()
+        drain_s = await _catch_up(Reader(stack.bus, stack.blobs), facts)
+    trainer = stack.trainer_ledger()
+    books = facts.books.close()
+    fates = {"trained": books.trained, **{f"waiting for {k}": v for k, v in books.waiting.items()}}
+    fates |= {f"dropped: {k}": v for k, v in books.dropped.items()}
+    findings = compare(ledger, facts, books, trainer)
+    return Outcome(options, ledger, facts, findings, killed, load.sessions, load.seconds, drain_s, fates, trainer.steps)
+
+
+@contextlib.asynccontextmanager
+async def _users(options: Options, stack: Stack, ledger: ClientLedger) -> AsyncIterator[tuple[Load, Balancer]]:
+    """Users at work while the body runs; those who have begun finish afterwards."""
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+        balancer = Balancer(http, stack.gateways)
+        load = Load(Client(http, balancer, ledger, MODEL), random.Random(options.seed), options.rate)
+        watching = asyncio.create_task(balancer.run())
+        working = asyncio.create_task(load.run())
+        try:
+            yield load, balancer
+            await working
+        finally:
+            for task in (watching, working):
+                task.cancel()
+            await asyncio.gather(watching, working, return_exceptions=True)
+
+
+async def _kill(
+    strikes: list[Strike], stack: Stack, balancer: Balancer, ledger: ClientLedger, say: Callable[[str], None]
+) -> Counter[str]:
+    killed: Counter[str] = Counter()
+    began = time.monotonic()
+    for number, strike in enumerate(strikes, 1):
+        await asyncio.sleep(strike.pause_s)
+        await stack.kill(strike.victim, balancer)
+        killed[strike.victim] += 1
+        at = time.monotonic() - began
+        say(f"{at:6.1f} s  kill {number}/{len(strikes)} {strike.victim}; {len(ledger.acked)} turns acked, "
+            f"{len(ledger.failures)} requests failed")  # fmt: skip
+    return killed
+
+
+async def _catch_up(reader: Reader, facts: Facts) -> float:
+    """Returns how long it took. What has not come after `_DRAIN_S_MAX` is left to the comparison."""
+    began = quiet = time.monotonic()
+    while time.monotonic() - began < _DRAIN_S_MAX:
+        if await reader.read(facts) or any(facts.waiting(LINEAGE).values()):
+            quiet = time.monotonic()
+        elif time.monotonic() - quiet >= _QUIET_S:
+            break
+        await asyncio.sleep(1.0)
+    return time.monotonic() - began
