@@ -1,8 +1,9 @@
 """`headrace_resume`: how a replica takes over a generation that another one began (P8).
 
 The gateway repeats the original request body, n and sampling included, with this one field added. The engine goes on as
-if it had sampled these tokens itself, after exactly this prompt: it streams only what follows them, its penalties, stop strings and `max_tokens`
-count them, and its `usage` covers them. A choice with a `finish_reason` is complete and gets no further chunk.
+if it had sampled these tokens itself, after exactly this prompt: it streams only what follows them, its penalties, stop
+strings and `max_tokens` count them, and its `usage` covers them. A choice with a `finish_reason` is complete and gets no
+further chunk.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Resume(Model):
     """One entry for each choice that had begun; the others start afresh."""
 
     prompt_token_ids: TokenIds | None = None
-    """What the tokens were sampled after. A replica that has not seen the conversation would tokenize it differently."""
+    """What the tokens were sampled after. A replica that is new to the conversation might tokenize it otherwise."""
     choices: tuple[ResumedChoice, ...] = Field(min_length=1, max_length=128)
 
     @model_validator(mode="after")
