@@ -2,8 +2,8 @@
 
 The gateway repeats the original request body, n and sampling included, with this one field added. The engine goes on as
 if it had sampled these tokens itself, after exactly this prompt: it streams only what follows them, its penalties, stop
-strings and `max_tokens` count them, and its `usage` covers them. A choice with a `finish_reason` is complete and gets no
-further chunk.
+strings and `max_tokens` count them, and its `usage` covers them. A choice with a `finish_reason` is complete and gets
+no further chunk.
 """
 
 from __future__ import annotations

@@ -1,0 +1,164 @@
+"""The comparison of the ledgers finds what is planted, and nothing where all is well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from headrace_schemas import (
+    Branch,
+    Event,
+    Experience,
+    Feedback,
+    Span,
+    TrainingMetrics,
+    Trajectory,
+    Turn,
+    Verdict,
+)
+from headrace_schemas.base import utcnow
+from tests.chaos.client import Acked, ClientLedger, digest
+from tests.chaos.facts import Facts
+from tests.chaos.ledgers import DOUBLE, FAILED, LOST, Findings, TrainerLedger, compare
+from tests.support.turns import ask, feedback, user
+
+LINEAGE = "main"
+
+
+class World:
+    """One session of one turn that went all the way, told by each ledger in its own words."""
+
+    def __init__(self) -> None:
+        self.turn: Turn = ask([user("who?")], "Ada", session="s")
+        self.feedback: Feedback = feedback("s", value=1.0)
+        span = Span(start=1, logprobs=(-0.5,), turn_id=self.turn.turn_id, version=self.turn.version)
+        branch = Branch(token_ids=(1, 2), spans=(span,))
+        self.trajectory = Trajectory(
+            time=utcnow(), trajectory_id="t", session_key=self.turn.session_key, session_id="s", model=self.turn.model,
+            branches=(branch,), end_reason="end_call", started_at=self.turn.started_at,
+        )  # fmt: skip
+        self.experience = Experience(
+            time=utcnow(), experience_id=Experience.id_of("t", 0), trajectory_id="t", session_key=self.turn.session_key,
+            session_id="s", model=self.turn.model, branch=branch, turn_ids=(self.turn.turn_id,), reward=1.0,
+        )  # fmt: skip
+        self.report = self.reported(0)
+        self.client = ClientLedger()
+        self.client.acked[self.turn.turn_id] = Acked("s", digest("Ada"))
+        self.client.told.add(self.feedback.event_id)
+        name = self.experience.experience_id
+        self.trainer = TrainerLedger(LINEAGE, {name: (1,)}, {name: (0,)}, frozenset(), steps=1)
+
+    def reported(self, account: int, dropped: str | None = None) -> TrainingMetrics:
+        told = {"experience_id": self.experience.experience_id, "revision": 0, "turn_ids": (self.turn.turn_id,)}
+        verdict = Verdict.model_validate({**told, "dropped": dropped})
+        return TrainingMetrics(
+            time=utcnow(), model=self.turn.model, lineage=LINEAGE, step=0, account=account, verdicts=(verdict,)
+        )
+
+    def compare(self, *without: Event, more: Sequence[Event] = ()) -> Findings:
+        """What is found without some of the events, and with `more` of them."""
+        topics = Facts()
+        events = (self.turn, self.feedback, self.trajectory, self.experience, self.report)
+        for event in (*(one for one in events if one not in without), *more):
+            topics.add(event)
+        return compare(self.client, topics, topics.books.close(), self.trainer)
+
+
+def test_where_all_is_well_nothing_is_found() -> None:
+    world = World()
+    findings = world.compare()
+    assert findings.broken == {}
+    assert findings.table[LOST] == findings.table[DOUBLE] == findings.table[FAILED] == 0
+
+
+def test_redelivery_is_no_contradiction() -> None:
+    world = World()
+    by_its_client = world.feedback.model_copy(update={"time": utcnow()})
+    again = (world.turn, world.trajectory, world.experience, world.report, by_its_client)
+    assert world.compare(more=again).broken == {}
+
+
+def lost_turn(world: World) -> Findings:
+    world.client.acked["chatcmpl-gone"] = Acked("s", digest("Bob"))
+    return world.compare()
+
+
+def lost_feedback(world: World) -> Findings:
+    return world.compare(world.feedback)
+
+
+def other_words(world: World) -> Findings:
+    world.client.acked[world.turn.turn_id] = Acked("s", digest("Eve"))
+    return world.compare()
+
+
+def failed_request(world: World) -> Findings:
+    world.client.failed("status 503", "somewhere")
+    return world.compare()
+
+
+def trained_twice_by_report(world: World) -> Findings:
+    return world.compare(more=[world.reported(1)])
+
+
+def trained_twice_in_the_weights(world: World) -> Findings:
+    world.trainer = replace(world.trainer, contributions={world.experience.experience_id: (1, 2)})
+    return world.compare()
+
+
+def trained_twice_in_one_step(world: World) -> Findings:
+    name = world.experience.experience_id
+    world.trainer = replace(world.trainer, contributions={name: (1, 1)}, revisions={name: (0, 1)})
+    return world.compare()
+
+
+def trained_without_a_report(world: World) -> Findings:
+    return world.compare(world.report)
+
+
+def reported_without_effect(world: World) -> Findings:
+    world.trainer = replace(world.trainer, contributions={world.experience.experience_id: ()})
+    return world.compare()
+
+
+def stuck_session(world: World) -> Findings:
+    world.trainer = replace(world.trainer, contributions={})
+    return world.compare(world.trajectory, world.experience, world.report)
+
+
+def stuck_experience(world: World) -> Findings:
+    name = world.experience.experience_id
+    world.trainer = replace(world.trainer, contributions={name: ()}, waiting=frozenset([name]))
+    return world.compare(world.report)
+
+
+def two_trajectories(world: World) -> Findings:
+    return world.compare(more=[world.trajectory.model_copy(update={"trajectory_id": "t2"})])
+
+
+def changed_content(world: World) -> Findings:
+    return world.compare(more=[world.trajectory.model_copy(update={"end_reason": "idle"})])
+
+
+@pytest.mark.parametrize(
+    ("plant", "promise"),
+    [
+        (lost_turn, LOST),
+        (lost_feedback, "acked feedback lost"),
+        (other_words, "turns that say other than the user saw"),
+        (failed_request, FAILED),
+        (trained_twice_by_report, DOUBLE),
+        (trained_twice_in_the_weights, DOUBLE),
+        (trained_twice_in_one_step, DOUBLE),
+        (trained_without_a_report, "experiences in the weights that no report names"),
+        (reported_without_effect, "experiences reported as trained that the weights lack"),
+        (stuck_session, "left waiting: turns for the end of their session"),
+        (stuck_experience, "left waiting: experiences for training"),
+        (two_trajectories, "turns in two trajectories"),
+        (changed_content, "events repeated with other contents"),
+    ],
+)
+def test_what_is_planted_is_found(plant: Callable[[World], Findings], promise: str) -> None:
+    assert promise in plant(World()).broken
