@@ -10,7 +10,7 @@ from headrace_schemas.events.chat import (
     Tool,
     ToolCall,
 )
-from headrace_schemas.events.checkpoint import Checkpoint, TrainingMetrics, Verdict
+from headrace_schemas.events.checkpoint import Batch, Checkpoint, Read, TrainingMetrics, Verdict
 from headrace_schemas.events.dead_letter import DeadLetter
 from headrace_schemas.events.dead_letter_decision import DeadLetterDecision
 from headrace_schemas.events.experience import Experience, RewardPart
@@ -44,6 +44,7 @@ EVENTS: dict[str, type[Event]] = {
 
 __all__ = [
     "EVENTS",
+    "Batch",
     "Branch",
     "Checkpoint",
     "Choice",
@@ -60,6 +61,7 @@ __all__ = [
     "Message",
     "ModelEvent",
     "Probe",
+    "Read",
     "Replica",
     "Reward",
     "RewardPart",

@@ -138,6 +138,10 @@ class MemorySource:
             raise Idle
         return found
 
+    async def at_end(self) -> bool:
+        """A bus in memory does not grow while it is read."""
+        return all(r.offset < self._next.get((r.topic, r.partition), 0) for r in self._bus.records)
+
     async def fetch(self, partition: int, offset: int) -> Record | None:
         places = ((r.topic, r.partition, r.offset) for r in self._bus.records)
         found = dict(zip(places, self._bus.records, strict=True))

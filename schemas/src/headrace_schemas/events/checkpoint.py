@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from headrace_schemas.base import Event, Finite, Model, ModelName, Text, Version
+from headrace_schemas.base import Event, Finite, Model, ModelName, Sha256, Text, Version
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.ids import derived_id
 
@@ -63,6 +63,28 @@ class Verdict(Model):
     """None: it changed the weights."""
 
 
+class Read(Model):
+    """Records of `experiences` that were read in one go: all of a partition before offset `until` that were not yet."""
+
+    partition: Annotated[int, Field(ge=0)]
+    until: Annotated[int, Field(ge=1)]
+
+
+class Batch(Model):
+    """A batch as far as it can be built again (P9): what was read before it was cut, and what it came to.
+
+    `digest` is over ids, tokens, masks, logprobs, temperatures and advantages, and not over weights, so that whoever
+    builds the batch again can compare without training.
+    """
+
+    step: Annotated[int, Field(ge=0)]
+    """Steps of the lineage with this one; a batch whose gradient was not finite has the number of the one before."""
+    experiences: Annotated[int, Field(ge=1)]
+    digest: Sha256
+    read: tuple[Read, ...] = Field(default=(), max_length=65_536)
+    """In this order, since the batch before it or, for the first one, since the account before this."""
+
+
 class TrainingMetrics(Event):
     """The account of everything between two checkpoints of a lineage. Sent after the later one is durable.
 
@@ -80,6 +102,9 @@ class TrainingMetrics(Event):
     version: Version | None = None
     metrics: dict[Text, Finite] = Field(default_factory=dict, max_length=256)
     verdicts: tuple[Verdict, ...] = Field(default=(), max_length=65_536)
+    batches: tuple[Batch, ...] = Field(default=(), max_length=65_536)
+    read: tuple[Read, ...] = Field(default=(), max_length=65_536)
+    """After the last batch."""
 
     @property
     def event_id(self) -> str:

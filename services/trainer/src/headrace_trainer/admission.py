@@ -24,6 +24,7 @@ from typing import Literal
 from headrace_schemas import Experience
 from headrace_schemas.events.checkpoint import DropReason
 from headrace_trainer.history import History
+from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.window import Entry
 
 
@@ -37,6 +38,18 @@ class Limits:
     reward_max: float
     advantage_max: float
     correction_min: float
+
+
+def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> Limits:
+    """For a model with so many token ids and so long a context."""
+    return Limits(
+        vocabulary=vocabulary,
+        sequence_tokens=min(settings.memory.sequence_tokens, context),
+        max_staleness=settings.max_staleness,
+        reward_max=settings.advantage.reward_max,
+        advantage_max=settings.advantage.limit,
+        correction_min=settings.advantage.correction_min,
+    )
 
 
 @dataclass(frozen=True, slots=True)

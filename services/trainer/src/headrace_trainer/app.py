@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headrace_runtime import topics, web
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
@@ -9,13 +11,25 @@ from headrace_runtime.dead_letters import Refusals
 from headrace_runtime.logs import get_logger
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
-from headrace_schemas import ModelEvent
+from headrace_schemas import Event, ModelEvent
 from headrace_trainer.report import Reporter
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.source import KafkaSource
 from headrace_trainer.trainer import Trainer
 
 log = get_logger(__name__)
+
+
+class Announcer:
+    """The `Sink` on a real bus: to the usual topics, or to those of the same names behind a prefix."""
+
+    def __init__(self, producer: EventProducer, prefix: str) -> None:
+        self._producer = producer
+        self._prefix = prefix
+
+    async def send(self, event: Event) -> None:
+        record = await self._producer.encode(event)
+        await self._producer.send_raw([replace(record, topic=f"{self._prefix}{record.topic}")])
 
 
 async def run(common: Common, settings: TrainerSettings) -> None:
@@ -28,7 +42,7 @@ async def run(common: Common, settings: TrainerSettings) -> None:
         settings,
         blobs,
         source,
-        producer,
+        Announcer(producer, settings.announce_to),
         Refusals("trainer", producer),
         SystemClock(),
         lambda: Reporter(folder),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from headrace_runtime.clock import epoch_ms
-from headrace_schemas import Experience, Verdict
+from headrace_schemas import Batch, Experience, Read, Verdict
 from headrace_schemas.events.checkpoint import DropReason
 from headrace_trainer.admission import Decision, Limits, decide, expired, versions_of
 from headrace_trainer.baselines import Baselines
@@ -65,6 +65,10 @@ class Ledger:
         self.steps = steps
         self.verdicts: list[Verdict] = []
         """Those that no save holds yet."""
+        self.batches: list[Batch] = []
+        """The same for batches, ..."""
+        self.read: list[Read] = []
+        """... and for what was read after the last of them."""
         self._gauge()
 
     @property
@@ -83,6 +87,15 @@ class Ledger:
     def current(self) -> str | None:
         """The version that the weights equal, None when steps have moved them on from it."""
         return self.history.head if self.steps == self.history.head_step else None
+
+    def passed(self, topic: str, partition: int, offset: int, *, noted: bool) -> None:
+        """A record was taken in or refused. `noted`: it is one of those whose order makes the batches (P9)."""
+        self.offsets.setdefault(topic, {})[partition] = offset + 1
+        if not noted:
+            return
+        if self.read and self.read[-1].partition == partition:
+            self.read.pop()
+        self.read.append(Read(partition=partition, until=offset + 1))
 
     def admit(self, experience: Experience, place: tuple[int, int], now: datetime) -> Decision:
         """Decide about an arrival and note it. `place` is its partition and offset on the bus."""
@@ -122,6 +135,17 @@ class Ledger:
             reason = expired(item.experience, entry, self.history, self.steps, self.limits)
             if reason is not None:
                 self.drop(item, reason)
+
+    def cut(self, digest: str, experiences: int) -> None:
+        """Note a batch, for whoever wants to build it again. After `stepped`, if it comes to that."""
+        self.batches.append(Batch(step=self.steps, experiences=experiences, digest=digest, read=tuple(self.read)))
+        self.read.clear()
+
+    def saved(self) -> None:
+        """What no save held is held now."""
+        self.verdicts.clear()
+        self.batches.clear()
+        self.read.clear()
 
     def stepped(self, trained: Sequence[Trained], baselines: Baselines) -> None:
         """Note a step: contributions, verdicts, baselines. Called once the weights have changed."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 
 from headrace_runtime import versions as files
@@ -20,7 +19,7 @@ from headrace_schemas import Checkpoint, ModelEvent, TrainingMetrics
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import Manifest
 from headrace_trainer import control, summary, tensors, versions
-from headrace_trainer.baselines import Decay
+from headrace_trainer.cutting import END_OF_TIME, Cutter, decay
 from headrace_trainer.history import History, Published
 from headrace_trainer.ledger import Ledger
 from headrace_trainer.metrics import NOT_FINITE, REWINDS, SAVE_SECONDS
@@ -31,7 +30,7 @@ from headrace_trainer.saved import Saved, Tensors
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.step import NotFinite, train
 from headrace_trainer.store import LineageStore
-from headrace_trainer.waiting import Rules, Waiting, select
+from headrace_trainer.waiting import Waiting
 
 log = get_logger(__name__)
 
@@ -63,19 +62,8 @@ class Lineage:
         """What is durable."""
         self._measured: list[Mapping[str, float]] = []
         self._tensors_moved = False
-        self._swept: tuple[str, int] | None = None
-        self._decay = Decay(
-            task=settings.advantage.task_decay,
-            model=settings.advantage.model_decay,
-            tasks_max=settings.memory.baseline_tasks,
-        )
-        self._rules = Rules(
-            experiences=settings.batch_experiences,
-            experiences_min=settings.batch_experiences_min,
-            wait=timedelta(seconds=settings.batch_wait_s),
-            group_size=settings.group_size if settings.grouped else 0,
-            group_wait=timedelta(seconds=settings.group_wait_s),
-        )
+        self._decay = decay(settings)
+        self._cutter = Cutter(settings)
 
     @property
     def version_due(self) -> bool:
@@ -92,42 +80,37 @@ class Lineage:
         if stepped and self.version_due:
             return True
         late = since_s >= self._settings.save_interval_s
-        return verdicts >= self._settings.memory.verdicts or (late and (stepped or verdicts > 0))
+        full = max(verdicts, len(self.ledger.read)) >= self._settings.memory.verdicts
+        return full or (late and (stepped or verdicts > 0))
 
     @property
     def finished(self) -> bool:
         return self._settings.max_steps is not None and self.ledger.steps >= self._settings.max_steps
 
-    def next_batch(self) -> tuple[Waiting, ...]:
-        """What to train now, empty when it is not time. Drops what has become too old to be trained (P5)."""
-        state = (self.ledger.history.head, self.ledger.history.head_step)
-        if self._swept != state:
-            self.ledger.sweep()
-            self._swept = state
-        ledger = self.ledger
-        full = ledger.room == 0
-        found = select(ledger.waiting, self._rules, self._clock.now(), full, ledger.is_correction)
-        for item in found.singletons:
-            ledger.drop(item, "singleton")
-        return found.batch
+    def next_batch(self, mark: int | None = None, *, over: bool = False) -> tuple[Waiting, ...]:
+        """What to train now, empty when it is not time; see `Cutter.next`. `over`: nothing more will come."""
+        return self._cutter.next(self.ledger, END_OF_TIME if over else self._clock.now(), mark)
 
     def step(self, items: Sequence[Waiting], stop: threading.Event) -> Mapping[str, float]:
         """Train on what `next_batch` returned; the measurements, empty when the gradient was not finite and the batch
         was dropped as `invalid`. Raises `step.Abandoned`, with nothing changed that a later save would see."""
         settings = self._settings
         prepared = prepare(items, self.ledger, settings.advantage, self._decay)
+        digest = prepared.batch.digest()
         try:
             measured = train(
                 self.policy, self._optimizer, prepared.batch, settings.loss, settings.compute.pack_tokens, stop
             )
         except NotFinite:
-            log.error("gradient_not_finite", batch=prepared.batch.digest(), experiences=len(items))
+            log.error("gradient_not_finite", batch=digest, experiences=len(items))
             NOT_FINITE.inc()
             for item in items:
                 self.ledger.drop(item, "invalid")
+            self.ledger.cut(digest, len(items))
             return {}
         found = summary.of_batch(prepared, self.ledger.history) | measured
         self.ledger.stepped(prepared.trained, prepared.baselines)
+        self.ledger.cut(digest, len(items))
         self._tensors_moved = True
         self._measured.append(found)
         return found
@@ -167,7 +150,7 @@ class Lineage:
             self._store.save(saved, new)
         self.saved = saved
         self.ledger.history = history
-        self.ledger.verdicts.clear()
+        self.ledger.saved()
         self._measured.clear()
         self._tensors_moved = False
         return published is not None
@@ -237,6 +220,8 @@ class Lineage:
             version=manifest.version if manifest else None,
             metrics=measured,
             verdicts=tuple(ledger.verdicts),
+            batches=tuple(ledger.batches),
+            read=tuple(ledger.read),
         )
         update = ledger.picture() | {
             "versions": history.versions,

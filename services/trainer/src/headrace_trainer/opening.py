@@ -12,7 +12,7 @@ from headrace_runtime.logs import get_logger
 from headrace_schemas import Checkpoint, TrainingMetrics
 from headrace_schemas.manifest import Manifest
 from headrace_trainer import tensors, versions
-from headrace_trainer.admission import Limits
+from headrace_trainer.admission import limits_of
 from headrace_trainer.baselines import Baselines
 from headrace_trainer.history import History, Published
 from headrace_trainer.ledger import Ledger
@@ -21,7 +21,7 @@ from headrace_trainer.optimizer import Optimizer
 from headrace_trainer.policy import Policy
 from headrace_trainer.saved import Saved, Tensors
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.store import LineageStore
+from headrace_trainer.store import LineageStore, replayed
 from headrace_trainer.window import Window
 
 log = get_logger(__name__)
@@ -52,7 +52,7 @@ def open_lineage(settings: TrainerSettings, blobs: BlobStore, clock: Clock) -> L
         pair = store.get(saved.present.weights), store.get(saved.present.optimizer)
         tensors.thaw(policy, optimizer, *pair, with_random=True)
         log.info("lineage_continues", lineage=settings.lineage, head=saved.head, steps=saved.steps)
-    ledger = _ledger(settings, policy, saved, _replayed(settings, blobs))
+    ledger = _ledger(settings, policy, saved, replayed(settings, blobs))
     return Lineage(settings, clock, blobs, store, first, policy, optimizer, ledger, saved)
 
 
@@ -95,6 +95,12 @@ def _begin(
 def _check_settings(settings: TrainerSettings, saved: Saved) -> None:
     if saved.model != settings.model:
         raise SettingError("trainer.model", settings.model, f"lineage {saved.lineage} is of model {saved.model}")
+    if saved.offsets and settings.topic not in saved.offsets:
+        raise SettingError(
+            "trainer.topic",
+            settings.topic,
+            f"lineage {saved.lineage} reads {', '.join(sorted(saved.offsets))}; name a new trainer.lineage",
+        )
     kind = "lora" if settings.lora.rank else "full"
     if saved.kind != kind:
         raise SettingError(
@@ -104,25 +110,8 @@ def _check_settings(settings: TrainerSettings, saved: Saved) -> None:
         )
 
 
-def _replayed(settings: TrainerSettings, blobs: BlobStore) -> dict[str, int]:
-    """The versions of the lineage that is trained again, by number."""
-    if settings.replays is None:
-        return {}
-    other = LineageStore(blobs, settings.replays).read()
-    if other is None:
-        raise SettingError("trainer.replays", settings.replays, "no such lineage in this blob store")
-    return {published.version: published.number for published in other.versions}
-
-
 def _ledger(settings: TrainerSettings, policy: Policy, saved: Saved, replayed: dict[str, int]) -> Ledger:
-    limits = Limits(
-        vocabulary=policy.vocabulary,
-        sequence_tokens=min(settings.memory.sequence_tokens, policy.context),
-        max_staleness=settings.max_staleness,
-        reward_max=settings.advantage.reward_max,
-        advantage_max=settings.advantage.limit,
-        correction_min=settings.advantage.correction_min,
-    )
+    limits = limits_of(settings, policy.vocabulary, policy.context)
     return Ledger(
         History(saved.versions, saved.head, saved.head_step, replayed),
         limits,

@@ -132,7 +132,7 @@ class MemorySettings(Section):
     restore_points: Annotated[int, Field(ge=3)] = 6
     """Versions whose weights and optimizer are kept to go back to, champion and previous among them."""
     verdicts: Annotated[int, Field(ge=1, le=16_384)] = 4096
-    """Verdicts that may wait for the next save before they cause one."""
+    """Verdicts, or stretches of reading, that may wait for the next save before they cause one."""
 
 
 class TrainerSettings(ServiceSettings):
@@ -150,6 +150,13 @@ class TrainerSettings(ServiceSettings):
     """Where experiences come from; a replay names a copy of the usual topic."""
     replays: ModelName | None = None
     """A lineage whose experiences are trained again in this one: its versions count as ours of the same number."""
+    cut: Literal["rules", "recorded"] = "rules"
+    """When a batch is complete: by the settings below, or where the lineage that is trained again cut its own, which
+    `headrace replay` marks in the copy of the topic; so batches that time had cut come out the same."""
+    until_end: bool = False
+    """Stop with status 0 once everything that `topic` held at the start has been read and trained."""
+    announce_to: Annotated[str, Field(max_length=128)] = ""
+    """Goes before the names of `checkpoints` and `training-metrics`: a replay keeps its versions from the registry."""
     seed: int = 0
     """Seeds what is drawn at random (the initial LoRA matrices)."""
 

@@ -34,6 +34,9 @@ class Source(Protocol):
     async def poll(self, room: int) -> list[Record]:
         """What is there, at most `room` experiences; waits a moment when there is nothing."""
 
+    async def at_end(self) -> bool:
+        """Whether all experiences were read that there were at the start."""
+
     async def fetch(self, partition: int, offset: int) -> Record | None:
         """One experience record read before, None when the bus no longer has it."""
 
@@ -50,6 +53,7 @@ class KafkaSource:
         self._reader: AIOKafkaConsumer | None = None
         self._held: list[TopicPartition] = []
         self._partitions: list[TopicPartition] = []
+        self._ends: dict[TopicPartition, int] = {}
 
     @property
     def started(self) -> bool:
@@ -83,6 +87,11 @@ class KafkaSource:
         found = await self._reader.getmany(timeout_ms=_POLL_MS, max_records=limit)
         return [record_of(message) for messages in found.values() for message in messages]
 
+    async def at_end(self) -> bool:
+        assert self._reader is not None
+        positions = [(await self._reader.position(place), self._ends[place]) for place in self._held]
+        return all(position >= end for position, end in positions)
+
     async def fetch(self, partition: int, offset: int) -> Record | None:
         place = TopicPartition(self._experiences, partition)
         reader = consumer(self._bus, _CLIENT)
@@ -108,6 +117,7 @@ class KafkaSource:
 
     async def _seek(self, reader: AIOKafkaConsumer, offsets: Offsets) -> None:
         first, end = await reader.beginning_offsets(self._partitions), await reader.end_offsets(self._partitions)
+        self._ends = end
         for place in self._partitions:
             wanted = offsets.get(place.topic, {}).get(place.partition, first[place])
             if wanted > end[place]:

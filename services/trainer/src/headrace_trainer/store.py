@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from pydantic import ValidationError
 
 from headrace_runtime.blobs import BlobStore
-from headrace_runtime.errors import CorruptBlob, HeadraceError, Unavailable
+from headrace_runtime.errors import CorruptBlob, HeadraceError, SettingError, Unavailable
 from headrace_schemas.blobs import BlobRef
 from headrace_trainer.saved import Draft, Pointer, Saved
+from headrace_trainer.settings import TrainerSettings
 
 
 class LineageTaken(HeadraceError):
@@ -92,3 +93,13 @@ class LineageStore:
 
     def _advise(self, problem: str) -> str:
         return f"{self._pointer}: {problem}; restore the blob store from a backup, or name another trainer.lineage"
+
+
+def replayed(settings: TrainerSettings, blobs: BlobStore) -> dict[str, int]:
+    """The versions of the lineage that is trained again, by number. Raises `SettingError` when there is none."""
+    if settings.replays is None:
+        return {}
+    other = LineageStore(blobs, settings.replays).read()
+    if other is None:
+        raise SettingError("trainer.replays", settings.replays, "no such lineage in this blob store")
+    return {published.version: published.number for published in other.versions}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol, TypeVar
@@ -21,12 +21,14 @@ from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import EVENTS_HANDLED, RETRIES
 from headrace_runtime.wire import Record, decode
 from headrace_schemas import Event, Experience, ModelEvent
+from headrace_trainer.cutting import mark_of
 from headrace_trainer.lineage import Lineage
 from headrace_trainer.metrics import OTHER_MODELS, UNCORRECTABLE
 from headrace_trainer.opening import open_lineage
 from headrace_trainer.report import Reporter
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.source import Source
+from headrace_trainer.waiting import Waiting
 
 log = get_logger(__name__)
 _BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -87,19 +89,36 @@ class Trainer:
         while not lineage.finished:
             for record in await self._source.poll(lineage.ledger.room):
                 await self._receive(record, lineage)
-                await self._act(lineage, reporter)  # after each one: batches must not depend on how many came at once
+                mark = mark_of(record)
+                await self._act(lineage, reporter, mark)  # after each one, not after however many came at once
             await self._act(lineage, reporter)
+            if self._settings.until_end and await self._retry(self._source.at_end):
+                await self._finish(lineage, reporter)
+                break
         if lineage.unpublished:
             await self._save(lineage, reporter, publish=True)
         log.info("finished", steps=lineage.ledger.steps)
 
-    async def _act(self, lineage: Lineage, reporter: Reporter) -> None:
+    async def _finish(self, lineage: Lineage, reporter: Reporter) -> None:
+        """Train what was left waiting for more, as far as it makes batches, and report all verdicts."""
+        while await self._step(lineage, reporter, lineage.next_batch(over=True)):
+            if lineage.save_due(0.0):
+                await self._save(lineage, reporter, publish=lineage.version_due)
+        if lineage.ledger.verdicts or lineage.ledger.read:
+            await self._save(lineage, reporter, publish=lineage.unpublished)
+
+    async def _step(self, lineage: Lineage, reporter: Reporter, batch: Sequence[Waiting]) -> bool:
+        """Whether there was something to train."""
+        if not batch or lineage.finished:
+            return False
+        measured = await self._in_thread(lambda: lineage.step(batch, self._stop))
+        if measured:
+            reporter.step(measured, lineage.ledger)
+        return True
+
+    async def _act(self, lineage: Lineage, reporter: Reporter, mark: int | None = None) -> None:
         """Step and save if it is time."""
-        batch = lineage.next_batch()
-        if batch and not lineage.finished:
-            measured = await self._in_thread(lambda: lineage.step(batch, self._stop))
-            if measured:
-                reporter.step(measured, lineage.ledger)
+        await self._step(lineage, reporter, lineage.next_batch(mark))
         if lineage.save_due(self._clock.monotonic_s() - self._saved_at_s):
             await self._save(lineage, reporter, publish=lineage.version_due)
 
@@ -130,7 +149,8 @@ class Trainer:
                 await self._admit(event, record, lineage)
             elif isinstance(event, ModelEvent) and event.model == self._settings.model:
                 await self._retry(lambda: self._in_thread(lambda: lineage.control(event)))
-        lineage.ledger.offsets.setdefault(record.topic, {})[record.partition] = record.offset + 1
+        noted = record.topic == self._settings.topic
+        lineage.ledger.passed(record.topic, record.partition, record.offset, noted=noted)
 
     async def _admit(self, experience: Experience, record: Record, lineage: Lineage) -> None:
         if experience.model != self._settings.model:

@@ -1,0 +1,149 @@
+"""What training would do with a stream of experiences, without a model: admission, cutting, batches are the real ones.
+
+Batches do not depend on weights, so the digests here are those that training comes to (P9). Two things only the weights
+decide, and are taken to go well: no gradient is infinite, and every version differs from its parent.
+
+As a filter (`python -m headrace_trainer.replay`) it takes lines `experience`, and before those after which a batch was
+cut when they were trained first, a line `batch` with the number of its experiences. It writes one line `rehearsed`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.errors import SettingError
+from headrace_runtime.filters import Lines
+from headrace_runtime.settings import Common
+from headrace_schemas import Experience
+from headrace_schemas.blobs import BlobRef
+from headrace_schemas.replay import Rehearsed, RehearsedBatch
+from headrace_trainer.admission import limits_of
+from headrace_trainer.cutting import END_OF_TIME, Cutter, decay
+from headrace_trainer.history import History, Published
+from headrace_trainer.ledger import Ledger
+from headrace_trainer.prepare import prepare
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.store import replayed
+from headrace_trainer.waiting import Waiting
+
+_START = datetime(1970, 1, 1, tzinfo=UTC)
+"""Time stands still in a rehearsal: it cuts no batches."""
+
+
+async def run(common: Common, settings: TrainerSettings) -> None:
+    """The filter."""
+    lines = Lines()
+    rehearsal = Rehearsal(settings, BlobStore.open(common))
+    mark: int | None = None
+    async for word, value in lines.read():
+        if word == "batch":
+            mark = int(value)
+        else:
+            rehearsal.add(Experience.from_json(value), mark)
+            mark = None
+    lines.write("rehearsed", rehearsal.end().model_dump_json().encode())
+    lines.flush()
+
+
+class Rehearsal:
+    """A lineage that only keeps books. `add` experiences in order, then `end`."""
+
+    def __init__(self, settings: TrainerSettings, blobs: BlobStore) -> None:
+        """Raises `SettingError` as a start of the trainer would."""
+        self._settings = settings
+        self._cutter = Cutter(settings)
+        self._decay = decay(settings)
+        vocabulary, context = _shape(Path(settings.base))
+        history = History.begin(_version(settings.model, 0, None, 0, 0))
+        self._ledger = Ledger(
+            History(history.versions, history.head, 0, replayed(settings, blobs)),
+            limits_of(settings, vocabulary, context),
+            settings.memory,
+        )
+        self._place = 0
+        self._fates: Counter[str | None] = Counter()
+        self._ignored: Counter[str] = Counter()
+        self._batches: list[RehearsedBatch] = []
+
+    def add(self, experience: Experience, mark: int | None = None) -> None:
+        """`mark`: after this one a batch of so many was cut, when it was trained before."""
+        if experience.model != self._settings.model:
+            self._ignored["other_models"] += 1
+        elif self._ledger.admit(experience, (0, self._place), _START).fate == "ignore":
+            self._ignored["duplicates"] += 1
+        self._place += 1
+        self._act(_START, mark)
+
+    def end(self) -> Rehearsed:
+        """Nothing more will come."""
+        while self._act(END_OF_TIME):
+            pass
+        self._count()
+        trained = self._fates.pop(None, 0)
+        return Rehearsed.model_validate(
+            {
+                "trained": trained,
+                "dropped": dict(sorted((str(reason), count) for reason, count in self._fates.items())),
+                "duplicates": self._ignored["duplicates"],
+                "other_models": self._ignored["other_models"],
+                "waiting": len(self._ledger.waiting),
+                "batches": tuple(self._batches),
+                "versions": len(self._ledger.history.versions) - 1,
+            }
+        )
+
+    def _act(self, now: datetime, mark: int | None = None) -> bool:
+        if self._finished:
+            return False
+        items = self._cutter.next(self._ledger, now, mark)
+        if items:
+            self._step(items)
+        self._count()
+        return bool(items)
+
+    @property
+    def _finished(self) -> bool:
+        return self._settings.max_steps is not None and self._ledger.steps >= self._settings.max_steps
+
+    def _step(self, items: tuple[Waiting, ...]) -> None:
+        ledger, settings = self._ledger, self._settings
+        prepared = prepare(items, ledger, settings.advantage, self._decay)
+        self._batches.append(RehearsedBatch(experiences=len(items), digest=prepared.batch.digest()))
+        ledger.stepped(prepared.trained, prepared.baselines)
+        history = ledger.history
+        if ledger.steps - history.head_step >= settings.steps_per_version:
+            version = _version(settings.model, history.next_number, history.head, history.head_step + 1, ledger.steps)
+            keep = {history.versions[0].version}
+            ledger.history = history.published(version, keep, settings.memory.versions)
+            ledger.forget(_START)
+
+    def _count(self) -> None:
+        self._fates.update(verdict.dropped for verdict in self._ledger.verdicts)
+        self._ledger.saved()
+
+
+def _version(model: str, number: int, parent: str | None, first: int, last: int) -> Published:
+    """A version in name only."""
+    digest = hashlib.sha256(f"rehearsed {number}".encode()).hexdigest()
+    nothing = BlobRef(uri="none", sha256=digest, size=0)
+    name = f"{model}@{digest[:16]}"
+    return Published(version=name, parent=parent, number=number, manifest=nothing, first_step=first, last_step=last)
+
+
+def _shape(base: Path) -> tuple[int, int]:
+    """Vocabulary and context of the model in `base`, from its configuration alone."""
+    path = base / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingError("trainer.base", str(base), f"has no readable config.json: {error}") from None
+    text = config.get("text_config") or config
+    vocabulary = text.get("vocab_size")
+    if not isinstance(vocabulary, int):
+        raise SettingError("trainer.base", str(base), "its config.json has no vocab_size")
+    return vocabulary, int(text.get("max_position_embeddings") or 1 << 30)

@@ -1,0 +1,129 @@
+"""P9: what the trainer records of its reading is enough to build its batches again, those too that time had cut."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from headrace_runtime.errors import SettingError
+from headrace_schemas import Experience, Read, TrainingMetrics
+from headrace_schemas.envelope import Envelope
+from headrace_schemas.replay import BATCH_HEADER, Rehearsed
+from headrace_trainer.rehearsal import Rehearsal
+from headrace_trainer.settings import TrainerSettings
+from tests.unit.trainer.conftest import Make
+from tests.unit.trainer.world import Bus, World, experience
+
+Marked = tuple[Experience, int | None]
+
+
+async def live(folder: Path, settings: TrainerSettings) -> World:
+    """A lineage with everything that makes batches hard to repeat: two partitions, time, revisions, redelivery, age."""
+    world = World(folder)
+    await world.run(settings)
+    for round_ in range(4):
+        newest, oldest = world.bus.checkpoints[-1].version, world.bus.checkpoints[0].version
+        numbers = range(10 * round_, 10 * round_ + 3 + round_ % 3)
+        events = [experience(n, newest, reward=n % 4, task=f"t{n % 2}", run=str(n)) for n in numbers]
+        revised = experience(numbers[1], newest, reward=-1.0, revision=1, task=events[1].task_id, run=str(numbers[1]))
+        world.bus.produce(*events[:2], revised, events[0], experience(10 * round_ + 9, oldest), *events[2:])
+        await world.run(settings, wait_s=settings.batch_wait_s)  # idle polls let time pass
+    return world
+
+
+def recorded(world: World) -> list[Marked]:
+    """The experiences in the order in which the accounts say that they were read, with the batches that were cut."""
+    logs = {(r.partition, r.offset): Experience.from_json(r.value or b"") for r in world.bus.records}
+    at: dict[int, int] = {}
+    found: list[Marked] = []
+
+    def take(reads: tuple[Read, ...]) -> None:
+        for read in reads:
+            found.extend((logs[read.partition, n], None) for n in range(at.get(read.partition, 0), read.until))
+            at[read.partition] = read.until
+
+    for account in world.bus.accounts:
+        for batch in account.batches:
+            take(batch.read)
+            found[-1] = (found[-1][0], batch.experiences)
+        take(account.read)
+    rest = [event for (partition, n), event in logs.items() if n >= at.get(partition, 0)]
+    assert len(rest) <= 2, "only what has moved nothing yet is in no account"
+    return [*found, *((event, None) for event in rest)]
+
+
+def copied(stream: list[Marked]) -> Bus:
+    bus = Bus(partitions=1)
+    for event, mark in stream:
+        headers = Envelope.of(event, "test").headers()
+        bus.add("copy", event.to_json(), 0, [*headers, *([(BATCH_HEADER, str(mark).encode())] if mark else [])])
+    return bus
+
+
+def digests(accounts: list[TrainingMetrics]) -> list[str]:
+    return [batch.digest for account in accounts for batch in account.batches]
+
+
+def rehearsed(world: World, settings: TrainerSettings, stream: list[Marked]) -> Rehearsed:
+    rehearsal = Rehearsal(settings, world.blobs)
+    for event, mark in stream:
+        rehearsal.add(event, mark)
+    return rehearsal.end()
+
+
+SETTINGS = {"batch_experiences": 4, "batch_experiences_min": 2, "batch_wait_s": 30.0, "max_staleness": 3}
+AGAIN = {"lineage": "again", "replays": "main", "topic": "copy", "until_end": True}
+
+
+@pytest.mark.parametrize("kind", ["reinforce++", "grpo"])
+async def test_recorded_batches_come_out_the_same(tmp_path: Path, make: Make, kind: str) -> None:
+    algorithm = {"advantage": {"kind": kind}, "group_size": 2, "group_wait_s": 1e6}
+    world = await live(tmp_path, make(**SETTINGS, **algorithm))
+    original, stream = world.bus, recorded(world)
+    sizes = [mark for _, mark in stream if mark]
+    assert len(set(sizes)) > 1, "time has cut some of the batches"
+    assert {"superseded", "stale"} <= set(original.fates.values())
+
+    settings = make(**SETTINGS, **algorithm, **AGAIN, cut="recorded")
+    foretold = rehearsed(world, settings, stream)
+    world.bus = copied(stream)
+    again = await world.run(settings)
+    assert again.lineage is not None, "it ended by itself"
+    assert digests(world.bus.accounts) == digests(original.accounts)
+    batches = [(batch.digest, batch.experiences) for account in original.accounts for batch in account.batches]
+    assert [(batch.digest, batch.experiences) for batch in foretold.batches] == batches
+    fates = world.bus.fates
+    assert {name for name, fate in fates.items() if fate == "trained"} == {
+        name for name, fate in original.fates.items() if fate == "trained"
+    }
+    if kind == "reinforce++":  # how long a single run waited for its group is not recorded
+        assert fates == original.fates
+    counts = Counter(fates.values())
+    assert {"trained": foretold.trained, **foretold.dropped} == counts
+
+
+async def test_by_the_rules_time_is_not_repeated(tmp_path: Path, make: Make) -> None:
+    """The comparison can fail; and a rehearsal by the rules foretells what training by the rules does."""
+    world = await live(tmp_path, make(**SETTINGS))
+    original, stream = world.bus, recorded(world)
+    settings = make(**SETTINGS, **AGAIN)
+    foretold = rehearsed(world, settings, stream)
+    world.bus = copied(stream)
+    await world.run(settings)
+    assert digests(world.bus.accounts) != digests(original.accounts)
+    assert [batch.digest for batch in foretold.batches] == digests(world.bus.accounts)
+    assert foretold.versions == world.bus.checkpoints[-1].step
+    left = len(stream) - foretold.trained - sum(foretold.dropped.values()) - foretold.duplicates
+    assert foretold.waiting == left < SETTINGS["batch_experiences_min"]
+
+
+async def test_a_lineage_keeps_its_topic(tmp_path: Path, make: Make) -> None:
+    """A replay that is given the name of a lineage that lives must not continue it."""
+    world = World(tmp_path)
+    await world.run(make())
+    world.bus.produce(experience(1, world.bus.checkpoints[0].version))
+    await world.run(make(), wait_s=60)
+    with pytest.raises(SettingError, match=r"trainer.topic = 'copy': lineage main reads experiences; name a new"):
+        await world.run(make(topic="copy", until_end=True))
