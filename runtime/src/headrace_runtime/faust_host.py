@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import faust
@@ -25,17 +26,27 @@ _PRUNE_INTERVAL_S = 60.0
 
 
 class FaustHost:
-    """One consumer group, one agent over all topics of the service, one batch at a time. `run` until cancelled."""
+    """One consumer group, one agent over all topics of the service, one batch at a time. `run` until cancelled.
+
+    `folder` is Faust's own: it makes one and leaves it empty, in the working directory unless it is told.
+    """
 
     def __init__(
-        self, processor: Processor, topics: tuple[str, ...], bus: BusSettings, *, group: str, batch_max: int = 200
+        self,
+        processor: Processor,
+        topics: tuple[str, ...],
+        bus: BusSettings,
+        *,
+        group: str,
+        folder: Path,
+        batch_max: int = 200,
     ) -> None:
         self._processor = processor
         self._topics = topics
         self._bus = bus
         self._batch_max = batch_max
         self._queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=batch_max * 2)
-        self._app = _app(group, bus)
+        self._app = _app(group, bus, folder)
         self._offsets = Offsets(bus, group)
         self.assigned = asyncio.Event()
         """Set while the group has given us our partitions; the service is ready then."""
@@ -108,9 +119,11 @@ class FaustHost:
                 raise Unavailable(f"Faust stopped: {self._app.crash_reason!r}")
 
 
-def _app(group: str, bus: BusSettings) -> Any:
+def _app(group: str, bus: BusSettings, folder: Path) -> Any:
+    folder.mkdir(parents=True, exist_ok=True)
     return faust.App(
         group,
+        datadir=folder,
         broker=[f"kafka://{address}" for address in bus.address.split(",")],
         store="memory://",
         web_enabled=False,

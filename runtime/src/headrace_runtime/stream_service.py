@@ -72,7 +72,8 @@ async def run(service: StreamService, common: Common, settings: ServiceSettings)
             ends_of=service.ends_of,
             settle=service.settle,
         )
-        host = FaustHost(processor, tuple(service.handlers), common.bus, group=f"headrace-{service.name}")
+        group_id, folder = f"headrace-{service.name}", common.data_dir / "faust"
+        host = FaustHost(processor, tuple(service.handlers), common.bus, group=group_id, folder=folder)
         checks: dict[str, web.Check] = {"bus": host.assigned.is_set, "database": database.ready}
         async with web.serve(web.app(checks, service.routes(processor)), settings) as port:
             log.info("listening", port=port)

@@ -67,7 +67,8 @@ class Stage:
             clock=clock,
             limits=Limits(retry_s=0.3),
         )
-        return FaustHost(processor, ("feedback",), self.common.bus, group=self.group, batch_max=1)
+        folder = self.common.data_dir / "faust"
+        return FaustHost(processor, ("feedback",), self.common.bus, group=self.group, folder=folder, batch_max=1)
 
     async def send(self, *names: str) -> None:
         for name in names:
@@ -143,7 +144,12 @@ async def test_only_what_was_handled_is_acknowledged(stage: Stage) -> None:
     assert stage.handled == ["probe", "a", "poisoned", "c"], "each once, in order"
 
 
-async def test_a_new_database_takes_its_positions_from_the_group(stage: Stage) -> None:
+async def test_a_new_database_takes_its_positions_from_the_group(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
     await stage.send("a")
     async with running(stage.host()) as task:
         await until(stage, "a")
@@ -161,6 +167,7 @@ async def test_a_new_database_takes_its_positions_from_the_group(stage: Stage) -
             reached = await position(tx, tables, "feedback")
     assert all(reached[number] >= ends[number] for number in ends), "also where nothing has come since"
     assert stage.handled.count("a") == 1
+    assert list(elsewhere.iterdir()) == [], "nothing is left where a service happens to be started"
 
 
 async def test_a_topic_that_does_not_exist_has_no_end(stage: Stage) -> None:
