@@ -53,6 +53,8 @@ class ClientLedger:
     requests: int = 0
     retried: int = 0
     """Attempts that lost their connection to a gateway that had been killed."""
+    answered_at: dict[str, float] = field(default_factory=dict)
+    """By session: when the last answer's end arrived, in seconds since 1970."""
     latencies_s: list[float] = field(default_factory=list)
     """Of chat requests, retries included."""
 
@@ -79,6 +81,7 @@ class Client:
         if answer is None:
             return None
         self._ledger.latencies_s.append(time.monotonic() - began)
+        self._ledger.answered_at[session_id] = time.time()
         response_id, text = _said(answer)
         self._ledger.acked[response_id] = Acked(session_id, digest(text))
         return text

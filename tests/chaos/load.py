@@ -53,6 +53,8 @@ class Load:
         session_id = f"chaos-{seed:08x}-{number}"
         messages: list[dict[str, str]] = []
         for turn in range(choose.randint(1, TURNS_MAX)):
+            if turn:
+                await asyncio.sleep(choose.expovariate(10))  # what an agent does with an answer
             question = f"Who sent the {choose.choice(_TOPICS)} of case {choose.randrange(10**6)}?"
             messages.append({"role": "user", "content": question})
             said = await self.client.ask(
@@ -61,7 +63,6 @@ class Load:
             if said is None and turn == 0:
                 return  # nothing to judge
             messages.append({"role": "assistant", "content": said or ""})
-            await asyncio.sleep(choose.expovariate(10))
         await self._judge(session_id, choose)
 
     async def _judge(self, session_id: str, choose: random.Random) -> None:

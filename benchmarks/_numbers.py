@@ -1,0 +1,29 @@
+"""Rates and latencies as reports show them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Of at least one value."""
+
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Summary:
+        return cls(tuple(sorted(values)))
+
+    def rate(self) -> dict[str, float]:
+        """The best round counts, being the least disturbed; the median stands beside it."""
+        return {"best": round(self.values[-1]), "median": round(statistics.median(self.values))}
+
+    def latency(self) -> dict[str, float]:
+        return {name: round(self.quantile(share), 2) for name, share in {"p50": 0.5, "p95": 0.95, "p99": 0.99}.items()}
+
+    def quantile(self, share: float) -> float:
+        """The smallest value that `share` of all do not exceed."""
+        return self.values[min(len(self.values) - 1, int(share * len(self.values)))]

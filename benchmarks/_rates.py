@@ -1,0 +1,174 @@
+"""Publish and consume on one bus, as our services do: real turns, idempotent, acknowledged by all replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+
+from benchmarks._numbers import Summary
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.consumer import assign_all, consumer, record_of
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import BusSettings
+from headrace_runtime.wire import Outgoing, decode
+from headrace_schemas import Turn
+from tests.support.turns import ask, user
+
+PARTITIONS = 4
+SENDERS = 64
+"""Records that wait for their acknowledgement at one time, where many do."""
+BATCH = 200
+"""Records per call where they are sent in bulk, as a gateway drains its spool."""
+PACED_PER_S = 100
+QUESTION = "Who sent the mail about the meeting on Monday at 10:30, and what did they want to know? " * 4
+
+
+@dataclass
+class Rates:
+    """What one bus reached, a value per round; `counts` say how many records each round sends in each way."""
+
+    one: int
+    many: int
+    bulk: int
+    paced_s: float
+    per_s: dict[str, list[float]] = field(default_factory=dict)
+    ms: dict[str, list[float]] = field(default_factory=dict)
+    bytes_per_record: int = 0
+
+    def rate(self, name: str, records: int, began: float) -> None:
+        self.per_s.setdefault(name, []).append(records / (time.perf_counter() - began))
+
+    def result(self) -> dict[str, object]:
+        """The best round of each rate, being the least disturbed, its median, and all latencies together."""
+        rates = {name: Summary.of(values).rate() for name, values in self.per_s.items()}
+        return {"per_s": rates, "ms": {name: Summary.of(values).latency() for name, values in self.ms.items()}}
+
+
+@dataclass
+class Bus:
+    """An open bus with a topic of its own. Use `opened`."""
+
+    settings: BusSettings
+    producer: EventProducer
+    blobs: BlobStore
+    topic: str
+    rates: Rates
+
+    async def round(self) -> None:
+        """Measure everything once."""
+        records = await self._records(max(self.rates.one, self.rates.many, self.rates.bulk))
+        await self._one_by_one(records[: self.rates.one])
+        await self._many_at_once(records[: self.rates.many])
+        await self._in_bulk(records[: self.rates.bulk])
+        await self._consume("consumed", decoding=False)
+        await self._consume("consumed and decoded", decoding=True)
+        await self._to_a_waiting_reader(records)
+
+    async def _records(self, count: int) -> list[Outgoing]:
+        made = [await self.producer.encode(turn(number)) for number in range(count)]
+        self.rates.bytes_per_record = len(made[0].value or b"")
+        return [replace(record, topic=self.topic) for record in made]
+
+    async def _timed(self, name: str, records: Sequence[Outgoing]) -> None:
+        began = time.perf_counter()
+        await self.producer.send_raw(records)
+        self.rates.ms.setdefault(name, []).append((time.perf_counter() - began) * 1e3)
+
+    async def _one_by_one(self, records: Sequence[Outgoing]) -> None:
+        began = time.perf_counter()
+        for record in records:
+            await self._timed("published alone", [record])
+        self.rates.rate("published alone", len(records), began)
+
+    async def _many_at_once(self, records: Sequence[Outgoing]) -> None:
+        queue = iter(records)
+
+        async def sender() -> None:
+            for record in queue:
+                await self._timed("published by many", [record])
+
+        began = time.perf_counter()
+        await asyncio.gather(*(sender() for _ in range(SENDERS)))
+        self.rates.rate("published by many", len(records), began)
+
+    async def _in_bulk(self, records: Sequence[Outgoing]) -> None:
+        began = time.perf_counter()
+        for start in range(0, len(records), BATCH):
+            await self.producer.send_raw(records[start : start + BATCH])
+        self.rates.rate("published in bulk", len(records), began)
+
+    async def _consume(self, name: str, *, decoding: bool) -> None:
+        """Everything on the topic, from its beginning."""
+        reader = consumer(self.settings, "bench")
+        await reader.start()
+        try:
+            partitions = await assign_all(reader, self.topic)
+            await reader.seek_to_beginning(*partitions)
+            ends = await reader.end_offsets(partitions)
+            total, count, began = sum(ends.values()), 0, time.perf_counter()
+            while count < total:
+                for messages in (await reader.getmany(timeout_ms=500)).values():
+                    count += len(messages)
+                    for message in messages if decoding else ():
+                        await decode(record_of(message), self.blobs, topic=Turn.topic)
+            self.rates.rate(name, total, began)
+        finally:
+            await reader.stop()
+
+    async def _to_a_waiting_reader(self, records: Sequence[Outgoing]) -> None:
+        """From the call of `send` to a consumer that decodes what it gets, at a pace that leaves time between two."""
+        sent: dict[str, float] = {}
+        reader = consumer(self.settings, "bench")
+        await reader.start()
+        try:
+            await reader.seek_to_end(*await assign_all(reader, self.topic))
+            chosen = records[: int(PACED_PER_S * self.rates.paced_s)]
+            sending = asyncio.create_task(self._paced(chosen, sent))
+            heard = 0
+            async with asyncio.timeout(60):
+                while heard < len(chosen):
+                    for messages in (await reader.getmany(timeout_ms=500)).values():
+                        for message in messages:
+                            event = (await decode(record_of(message), self.blobs, topic=Turn.topic)).event
+                            waited_s = time.perf_counter() - sent[event.event_id]
+                            self.rates.ms.setdefault("to a waiting reader", []).append(waited_s * 1e3)
+                            heard += 1
+            await sending
+        finally:
+            await reader.stop()
+
+    async def _paced(self, records: Sequence[Outgoing], sent: dict[str, float]) -> None:
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for number, record in enumerate(records):
+                await asyncio.sleep(max(0.0, began + number / PACED_PER_S - time.perf_counter()))
+                sent[dict(record.headers)["ce_id"].decode()] = time.perf_counter()
+                group.create_task(self.producer.send_raw([record]))
+
+
+@asynccontextmanager
+async def opened(address: str, blobs: BlobStore, rates: Rates) -> AsyncIterator[Bus]:
+    """A topic of our own on the bus, and a producer as services have."""
+    settings = BusSettings(address=address)
+    topic = f"bench-{uuid.uuid4().hex[:8]}"
+    admin = AIOKafkaAdminClient(bootstrap_servers=address)
+    await admin.start()
+    producer = EventProducer(settings, "bench", blobs)
+    try:
+        await admin.create_topics([NewTopic(topic, PARTITIONS, 1)])
+        await producer.start()
+        yield Bus(settings, producer, blobs, topic, rates)
+    finally:
+        await producer.stop()
+        await admin.close()
+
+
+def turn(number: int) -> Turn:
+    """One model call of some 400 prompt tokens and 64 new ones, with their logprobs."""
+    return ask([user(QUESTION)], f"answer {number} " + "x" * 50, session=f"bench-{number}")
