@@ -8,7 +8,7 @@ UV := $(BIN)/uv
 MEMBERS := schemas runtime sdk gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock schemas lint test demo up bench clean
+.PHONY: help install lock schemas lint test demo up chaos bench bench-bus clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -47,6 +47,20 @@ up: $(VENV)/installed ## every service on this machine (ARGS="--set trainer.base
 test: $(VENV)/installed ## every test, fast ones first; under 10 minutes on 2 cores
 	mkdir -p reports
 	$(BIN)/pytest tests/unit tests/repo tests/docs tests/contract tests/simulation tests/integration tests/e2e
+
+KILLS ?= 100
+chaos: $(VENV)/installed ## kill -9 of every service and the bus at 50 turns/s, on each bus (SEED=, KILLS=, BUS=embedded or kafka)
+	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(BUS),--bus $(BUS)) \
+	  $(if $(filter file,$(origin SEED)),,--seed $(SEED))
+
+BENCHMARKS := $(filter-out _%,$(notdir $(basename $(wildcard benchmarks/*.py))))
+MEASURE = status=0; for name in $(1); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || status=1; done; exit $$status
+
+bench-bus: $(VENV)/installed ## both buses side by side, from answered call to experience, replay of 100,000 trajectories
+	@$(call MEASURE,$(filter bus replay,$(BENCHMARKS)))
+
+bench: $(VENV)/installed ## every benchmark there is; each writes reports/bench-<name>.json
+	@$(call MEASURE,$(BENCHMARKS))
 
 DISTRIBUTIONS := schemas runtime gateway $(notdir $(wildcard services/*))
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-annotate --no-header
