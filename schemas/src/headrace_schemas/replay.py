@@ -40,7 +40,7 @@ class Scored(Model):
     experiences: dict[str, int] = Field(default_factory=dict)
     """`rewarded`, or why there is no reward, to how many."""
     not_trained: dict[str, int] = Field(default_factory=dict)
-    """Trajectories without experiences: held out (`eval`), or with `nothing_sampled`."""
+    """Trajectories without experiences: held out (`eval`), with `nothing_sampled`, or `unreadable`."""
     outcomes: dict[str, dict[str, int]] = Field(default_factory=dict)
     """What each reward function came to: source to outcome to how many."""
 

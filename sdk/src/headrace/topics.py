@@ -87,6 +87,13 @@ class Topics:
 
         Raises `UsageError` for a topic or partition that does not exist, `Unreachable` when the bus goes away.
         """
+        async for message in self.records(wanted, progress, ends):
+            yield await _entry(message)
+
+    async def records(
+        self, wanted: Range, progress: Progress | None = None, ends: Mapping[int, int] | None = None
+    ) -> AsyncIterator[ConsumerRecord]:
+        """The same as `read` without looking into the records."""
         progress = progress if progress is not None else Progress()
         spans = await self._spans(wanted, progress, ends or {})
         self._consumer.assign(list(spans))
@@ -102,7 +109,7 @@ class Topics:
                 end = spans[partition][1] if partition in spans else 0
                 for message in messages:
                     if message.offset < end and (not wanted.keys or _key(message) in wanted.keys):
-                        yield await _entry(message)
+                        yield message
             await self._advance(spans, progress)
 
     async def _advance(self, spans: dict[TopicPartition, tuple[int, int]], progress: Progress) -> None:
@@ -210,12 +217,12 @@ async def event_of(topic: str, value: bytes | None, headers: Iterable[tuple[str,
     if model is None:
         raise UsageError(f"no event is defined for topic {topic}")
     if any(name == "ce_dataref" for name, _ in headers):
-        value = await asyncio.to_thread(_blob, value)
+        value = await asyncio.to_thread(fetch, value)
     return model.from_json(value)
 
 
-def _blob(reference: bytes) -> bytes:
-    """The event that was too large for its topic, checked against its digest."""
+def fetch(reference: bytes) -> bytes:
+    """The bytes that a reference (JSON of a `BlobRef`) stands for, checked against their digest. Blocks."""
     try:
         ref = BlobRef.model_validate_json(reference)
     except ValidationError:

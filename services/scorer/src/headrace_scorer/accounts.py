@@ -87,7 +87,16 @@ def _experiences(account: Account, now: datetime, policy: Policy) -> list[Experi
     for index, branch in enumerate(account.trajectory.branches):
         last = emitted[index] if emitted else _UNSAID
         standing = policy.standing(verdicts, branch.turn_ids, rewarded=last["rewarded"])
-        made = _experience(account, now, index, standing, last["revision"] + 1)
+        made = experience(
+            account.trajectory,
+            index,
+            standing,
+            now=now,
+            revision=last["revision"] + 1,
+            task_id=account.row["task_id"],
+            run_id=account.row["run_id"],
+            parts=account.row["parts"],
+        )
         state = _state(made)
         if state != last["state"]:
             experiences.append(made)
@@ -103,8 +112,18 @@ def _experiences(account: Account, now: datetime, policy: Policy) -> list[Experi
     return experiences
 
 
-def _experience(account: Account, now: datetime, index: int, standing: Standing, revision: int) -> Experience:
-    trajectory, row = account.trajectory, account.row
+def experience(
+    trajectory: Trajectory,
+    index: int,
+    standing: Standing,
+    *,
+    now: datetime,
+    revision: int,
+    task_id: str | None,
+    run_id: str | None,
+    parts: int,
+) -> Experience:
+    """What is said of one branch."""
     branch = trajectory.branches[index]
     return Experience(
         time=now,
@@ -114,13 +133,13 @@ def _experience(account: Account, now: datetime, index: int, standing: Standing,
         session_key=trajectory.session_key,
         session_id=trajectory.session_id,
         tenant=trajectory.tenant,
-        task_id=row["task_id"],
-        run_id=row["run_id"],
+        task_id=task_id,
+        run_id=run_id,
         model=trajectory.model,
         branch_index=index,
         branch=branch if standing.reward is not None else None,
         turn_ids=branch.turn_ids,
-        weight=1 / (len(trajectory.branches) * row["parts"]),
+        weight=1 / (len(trajectory.branches) * parts),
         reward=standing.reward,
         no_reward=standing.no_reward,
         parts=standing.parts,

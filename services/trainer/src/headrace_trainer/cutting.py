@@ -14,7 +14,8 @@ from headrace_trainer.waiting import Rules, Selection, Waiting, select
 
 END_OF_TIME = datetime.max.replace(tzinfo=UTC)
 """Everything has waited for long enough by then."""
-_BEGINNING_OF_TIME = datetime.min.replace(tzinfo=UTC)
+BEGINNING_OF_TIME = datetime.min.replace(tzinfo=UTC)
+"""Nothing has waited yet."""
 
 
 class Cutter:
@@ -54,7 +55,7 @@ class Cutter:
     def _as_recorded(self, ledger: Ledger, mark: int) -> Selection:
         """The first `mark` of what was ready then. Of groups that time cut it is only known that there were some."""
         rules = replace(self._rules, experiences=mark)
-        ready = select(ledger.waiting, rules, _BEGINNING_OF_TIME, True, ledger.is_correction).batch
+        ready = select(ledger.waiting, rules, BEGINNING_OF_TIME, True, ledger.is_correction).batch
         if len(ready) < mark:
             ready = select(ledger.waiting, rules, END_OF_TIME, True, ledger.is_correction).batch
         return Selection(ready[:mark])

@@ -19,7 +19,7 @@ from headrace_schemas import Checkpoint, ModelEvent, TrainingMetrics
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import Manifest
 from headrace_trainer import control, summary, tensors, versions
-from headrace_trainer.cutting import END_OF_TIME, Cutter, decay
+from headrace_trainer.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay
 from headrace_trainer.history import History, Published
 from headrace_trainer.ledger import Ledger
 from headrace_trainer.metrics import NOT_FINITE, REWINDS, SAVE_SECONDS
@@ -89,7 +89,11 @@ class Lineage:
 
     def next_batch(self, mark: int | None = None, *, over: bool = False) -> tuple[Waiting, ...]:
         """What to train now, empty when it is not time; see `Cutter.next`. `over`: nothing more will come."""
-        return self._cutter.next(self.ledger, END_OF_TIME if over else self._clock.now(), mark)
+        if over:
+            return self._cutter.next(self.ledger, END_OF_TIME, mark)
+        # What is complete from the start is not waited for: then no batch depends on how fast it is read.
+        now = BEGINNING_OF_TIME if self._settings.until_end else self._clock.now()
+        return self._cutter.next(self.ledger, now, mark)
 
     def step(self, items: Sequence[Waiting], stop: threading.Event) -> Mapping[str, float]:
         """Train on what `next_batch` returned; the measurements, empty when the gradient was not finite and the batch

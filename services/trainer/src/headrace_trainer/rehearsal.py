@@ -23,7 +23,7 @@ from headrace_schemas import Experience
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.replay import Rehearsed, RehearsedBatch
 from headrace_trainer.admission import limits_of
-from headrace_trainer.cutting import END_OF_TIME, Cutter, decay
+from headrace_trainer.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay
 from headrace_trainer.history import History, Published
 from headrace_trainer.ledger import Ledger
 from headrace_trainer.prepare import prepare
@@ -32,7 +32,7 @@ from headrace_trainer.store import replayed
 from headrace_trainer.waiting import Waiting
 
 _START = datetime(1970, 1, 1, tzinfo=UTC)
-"""Time stands still in a rehearsal: it cuts no batches."""
+"""Time stands still in a rehearsal."""
 
 
 async def run(common: Common, settings: TrainerSettings) -> None:
@@ -77,7 +77,7 @@ class Rehearsal:
         elif self._ledger.admit(experience, (0, self._place), _START).fate == "ignore":
             self._ignored["duplicates"] += 1
         self._place += 1
-        self._act(_START, mark)
+        self._act(BEGINNING_OF_TIME, mark)
 
     def end(self) -> Rehearsed:
         """Nothing more will come."""

@@ -1,0 +1,9 @@
+"""`python -m headrace_scorer.replay`: trajectories in, experiences out, without bus and database (`rescoring.py`)."""
+
+from headrace_runtime.main import Service
+from headrace_scorer.settings import Settings
+
+SERVICE = Service("scorer", "Scores stored trajectories again.", Settings, "headrace_scorer.rescoring:run")
+
+if __name__ == "__main__":
+    SERVICE.main()

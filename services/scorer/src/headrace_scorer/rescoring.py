@@ -1,0 +1,195 @@
+"""Scores stored trajectories again: the same functions, joins and policy as in the stream, without bus and database.
+
+Everything is known beforehand here, so each branch gets one experience, with what its reward comes to in the end, in
+the order of the trajectories. Equal input gives equal output, byte for byte, if the functions do (P9).
+
+As a filter (`python -m headrace_scorer.replay`) it takes, in this order: lines `closed`, `feedback` and `reward`, all
+that could be about any of the trajectories; then lines `trajectory`. Verdicts of reward functions among the rewards are
+passed over, because the functions are called again. It writes lines `experience` and at the end one line `scored`.
+After a line `store`, what is too large for a topic goes to the blob store, and a line `stored` refers to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import epoch_ms
+from headrace_runtime.errors import InvalidEvent, SettingError
+from headrace_runtime.filters import Lines
+from headrace_runtime.settings import Common
+from headrace_schemas import Experience, Feedback, Reward, Trajectory
+from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
+from headrace_schemas.replay import Closed, Scored
+from headrace_scorer import accounts, joins, store
+from headrace_scorer.functions.pool import Pool
+from headrace_scorer.functions.process import FunctionsRefused
+from headrace_scorer.functions.protocol import Call
+from headrace_scorer.joins import Said, Target
+from headrace_scorer.policy import Policy, Verdict
+from headrace_scorer.settings import Settings
+
+_AT_ONCE_MAX = 64
+_FUNCTION = "function:"
+
+
+async def run(common: Common, settings: Settings) -> None:
+    """The filter. Raises `SettingError` when a reward function cannot be used."""
+    pool = Pool(settings)
+    try:
+        await pool.reload()
+        await _work(Rescoring(settings, pool), Lines(), BlobStore.open(common))
+    except FunctionsRefused as error:
+        raise SettingError("scorer.functions", settings.functions, str(error)) from None
+    finally:
+        await pool.close()
+
+
+async def _work(rescoring: Rescoring, lines: Lines, blobs: BlobStore) -> None:
+    working: deque[asyncio.Task[Sequence[Experience]]] = deque()
+    largest = sys.maxsize
+
+    async def first() -> None:
+        for experience in await working.popleft():
+            made = experience.to_json()
+            if len(made) > largest:
+                lines.write("stored", (await blobs.aput(made)).model_dump_json().encode())
+            else:
+                lines.write("experience", made)
+
+    async for word, value in lines.read():
+        if word == "store":
+            largest = PAYLOAD_BYTES_MAX
+        elif word != "trajectory":
+            rescoring.know(word, value)
+        else:
+            working.append(asyncio.ensure_future(rescoring.score(value)))
+        if len(working) == _AT_ONCE_MAX:
+            await first()
+    while working:
+        await first()
+    lines.write("scored", rescoring.report().model_dump_json().encode())
+    lines.flush()
+
+
+@dataclass(slots=True)
+class _Session:
+    """What is about a session as a whole, and what lists turns of it."""
+
+    closed: dict[str, joins.Closed] = field(default_factory=dict)
+    feedback: dict[str, Feedback] = field(default_factory=dict)
+
+
+class Rescoring:
+    """`know` everything first, then `score` one trajectory after the other, several at once if need be."""
+
+    def __init__(self, settings: Settings, pool: Pool) -> None:
+        self._settings = settings
+        self._pool = pool
+        sources = [function.source for function in pool.functions]
+        self._policy = Policy(settings.weights, settings.required, settings.expected, sources)
+        self._sessions: dict[tuple[str, str], _Session] = defaultdict(_Session)
+        self._rewards: dict[tuple[str, str], dict[Target, Reward]] = defaultdict(dict)
+        self._made: Counter[str] = Counter()
+        self._not_trained: Counter[str] = Counter()
+        self._outcomes: dict[str, Counter[str]] = defaultdict(Counter)
+        self._trajectories = 0
+
+    def know(self, word: str, value: bytes) -> None:
+        """A line that is no trajectory. Raises `InvalidEvent`, and `ValueError` for a word that nobody knows."""
+        if word == "feedback":
+            feedback = Feedback.from_json(value)
+            self._sessions[feedback.session_key, feedback.tenant].feedback[feedback.event_id] = feedback
+        elif word == "reward":
+            self._keep(Reward.from_json(value))
+        elif word == "closed":
+            one = Closed.model_validate_json(value)
+            closed = joins.Closed(one.trajectory_id, one.time_ms)
+            self._sessions[one.session_key, one.tenant].closed[one.trajectory_id] = closed
+        else:
+            raise ValueError(f"a line begins with {word!r}; the scorer knows closed, feedback, reward and trajectory")
+
+    async def score(self, value: bytes) -> Sequence[Experience]:
+        """The experiences of one trajectory, one for each branch; none when it is held out or nothing was sampled."""
+        self._trajectories += 1
+        try:
+            trajectory = Trajectory.from_json(value)
+        except InvalidEvent:  # the collector's dead letter says why; here it is only counted
+            self._not_trained["unreadable"] += 1
+            return ()
+        if trajectory.purpose == "eval" or not trajectory.branches:
+            self._not_trained["eval" if trajectory.purpose == "eval" else "nothing_sampled"] += 1
+            return ()
+        said = self._said(trajectory)
+        verdicts = self._given(trajectory, said) | await self._called(trajectory, value, said)
+        made = [
+            self._experience(trajectory, said, index, list(verdicts.values()))
+            for index in range(len(trajectory.branches))
+        ]
+        self._made.update(one.no_reward or "rewarded" for one in made)
+        return made
+
+    def report(self) -> Scored:
+        return Scored(
+            trajectories=self._trajectories,
+            experiences=dict(sorted(self._made.items())),
+            not_trained=dict(sorted(self._not_trained.items())),
+            outcomes={source: dict(sorted(counts.items())) for source, counts in sorted(self._outcomes.items())},
+        )
+
+    def _keep(self, reward: Reward) -> None:
+        """The highest revision of each source's word on each target."""
+        known = self._rewards[reward.trajectory_id, reward.tenant]
+        target = (reward.turn_id or "", reward.source)
+        if reward.source.startswith(_FUNCTION) or (target in known and known[target].revision >= reward.revision):
+            return
+        if target in known or len({source for _, source in known} | {reward.source}) <= self._settings.sources_max:
+            known[target] = reward
+
+    def _said(self, trajectory: Trajectory) -> Said:
+        session = self._sessions.get((trajectory.session_key, trajectory.tenant))
+        if session is None:
+            return Said((), ())
+        turns = set(trajectory.turn_ids)
+        feedback = session.feedback.values()
+        listing = [one for one in feedback if turns.intersection(one.msg_ids)]
+        own = joins.Closed(trajectory.trajectory_id, epoch_ms(trajectory.time))
+        peers = {**session.closed, trajectory.trajectory_id: own}
+        general = [one for one in feedback if not one.msg_ids]
+        return joins.said_about(trajectory.trajectory_id, list(peers.values()), listing, general)
+
+    def _given(self, trajectory: Trajectory, said: Said) -> dict[Target, Verdict]:
+        """What others have said, feedback first-hand."""
+        rewards = self._rewards.get((trajectory.trajectory_id, trajectory.tenant), {})
+        found = {target: Verdict(one.source, one.turn_id, one.outcome, one.value) for target, one in rewards.items()}
+        for target, feedback in joins.verdicts(said, store.spoken_turns(trajectory)).items():
+            turn, source = target
+            value = None if feedback.withdrawn else feedback.value
+            found[target] = Verdict(source, turn or None, "withdrawn" if value is None else "scored", value)
+        return found
+
+    async def _called(self, trajectory: Trajectory, value: bytes, said: Said) -> dict[Target, Verdict]:
+        found: dict[Target, Verdict] = {}
+        feedback = tuple(one.to_json().decode() for one in said.all)
+        context = said.context(trajectory.context)
+        for function in self._pool.functions:
+            outcome = await self._pool.call(Call(function=function.name, feedback=feedback, context=context), value)
+            found["", function.source] = Verdict(function.source, None, outcome.outcome, outcome.value)
+            self._outcomes[function.source][outcome.outcome] += 1
+        return found
+
+    def _experience(self, trajectory: Trajectory, said: Said, index: int, verdicts: Sequence[Verdict]) -> Experience:
+        return accounts.experience(
+            trajectory,
+            index,
+            self._policy.standing(verdicts, trajectory.branches[index].turn_ids, rewarded=False),
+            now=trajectory.time,
+            revision=0,
+            task_id=said.named("task_id", trajectory.task_id),
+            run_id=said.named("run_id", trajectory.run_id),
+            parts=max(trajectory.parts, said.parts),
+        )
