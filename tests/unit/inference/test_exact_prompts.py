@@ -73,6 +73,16 @@ def test_the_next_prompt_begins_with_the_tokens_that_were_sampled(tokenizer: Cha
     assert third.token_ids[: len(second.token_ids) + len(third_ids)] == second.token_ids + third_ids
 
 
+def test_a_client_may_put_its_agents_name_on_what_the_model_said(tokenizer: ChatTokenizer) -> None:
+    """AgentScope's Java client does, on every assistant message that it sends back."""
+    talk = Conversation(tokenizer)
+    first = talk.prompt(QUESTION)
+    sampled = [*letters(tokenizer, "the agent"), talk.end]
+    named = talk.answer(first, sampled).model_copy(update={"name": "Friday"})
+    second = talk.prompt(QUESTION, named, MORE)
+    assert second.token_ids[: len(first.token_ids) + len(sampled)] == first.token_ids + sampled
+
+
 @pytest.mark.parametrize(
     "written",
     [

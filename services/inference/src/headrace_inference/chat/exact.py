@@ -185,9 +185,11 @@ def _digests(
 
 
 def _chained(digest: bytes, message: Message) -> bytes:
-    """Reasoning is left out: clients that do not know it do not send it back, and the text decides if it counts."""
+    """What clients leave out or put in, the text decides if it counts: reasoning, which some do not send back, and a name
+    on an answer, which the model did not say."""
+    name = None if message.role == "assistant" else message.name
     calls = [(call.id, call.function.name, _value(call.function.arguments)) for call in message.tool_calls or ()]
-    parts = [message.role, message.text.strip(), message.name, message.tool_call_id, calls]
+    parts = [message.role, message.text.strip(), name, message.tool_call_id, calls]
     return hashlib.sha256(digest + _canonical(parts)).digest()
 
 
