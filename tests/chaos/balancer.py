@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Sequence
 
@@ -36,7 +37,7 @@ class Balancer:
     async def _check(self, gateway: str) -> None:
         began = time.monotonic()
         healthy = await answers(self._http, f"{gateway}/health", _TIMEOUT_S)
-        if healthy and began > self._killed.get(gateway, 0.0):
+        if healthy and began > self._killed.get(gateway, -math.inf):
             self._healthy.add(gateway)
             if self._killed.pop(gateway, None) is not None:
                 self._returned[gateway] = time.monotonic()
@@ -60,7 +61,7 @@ class Balancer:
 
     def was_down(self, gateway: str, since_s: float) -> bool:
         """Whether it was dead, or on its way back, at any time since `since_s` (monotonic)."""
-        return gateway in self._killed or self._returned.get(gateway, 0.0) >= since_s
+        return gateway in self._killed or self._returned.get(gateway, -math.inf) >= since_s
 
 
 async def answers(http: aiohttp.ClientSession, url: str, timeout_s: float) -> bool:

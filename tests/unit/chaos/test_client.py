@@ -1,0 +1,121 @@
+"""What counts as a failed request, against a gateway that does what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from tests.chaos.balancer import Balancer
+from tests.chaos.client import Client, ClientLedger, digest
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+WHOLE = {"id": "chatcmpl-1", "choices": [{"index": 0, "message": {"role": "assistant", "content": "Ada"}}]}
+CHUNKS = [{"id": "chatcmpl-2", "choices": [{"index": 0, "delta": {"content": part}}]} for part in ("A", "da")]
+
+
+async def plain(_request: web.Request) -> web.StreamResponse:
+    return web.json_response(WHOLE)
+
+
+async def refusing(_request: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "the spool is full"}}, status=503)
+
+
+def streaming(*last: str, cut: bool = False) -> Answer:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for event in (*map(json.dumps, CHUNKS), *last):
+            await response.write(f"data: {event}\n\n".encode())
+        if cut:
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+    return answer
+
+
+class Rig:
+    """Two gateways and a client that begins with the first."""
+
+    def __init__(self, http: aiohttp.ClientSession, urls: list[str]) -> None:
+        self.urls = urls
+        self.ledger = ClientLedger()
+        self.balancer = Balancer(http, urls)
+        self._client = Client(http, self.balancer, self.ledger, "m")
+
+    async def ask(self) -> str | None:
+        async with asyncio.timeout(10):
+            return await self._client.ask("s", [{"role": "user", "content": "who?"}])
+
+
+@contextlib.asynccontextmanager
+async def rig(first: Answer, second: Answer = plain) -> AsyncIterator[Rig]:
+    async with contextlib.AsyncExitStack() as stack:
+        urls = []
+        for answer in (first, second):
+            app = web.Application()
+            app.router.add_post("/v1/chat/completions", answer)
+            app.router.add_get("/health", plain)
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        yield Rig(await stack.enter_async_context(aiohttp.ClientSession()), urls)
+
+
+@pytest.mark.parametrize(
+    ("answer", "name"), [(plain, "chatcmpl-1"), (streaming("[DONE]"), "chatcmpl-2")], ids=["plain", "stream"]
+)
+async def test_a_whole_answer_is_acked(answer: Answer, name: str) -> None:
+    async with rig(answer) as made:
+        assert await made.ask() == "Ada"
+        assert made.ledger.acked[name].content == digest("Ada")
+        assert (made.ledger.failures, made.ledger.retried) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (refusing, "status 503"),
+        (streaming(), "stream without its end"),
+        (streaming('{"error": {"message": "gone"}}'), "stream without its end"),
+        (streaming(cut=True), "connection lost"),
+    ],
+    ids=["refused", "no end", "error event", "cut"],
+)
+async def test_anything_less_is_a_failed_request(answer: Answer, kind: str) -> None:
+    async with rig(answer) as made:
+        assert await made.ask() is None
+        assert made.ledger.failed_by == {kind: 1}
+        assert made.ledger.acked == {}
+
+
+async def test_a_connection_that_died_with_its_gateway_is_made_again_at_the_other() -> None:
+    async with rig(streaming(cut=True)) as made:
+        made.balancer.killing(made.urls[0])
+        assert await made.ask() == "Ada"
+        assert (made.ledger.failures, made.ledger.retried) == ([], 1)
+
+
+async def test_an_old_kill_excuses_nothing() -> None:
+    async with rig(plain) as made:
+        killed, spared = made.urls
+        before = time.monotonic()
+        made.balancer.killing(killed)
+        assert made.balancer.was_down(killed, before)
+        assert not made.balancer.was_down(spared, before)
+        checking = asyncio.create_task(made.balancer.run())
+        async with asyncio.timeout(10):
+            while made.balancer.was_down(killed, time.monotonic()):  # noqa: ASYNC110 (it has no event for this)
+                await asyncio.sleep(0.01)
+        checking.cancel()
+        assert made.balancer.was_down(killed, before), "who asked before it was back may have met its death"
