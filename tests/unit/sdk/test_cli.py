@@ -25,7 +25,8 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 COMMANDS = [
     ["up"], ["demo"], ["status"], ["logs"], ["feedback"], ["models", "list"], ["models", "show"], ["models", "promote"],
     ["models", "rollback"], ["models", "withdraw"], ["replay", "events"], ["dead-letters", "list"],
-    ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"], ["config", "check"], ["config", "reference"],
+    ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"], ["mirror"],
+    ["config", "check"], ["config", "reference"],
 ]  # fmt: skip
 
 

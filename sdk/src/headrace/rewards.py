@@ -1,0 +1,194 @@
+"""Your own source of rewards as a consumer of the bus. Needs the extra `headrace[topics]`.
+
+    from headrace.rewards import serve
+
+    def short(trajectory):
+        return 1.0 if len(trajectory.final_answer) < 200 else 0.0
+
+    serve(short, source="short", bus="127.0.0.1:9092")
+
+Start as many of these processes as you like, in any language: see docs/producing.md. For functions that the scorer runs
+itself, name them in `scorer.functions` instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import HeadraceError, Unreachable, UsageError
+from headrace.producing import Outgoing, Producer, producing
+from headrace.topics import event_of
+from headrace_schemas import Reward, RewardResult, Trajectory
+from headrace_schemas.base import utcnow
+from headrace_schemas.errors import InvalidEvent
+from headrace_schemas.events.reward import Outcome
+
+if TYPE_CHECKING:
+    from aiokafka import AIOKafkaConsumer, ConsumerRecord
+
+Verdict = float | Mapping[str, float] | RewardResult | None
+"""A number scores, None abstains, a dict of criteria scores by its `value` or its mean."""
+Function = Callable[[Trajectory], Verdict | Awaitable[Verdict]]
+_BATCH_MAX = 50
+_POLL_MS = 500
+_REASON_LENGTH_MAX = 1000
+
+
+def serve(function: Function, *, source: str, bus: str, timeout_s: float = 60.0) -> None:
+    """Give every trajectory that `function` has not seen a verdict by `source`, until SIGINT or SIGTERM.
+
+    Processes with one `source` share the work and continue where they were. A crash repeats calls, and each verdict
+    counts once. An exception is the outcome `failed`, a call that takes longer than `timeout_s` is `timed_out`; neither
+    is a score. A function that is not async cannot be stopped, so after its time-out this raises `HeadraceError`, for
+    the process to be started again. Raises `Unreachable` when the bus goes away for good.
+    """
+
+    async def until_stopped() -> None:
+        task = asyncio.ensure_future(consume(function, source=source, bus=bus, timeout_s=timeout_s))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(until_stopped())
+
+
+async def consume(function: Function, *, source: str, bus: str, timeout_s: float = 60.0) -> None:
+    """What `serve` does, until cancelled."""
+    try:
+        from aiokafka import AIOKafkaConsumer
+        from aiokafka.errors import KafkaError
+    except ImportError:
+        raise UsageError("reading topics needs the extra: pip install 'headrace[topics]'") from None
+    reader = AIOKafkaConsumer(
+        Trajectory.topic,
+        bootstrap_servers=bus,
+        group_id=f"rewards-{source}",
+        enable_auto_commit=False,
+        auto_offset_reset="earliest",
+    )
+    async with producing(bus, f"rewards-{source}") as producer:
+        try:
+            await reader.start()
+            while True:
+                await _batch(reader, producer, function, source, timeout_s)
+        except (KafkaError, OSError) as error:
+            raise Unreachable(f"bus {bus}: {error!r}; is it running?") from error
+        finally:
+            await reader.stop()
+
+
+async def _batch(
+    reader: AIOKafkaConsumer, producer: Producer, function: Function, source: str, timeout_s: float
+) -> None:
+    """Verdicts are durable before the position is."""
+    batches = await reader.getmany(timeout_ms=_POLL_MS, max_records=_BATCH_MAX)
+    reached = {}
+    stuck = None
+    for place, record in ((place, record) for place, records in batches.items() for record in records):
+        trajectory = await _trajectory(record)
+        if trajectory is not None:
+            reward = await verdict(function, trajectory, source, timeout_s)
+            await producer.send([Outgoing.of(reward, f"rewards/{source}")])
+            if reward.outcome == "timed_out" and not inspect.iscoroutinefunction(function):
+                stuck = trajectory.trajectory_id
+        reached[place] = record.offset + 1
+        if stuck is not None:
+            break
+    if reached:
+        await reader.commit(reached)
+    if stuck is not None:
+        raise HeadraceError(f"{source}: {stuck} took longer than {timeout_s:g} s and cannot be stopped; start again")
+
+
+async def _trajectory(record: ConsumerRecord) -> Trajectory | None:
+    """None for what is no trajectory: the scorer reads the same topic, and dead-letters it."""
+    try:
+        event = await event_of(record.topic, record.value, record.headers)
+    except (InvalidEvent, UsageError):
+        return None
+    return event if isinstance(event, Trajectory) else None
+
+
+async def verdict(function: Function, trajectory: Trajectory, source: str, timeout_s: float) -> Reward:
+    """What `function` makes of a trajectory; whatever goes wrong is said so, and never is a score (P6)."""
+    outcome: Outcome
+    result, limit = RewardResult(), asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            call = function if inspect.iscoroutinefunction(function) else partial(_in_thread, function)
+            result = _result(await call(trajectory))
+        outcome = "scored" if result.value is not None else "abstained"
+    except Exception as error:  # noqa: BLE001 (a user's function may raise anything)
+        outcome = "timed_out" if limit.expired() else "failed"
+        result = RewardResult(reason=repr(error)[:_REASON_LENGTH_MAX] if outcome == "failed" else None)
+    return Reward(
+        time=utcnow(),
+        trajectory_id=trajectory.trajectory_id,
+        session_key=trajectory.session_key,
+        tenant=trajectory.tenant,
+        source=source,
+        outcome=outcome,
+        value=result.value,
+        criteria=result.criteria,
+        reason=result.reason,
+    )
+
+
+async def _in_thread(function: Function, trajectory: Trajectory) -> Any:
+    """Off the event loop, which keeps our place in the group; a thread that never ends does not keep the process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(returned: Any, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(returned)
+
+    def work() -> None:
+        returned, problem = None, None
+        try:
+            returned = function(trajectory)
+        except Exception as error:  # noqa: BLE001 (raised again where it is awaited)
+            problem = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, returned, problem)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await done
+
+
+def _result(returned: object) -> RewardResult:
+    if isinstance(returned, RewardResult):
+        result = returned
+    elif returned is None or (isinstance(returned, Mapping) and returned.get("value", 0.0) is None):
+        return RewardResult()
+    elif isinstance(returned, Mapping):
+        criteria = {str(name): _number(value) for name, value in returned.items()}
+        result = RewardResult(value=criteria.pop("value", None), criteria=criteria)
+    else:
+        result = RewardResult(value=_number(returned))
+    if result.value is None and result.criteria:
+        mean = math.fsum(result.criteria.values()) / len(result.criteria)
+        result = result.model_copy(update={"value": mean})
+    return result
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, Real):
+        raise TypeError(
+            f"returned {type(value).__name__}; a number, None, a dict of numbers or a RewardResult is wanted"
+        )
+    return float(value)
