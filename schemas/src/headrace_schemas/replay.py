@@ -18,9 +18,12 @@ BATCH_HEADER = "headrace_batch"
 """On a copied record: after it the original lineage cut a batch of so many experiences (decimal text)."""
 
 
+TOPIC_PREFIX = "replay-"
+
+
 def topic_prefix(lineage: str) -> str:
     """What the topics of the replay into `lineage` begin with."""
-    return f"replay-{lineage}-"
+    return f"{TOPIC_PREFIX}{lineage}-"
 
 
 class Closed(Model):

@@ -7,7 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from headrace.cli.replay import line_of, parse_time
+from headrace.cli.replay import line_of
+from headrace.cli.times import parse_time
 from headrace.errors import UsageError
 from headrace.topics import Entry
 from tests.unit.sdk.test_account import START, trajectory

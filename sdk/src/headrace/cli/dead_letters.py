@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from headrace.cli import dead_letters_printed as printed
-from headrace.cli.replay import parse_time
 from headrace.cli.shared import AsJson, Commands, DataDir, command, console, running
+from headrace.cli.times import parse_time
 
 if TYPE_CHECKING:
     from headrace.dead_letters import Letter, Plan, Selection

@@ -1,25 +1,22 @@
-"""`headrace replay`: read what topics still hold, again."""
+"""`headrace replay events`, and the group that it is in."""
 
 from __future__ import annotations
 
 import collections
 import json
-import re
 import sys
 from contextlib import ExitStack
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli import replay_train
 from headrace.cli.shared import Commands, DataDir, command, console, running
+from headrace.cli.times import parse_time
 
 if TYPE_CHECKING:
     from headrace.topics import Entry, Range
-
-_AGO = re.compile(r"(\d+(?:\.\d+)?)(s|min|m|h|d)")
-_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3_600, "d": 86_400}
 
 
 def _topics() -> list[str]:
@@ -29,7 +26,12 @@ def _topics() -> list[str]:
 
 
 app = typer.Typer(
-    cls=Commands, no_args_is_help=True, help="Read what topics still hold, again; nobody who listens is disturbed."
+    cls=Commands,
+    no_args_is_help=True,
+    help="Train again from what the topics still hold, with another reward, judge or algorithm; or just read it. "
+    "Nobody who listens is disturbed.\n\n"
+    "Start with [bold]plan[/], which shows what would happen. Then [bold]run[/], look at the result, and "
+    "[bold]offer[/] it to the registry if it is to serve.",
 )
 
 
@@ -118,22 +120,6 @@ def line_of(entry: Entry) -> str:
     return f'{head[:-1]}, "event": {entry.event.to_json().decode()}}}'
 
 
-def parse_time(text: str | None) -> datetime | None:
-    """ISO 8601, in UTC unless it says otherwise, or how long ago. Raises `UsageError`."""
-    from headrace.errors import UsageError
-
-    if text is None:
-        return None
-    ago = _AGO.fullmatch(text)
-    if ago:
-        return datetime.now(UTC) - timedelta(seconds=float(ago[1]) * _SECONDS[ago[2]])
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        raise UsageError(f"{text!r} is no time; write 2026-01-31T12:00:00Z, or 90s, 5min, 2h, 7d for ago") from None
-    return time if time.tzinfo else time.replace(tzinfo=UTC)
-
-
 def add_to(parent: typer.Typer) -> None:
     command(
         app,
@@ -143,4 +129,5 @@ def add_to(parent: typer.Typer) -> None:
         "headrace replay events experiences --partition 0 --from-offset 100 --to-offset 200",
         "headrace replay events rewards --since 2026-01-01T00:00:00Z --count",
     )
+    replay_train.add_to(app)
     parent.add_typer(app, name="replay")
