@@ -16,11 +16,14 @@ def free_port() -> int:
 def wait_open(port: int, timeout_s: float) -> None:
     """Raises `TimeoutError` when nobody listens on `port` in time."""
     deadline = time.monotonic() + timeout_s
-    while True:
-        with socket.socket() as probe:
-            probe.settimeout(1)
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
+    while not is_open(port):
         if time.monotonic() > deadline:
             raise TimeoutError(f"nothing listens on port {port} after {timeout_s} s")
         time.sleep(0.05)
+
+
+def is_open(port: int) -> bool:
+    """Whether anybody listens on `port` now."""
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,19 @@ def alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return text.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def naming(text: str) -> dict[int, str]:
+    """Command lines, by process id, of everybody else whose command line or environment holds `text`."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command, environ = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
+        except OSError:  # gone, or not ours
+            continue
+        if text.encode() in command + environ and int(folder.name) != os.getpid():
+            found[int(folder.name)] = command.replace(b"\0", b" ").decode("utf-8", "replace")
+    return found
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> None:

@@ -1,0 +1,221 @@
+"""The whole circle in one place: every service, an agent at work, and what outsiders can see of both."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from openai import AsyncOpenAI
+
+from email_agent.react import SYSTEM
+from email_agent.tools import DEFINITIONS
+from headrace.account import Account
+from headrace.bookkeeping import account_of
+from headrace.registry import Registry
+from headrace.topics import Range, connected
+from headrace_runtime.settings import load
+from headrace_schemas import (
+    Checkpoint,
+    DeadLetter,
+    Event,
+    Experience,
+    Feedback,
+    ModelEvent,
+    Reward,
+    TrainingMetrics,
+    Trajectory,
+    Turn,
+)
+from headrace_schemas.registry_api import VersionState
+from tests.support.fake_llm import FakeLLM
+from tests.support.headrace_up import HeadraceUp, as_toml
+
+if TYPE_CHECKING:
+    from headrace_trainer.settings import TrainerSettings
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+CONFIG = EXAMPLES / "email_agent" / "headrace.toml"
+MODEL = "email-agent"
+EVALUATE = ["{python}", "-m", "email_agent.evaluate", "--base-url", "{base_url}", "--model", "{model}", "--tasks", "8"]
+_WAIT_S = 180.0
+FACTS: tuple[type[Event], ...] = (
+    Turn, Feedback, Trajectory, Reward, Experience, Checkpoint, TrainingMetrics, ModelEvent, DeadLetter,
+)  # fmt: skip
+E = TypeVar("E", bound=Event)
+
+
+def settings(base_model: Path, judge: FakeLLM) -> dict[str, object]:
+    """On top of the example's: small batches, a version from each, evaluated and always good enough."""
+    return {
+        "trainer.base": str(base_model),
+        "trainer.batch_experiences": 32,
+        "trainer.batch_experiences_min": 1,
+        "trainer.batch_wait_s": 2.0,
+        "trainer.steps_per_version": 1,
+        "trainer.max_staleness": 64,  # how fast this machine evaluates must not decide what is trained
+        "registry.gate.command": EVALUATE,
+        "registry.gate.margin": 1.0,
+        "judge.endpoint.base_url": judge.base_url,
+        "judge.endpoint.model": "judge-1",
+        "scorer.expected": ["judge:helpfulness"],
+        "scorer.weights": '{"function:*" = 1.0, "judge:*" = 0.1}',
+    }
+
+
+def trainer_settings(chosen: Mapping[str, object]) -> TrainerSettings:
+    """What the trainer of `up` is set to."""
+    from headrace_trainer.settings import TrainerSettings
+
+    own = {name: value for name, value in chosen.items() if name.startswith("trainer.")}
+    environ = {f"HEADRACE_{name.upper().replace('.', '__')}": as_toml(value) for name, value in own.items()}
+    return load("trainer", TrainerSettings, CONFIG, environ)[1]
+
+
+def up(folder: Path, chosen: Mapping[str, object]) -> HeadraceUp:
+    """Every installed service, as a user starts them; the example is importable for gate and rewards."""
+    paths = [str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return HeadraceUp(folder, CONFIG, chosen, {"PYTHONPATH": os.pathsep.join(paths)})
+
+
+@dataclass
+class Observed:
+    """Everything that is on the bus now, by kind of event."""
+
+    events: dict[type[Event], list[Event]]
+
+    def all(self, kind: type[E]) -> list[E]:
+        """In order within each partition; what was delivered twice is there twice."""
+        return [event for event in self.events[kind] if isinstance(event, kind)]
+
+
+async def observe(bus: str) -> Observed:
+    """Read the topics from their beginning, outside all consumer groups. A record that is no event fails the test."""
+    found: dict[type[Event], list[Event]] = {kind: [] for kind in FACTS}
+    async with connected(bus) as topics:
+        for kind in FACTS:
+            async for entry in topics.read(Range(kind.topic)):
+                place = f"{entry.topic}/{entry.partition}/{entry.offset}"
+                assert entry.event is not None, f"{place}: {entry.problem}"
+                found[kind].append(entry.event)
+    return Observed(found)
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a client got for one call that asked for its token ids."""
+
+    response_id: str
+    version: str
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass
+class Work:
+    """What the clients saw while the circle turned."""
+
+    agent: dict[str, Any] = field(default_factory=dict)
+    """The agent's own summary."""
+    received: list[Received] = field(default_factory=list)
+
+
+async def work(circle: HeadraceUp, until: Callable[[], bool], witnesses: int, out: Path) -> Work:
+    """The e-mail agent works until `until`, and beside it clients talk that look at their tokens."""
+    done = Work()
+    async with agent(circle.base_url, out) as process, AsyncOpenAI(base_url=circle.base_url, api_key="none") as client:
+        talks = await asyncio.gather(*(_talk(client, number) for number in range(witnesses)))
+        await _until(lambda: process.returncode is not None or until(), "what the agent works for")
+    done.received = [one for talk in talks for one in talk]
+    done.agent = _summary(out)
+    return done
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+@contextlib.asynccontextmanager
+async def agent(base_url: str, out: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The example's own program, in a process of its own; at the end it is asked to finish what it is doing."""
+    command = [sys.executable, "-m", "email_agent.agent", "--base-url", base_url, "--out", str(out), "--quiet"]
+    process = await asyncio.create_subprocess_exec(*command, cwd=EXAMPLES, stdout=subprocess.DEVNULL)
+    try:
+        yield process
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 60) == 0, "it has failed requests"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def versions(circle: HeadraceUp) -> tuple[VersionState, ...]:
+    """What the registry knows, the newest first."""
+    with Registry(circle.state.services["registry"].url) as registry:
+        return registry.versions(MODEL)
+
+
+def promotions(circle: HeadraceUp) -> int:
+    """How many versions have been champion."""
+    return sum(any(one.decision == "promoted" for one in version.decisions) for version in versions(circle))
+
+
+async def _talk(client: AsyncOpenAI, number: int) -> list[Received]:
+    """Two turns at another temperature in each conversation, then feedback that ends it."""
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Question {number}?"}]
+    received: list[Received] = []
+    for follow_up in ("Are you sure?", None):
+        answer = await client.chat.completions.create(
+            model=MODEL, messages=messages, tools=DEFINITIONS, temperature=(0.6, 1.0, 1.3)[number % 3], max_tokens=32,
+            logprobs=True, extra_body={"return_token_ids": True},
+        )  # fmt: skip
+        received.append(_received(answer))
+        messages += [answer.choices[0].message.to_dict(), {"role": "user", "content": follow_up}]
+    body = {
+        "msg_ids": [one.response_id for one in received],
+        "ends_session": True,
+        "task_id": "talk",
+        "value": number % 2,
+        "context": {"expected": "yes"},
+    }
+    await client.post("/feedback", body=body, cast_to=object)
+    return received
+
+
+def _received(answer: Any) -> Received:
+    choice = answer.choices[0]
+    logprobs = [one.logprob for one in choice.logprobs.content]
+    return Received(answer.id, answer.model, answer.prompt_token_ids, choice.token_ids, logprobs)
+
+
+async def settled(circle: HeadraceUp) -> Account:
+    """The account, once all that was captured is trained or dropped and the last version has been decided about."""
+    deadline = time.monotonic() + _WAIT_S
+    while True:
+        account = await account_of(circle.state.bus)
+        with Registry(circle.state.services["registry"].url) as registry:
+            model = registry.model(MODEL)
+        if not account.waiting and model.candidate is None:
+            return account
+        assert time.monotonic() < deadline, f"{account}; {model}"
+        await asyncio.sleep(0.5)
+
+
+async def _until(condition: Callable[[], bool], what: str) -> None:
+    """Raises `TimeoutError` that names `what`."""
+    deadline = time.monotonic() + _WAIT_S
+    while not await asyncio.to_thread(condition):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not after {_WAIT_S} s")
+        await asyncio.sleep(0.5)

@@ -1,0 +1,82 @@
+"""What the whole circle runs on: the e-mail agent's base model, two buses, two databases, a judge's endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from tests.support import fake_llm, presence
+from tests.support.fake_llm import FakeLLM
+from tests.support.kafka_node import KafkaNode
+from tests.support.postgres_node import PostgresNode
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+sys.path.insert(0, str(EXAMPLES))  # examples are not installed
+
+CACHE = ROOT / ".cache" / "demo"
+"""Where `headrace demo` keeps its base model too: what one has built the other finds."""
+
+EMBEDDED, SERVERS = "embedded broker + SQLite", "Apache Kafka + PostgreSQL"
+_ran: list[str] = []
+
+
+@pytest.fixture(scope="session")
+def base_model() -> Path:
+    """The e-mail agent's own: it calls tools. Less than a minute on a machine that never built it."""
+    from email_agent.build_base import build
+
+    folder: Path = build(CACHE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def judge_llm() -> Iterator[FakeLLM]:
+    """What the judge asks: a model that is content with everything."""
+    with FakeLLM(fake_llm.verdict(outcome=4, grounding=4, conduct=5, clarity=5)) as llm:
+        yield llm
+
+
+@pytest.fixture(
+    scope="module",
+    params=[EMBEDDED, pytest.param(SERVERS, marks=[pytest.mark.kafka, pytest.mark.postgres])],
+)
+def backends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
+    """The settings that choose bus and database. Kafka is one of its own: accounts are about everything on a bus."""
+    if request.param == EMBEDDED:
+        _ran.append(EMBEDDED)
+        yield {}
+        return
+    presence.need("kafka")
+    presence.need("postgres")
+    postgres: PostgresNode = request.getfixturevalue("postgres")
+    kafka = KafkaNode(tmp_path_factory.mktemp("kafka-e2e"))
+    try:
+        kafka.start()
+        _ran.append(SERVERS)
+        yield {"bus.address": kafka.address, "database.url": asyncio.run(_new_database(postgres))}
+    finally:
+        kafka.stop()
+
+
+async def _new_database(postgres: PostgresNode) -> str:
+    name = f"e2e_{uuid.uuid4().hex[:8]}"
+    address = postgres.url().replace("postgresql://", "postgresql+asyncpg://")
+    engine = create_async_engine(address, isolation_level="AUTOCOMMIT")
+    async with engine.connect() as connection:
+        await connection.execute(text(f"CREATE DATABASE {name}"))
+    await engine.dispose()
+    return postgres.url(name)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for combination in (EMBEDDED, SERVERS):
+        verb = "ran" if combination in _ran else "did NOT run"
+        terminalreporter.write_line(f"the whole circle {verb} on {combination}", yellow=combination not in _ran)

@@ -1,0 +1,128 @@
+"""The trainer's work done once more, from what anybody can read: turns and reports on the bus, versions in blobs.
+
+Each batch is put together again with the tokens and logprobs of the captured *turns*. If one of them had been trained
+otherwise, the weights that come out would not be the published ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headrace_runtime import versions as files
+from headrace_runtime.blobs import BlobStore
+from headrace_schemas import Branch, Experience, Span, TrainingMetrics, Turn
+from headrace_trainer import versions
+from headrace_trainer.batch import Batch, Row
+from headrace_trainer.history import Published
+from headrace_trainer.optimizer import Optimizer
+from headrace_trainer.policy import Policy
+from headrace_trainer.saved import Saved
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.step import train
+from headrace_trainer.store import LineageStore
+from tests.e2e.circle import Observed
+
+
+@dataclass
+class Retraining:
+    """A trainer's lineage seen from outside."""
+
+    settings: TrainerSettings
+    blobs: BlobStore
+    saved: Saved
+    experiences: Mapping[tuple[str, int], Experience]
+    """By id and revision, with the branch as the turns say it."""
+    batches: Mapping[int, Sequence[tuple[Experience, float]]]
+    """Step to the experiences and advantages of its batch, in order."""
+    digests: Mapping[int, str]
+    """Step to the digest of the batch that was trained, as the trainer reported it."""
+
+    @classmethod
+    def of(cls, settings: TrainerSettings, folder: Path, observed: Observed) -> Retraining:
+        """`folder` is the data directory; nothing in it is changed."""
+        blobs = BlobStore((folder / "blobs").as_uri())
+        saved = LineageStore(blobs, settings.lineage).read()
+        assert saved is not None
+        turns = {turn.turn_id: turn for turn in observed.all(Turn)}
+        experiences = {(one.experience_id, one.revision): _from_turns(one, turns) for one in observed.all(Experience)}
+        reports = [one for one in observed.all(TrainingMetrics) if one.account <= saved.account]
+        digests = {batch.step: batch.digest for one in reports for batch in one.batches}
+        return cls(settings, blobs, saved, experiences, _batches(reports, saved, experiences), digests)
+
+    def policy(self) -> Policy:
+        """The base, opened as the trainer opens it."""
+        return Policy.open(Path(self.settings.base), self.settings.compute, self.settings.lora, self.settings.seed)
+
+    def load(self, published: Published, policy: Policy) -> dict[str, torch.Tensor]:
+        """Make the weights of `policy` those in a version's files, and return them by parameter."""
+        versions.load(self.blobs, files.read_manifest(self.blobs, published.manifest), policy)
+        return policy.tensors()
+
+    def batch(self, step: int, *, tampered: bool = False) -> Batch:
+        """The step's batch, made of turns. `tampered`: with one sampled token exchanged for another."""
+        rows = [Row.of(experience, advantage, None) for experience, advantage in self.batches[step]]
+        if tampered:
+            row = max(rows, key=lambda one: abs(float(one.advantage)))
+            row.token_ids_T[np.flatnonzero(row.loss_mask_T)[-1]] ^= 1
+        return Batch(tuple(rows))
+
+    def train(self, policy: Policy, optimizer: Optimizer, batch: Batch) -> None:
+        """One step, as the trainer takes it."""
+        train(policy, optimizer, batch, self.settings.loss, self.settings.compute.pack_tokens, threading.Event())
+
+    def drift(self, policy: Policy, sampled_by: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """|logprob of the present weights - the engine's| of each trained token that `sampled_by` sampled."""
+        trained = {(one.experience_id, one.revision): one for batch in self.batches.values() for one, _ in batch}
+        rows = [Row.of(one, 0.0, sampled_by) for one in trained.values()]
+        found = []
+        for row in (row for row in rows if row.fresh_T.any()):
+            pack = policy.collate([row])
+            with torch.no_grad():
+                difference_N = (policy.logprobs(pack)[0] - pack.behaviour_N)[pack.fresh_N]
+            found.append(difference_N.abs().double().numpy())
+        return np.concatenate(found) if found else np.empty(0)
+
+
+def _from_turns(experience: Experience, turns: Mapping[str, Turn]) -> Experience:
+    """The experience with tokens, logprobs, versions and temperatures as the turns have them, none of its own."""
+    if experience.branch is None:
+        return experience
+    spans: list[Span] = []
+    tokens: tuple[int, ...] = ()
+    for told in experience.branch.spans:
+        turn = turns[told.turn_id]
+        choice = turn.choices[told.choice]
+        spans.append(
+            Span(
+                start=len(turn.prompt_token_ids), logprobs=choice.logprobs, turn_id=turn.turn_id, choice=told.choice,
+                version=turn.version, temperature=turn.sampling.temperature, finish_reason=choice.finish_reason,
+            )
+        )  # fmt: skip
+        assert turn.prompt_token_ids[: len(tokens)] == tokens, "a turn's prompt goes on with exactly its own tokens"
+        tokens = turn.prompt_token_ids + choice.token_ids
+    return experience.model_copy(update={"branch": Branch(token_ids=tokens, spans=tuple(spans))})
+
+
+def _batches(
+    reports: Iterable[TrainingMetrics], saved: Saved, experiences: Mapping[tuple[str, int], Experience]
+) -> dict[int, list[tuple[Experience, float]]]:
+    """Verdicts are in the order of the batch; which step an experience was in, and with which advantage, is in the
+    lineage's own window."""
+    found: dict[int, list[tuple[Experience, float]]] = defaultdict(list)
+    times: dict[str, int] = defaultdict(int)
+    unique = {one.account: one for one in reports}
+    for _, report in sorted(unique.items()):
+        for verdict in report.verdicts:
+            if verdict.dropped is None:
+                contribution = saved.window[verdict.experience_id].contributions[times[verdict.experience_id]]
+                times[verdict.experience_id] += 1
+                experience = experiences[verdict.experience_id, verdict.revision]
+                found[contribution.step].append((experience, contribution.advantage))
+    return found

@@ -1,0 +1,90 @@
+"""`headrace up` as a user has it: one process that starts, watches and stops all the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from headrace.supervisor import NotRunning, RunState, read
+from tests.support.processes import wait_until
+
+HEADRACE = str(Path(sys.executable).with_name("headrace"))
+_START_S = 120.0
+_STOP_S = 60.0
+
+
+def run_of(folder: Path) -> RunState | None:
+    """What runs on the data directory `folder`, None when nothing does."""
+    try:
+        return read(folder)
+    except NotRunning:
+        return None
+
+
+class HeadraceUp:
+    """`start`, `stop` (Ctrl-C), and `start` again on the same data directory; ports are free ones each time."""
+
+    def __init__(self, folder: Path, config: Path, settings: Mapping[str, object], environ: Mapping[str, str]) -> None:
+        self.folder = folder
+        self._command = [HEADRACE, "up", "--data-dir", str(folder), "--config", str(config), "--auto-ports"]
+        self._command += [word for name, value in settings.items() for word in ("--set", f"{name}={as_toml(value)}")]
+        self._environ = {**os.environ, **environ}
+        self._log = folder.with_name(f"{folder.name}.log")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def state(self) -> RunState:
+        return read(self.folder)
+
+    @property
+    def base_url(self) -> str:
+        return self.state.base_url or ""
+
+    @property
+    def log(self) -> str:
+        """What the command has printed."""
+        return self._log.read_text(encoding="utf-8")
+
+    def start(self) -> RunState:
+        """Returns once every service is ready, the gateway included: a version is served."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environ)
+        wait_until(self._ready, _START_S, f"headrace up in {self.folder} is ready")
+        return self.state
+
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> int:
+        """Ctrl-C; the exit status."""
+        assert self._process is not None
+        if self.running():
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()  # the services are on its leash
+        return self._process.wait()
+
+    def status(self) -> dict[str, object]:
+        """`headrace status --json`; raises when it does not add up."""
+        command = [HEADRACE, "status", "--data-dir", str(self.folder), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+        found: dict[str, object] = json.loads(done.stdout)
+        return found
+
+    def _ready(self) -> bool:
+        assert self.running(), self.log[-3000:]
+        state = run_of(self.folder)
+        return state is not None and state.ready
+
+
+def as_toml(value: object) -> str:
+    """A setting as `--set` and the environment take it; a string is taken as it stands."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
