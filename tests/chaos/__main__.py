@@ -37,8 +37,7 @@ def main() -> int:
         print("\n".join([outcome["stopped"]] if isinstance(outcome, dict) else report.table(outcome)), flush=True)
         if isinstance(outcome, dict) or outcome.findings.broken:
             held = False
-            command = f"make chaos SEED={seed} KILLS={arguments.kills} BUS={bus}"
-            print(f"a promise broke; again with: {command}")
+            print(f"again with: make chaos SEED={seed} KILLS={arguments.kills} BUS={bus}", flush=True)
     arguments.report.parent.mkdir(parents=True, exist_ok=True)
     arguments.report.write_text(json.dumps({"seed": seed, "held": held, **results}, indent=2) + "\n")
     return 0 if held else 1

@@ -45,6 +45,8 @@ class ClientLedger:
     """By response id."""
     told: set[str] = field(default_factory=set)
     """Ids of the feedback that was accepted."""
+    judged: set[str] = field(default_factory=set)
+    """Sessions whose feedback was accepted."""
     ended: set[str] = field(default_factory=set)
     """Sessions whose end was accepted."""
     failures: list[str] = field(default_factory=list)
@@ -92,6 +94,7 @@ class Client:
         answer = await self._request("/v1/feedback", body, {})
         if answer is not None:
             self._ledger.told.update(answer[0]["event_ids"])
+            self._ledger.judged.add(session_id)
             if verdict.get("ends_session"):
                 self._ledger.ended.add(session_id)
         return answer is not None

@@ -35,6 +35,8 @@ class Facts:
     """Whether there is anything to train in it."""
     experiences: dict[Revision, str] = field(default_factory=dict)
     """Revisions, and the trajectory that each is of."""
+    newest: dict[str, tuple[int, str, bool]] = field(default_factory=dict)
+    """By experience: its newest revision, its session, and whether that has a reward."""
     verdicts: dict[str, dict[Revision, list[str | None]]] = field(default_factory=lambda: defaultdict(dict))
     """By lineage: what became of each revision, None for trained, once per report that says so."""
     feedback: set[str] = field(default_factory=set)
@@ -64,6 +66,8 @@ class Facts:
                     self.trajectory_of[turn_id].add(event.trajectory_id)
             case Experience():
                 self.experiences[event.experience_id, event.revision] = event.trajectory_id
+                newest = (event.revision, event.session_id, event.reward is not None)
+                self.newest[event.experience_id] = max(newest, self.newest.get(event.experience_id, newest))
             case TrainingMetrics():
                 told = self.verdicts[event.lineage]
                 for verdict in event.verdicts:

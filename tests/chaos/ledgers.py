@@ -69,6 +69,8 @@ def _client_and_topics(findings: Findings, client: ClientLedger, topics: Facts) 
         (one for one in both if client.acked[one].content != topics.turns[one]),
     )
     findings.check("acked feedback lost", client.told - topics.feedback)
+    rewarded = {session for _, session, has_reward in topics.newest.values() if has_reward}
+    findings.check("judged sessions without a reward", client.judged - rewarded)
 
 
 def _within_topics(findings: Findings, topics: Facts, books: Account, lineage: str) -> None:

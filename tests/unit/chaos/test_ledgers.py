@@ -47,6 +47,7 @@ class World:
         self.client = ClientLedger()
         self.client.acked[self.turn.turn_id] = Acked("s", digest("Ada"))
         self.client.told.add(self.feedback.event_id)
+        self.client.judged.add("s")
         name = self.experience.experience_id
         self.trainer = TrainerLedger(LINEAGE, {name: (1,)}, {name: (0,)}, frozenset(), steps=1)
 
@@ -87,6 +88,11 @@ def lost_turn(world: World) -> Findings:
 
 def lost_feedback(world: World) -> Findings:
     return world.compare(world.feedback)
+
+
+def feedback_without_effect(world: World) -> Findings:
+    last = {"revision": 1, "reward": None, "no_reward": "withdrawn"}
+    return world.compare(more=[world.experience.model_copy(update=last)])
 
 
 def other_words(world: World) -> Findings:
@@ -147,6 +153,7 @@ def changed_content(world: World) -> Findings:
     [
         (lost_turn, LOST),
         (lost_feedback, "acked feedback lost"),
+        (feedback_without_effect, "judged sessions without a reward"),
         (other_words, "turns that say other than the user saw"),
         (failed_request, FAILED),
         (trained_twice_by_report, DOUBLE),
