@@ -8,7 +8,7 @@ UV := $(BIN)/uv
 MEMBERS := schemas runtime sdk gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock schemas lint test demo up chaos bench bench-bus clean
+.PHONY: help install lock schemas lint test demo up chaos bench bench-bus compose-test lock-images clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -53,6 +53,9 @@ chaos: $(VENV)/installed ## kill -9 of every service and the bus at 50 turns/s, 
 	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(BUS),--bus $(BUS)) \
 	  $(if $(filter file,$(origin SEED)),,--seed $(SEED))
 
+compose-test: $(VENV)/installed ## build every image and play the shortened demo through the containers (Docker or podman)
+	$(BIN)/python -m tests.compose --seed $(SEED)
+
 BENCHMARKS := $(filter-out _%,$(notdir $(basename $(wildcard benchmarks/*.py))))
 MEASURE = status=0; for name in $(1); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || status=1; done; exit $$status
 
@@ -69,3 +72,14 @@ lock: $(UV) ## resolve every dependency again, with hashes, for every platform
 	$(COMPILE) requirements-bootstrap.in -o requirements-bootstrap.txt
 	$(COMPILE) requirements.in -o requirements.lock \
 	  --no-emit-package headrace $(DISTRIBUTIONS:%=--no-emit-package headrace-%)
+
+IMAGES := gateway collector scorer judge registry trainer inference
+PART := $(COMPILE) --constraint requirements.lock --no-emit-package headrace-schemas --no-emit-package headrace-runtime
+
+lock-images: $(UV) ## what each image gets out of requirements.lock
+	for name in $(IMAGES); do folder=services/$$name; [ $$name = gateway ] && folder=gateway; \
+	  printf './%s\n' schemas runtime $$folder \
+	  | $(PART) --no-emit-package headrace-$$name - -o deploy/requirements/$$name.txt || exit 1; done
+	echo torch transformers peft safetensors numpy | tr ' ' '\n' | $(PART) - -o deploy/requirements/torch.txt
+	echo hatchling | $(PART) - -o deploy/requirements/build.txt
+	echo openai | $(PART) - -o deploy/requirements/email-agent.txt

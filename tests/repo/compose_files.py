@@ -1,0 +1,60 @@
+"""The compose files as Compose reads them: `.env.example` filled in, and the secrets that it asks for."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+MAIN = ROOT / "docker-compose.yml"
+EXAMPLE = ROOT / "examples/email_agent/docker-compose.yml"
+SECRETS = {"POSTGRES_PASSWORD": "secret", "INTERNAL_KEY": "123", "GATEWAY_KEY_SHA256": "ab" * 32}
+_VARIABLE = re.compile(r"(?<!\$)\$\{(?P<name>\w+)(?::(?P<kind>[-?])(?P<text>[^}]*))?\}")
+
+Service = dict[str, Any]
+
+
+def variables(path: Path) -> dict[str, str | None]:
+    """Variables of a file with their default, None when Compose refuses to go on without."""
+    found: dict[str, str | None] = {}
+    for use in _VARIABLE.finditer(path.read_text(encoding="utf-8")):
+        if use["kind"] is not None or use["name"] not in found:
+            found[use["name"]] = use["text"] if use["kind"] == "-" else None
+    return found
+
+
+def env_example() -> dict[str, str]:
+    lines = (ROOT / ".env.example").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def filled(path: Path, **values: str) -> dict[str, Any]:
+    """The file with every variable replaced; `values` win over `.env.example`."""
+    chosen = {**env_example(), **SECRETS, **values}
+
+    def value(use: re.Match[str]) -> str:
+        return chosen.get(use["name"]) or (use["text"] if use["kind"] == "-" else "")
+
+    text = _VARIABLE.sub(value, path.read_text(encoding="utf-8"))
+    loaded: dict[str, Any] = yaml.safe_load(text.replace("$$", "$"))
+    return loaded
+
+
+@cache
+def services(**values: str) -> dict[str, Service]:
+    """Of the main file. The result is shared: read it only."""
+    found: dict[str, Service] = filled(MAIN, **values)["services"]
+    return found
+
+
+def ours() -> dict[str, Service]:
+    """Those that are built here."""
+    return {name: service for name, service in services().items() if "build" in service}
+
+
+def service_of(container: str) -> str:
+    return container.removesuffix("-gpu")

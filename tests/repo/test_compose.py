@@ -1,0 +1,146 @@
+"""docker-compose.yml: what each container must have, and that its settings exist (`make compose-test` runs it)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import yaml
+
+from headrace_gateway.access import read_keys
+from headrace_gateway.settings import GatewaySettings
+from headrace_runtime.main import Service as Program
+from headrace_runtime.settings import Common, ServiceSettings, is_loopback, load
+from tests.repo.compose_files import (
+    EXAMPLE,
+    MAIN,
+    ROOT,
+    SECRETS,
+    env_example,
+    filled,
+    ours,
+    service_of,
+    services,
+    variables,
+)
+
+NO_PROGRAM_TO_CHECK_WITH = {"otel-collector"}
+RESOURCES = {"inference": "INFERENCE", "trainer": "TRAINER", "collector": "COLLECTOR", "gateway": "GATEWAY"}
+each_service = pytest.mark.parametrize("name", services())
+each_of_ours = pytest.mark.parametrize("name", ours())
+
+
+def program(container: str) -> Program[Any]:
+    found: Program[Any] = import_module(f"headrace_{service_of(container)}.__main__").SERVICE
+    return found
+
+
+def settings_of(container: str, **values: str) -> tuple[Common, ServiceSettings]:
+    """What the container would start with. Raises `SettingError` as it would."""
+    environ = {name: str(value) for name, value in services(**values)[container]["environment"].items()}
+    return load(service_of(container), program(container).settings, ROOT / env_example()["SETTINGS_FILE"], environ)
+
+
+@each_service
+def test_every_container_is_checked_limited_and_bounded(name: str) -> None:
+    service = services()[name]
+    assert service["mem_limit"]
+    assert float(service["cpus"]) > 0
+    assert service["logging"]["options"]["max-size"]
+    assert service["restart"] == "unless-stopped"
+    assert ("healthcheck" in service) != (name in NO_PROGRAM_TO_CHECK_WITH)
+
+
+@each_service
+def test_what_is_published_is_published_on_loopback(name: str) -> None:
+    for port in services()[name].get("ports", []):
+        assert is_loopback(port.split(":")[0]), port
+
+
+@each_of_ours
+def test_a_container_of_ours_has_its_own_image_and_no_more_rights_than_it_needs(name: str) -> None:
+    service = services()[name]
+    assert service["image"] == f"headrace-{service_of(name)}"
+    assert service["build"]["args"]["SERVICE"] == service_of(name)
+    assert (ROOT / service["build"]["args"]["FOLDER"] / "src" / f"headrace_{service_of(name)}").is_dir()
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges"]
+    assert service["depends_on"]["kafka"] == {"condition": "service_healthy"}
+
+
+@each_of_ours
+def test_the_check_asks_the_port_that_the_service_listens_on(name: str) -> None:
+    port = program(name).settings.model_fields["port"].default
+    assert services()[name]["healthcheck"]["test"][-1] == str(port)
+
+
+@each_of_ours
+def test_every_setting_is_one_that_the_service_starts_with(name: str) -> None:
+    common, own = settings_of(name, JUDGE_BASE_URL="http://judge/v1", JUDGE_MODEL="1")
+    assert own.host == "0.0.0.0"
+    assert common.bus.address == "kafka:9092"
+    assert common.security.internal_key == SECRETS["INTERNAL_KEY"], "a key of digits is still text"
+    has_state = service_of(name) in {"collector", "scorer", "judge", "registry"}
+    assert common.database.url.startswith("postgresql://" if has_state else "sqlite")
+    assert ("postgres" in services()[name]["depends_on"]) == has_state
+
+
+def test_the_gateway_asks_for_the_agents_key() -> None:
+    _, own = settings_of("gateway")
+    assert isinstance(own, GatewaySettings)
+    assert [key.sha256 for key in read_keys(own)] == [SECRETS["GATEWAY_KEY_SHA256"]]
+
+
+def test_every_service_but_the_embedded_broker_has_a_container() -> None:
+    members = {path.parent.name for path in ROOT.glob("services/*/pyproject.toml")} | {"gateway"}
+    assert {service_of(name) for name in ours()} == members - {"broker"}
+
+
+@pytest.mark.parametrize("name", RESOURCES)
+def test_inference_training_and_collection_have_limits_of_their_own(name: str) -> None:
+    values = {f"{RESOURCES[name]}_MEMORY": "123m", f"{RESOURCES[name]}_CPUS": "0.123"}
+    changed = {other for other, service in services(**values).items() if service["mem_limit"] == "123m"}
+    assert {service_of(other) for other in changed} == {name}
+    assert float(services(**values)[name]["cpus"]) == 0.123
+
+
+@pytest.mark.parametrize("name", ["inference", "trainer"])
+def test_the_gpu_profile_replaces_the_cpu_profile(name: str) -> None:
+    cpu, gpu = services()[name], services()[f"{name}-gpu"]
+    assert (cpu["profiles"], gpu["profiles"]) == (["cpu"], ["gpu"])
+    assert (cpu["image"], cpu["volumes"]) == (gpu["image"], gpu["volumes"])
+    assert name in gpu["networks"]["default"]["aliases"], "Prometheus finds it by this name"
+    assert gpu["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+
+
+def test_env_example_explains_every_variable_and_no_other() -> None:
+    used = variables(MAIN) | variables(EXAMPLE)
+    assert set(env_example()) == set(used) | {"COMPOSE_PROFILES", "COMPOSE_FILE"}
+
+
+def test_env_example_shows_the_defaults() -> None:
+    """Except for what it sets on purpose: the example, and what is required."""
+    chosen = {"SETTINGS_FILE", "EXTRA_PACKAGES"}
+    for name, default in (variables(MAIN) | variables(EXAMPLE)).items():
+        if default is not None and name not in chosen:
+            assert env_example()[name] == default, name
+
+
+def test_the_secrets_of_env_example_are_empty() -> None:
+    required = {name for name, default in variables(MAIN).items() if default is None}
+    assert required == {*SECRETS, "BASE_MODEL"}
+    assert all(not env_example()[name] for name in SECRETS)
+
+
+def test_the_example_builds_its_base_where_the_trainer_looks_for_it() -> None:
+    example = filled(EXAMPLE)["services"]
+    base, trainer = example["email-agent-base"], services()["trainer"]
+    assert base["image"] == trainer["image"]
+    assert trainer["environment"]["HEADRACE_TRAINER__BASE"] in base["entrypoint"][-1]
+    assert example["trainer"]["depends_on"] == {"email-agent-base": {"condition": "service_completed_successfully"}}
+    for name in ("SETTINGS_FILE", "CODE_DIR", "EXTRA_PACKAGES", "PIP_CONFIG"):
+        assert (ROOT / env_example()[name]).exists(), name
+    for file in env_example()["COMPOSE_FILE"].split(":"):
+        assert yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))

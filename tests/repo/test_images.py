@@ -1,0 +1,106 @@
+"""What goes into the images: exactly what each service needs, with the versions and hashes of requirements.lock."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.repo.compose_files import ROOT, ours, service_of
+
+FOLDER = ROOT / "deploy" / "requirements"
+DOCKERFILES = sorted((ROOT / "deploy").glob("*Dockerfile"))
+SERVICES = sorted({service_of(name) for name in ours()})
+WITH_TORCH = {"inference", "trainer"}
+Pins = dict[str, tuple[str, frozenset[str]]]
+
+
+def pins(path: Path) -> Pins:
+    """`name==version` to what holds for it: its marker and its hashes."""
+    found: Pins = {}
+    for entry in re.split(r"\n(?=[a-z0-9])", path.read_text(encoding="utf-8")):
+        if match := re.match(r"(?P<pin>[a-z0-9._-]+==[^ ]+)(?: ; (?P<marker>[^\\]+))? \\", entry):
+            found[match["pin"]] = (
+                (match["marker"] or "").strip(),
+                frozenset(re.findall(r"sha256:[0-9a-f]{64}", entry)),
+            )
+    return found
+
+
+def installed_here(path: Path) -> set[str]:
+    """Names in a file that this interpreter on this system would install."""
+    names: set[str] = set()
+    for pin, (marker, _) in pins(path).items():
+        requirement = Requirement(f"{pin} ; {marker}" if marker else pin)
+        if requirement.marker is None or requirement.marker.evaluate():
+            names.add(canonicalize_name(requirement.name))
+    return names
+
+
+def needed(roots: Iterable[str]) -> set[str]:
+    """Names of everything that `roots` need, directly or not, on this system; ours are followed and left out."""
+    found: set[str] = set()
+    seen: set[tuple[str, str]] = set()
+    todo = [(Requirement(root), "") for root in roots]
+    while todo:
+        requirement, extra = todo.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        found.add(name)
+        for wanted in ("", *requirement.extras):
+            if (name, wanted) not in seen:
+                seen.add((name, wanted))
+                todo += [(Requirement(text), wanted) for text in distribution(name).requires or ()]
+    return {name for name in found if not name.startswith("headrace")}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.txt")), ids=lambda path: path.stem)
+def test_versions_and_hashes_are_those_of_the_lock(path: Path) -> None:
+    lock = pins(ROOT / "requirements.lock")
+    for pin, (_, hashes) in pins(path).items():
+        assert hashes == lock[pin][1], f"{pin}: run `make lock-images`"
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_an_image_gets_what_its_service_needs_and_nothing_else(service: str) -> None:
+    roots = ("headrace-schemas", "headrace-runtime", f"headrace-{service}")
+    assert installed_here(FOLDER / f"{service}.txt") == needed(roots), "run `make lock-images`"
+
+
+def test_the_example_gets_what_its_gate_imports() -> None:
+    assert installed_here(FOLDER / "email-agent.txt") == needed(["openai"])
+    assert installed_here(FOLDER / "build.txt") == needed(["hatchling"])
+
+
+def test_torch_is_in_two_images_only_and_shared_by_them() -> None:
+    shared = pins(FOLDER / "torch.txt")
+    for service in SERVICES:
+        packages = pins(FOLDER / f"{service}.txt")
+        assert any(pin.startswith("torch==") for pin in packages) == (service in WITH_TORCH)
+        assert service not in WITH_TORCH or shared.keys() <= packages.keys()
+    for name, container in ours().items():
+        assert container["build"]["dockerfile"].endswith("torch.Dockerfile") == (service_of(name) in WITH_TORCH)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image_runs_one_process_as_nobody_in_particular(path: Path) -> None:
+    lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    assert [words[1] for words in lines if words[0] == "USER"] == ["headrace"]
+    assert [words[1] for words in lines if words[0] == "ENTRYPOINT"] == ['["/opt/start"]']
+    assert {words[1] for words in lines if words[0] == "FROM"} == {"python:3.11-slim"}
+    assert (ROOT / "deploy/start").read_text().splitlines()[-1].startswith("exec ")
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_nothing_is_installed_without_its_hash(path: Path) -> None:
+    commands = re.findall(r"pip install (?:[^\\\n]|\\\n)+", path.read_text(encoding="utf-8"))
+    assert len(commands) == 4
+    for command in commands:
+        assert "--no-deps" in command
+        assert ("--require-hashes" in command) != ("--no-index" in command), "ours come from the context"
