@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,24 @@ class Options:
     settings: Mapping[str, object]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where Headrace runs, whoever started it."""
+
+    bus: str
+    gateway: str
+    """Root of its HTTP."""
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.gateway}/v1"
+
+
 async def play(recipe: Recipe, options: Options, teller: Teller) -> Report:
     """The whole demo; raises `StartFailed` when something cannot even begin. Nothing is left running."""
     began = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
-    values = {"cache": options.cache, "seed": options.seed, "out": options.out.absolute()}
-    base = await asyncio.to_thread(_build_base, recipe, values)
+    base = await asyncio.to_thread(_build_base, recipe, _values(options))
     settings = {"trainer.base": base, "trainer.seed": options.seed, **options.settings}
     supervisor = Supervisor(
         options.data_dir,
@@ -58,18 +70,26 @@ async def play(recipe: Recipe, options: Options, teller: Teller) -> Report:
         with teller.doing("starting the services"):
             supervisor.start()
             await asyncio.to_thread(supervisor.wait_up)
-        watch = Watch(supervisor.plan.bus, teller.decided)
-        async with _running(watch):
-            with teller.doing("loading, probing and evaluating the first version"):
-                await _first_version(watch)
-            traffic_began = time.time()
-            agent = await _agent_at_work(recipe, options, supervisor, watch, teller, values)
-            traffic_s = time.time() - traffic_began
-            await _last_evaluation(watch)
-        account = await account_of(supervisor.plan.bus)
+        place = Place(supervisor.plan.bus, supervisor.url("gateway"))
+        report = await perform(recipe, options, place, teller)
     finally:
         with teller.doing("stopping the services"):
             await asyncio.to_thread(supervisor.stop)
+    return replace(report, wall_s=round(time.monotonic() - began, 1))
+
+
+async def perform(recipe: Recipe, options: Options, place: Place, teller: Teller) -> Report:
+    """What follows once Headrace runs at `place`: the first version, the agent at work, the account."""
+    began = time.monotonic()
+    watch = Watch(place.bus, teller.decided)
+    async with _running(watch):
+        with teller.doing("loading, probing and evaluating the first version"):
+            await _first_version(watch)
+        traffic_began = time.time()
+        agent = await _agent_at_work(recipe, options, place, watch, teller)
+        traffic_s = time.time() - traffic_began
+        await _last_evaluation(watch)
+    account = await account_of(place.bus)
     first, last = watch.scores[watch.champions[0]], watch.scores[watch.champions[-1]]
     took_over = set(watch.champions)
     return Report(
@@ -91,6 +111,10 @@ async def play(recipe: Recipe, options: Options, teller: Teller) -> Report:
     )
 
 
+def _values(options: Options) -> dict[str, object]:
+    return {"cache": options.cache, "seed": options.seed, "out": options.out.absolute()}
+
+
 def _build_base(recipe: Recipe, values: Mapping[str, object]) -> str:
     command = recipe.command("base", values)
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=_environ(recipe), check=False)
@@ -110,13 +134,12 @@ async def _first_version(watch: Watch) -> None:
 async def _agent_at_work(
     recipe: Recipe,
     options: Options,
-    supervisor: Supervisor,
+    place: Place,
     watch: Watch,
     teller: Teller,
-    values: Mapping[str, object],
 ) -> dict[str, Any]:
     """Let the agent work until it has shown enough; returns its own summary."""
-    filled = {**values, "base_url": supervisor.base_url, "gateway": supervisor.url("gateway")}
+    filled = {**_values(options), "base_url": place.base_url, "gateway": place.gateway}
     process = await asyncio.create_subprocess_exec(*recipe.command("agent", filled), env=_environ(recipe))
     deadline = time.monotonic() + options.goal.traffic_s_max
     with teller.working(options.goal.traffic_s_max) as update:
