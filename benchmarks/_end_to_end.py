@@ -34,7 +34,7 @@ from tests.support.processes import wait_until
 
 MODEL = "bench"
 WARM_UP_S = 8.0
-_READY_S = 120.0
+_READY_S = 300.0
 _LAST_S = 15.0
 """How long the last experiences are waited for."""
 REWARDS = "def short(trajectory):\n    return 1.0 if len(trajectory.final_answer) < 12 else 0.0\n"

@@ -42,7 +42,7 @@ BUS = {"embedded": "broker", "kafka": "kafka"}
 VICTIMS = {bus: (*SERVICES, name) for bus, name in BUS.items()}
 _LIMITS = Limits(stable_s=5.0)
 """Who has lived for five seconds is started again at once: here dying often is no sign of being broken."""
-_READY_S = 120.0
+_READY_S = 300.0
 _CHECK_S = 0.1
 REWARDS = """
 def short(trajectory):
@@ -122,7 +122,7 @@ class Stack:
         if self._kafka is not None and victim == BUS["kafka"]:
             await asyncio.gather(*self._reviving)
             self._kafka.kill()
-            self._reviving = {asyncio.create_task(asyncio.to_thread(self._kafka.start))}
+            self._reviving = {asyncio.create_task(asyncio.to_thread(self._kafka.start, _READY_S))}
             return
         os.kill(await self._until_running(victim), signal.SIGKILL)
 
@@ -153,7 +153,7 @@ class Stack:
         if self.bus_kind == "embedded":
             return None
         self._kafka = KafkaNode(self.folder / "kafka")
-        await asyncio.to_thread(self._kafka.start)
+        await asyncio.to_thread(self._kafka.start, _READY_S)
         return self._kafka.address
 
     def _machine_a(self, address: str | None) -> Supervisor:

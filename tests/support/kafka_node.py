@@ -42,14 +42,15 @@ class KafkaNode:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def start(self) -> None:
+    def start(self, timeout_s: float = 60.0) -> None:
+        """Returns once it listens. Raises `TimeoutError`."""
         if not self._settings.exists():
             self._format()
         log = (self._folder / "kafka.log").open("ab")
         self._process = subprocess.Popen(
             [*self._java("-Xmx512m"), "kafka.Kafka", str(self._settings)], stdout=log, stderr=log, cwd=self._folder
         )
-        wait_open(self.port, 60)
+        wait_open(self.port, timeout_s)
 
     def kill(self) -> None:
         assert self._process is not None
