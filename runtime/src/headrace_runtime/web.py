@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hmac
 import inspect
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 
@@ -21,9 +22,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from headrace_runtime.errors import Refused, Unavailable
-from headrace_runtime.settings import Common, ServiceSettings
+from headrace_runtime.errors import Refused, SettingError, Unavailable
+from headrace_runtime.settings import Common, ServiceSettings, is_loopback
 
+_FIRST_HANDED_OVER = 3  # SD_LISTEN_FDS_START
 Check = Callable[[], bool | Awaitable[bool]]
 
 
@@ -48,7 +50,9 @@ def app(checks: Mapping[str, Check], routes: Sequence[BaseRoute] = ()) -> Starle
 async def serve(application: ASGIApp, settings: ServiceSettings) -> AsyncIterator[int]:
     """Listen while the body runs; yields the port. Open requests get a few seconds to end afterwards.
 
-    Raises `Unavailable` when the address cannot be had.
+    A socket that was handed over (sd_listen_fds(3)) is used in place of one of our own; `headrace up` holds the
+    gateway's that way, so that callers wait while it is started again. Raises `Unavailable` when the address cannot
+    be had, `SettingError` when the socket is another one than the settings say.
     """
     listener = _listen(settings)
     server = _Server(
@@ -77,11 +81,30 @@ async def serve(application: ASGIApp, settings: ServiceSettings) -> AsyncIterato
 
 
 def _listen(settings: ServiceSettings) -> socket.socket:
+    handed_over = _handed_over(settings)
+    if handed_over is not None:
+        return handed_over
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     except OSError as error:
         raise Unavailable(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
+
+
+def _handed_over(settings: ServiceSettings) -> socket.socket | None:
+    """The first socket that the process was started with, for this process alone: what it starts does not see it."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()) or int(os.environ.get("LISTEN_FDS", "0")) < 1:
+        return None
+    for name in ("LISTEN_PID", "LISTEN_FDS"):
+        del os.environ[name]
+    listener = socket.socket(fileno=_FIRST_HANDED_OVER)
+    listener.set_inheritable(False)
+    host, port = listener.getsockname()[:2]
+    if settings.port not in (0, port):
+        raise SettingError("port", settings.port, f"the socket that was handed over listens on {host}:{port}")
+    if is_loopback(settings.host) and not is_loopback(host):
+        raise SettingError("host", settings.host, f"the socket that was handed over listens on {host}:{port}")
+    return listener
 
 
 def require_internal_key(request: Request, common: Common) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import subprocess
+import sys
 
 import httpx2
 import pytest
@@ -74,3 +78,62 @@ async def test_a_taken_port_is_an_error_not_a_hang() -> None:
         with pytest.raises(Unavailable, match=f"127.0.0.1:{port}"):
             async with web.serve(web.app({}), ServiceSettings(port=port)):
                 pass
+
+
+HANDED = """
+import asyncio, os
+from headrace_runtime import web
+from headrace_runtime.settings import ServiceSettings
+os.dup2(int(os.environ["GIVEN"]), 3)
+os.environ |= {"LISTEN_FDS": "1", "LISTEN_PID": os.environ.get("MEANT", str(os.getpid()))}
+async def main():
+    async with web.serve(web.app({}), ServiceSettings(port=int(os.environ["PORT"]))) as port:
+        print(port, "LISTEN_PID" in os.environ, flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+def handed(listener: socket.socket, **environ: str) -> subprocess.Popen[str]:
+    """A process that is given `listener` as systemd would."""
+    given = {"PORT": str(listener.getsockname()[1]), "GIVEN": str(listener.fileno()), **environ}
+    return subprocess.Popen(
+        [sys.executable, "-c", HANDED],
+        env={**os.environ, **given},
+        pass_fds=[listener.fileno()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_socket_that_is_handed_over_is_listened_on_and_outlives_the_process() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        first = handed(listener)
+        assert first.stdout is not None
+        assert first.stdout.readline().split() == [str(port), "False"], "children do not take it for theirs"
+        first.kill()
+        first.wait()
+        with socket.create_connection(("127.0.0.1", port), 10) as early:  # between two lives
+            early.settimeout(30)
+            early.sendall(b"GET /health HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+            second = handed(listener)
+            try:
+                assert early.recv(100).startswith(b"HTTP/1.1 200")
+            finally:
+                second.kill()
+                second.communicate()
+
+
+@pytest.mark.parametrize("environ", [{"PORT": "1"}, {"MEANT": "1"}], ids=["another port", "somebody else's"])
+def test_a_socket_that_is_not_ours_is_not_taken(environ: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        _, said = handed(listener, **environ).communicate(timeout=30)
+    assert "listens on" in said or "cannot listen on" in said
+
+
+def test_a_socket_for_everybody_is_not_taken_for_a_loopback_address() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        said = handed(listener).communicate(timeout=30)[1]
+    assert "0.0.0.0" in said

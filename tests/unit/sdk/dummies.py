@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SOURCE = """
-import http.server, json, os, pathlib, signal, sys, time
+import http.server, json, os, pathlib, signal, socket, sys, time
 name = __name__ if __name__ != "__main__" else pathlib.Path(__file__).stem
 name = name.removeprefix("dummy_")
 folder = pathlib.Path(os.environ["DUMMY_FOLDER"])
@@ -44,7 +44,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-http.server.HTTPServer(("127.0.0.1", int(os.environ[f"HEADRACE_{name.upper()}__PORT"])), Handler).serve_forever()
+held = os.environ.get("LISTEN_PID") == str(os.getpid())
+port = int(os.environ[f"HEADRACE_{name.upper()}__PORT"])
+server = http.server.HTTPServer(("127.0.0.1", port), Handler, bind_and_activate=not held)
+if held:
+    server.socket = socket.socket(fileno=3)
+server.serve_forever()
 """
 
 

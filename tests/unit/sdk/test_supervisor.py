@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from headrace.errors import NotRunning, UsageError
 from headrace.supervisor import Limits, StartFailed, Supervisor, read
+from tests.support.ports import is_open
 from tests.support.processes import alive, wait_until
 from tests.unit.sdk.dummies import Dummies
 
@@ -88,6 +90,22 @@ def test_a_killed_service_is_restarted_on_its_port(make: Make, dummies: Dummies)
     assert after.pid != before.pid
     assert said == ["alpha ended (signal 9); starting it again in 0.05 s"]
     assert dummies.starts.count("beta") == dummies.starts.count("broker") == 1
+
+
+def test_who_calls_a_gateway_between_two_of_its_lives_waits_for_the_next(data_dir: Path, tmp_path: Path) -> None:
+    dummies = Dummies(tmp_path, "gateway")
+    limits = Limits(first_pause_s=1.0, stop_timeout_s=5.0, health_interval_s=0.02)
+    supervisor = Supervisor(
+        data_dir, services=dummies.services, environ=dummies.environ, auto_ports=True, limits=limits
+    )
+    with supervisor:
+        port = supervisor.state.services["gateway"].port
+        os.kill(supervisor.pids["gateway"], signal.SIGKILL)
+        wait_until(lambda: supervisor.state.services["gateway"].status == "restarting", 10, "its death")
+        with urllib.request.urlopen(f"{supervisor.url('gateway')}/health", timeout=20) as answer:
+            assert answer.status == 200
+        assert dummies.starts == ["gateway", "gateway"]
+    assert not is_open(port)
 
 
 def test_pauses_grow_while_a_service_keeps_dying(make: Make, dummies: Dummies) -> None:

@@ -39,6 +39,11 @@ class ServicePlan:
     port: int
 
     @property
+    def held(self) -> bool:
+        """Whether the supervisor holds its listening socket: users' agents call this one."""
+        return self.name == "gateway"
+
+    @property
     def url(self) -> str:
         return f"http://{_reachable(self.host)}:{self.port}"
 

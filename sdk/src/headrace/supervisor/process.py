@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from headrace.supervisor.door import Door
 from headrace.supervisor.leash import leashed
 from headrace.supervisor.log_file import LogFile
 from headrace.supervisor.plan import ServicePlan
@@ -49,6 +50,7 @@ class ManagedProcess:
         self.log = log
         self._environ = environ
         self._limits = limits
+        self._door = Door(plan.host, plan.port) if plan.held else None
         self._process: subprocess.Popen[bytes] | None = None
         self._copier: threading.Thread | None = None
         self._status: Status = "stopped"
@@ -82,9 +84,10 @@ class ManagedProcess:
         return self._status == "ready"
 
     def start(self) -> None:
-        command = leashed([sys.executable, "-m", self.plan.module])
+        listener = self._door.open() if self._door else None
         self._process = subprocess.Popen(
-            command,
+            leashed([sys.executable, "-m", self.plan.module], listener),
+            pass_fds=() if listener is None else (listener,),
             env=dict(self._environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -131,6 +134,8 @@ class ManagedProcess:
 
     def terminate(self) -> None:
         """Ask it to stop; `kill` what has not after a while."""
+        if self._door is not None:
+            self._door.close()
         self._signal(signal.SIGTERM, group=False)
 
     def kill(self) -> None:

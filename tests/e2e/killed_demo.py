@@ -1,0 +1,192 @@
+"""`headrace demo --short`, and a hand that kills its services one after the other while the agent works."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import HeadraceError
+from headrace.registry import Registry
+from headrace.supervisor import RunState, read
+from headrace.topics import connected
+from tests.support.headrace_up import HEADRACE, as_toml
+from tests.support.processes import naming
+
+WAIT_S = 180.0
+"""Bound on each wait, for a machine with many other things to do; usually seconds."""
+
+TELLS = {
+    "broker": "turns",
+    "gateway": "turns",
+    "inference": "turns",
+    "collector": "trajectories",
+    "scorer": "experiences",
+    "trainer": "training-metrics",
+    "registry": "model-events",
+}
+"""Whose work shows on which topic. Whether the judge works, only the endpoint that it asks can tell apart."""
+
+
+@dataclass
+class Death:
+    """One kill -9 and what came after it."""
+
+    service: str
+    pid: int
+    back_after_s: float = 0.0
+    """From the kill to `ready`."""
+    successor: int | None = None
+    told_before: int = 0
+    """Records on its topic when it was back."""
+    told_again: bool = False
+
+
+@dataclass
+class Played:
+    """The demo is over."""
+
+    status: int
+    said: str
+    agent: dict[str, Any]
+    report: dict[str, Any]
+    deaths: dict[str, Death] = field(default_factory=dict)
+
+
+def shortened(example: Path, folder: Path, traffic_s_max: float) -> Path:
+    """A copy of a demo whose agent works until it is told to stop, however much it has learned by then."""
+    shutil.copytree(example, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    recipe = folder / "demo.toml"
+    text, goals = recipe.read_text(encoding="utf-8"), {"traffic_s_max": traffic_s_max, "enough_gain": 2.0}
+    for name, value in goals.items():
+        text = re.sub(rf"(?s)(\[short\].*?\n{name} = )[^\n]+", rf"\g<1>{value}", text)
+    recipe.write_text(text, encoding="utf-8")
+    return folder
+
+
+class KilledDemo:
+    """`play` it once. `folder` gets data, logs and the report. `others`: how much services have done that are not in
+    `TELLS`."""
+
+    def __init__(
+        self,
+        demo: Path,
+        folder: Path,
+        cache: Path,
+        settings: Mapping[str, object],
+        others: Mapping[str, Callable[[], int]],
+    ) -> None:
+        self.data, self._out, self._log = folder / "data", folder / "out", folder / "demo.log"
+        self._command = [HEADRACE, "demo", str(demo), "--short", "--data-dir", str(self.data), "--out", str(self._out)]
+        self._command += ["--cache", str(cache)]
+        self._command += [word for name, value in settings.items() for word in ("--set", f"{name}={as_toml(value)}")]
+        self._others = others
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text(encoding="utf-8")
+
+    @property
+    def left(self) -> dict[int, str]:
+        """Processes that still know of this demo's data."""
+        return naming(str(self.data))
+
+    def play(self, order: tuple[str, ...]) -> Played:
+        """Kill in `order`, see each one back at work, let a version take over that is no worse than the first, end."""
+        with self._log.open("ab") as log:
+            self._process = process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        try:
+            self._until(lambda: self._agent() is not None, "the agent is at work")
+            self._until(lambda: self._tells("gateway") > 0, "the agent is answered")
+            deaths = {name: self._kill(name) for name in order}
+            for death in deaths.values():
+                self._until(partial(self._has_told, death), f"{death.service} tells again")
+                death.told_again = True
+            promotions = len(self._promoted())
+            self._until(lambda: self._enough(promotions), "a version that takes over after the last kill")
+            agent = self._agent()
+            assert agent is not None, self.said
+            os.kill(agent, signal.SIGTERM)
+            status = process.wait(WAIT_S)
+        finally:
+            process.kill()  # its services are on its leash
+            process.wait()
+        agent_said, report = (json.loads((self._out / name).read_text()) for name in ("agent.json", "demo.json"))
+        return Played(status, self.said, agent_said, report, deaths)
+
+    def _kill(self, name: str) -> Death:
+        """SIGKILL, then wait until the service is ready again and the agent is answered."""
+        before = self._state().services[name]
+        assert before.pid is not None
+        death, killed = Death(name, before.pid), time.monotonic()
+        os.kill(before.pid, signal.SIGKILL)
+        self._until(lambda: self._is_back(name, before.restarts), f"{name} is ready again")
+        death.back_after_s, death.successor = time.monotonic() - killed, self._state().services[name].pid
+        death.told_before, turns = self._tells(name), self._tells("gateway")
+        self._until(lambda: self._tells("gateway") > turns, f"the agent is answered after {name} died")
+        return death
+
+    def _is_back(self, name: str, restarts: int) -> bool:
+        service = self._state().services[name]
+        return service.restarts > restarts and service.status == "ready"
+
+    def _has_told(self, death: Death) -> bool:
+        return self._tells(death.service) > death.told_before
+
+    def _tells(self, service: str) -> int:
+        """Records that are on the service's topic now; 0 while the bus is away."""
+        if service in self._others:
+            return self._others[service]()
+
+        async def count() -> int:
+            async with connected(self._state().bus) as topics:
+                return sum((await topics.ends([TELLS[service]]))[TELLS[service]].values())
+
+        try:
+            return asyncio.run(count())
+        except HeadraceError:
+            return 0
+
+    def _enough(self, promotions: int) -> bool:
+        scores = self._promoted()
+        return len(scores) > promotions and scores[-1] >= scores[0]
+
+    def _promoted(self) -> list[float]:
+        """Held-out success of each version that was promoted, in order."""
+        try:
+            with Registry(self._state().services["registry"].url) as registry:
+                (model,) = registry.models()
+                versions = registry.versions(model.id)
+        except HeadraceError:
+            return []
+        decisions = sorted((one for version in versions for one in version.decisions), key=lambda one: one.time)
+        scores = {one.version: one.statistics["score"] for one in decisions if "score" in one.statistics}
+        return [scores[one.version] for one in decisions if one.decision == "promoted" and one.version in scores]
+
+    def _agent(self) -> int | None:
+        """The agent's process."""
+        found = [pid for pid, command in naming(str(self._out)).items() if "email_agent.agent" in command]
+        return found[0] if found else None
+
+    def _state(self) -> RunState:
+        return read(self.data)
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        """Raises when it is not so in time, or the demo has ended."""
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert self._process is not None
+            assert self._process.poll() is None, f"the demo ended before {what}: {self.said[-3000:]}"
+            assert time.monotonic() < deadline, f"{what}: not after {WAIT_S} s: {self.said[-3000:]}"
+            time.sleep(0.3)

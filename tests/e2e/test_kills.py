@@ -1,0 +1,70 @@
+"""kill -9 of each service in turn while a shortened `headrace demo` plays: it comes back, and the demo succeeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import CACHE, EXAMPLES
+from tests.e2e.killed_demo import KilledDemo, Played, shortened
+from tests.support.fake_llm import FakeLLM
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ORDER = ("collector", "broker", "scorer", "gateway", "judge", "inference", "trainer", "registry")
+EVALUATE = ["{python}", "-m", "email_agent.evaluate", "--base-url", "{base_url}", "--model", "{model}", "--tasks", "48"]
+TRAFFIC_S_MAX = 600.0
+"""The test ends the agent's work long before, unless the machine is very busy."""
+
+
+@pytest.fixture(scope="module")
+def demo(base_model: Path, judge_llm: FakeLLM, tmp_path_factory: pytest.TempPathFactory) -> KilledDemo:
+    """The example's demo, with a judge to kill, and versions often enough to see some between kills."""
+    folder = tmp_path_factory.mktemp("killed")
+    settings = {
+        "trainer.steps_per_version": 1,
+        "registry.gate.command": EVALUATE,
+        "judge.endpoint.base_url": judge_llm.base_url,
+        "judge.endpoint.model": "judge-1",
+    }
+    example = shortened(EXAMPLES / "email_agent", folder / "email_agent", TRAFFIC_S_MAX)
+    return KilledDemo(example, folder, CACHE, settings, {"judge": lambda: len(judge_llm.calls)})
+
+
+@pytest.fixture(scope="module")
+def played(demo: KilledDemo) -> Played:
+    return demo.play(ORDER)
+
+
+@pytest.mark.parametrize("service", ORDER)
+def test_a_killed_service_comes_back_and_goes_on(played: Played, service: str) -> None:
+    death = played.deaths[service]
+    print(f"{service} was ready again after {death.back_after_s:.1f} s")
+    assert death.successor not in (None, death.pid)
+    assert f"{service} ended (signal 9); starting it again" in played.said
+    assert death.told_again, "what it does shows on the bus again"
+
+
+def test_the_demo_succeeds_all_the_same(played: Played) -> None:
+    assert played.status == 0, played.said[-3000:]
+    assert played.report["swaps"] >= 1
+    assert played.report["after"] >= played.report["before"]
+
+
+def test_no_request_of_the_agent_failed(played: Played) -> None:
+    assert played.agent["failures"] == []
+    assert played.report["failed_requests"] == 0
+
+
+def test_the_ledger_adds_up(played: Played) -> None:
+    report = played.report
+    dropped = sum(report["turns_dropped"].values())
+    assert report["turns_captured"] == report["turns_trained"] + report["turns_waiting"] + dropped
+    assert report["account_problems"] == []
+    assert report["turns_captured"] >= played.agent["calls"], "whatever the agent was answered has been captured (P1)"
+    assert report["turns_trained"] > 0
+
+
+def test_nothing_is_left(demo: KilledDemo, played: Played) -> None:
+    assert demo.left == {}
