@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 import time
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Below those that the system gives to outgoing connections, so that it is still free when it is needed."""
+    while True:
+        port = random.randrange(15_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_open(port: int, timeout_s: float) -> None:

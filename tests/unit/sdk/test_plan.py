@@ -70,6 +70,14 @@ def test_ports_are_the_usual_ones_unless_they_are_set(tmp_path: Path) -> None:
     assert plan.environ["HEADRACE_REGISTRY__GATE__BASE_URL"] == f'"http://127.0.0.1:{gateway}/v1"'
 
 
+def test_automatic_ports_are_not_those_of_outgoing_connections(tmp_path: Path) -> None:
+    """Such a port may be free now and somebody's a second later, before the service listens."""
+    for _ in range(20):
+        ports = [service.port for service in make(tmp_path).services]
+        assert len(set(ports)) == len(ports)
+        assert all(1024 < port < 32_768 for port in ports)
+
+
 def test_a_gate_url_that_was_set_stays(tmp_path: Path) -> None:
     plan = make(tmp_path, '[registry.gate]\nbase_url = "http://lb/v1"\n')
     assert "HEADRACE_REGISTRY__GATE__BASE_URL" not in plan.environ

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import random
 import socket
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +27,8 @@ DEFAULT_PORTS = {
     "broker": 8035,
 }
 KAFKA_PORT = 9092
+_FREE, _FREE_TRIES = range(15_000, 32_000), 1000
+"""Where `auto_ports` looks; outgoing connections have ports from 32768 on (Linux) or 49152 on."""
 _NEEDS = {"judge": "judge.endpoint.base_url", "trainer": "trainer.base"}
 """Services that only make sense with a certain setting."""
 
@@ -146,12 +150,14 @@ class _Ports:
             raise UsageError(f"{setting} = {port}: another service has this port; set another one")
 
     def _free(self) -> int:
-        while True:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port: int = probe.getsockname()[1]
-            if port not in self._taken:
-                return port
+        """None of those that outgoing connections get: it could be gone before the service starts."""
+        for _ in range(_FREE_TRIES):
+            port = random.choice(_FREE)
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                if port not in self._taken:
+                    return port
+        raise UsageError(f"no free port between {_FREE.start} and {_FREE.stop}; set the ports")
 
 
 def _reachable(host: str) -> str:
