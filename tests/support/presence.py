@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support import kafka_node, postgres_node
+from tests.support import kafka_node, node_client, postgres_node
 
 REQUIRED = frozenset(filter(None, os.environ.get("REQUIRED_SERVERS", "").split(",")))
 """Names whose absence is a failure: continuous integration sets all of them."""
@@ -23,6 +23,8 @@ CHECKS: dict[str, Callable[[], str | None]] = {
     "postgres": postgres_node.missing,
     "kcat": _program("kcat"),
     "node": _program("node"),
+    "jq": _program("jq"),
+    "kafkajs": node_client.missing,
 }
 used: set[str] = set()
 absent: dict[str, str] = {}

@@ -19,9 +19,7 @@ from headrace.errors import UsageError
 from headrace.mirror import Mirrored, mirror
 from headrace.mirror.side import NotACopy
 from tests.contract.bus.clients import consuming, eventually, producing
-from tests.support import presence
 from tests.support.broker_process import BrokerProcess
-from tests.support.kafka_node import KafkaNode
 
 NOW_MS = int(time.time() * 1000)
 DAY_MS = 86_400_000
@@ -41,15 +39,6 @@ def brokers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
     yield made[0].address, made[1].address
     for one in made:
         one.stop()
-
-
-@pytest.fixture(scope="module")
-def own_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    presence.need("kafka")
-    node = KafkaNode(tmp_path_factory.mktemp("own-kafka"))
-    node.start()
-    yield node.address
-    node.stop()
 
 
 @pytest.fixture

@@ -1,0 +1,41 @@
+"""Publishes one trajectory: `python produce.py SESSION [HOST:PORT]`. Needs aiokafka and nothing of Headrace."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from aiokafka import AIOKafkaProducer
+
+
+def session_key(session_id: str, tenant: str = "default") -> str:
+    """The Kafka key of everything about a session: the first 80 bits of SHA-256, as lower-case base32."""
+    digest = hashlib.sha256(f"{tenant}\0{session_id}".encode()).digest()
+    return base64.b32encode(digest[:10]).decode().lower()
+
+
+def trajectory(session_id: str) -> dict[str, Any]:
+    """The example event, told of this session."""
+    event: dict[str, Any] = json.loads((Path(__file__).parents[1] / "trajectory.json").read_text())
+    event |= {"session_id": session_id, "trajectory_id": session_id, "session_key": session_key(session_id)}
+    event["branches"][0]["spans"][0]["turn_id"] = f"{session_id}-1"
+    event["time"] = event["started_at"] = datetime.now(UTC).isoformat()
+    return event
+
+
+async def main(session_id: str, bus: str = "127.0.0.1:9092") -> None:
+    """Returns once the event is durable on the bus."""
+    event = trajectory(session_id)
+    async with AIOKafkaProducer(bootstrap_servers=bus, acks="all", enable_idempotence=True) as producer:
+        sent = await producer.send_and_wait("trajectories", json.dumps(event).encode(), event["session_key"].encode())
+    print(f"{session_id} is at trajectories[{sent.partition}]@{sent.offset}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:3]))

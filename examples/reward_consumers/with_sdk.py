@@ -1,0 +1,16 @@
+"""A source of rewards that likes short answers: `python with_sdk.py [HOST:PORT]`."""
+
+import sys
+
+from headrace.rewards import serve
+from headrace_schemas import Trajectory
+
+
+def short(trajectory: Trajectory) -> float | None:
+    """1.0 for no words at all, 0.0 for fifty and more; nothing is said about a run without an answer."""
+    words = len(trajectory.final_answer.split())
+    return max(0.0, 1.0 - words / 50) if words else None
+
+
+if __name__ == "__main__":
+    serve(short, source="short", bus=sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:9092")

@@ -1,0 +1,66 @@
+"""A source of rewards that likes politeness: `python without_sdk.py [HOST:PORT]`. Needs aiokafka and fsspec."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+import fsspec
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+
+SOURCE = "polite"
+
+
+def polite(trajectory: dict[str, Any]) -> float | None:
+    """None abstains, which is not 0.0."""
+    dialogues = trajectory.get("dialogues") or []
+    if not dialogues:
+        return None
+    answer = str(dialogues[0]["messages"][-1].get("content") or "").lower()
+    return 1.0 if "please" in answer or "thank" in answer else 0.0
+
+
+def reward(trajectory: dict[str, Any]) -> dict[str, Any]:
+    """A value is there exactly when the outcome is `scored`; the same revision sent twice counts once."""
+    value = polite(trajectory)
+    said: dict[str, Any] = {
+        name: trajectory[name] for name in ("trajectory_id", "session_key", "tenant") if name in trajectory
+    }
+    said |= {"time": datetime.now(UTC).isoformat(), "source": SOURCE, "revision": 0}
+    return said | ({"outcome": "abstained"} if value is None else {"outcome": "scored", "value": value})
+
+
+def content(value: bytes, headers: dict[str, bytes]) -> bytes:
+    """What is over 256 KiB lies in the blob store, and the record says where."""
+    if "ce_dataref" not in headers:
+        return value
+    with fsspec.open(json.loads(value)["uri"], "rb") as file:
+        stored: bytes = file.read()
+    return stored
+
+
+async def main(bus: str = "127.0.0.1:9092") -> None:
+    """Consume for ever. A position is committed once the reward is durable, so a crash loses none."""
+    consumer = AIOKafkaConsumer(
+        "trajectories",
+        bootstrap_servers=bus,
+        group_id=f"rewards-{SOURCE}",
+        enable_auto_commit=False,
+        auto_offset_reset="earliest",
+    )
+    async with consumer, AIOKafkaProducer(bootstrap_servers=bus, acks="all", enable_idempotence=True) as producer:
+        async for record in consumer:
+            try:
+                trajectory = json.loads(content(record.value or b"", dict(record.headers)))
+                key = trajectory["session_key"].encode()
+            except (ValueError, KeyError, TypeError):
+                continue  # no trajectory: the scorer reads the same topic, and dead-letters it
+            await producer.send_and_wait("rewards", json.dumps(reward(trajectory)).encode(), key)
+            await consumer.commit()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:2]))

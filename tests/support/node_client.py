@@ -1,0 +1,24 @@
+"""The Node example with its one dependency, installed once into the cache."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / ".cache" / "producers"
+
+
+def missing() -> str | None:
+    """Why the example cannot be run here, None when it can. Fetches kafkajs on the first call."""
+    for program in ("node", "npm"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed"
+    shutil.copytree(ROOT / "examples" / "producers", FOLDER, dirs_exist_ok=True)
+    if not (FOLDER / "node" / "node_modules" / "kafkajs").exists():
+        command = ["npm", "install", "--no-audit", "--no-fund", "--silent"]
+        done = subprocess.run(command, cwd=FOLDER / "node", capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"npm could not fetch kafkajs: {done.stderr[-300:]}"
+    return None
