@@ -1,41 +1,74 @@
-"""Finds the code fences of a page, so that what the page shows is what the tests run."""
+"""Finds the code fences of a page, so that what the page shows is what the tests run.
+
+What follows the language on a fence's first line says how it is run: `stack` against a running Headrace, `file=NAME` as
+a file of that name in the folder that the page's other fences run in.
+"""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-_FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-RUN = {"python", "bash"}
-"""Languages that are run. `toml` and `json` are parsed, `text` and `console` are only shown."""
-PARSED = {"toml", "json"}
+ROOT = Path(__file__).resolve().parents[2]
+RUN = {"python", "bash", "sh"}
+PARSED = {"toml", "json", "yaml"}
+"""TOML is read as Headrace's settings, too."""
 SHOWN = {"text", "console", "mermaid"}
+_FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_HOW = re.compile(r"stack|file=[\w./-]+")
 
 
 @dataclass(frozen=True)
 class Fence:
-    """One code block: its language, the words after it, its text and the line it starts on."""
+    """One code block: its language, how it is run, its text and the line it starts on. `page` is relative to ROOT."""
 
-    path: Path
+    page: str
     line: int
     language: str
-    words: tuple[str, ...]
+    how: tuple[str, ...]
     text: str
 
     @property
     def label(self) -> str:
-        return f"{self.path.name}:{self.line}"
+        return f"{self.page}:{self.line}"
+
+    @property
+    def needs_stack(self) -> bool:
+        return "stack" in self.how
+
+    @property
+    def file(self) -> str | None:
+        """Its name, when the fence is a file."""
+        return next((word.removeprefix("file=") for word in self.how if word.startswith("file=")), None)
 
 
 def fences(path: Path) -> list[Fence]:
-    """Every fence of the page, in order. A fence without a language is an error: it would never be checked."""
-    text = path.read_text(encoding="utf-8")
+    """Every fence of the page, in order. Raises `ValueError` for one that would never be checked."""
+    page, text = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
     found = []
     for match in _FENCE.finditer(text):
-        language, *words = match.group(1).split() or [""]
-        line = text[: match.start()].count("\n") + 1
+        language, *how = match.group(1).split() or [""]
+        fence = Fence(page, text[: match.start()].count("\n") + 1, language, tuple(how), match.group(2))
         if language not in RUN | PARSED | SHOWN:
-            raise ValueError(f"{path.name}:{line}: fence language {language!r} is not one of ours; name one")
-        found.append(Fence(path, line, language, tuple(words), match.group(2)))
+            known = ", ".join(sorted(RUN | PARSED | SHOWN))
+            raise ValueError(f"{fence.label}: fence language {language!r} is none of {known}; name one")
+        if wrong := [word for word in how if not _HOW.fullmatch(word)]:
+            raise ValueError(f"{fence.label}: {wrong[0]!r} says nothing; a fence may have `stack` or `file=NAME`")
+        found.append(fence)
     return found
+
+
+@cache
+def pages() -> list[Path]:
+    """Every page of the repository."""
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).exists()]
+
+
+@cache
+def all_fences() -> list[Fence]:
+    """Every fence of every page."""
+    return [fence for page in pages() for fence in fences(page)]

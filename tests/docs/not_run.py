@@ -1,0 +1,20 @@
+"""The fences that no test runs, and why: the only place where one may be left out."""
+
+from __future__ import annotations
+
+from tests.docs.fences import Fence
+
+_DEMO = "takes minutes; tests/e2e plays the shortened demo"
+NOT_RUN = {
+    ("README.md", "make demo"): f"{_DEMO}; the second line is what runs this test",
+    ("README.md", "headrace up"): "runs until Ctrl-C; the stack of the other fences is started with exactly this file",
+    ("examples/email_agent/README.md", "make demo"): _DEMO,
+    ("examples/email_agent/README.md", "cd examples"): "needs somebody else's server",
+    ("examples/email_agent/README.md", "export PYTHONPATH"): f"runs until Ctrl-C; what the demo does, and that {_DEMO}",
+}
+"""Page and beginning of the fence to the reason."""
+
+
+def key_of(fence: Fence) -> tuple[str, str] | None:
+    """The entry that leaves the fence out; None when it is run."""
+    return next((key for key in NOT_RUN if fence.page == key[0] and fence.text.startswith(key[1])), None)

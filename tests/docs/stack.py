@@ -1,0 +1,77 @@
+"""A small Headrace that is started as the README says: its settings, its reward functions, a tiny model as its base."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.docs.fences import ROOT, Fence, fences
+from tests.support import tiny_model
+from tests.support.headrace_up import HeadraceUp
+
+MODEL = "my-agent"
+BATCH = 4
+_SHOWN_URL = "http://127.0.0.1:8000"
+_SMALL = {
+    "inference.torch.device": "cpu",
+    "inference.heartbeat_s": 0.5,
+    "trainer.batch_experiences": BATCH,
+    "trainer.batch_experiences_min": BATCH,
+    "trainer.optimizer.learning_rate": 0.003,
+    "trainer.compute.device": "cpu",
+}
+_FENCE_TIMEOUT_S = 90.0
+
+
+class Folder:
+    """Where fences run: what they call `headrace` and `python` is ours, and their gateway is where it really is."""
+
+    def __init__(self, path: Path, gateway: str = _SHOWN_URL) -> None:
+        self.path = path
+        self.gateway = gateway
+
+    def add_files(self, page: Path) -> None:
+        """Write the page's fences that are files."""
+        for fence in fences(page):
+            if fence.file is not None:
+                (self.path / fence.file).write_text(fence.text, encoding="utf-8")
+
+    def run(self, fence: Fence) -> str:
+        """What the fence printed. Raises `AssertionError` with its output when it fails."""
+        text = fence.text.replace(_SHOWN_URL, self.gateway)
+        command = (
+            [sys.executable, "-c", text] if fence.language == "python" else ["bash", "-euo", "pipefail", "-c", text]
+        )
+        environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        done = subprocess.run(
+            command, cwd=self.path, env=environ, capture_output=True, text=True, timeout=_FENCE_TIMEOUT_S, check=False
+        )
+        assert done.returncode == 0, f"{fence.label} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+
+class Stack(Folder):
+    """The folder of a running Headrace."""
+
+    def __init__(self, path: Path, up: HeadraceUp) -> None:
+        super().__init__(path, up.base_url.removesuffix("/v1"))
+        self.bus = up.state.bus
+
+
+@contextlib.contextmanager
+def running(path: Path) -> Iterator[Stack]:
+    """Everything is stopped in the end, and it was a clean stop."""
+    Folder(path).add_files(ROOT / "README.md")
+    tiny_model.build(path / "models" / "base")
+    up = HeadraceUp(path / ".headrace", path / "headrace.toml", _SMALL, {})
+    with contextlib.chdir(path):
+        up.start()
+    try:
+        yield Stack(path, up)
+    finally:
+        status = up.stop()
+    assert status == 0, up.log

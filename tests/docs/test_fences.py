@@ -1,0 +1,75 @@
+"""Every code fence of every page runs, parses, or is listed in `not_run.py` with the reason why not."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from _pytest.mark import ParameterSet
+
+from headrace_runtime.errors import SettingError
+from tests.docs.fences import PARSED, ROOT, RUN, Fence, all_fences, fences
+from tests.docs.not_run import NOT_RUN, key_of
+from tests.docs.settings import check
+from tests.docs.stack import Folder, Stack
+
+_MAKE = re.compile(r"^make ([a-z-]+)", re.MULTILINE)
+_TARGET = re.compile(r"^([a-z-]+):", re.MULTILINE)
+
+
+def chosen(*, stack: bool) -> list[ParameterSet]:
+    run = [one for one in all_fences() if one.language in RUN and one.needs_stack == stack and not key_of(one)]
+    return [pytest.param(fence, id=fence.label) for fence in run]
+
+
+@pytest.mark.parametrize("fence", chosen(stack=False))
+def test_code_runs(fence: Fence, tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.add_files(ROOT / fence.page)
+    folder.run(fence)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fence", chosen(stack=True))
+def test_code_runs_on_a_running_headrace(fence: Fence, stack: Stack) -> None:
+    stack.run(fence)
+
+
+@pytest.mark.parametrize("fence", [one for one in all_fences() if one.language in PARSED], ids=lambda one: one.label)
+def test_data_is_what_it_says(fence: Fence, tmp_path: Path) -> None:
+    if fence.language == "toml":
+        tomllib.loads(fence.text)
+        check(fence.text, tmp_path)
+    else:
+        assert json.loads(fence.text) if fence.language == "json" else yaml.safe_load(fence.text)
+
+
+def test_what_is_not_run_is_still_there_and_names_real_targets() -> None:
+    skipped = [fence for fence in all_fences() if key_of(fence)]
+    assert sorted(key for fence in skipped if (key := key_of(fence))) == sorted(NOT_RUN), "each leaves out one fence"
+    targets = set(_TARGET.findall((ROOT / "Makefile").read_text(encoding="utf-8")))
+    named = {name for fence in skipped for name in _MAKE.findall(fence.text)}
+    assert named <= targets, named - targets
+
+
+def test_the_runner_sees_through_fences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that is wrong fails: the checks above could not otherwise be trusted."""
+    monkeypatch.setattr("tests.docs.fences.ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("```python\nassert False, 'seen'\n```\n")
+    with pytest.raises(AssertionError, match="seen"):
+        Folder(tmp_path).run(fences(page)[0])
+    page.write_text("```\nx\n```\n")
+    with pytest.raises(ValueError, match=r"page\.md:1: fence language ''"):
+        fences(page)
+    page.write_text("```python once\nx\n```\n")
+    with pytest.raises(ValueError, match="'once' says nothing"):
+        fences(page)
+    for wrong in ("[gateway]\nprot = 1", "[trainer]\nmodel = 3", "bus = 1", "[gatway]\nport = 1"):
+        with pytest.raises(SettingError):
+            check(wrong, tmp_path)

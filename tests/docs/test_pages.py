@@ -1,0 +1,44 @@
+"""Pages hang together: links lead to something, anchors included, and the index names every page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.fences import ROOT, pages
+
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
+
+
+def links(page: Path) -> list[str]:
+    """The targets of a page's links within the repository."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return [target for target in _LINK.findall(text) if not re.match(r"[a-z]+:", target)]
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = _HEADING.findall(page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in links(page):
+        name, _, anchor = target.partition("#")
+        place = (page.parent / name).resolve() if name else page
+        assert place.exists(), f"{page.relative_to(ROOT)} links to {target}"
+        assert place.is_relative_to(ROOT), f"{target} is outside the repository"
+        if anchor:
+            assert anchor in anchors(place), f"{page.relative_to(ROOT)} links to {target}: no such heading"
+
+
+def test_the_index_names_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    named = {(index.parent / target).resolve() for target in links(index)}
+    missing = [str(page.relative_to(ROOT)) for page in pages() if page != index and page not in named]
+    elsewhere = [page for page in missing if not page.startswith(("docs/", "services/", "gateway/", "sdk/"))]
+    assert [page for page in missing if page not in elsewhere] == []

@@ -1,0 +1,104 @@
+"""The trail of one turn through the topics: each event is found by the ids of those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from headrace.topics import Range, connected
+from headrace_schemas import (
+    Checkpoint,
+    Event,
+    Experience,
+    Feedback,
+    ModelEvent,
+    Replica,
+    Reward,
+    Routing,
+    TrainingMetrics,
+    Trajectory,
+    Turn,
+)
+from headrace_schemas.ids import derived_id, key_of_response
+
+E = TypeVar("E", bound=Event)
+
+
+@dataclass
+class Trail:
+    """What `follow` has found so far, in the order of the story: topics as the page names them."""
+
+    turn_id: str
+    found: list[str] = field(default_factory=list)
+    version: str = ""
+    """The first version that serves with what the turn taught."""
+
+
+class Missing(Exception):
+    """The trail ends: the event has not been written yet."""
+
+
+class Log:
+    """Everything that the bus holds."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
+    def of(self, kind: type[E]) -> list[E]:
+        return [event for event in self._events if isinstance(event, kind)]
+
+
+async def read(bus: str) -> Log:
+    kinds = (Turn, Feedback, Trajectory, Reward, Experience, TrainingMetrics, Checkpoint, ModelEvent, Routing, Replica)
+    events: list[Event] = []
+    async with connected(bus) as topics:
+        for kind in kinds:
+            events += [entry.event async for entry in topics.read(Range(kind.topic)) if entry.event is not None]
+    return Log(events)
+
+
+def follow(log: Log, turn_id: str) -> Trail:
+    """Raises `Missing` with the topic at which the trail ends."""
+    trail = Trail(turn_id)
+
+    def step(kind: type[E], matching: list[E]) -> E:
+        if not matching:
+            raise Missing(f"{kind.topic}, after {trail.found}")
+        trail.found.append(kind.topic)
+        return matching[0]
+
+    turn = step(Turn, [one for one in log.of(Turn) if one.turn_id == turn_id])
+    assert turn.event_id == turn_id
+    assert key_of_response(turn_id) == turn.session_key
+    step(Feedback, [one for one in log.of(Feedback) if one.session_key == turn.session_key])
+    trajectory = step(Trajectory, [one for one in log.of(Trajectory) if turn_id in one.turn_ids])
+    assert trajectory.trajectory_id == derived_id("trajectory", turn.session_key, trajectory.turn_ids[0])
+    sampled = turn.choices[0]
+    branch = trajectory.branches[0]
+    span = next(one for one in branch.spans if one.turn_id == turn_id)
+    assert branch.token_ids[span.start : span.stop] == sampled.token_ids, "bit for bit (P2)"
+    assert span.logprobs == sampled.logprobs
+    assert span.version == turn.version
+    rewards = [one for one in log.of(Reward) if one.trajectory_id == trajectory.trajectory_id]
+    step(Reward, rewards)
+    experience = step(Experience, [one for one in log.of(Experience) if one.trajectory_id == trajectory.trajectory_id])
+    assert experience.experience_id == Experience.id_of(trajectory.trajectory_id, 0)
+    assert {part.source for part in experience.parts} <= {one.source for one in rewards}
+    reports = [one for one in log.of(TrainingMetrics) if _trained(one, experience)]
+    report = step(TrainingMetrics, reports)
+    after = [one for one in log.of(Checkpoint) if one.lineage == report.lineage and one.step >= report.step]
+    checkpoint = step(Checkpoint, [one for one in after if one.version == report.version])
+    assert checkpoint.event_id == derived_id("checkpoint", checkpoint.lineage, checkpoint.version)
+    serving = {one.version for one in after}
+    decided = [one for one in log.of(ModelEvent) if one.decision == "promoted" and one.version in serving]
+    trail.version = step(ModelEvent, decided).version
+    step(Routing, [one for one in log.of(Routing) if one.champion == trail.version])
+    step(Replica, [one for one in log.of(Replica) if one.ready(trail.version)])
+    return trail
+
+
+def _trained(report: TrainingMetrics, experience: Experience) -> bool:
+    return any(
+        verdict.experience_id == experience.experience_id and verdict.dropped is None for verdict in report.verdicts
+    )
