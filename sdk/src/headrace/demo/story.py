@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.bookkeeping import account_of
+from headrace.demo import agent
 from headrace.demo.recipe import Goal, Recipe
 from headrace.demo.report import Report, VersionScore
 from headrace.demo.teller import Teller
@@ -23,7 +23,6 @@ from headrace.errors import StartFailed
 from headrace.supervisor import Supervisor
 
 _FIRST_VERSION_S_MAX = 180.0
-_AGENT_STOP_S_MAX = 60.0
 _LAST_EVALUATION_S_MAX = 30.0
 
 
@@ -86,7 +85,7 @@ async def perform(recipe: Recipe, options: Options, place: Place, teller: Teller
         with teller.doing("loading, probing and evaluating the first version"):
             await _first_version(watch)
         traffic_began = time.time()
-        agent = await _agent_at_work(recipe, options, place, watch, teller)
+        summary = await _agent_at_work(recipe, options, place, watch, teller)
         traffic_s = time.time() - traffic_began
         await _last_evaluation(watch)
     account = await account_of(place.bus)
@@ -101,8 +100,8 @@ async def perform(recipe: Recipe, options: Options, place: Place, teller: Teller
             )
             for one in watch.scores.values()
         ),
-        failed_requests=agent["failed_requests"],
-        requests=agent["requests"],
+        failed_requests=summary["failed_requests"],
+        requests=summary["requests"],
         swaps=watch.swaps,
         wall_s=round(time.monotonic() - began, 1),
         traffic_s=round(traffic_s, 1),
@@ -140,16 +139,13 @@ async def _agent_at_work(
 ) -> dict[str, Any]:
     """Let the agent work until it has shown enough; returns its own summary."""
     filled = {**_values(options), "base_url": place.base_url, "gateway": place.gateway}
-    process = await asyncio.create_subprocess_exec(*recipe.command("agent", filled), env=_environ(recipe))
     deadline = time.monotonic() + options.goal.traffic_s_max
-    with teller.working(options.goal.traffic_s_max) as update:
-        while process.returncode is None and time.monotonic() < deadline and not _enough(watch, options.goal):
-            update(watch)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), 0.5)
-    if process.returncode is None:
-        process.send_signal(signal.SIGTERM)
-        await asyncio.wait_for(process.wait(), _AGENT_STOP_S_MAX)
+    async with agent.at_work(recipe.command("agent", filled), _environ(recipe)) as process:
+        with teller.working(options.goal.traffic_s_max) as update:
+            while process.returncode is None and time.monotonic() < deadline and not _enough(watch, options.goal):
+                update(watch)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), 0.5)
     summary: dict[str, Any] = json.loads((options.out / "agent.json").read_text(encoding="utf-8"))
     return summary
 
