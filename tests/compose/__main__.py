@@ -1,0 +1,162 @@
+"""`make compose-test`: build every image, start the stack, play the shortened demo through the published gateway port.
+
+    python -m tests.compose --seed 0
+
+The agent and the judgement are those of `headrace demo`; only the stage is another. Writes reports/compose-test.json;
+exits with 1 when something is not as it should be. When it breaks off, reports/compose-test.log has what the containers
+said last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from headrace.cli.shared import console
+from headrace.demo import recipe as demo
+from headrace.demo.report import Report
+from headrace.demo.story import Options, Place, perform
+from headrace.demo.teller import Teller
+from headrace.errors import HeadraceError
+from tests.compose.engine import Engine, EngineFailed, Project
+from tests.compose.facts import Image, Limits, look_at_image, look_at_limits
+from tests.repo.compose_files import EXAMPLE, ROOT, env_example, filled, ours, service_of, services
+from tests.support.ports import free_port
+
+HEALTHY_S_MAX = 600.0
+POLL_S = 1.0
+LOG_LINES = 200
+LEFT_OUT = {"judge": "needs an endpoint", "inference-gpu": "needs a GPU", "trainer-gpu": "needs a GPU"}
+"""Of what is ours; the judge's image is built all the same."""
+RUNNING = ["kafka", "postgres", *(name for name in ours() if name not in LEFT_OUT)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--traffic-s", type=float, default=240.0, help="the agent works at most this long")
+    parser.add_argument("--no-build", action="store_true", help="use the images that there are")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # through `finally`, so that nothing stays
+    began = time.monotonic()
+    found: dict[str, Any] = {"seed": options.seed}
+    with tempfile.TemporaryDirectory(prefix="headrace-compose-") as folder:
+        try:
+            found |= _whole(options, Path(folder))
+        except (EngineFailed, HeadraceError, TimeoutError) as error:
+            found["shortfalls"] = [f"{type(error).__name__}: {error}"]
+    found["passed"] = not found["shortfalls"]
+    found["wall_s"] = round(time.monotonic() - began, 1)
+    path = ROOT / "reports/compose-test.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    print("\n".join(f"not as it should be: {text}" for text in found["shortfalls"]) or "as it should be", f"({path})")
+    return 0 if found["passed"] else 1
+
+
+def _whole(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    engine = Engine.find()
+    key, ports = secrets.token_hex(16), {name: free_port() for name in ("GATEWAY_PORT", "REGISTRY_PORT", "KAFKA_PORT")}
+    values = _env_file(folder / ".env", key, ports, options.seed)
+    project = Project(engine, f"headrace-test-{os.getpid()}", folder / ".env")
+    images = _images(project, build=not options.no_build)
+    try:
+        healthy_s = _start(project)
+        limits = {name: look_at_limits(project, name) for name in RUNNING}
+        os.environ["OPENAI_API_KEY"] = key
+        (folder / "out").mkdir()
+        report, problems = asyncio.run(_demo(options, ports, folder / "out"))
+    except BaseException:
+        _keep_logs(project)
+        raise
+    finally:
+        project.down()
+    problems += [text for name, image in images.items() for text in image.shortfalls(name)]
+    problems += [text for name, limit in limits.items() for text in limit.shortfalls(name, services(**values)[name])]
+    problems += [f"container of {name} is still there" for name in RUNNING if project.container(name)]
+    return _told(engine, images, limits, report) | {"healthy_s": healthy_s, "shortfalls": problems}
+
+
+def _told(engine: Engine, images: dict[str, Image], limits: dict[str, Limits], report: Report) -> dict[str, Any]:
+    return {
+        "engine": " ".join(engine.compose),
+        "images": {name: asdict(image) for name, image in images.items()},
+        "limits": {name: asdict(limit) for name, limit in limits.items()},
+        "not_started": LEFT_OUT,
+        "demo": asdict(report),
+    }
+
+
+def _env_file(path: Path, key: str, ports: dict[str, int], seed: int) -> dict[str, str]:
+    """What a user would write, with keys and ports of our own."""
+    values = env_example() | {
+        "POSTGRES_PASSWORD": secrets.token_hex(16),
+        "INTERNAL_KEY": secrets.token_hex(32),
+        "GATEWAY_KEY_SHA256": hashlib.sha256(key.encode()).hexdigest(),
+        "SEED": str(seed),
+        **{name: str(port) for name, port in ports.items()},
+    }
+    path.write_text("".join(f"{name}={value}\n" for name, value in values.items()), encoding="utf-8")
+    return values
+
+
+def _images(project: Project, *, build: bool) -> dict[str, Image]:
+    """One build after the other, so that the layer with torch is made once."""
+    images = {}
+    for name in sorted({service_of(name) for name in ours()}):
+        began = time.monotonic()
+        if build:
+            project.build(name)
+        image = look_at_image(project.engine, ours()[name]["image"], time.monotonic() - began if build else 0.0)
+        print(f"{image.name}: {image.added_mb} MB over its base, {image.build_s:.0f} s", flush=True)
+        images[name] = image
+    return images
+
+
+def _start(project: Project) -> float:
+    """Up, and until every check of every container passes; how long that took. Raises `TimeoutError`."""
+    began = time.monotonic()
+    project.up([*RUNNING, *filled(EXAMPLE)["services"].keys() - LEFT_OUT.keys()])
+    waiting = list(RUNNING)
+    while waiting:
+        waiting = [name for name in waiting if not project.passes(name, services()[name]["healthcheck"]["test"])]
+        if waiting and time.monotonic() - began > HEALTHY_S_MAX:
+            raise TimeoutError(f"not healthy after {HEALTHY_S_MAX:g} s: {', '.join(waiting)}")
+        time.sleep(POLL_S)
+    print(f"every container is healthy after {time.monotonic() - began:.0f} s", flush=True)
+    return round(time.monotonic() - began, 1)
+
+
+async def _demo(options: argparse.Namespace, ports: dict[str, int], out: Path) -> tuple[Report, list[str]]:
+    """The agent of the demo, at work through the published ports. The agent must have become better, if by little."""
+    played = demo.read(ROOT / "examples/email_agent")
+    goal = played.short.model_copy(update={"traffic_s_max": options.traffic_s})
+    place = Place(f"127.0.0.1:{ports['KAFKA_PORT']}", f"http://127.0.0.1:{ports['GATEWAY_PORT']}")
+    teller = Teller(console())
+    report = await perform(played, Options(options.seed, goal, out, out, out, {}), place, teller)
+    problems = report.shortfalls(goal)
+    if report.after <= report.before:
+        problems.append(f"the agent did not become better: {report.before:.3f} → {report.after:.3f}")
+    teller.ended(report, [])
+    return report, problems
+
+
+def _keep_logs(project: Project) -> None:
+    path = ROOT / "reports/compose-test.log"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(f"== {name}\n{project.logs(name, LOG_LINES)}\n" for name in RUNNING), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Docker Compose or podman-compose, whichever is here, for one project that is taken down again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.repo.compose_files import EXAMPLE, MAIN, ROOT
+
+BUILD_S_MAX = 5400.0
+COMMAND_S_MAX = 900.0
+_NICE = ("nice", "-n", "5")
+
+
+class EngineFailed(Exception):
+    """A command of the engine failed; the message ends with what it said last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """`compose` runs projects, `tool` looks at single images and containers."""
+
+    compose: tuple[str, ...]
+    tool: str
+
+    @classmethod
+    def find(cls) -> Engine:
+        """Raises `EngineFailed` when there is none."""
+        if shutil.which("docker") and _works("docker", "compose", "version") and _works("docker", "info"):
+            return cls(("docker", "compose"), "docker")
+        if shutil.which("podman-compose") and _works("podman", "info"):
+            return cls(("podman-compose",), "podman")
+        raise EngineFailed("there is neither a running Docker with its compose plugin nor podman with podman-compose")
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """The stack under a name of its own, with its own volumes."""
+
+    engine: Engine
+    name: str
+    env_file: Path
+    profiles: tuple[str, ...] = ("cpu", "judge")
+
+    def build(self, service: str) -> None:
+        _run([*_NICE, *self._compose("build", service)], BUILD_S_MAX)
+
+    def up(self, services: Sequence[str]) -> None:
+        _run(self._compose("up", "-d", "--no-build", *services), COMMAND_S_MAX)
+
+    def down(self) -> None:
+        """Remove containers, networks and volumes."""
+        _run(self._compose("down", "--volumes", "--timeout", "20"), COMMAND_S_MAX)
+
+    def container(self, service: str) -> str | None:
+        """Its id, None before it exists."""
+        labels = (f"com.docker.compose.project={self.name}", f"com.docker.compose.service={service}")
+        filters = [part for label in labels for part in ("--filter", f"label={label}")]
+        return _run([self.engine.tool, "ps", "--all", "--quiet", *filters]).strip() or None
+
+    def passes(self, service: str, test: Sequence[str]) -> bool:
+        """Whether a health check passes now. Asked here, because not every podman asks by itself."""
+        container = self.container(service)
+        return container is not None and _works(self.engine.tool, "exec", container, *test[1:])
+
+    def inspect(self, service: str) -> dict[str, Any]:
+        found: list[dict[str, Any]] = json.loads(
+            _run([self.engine.tool, "inspect", self.container(service) or service])
+        )
+        return found[0]
+
+    def logs(self, service: str, lines: int) -> str:
+        container = self.container(service)
+        if container is None:
+            return "it was never made"
+        command = [self.engine.tool, "logs", "--tail", str(lines), container]
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        return result.stdout
+
+    def _compose(self, *command: str) -> list[str]:
+        profiles = [part for profile in self.profiles for part in ("--profile", profile)]
+        files = ["-f", str(MAIN), "-f", str(EXAMPLE)]
+        return [*self.engine.compose, *files, "-p", self.name, "--env-file", str(self.env_file), *profiles, *command]
+
+
+def image(engine: Engine, name: str) -> dict[str, Any]:
+    """What the engine knows about an image."""
+    found: list[dict[str, Any]] = json.loads(_run([engine.tool, "image", "inspect", name]))
+    return found[0]
+
+
+def ask_image(engine: Engine, name: str, *command: str) -> str:
+    """What a command prints in a fresh container of an image."""
+    return _run([engine.tool, "run", "--rm", "--entrypoint", command[0], name, *command[1:]]).strip()
+
+
+def _works(*command: str) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def _run(command: Sequence[str], timeout_s: float = 120.0) -> str:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, check=False)
+    except subprocess.TimeoutExpired:
+        raise EngineFailed(f"{' '.join(command)}: not done after {timeout_s:g} s") from None
+    if result.returncode:
+        raise EngineFailed(
+            f"{' '.join(command)}: status {result.returncode}\n{(result.stdout + result.stderr)[-3000:]}"
+        )
+    return result.stdout
