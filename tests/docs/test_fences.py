@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 from _pytest.mark import ParameterSet
+from typer.core import TyperGroup
+from typer.main import get_command
 
+from headrace.cli import app
 from headrace_runtime.errors import SettingError
 from tests.docs.fences import PARSED, ROOT, RUN, Fence, all_fences, fences
 from tests.docs.not_run import NOT_RUN, key_of
 from tests.docs.settings import check
 from tests.docs.stack import Folder, Stack
 
+_HEADRACE = re.compile(r"^\$ headrace (.*)$", re.MULTILINE)
 _MAKE = re.compile(r"^make ([a-z-]+)", re.MULTILINE)
 _TARGET = re.compile(r"^([a-z-]+):", re.MULTILINE)
 
@@ -47,6 +52,19 @@ def test_data_is_what_it_says(fence: Fence, tmp_path: Path) -> None:
         check(fence.text, tmp_path)
     else:
         assert json.loads(fence.text) if fence.language == "json" else yaml.safe_load(fence.text)
+
+
+@pytest.mark.parametrize("fence", [one for one in all_fences() if one.language == "console"], ids=lambda one: one.label)
+def test_commands_that_are_only_shown_exist_with_these_options(fence: Fence) -> None:
+    for line in _HEADRACE.findall(fence.text.replace("\\\n", " ")):
+        group = get_command(app)
+        words = shlex.split(line, comments=True)
+        while isinstance(group, TyperGroup) and words and not words[0].startswith("-"):
+            assert words[0] in group.commands, f"{fence.label}: no command {words[0]!r} in: headrace {line}"
+            group = group.commands[words.pop(0)]
+        known = {option for parameter in group.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        shown = {word.partition("=")[0] for word in words if word.startswith("-")}
+        assert shown <= known, f"{fence.label}: no option {shown - known} in: headrace {line}"
 
 
 def test_what_is_not_run_is_still_there_and_names_real_targets() -> None:
