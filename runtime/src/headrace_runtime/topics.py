@@ -9,12 +9,16 @@ from typing import Literal
 
 import yaml
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace_runtime.errors import Unavailable
+from headrace_runtime.errors import SettingError, Unavailable
+from headrace_runtime.logs import get_logger
 from headrace_runtime.settings import BusSettings
 from headrace_schemas import topics as files
+
+log = get_logger(__name__)
 
 
 class Topic(BaseModel):
@@ -53,7 +57,9 @@ def catalogue() -> dict[str, Topic]:
 async def ensure(settings: BusSettings, names: tuple[str, ...] | None = None) -> None:
     """Create what is missing (default: the whole catalogue). Waits for the bus, at most `start_timeout_s`.
 
-    An existing topic is left as it is: its partitions and retention may have been changed on purpose.
+    An existing topic is left as it is: its partitions and retention may have been changed on purpose. Where it differs
+    from its file a warning says so. Raises `SettingError` when sessions would not meet, because topics with their key
+    have different numbers of partitions.
     """
     wanted = [topic for name, topic in catalogue().items() if names is None or name in names]
     deadline = time.monotonic() + settings.start_timeout_s
@@ -72,6 +78,7 @@ async def _create(settings: BusSettings, wanted: list[Topic]) -> None:
     try:
         existing = set(await admin.list_topics())
         missing = [topic for topic in wanted if topic.name not in existing]
+        await _check(admin, settings, [topic for topic in wanted if topic.name in existing], missing)
         if not missing:
             return
         new = [
@@ -85,3 +92,22 @@ async def _create(settings: BusSettings, wanted: list[Topic]) -> None:
                 raise error(f"creating topic {name}")
     finally:
         await admin.close()
+
+
+async def _check(admin: AIOKafkaAdminClient, settings: BusSettings, present: list[Topic], missing: list[Topic]) -> None:
+    if not present:
+        return
+    described = await admin.describe_topics([topic.name for topic in present])
+    counts = {one["topic"]: len(one["partitions"]) for one in described if not one["error_code"]}
+    by_session = {t.name: counts.get(t.name, t.partitions) for t in (*present, *missing) if t.key == "session_key"}
+    if len(set(by_session.values())) > 1:
+        listed = ", ".join(f"{name} {count}" for name, count in sorted(by_session.items()))
+        remedy = f"topics keyed by session need equal numbers of partitions there; they have {listed}"
+        raise SettingError("bus.address", settings.address, remedy)
+    resources = [ConfigResource(ConfigResourceType.TOPIC, one.name, dict.fromkeys(one.config)) for one in present]
+    for response in await admin.describe_configs(resources):
+        for _code, _message, _kind, name, entries in response.resources:
+            found = {entry[0]: entry[1] for entry in entries}
+            for setting, value in catalogue()[name].config.items():
+                if found.get(setting, value) != value:
+                    log.warning("topic_differs", topic=name, setting=setting, bus=found[setting], file=value)
