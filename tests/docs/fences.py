@@ -46,19 +46,22 @@ class Fence:
 
 
 def fences(path: Path) -> list[Fence]:
-    """Every fence of the page, in order. Raises `ValueError` for one that would never be checked."""
+    """Every fence of the page, in order."""
     page, text = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
     found = []
     for match in _FENCE.finditer(text):
         language, *how = match.group(1).split() or [""]
-        fence = Fence(page, text[: match.start()].count("\n") + 1, language, tuple(how), match.group(2))
-        if language not in RUN | PARSED | SHOWN:
-            known = ", ".join(sorted(RUN | PARSED | SHOWN))
-            raise ValueError(f"{fence.label}: fence language {language!r} is none of {known}; name one")
-        if wrong := [word for word in how if not _HOW.fullmatch(word)]:
-            raise ValueError(f"{fence.label}: {wrong[0]!r} says nothing; a fence may have `stack` or `file=NAME`")
-        found.append(fence)
+        found.append(Fence(page, text[: match.start()].count("\n") + 1, language, tuple(how), match.group(2)))
     return found
+
+
+def problem(fence: Fence) -> str | None:
+    """Why the fence would never be checked; None when all is well."""
+    if fence.language not in RUN | PARSED | SHOWN:
+        known = ", ".join(sorted(RUN | PARSED | SHOWN))
+        return f"{fence.label}: fence language {fence.language!r} is none of {known}; name one"
+    wrong = [word for word in fence.how if not _HOW.fullmatch(word)]
+    return f"{fence.label}: {wrong[0]!r} says nothing; a fence may have `stack` or `file=NAME`" if wrong else None
 
 
 @cache

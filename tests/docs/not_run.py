@@ -8,6 +8,7 @@ _DEMO = "takes minutes; tests/e2e plays the shortened demo"
 NOT_RUN = {
     ("README.md", "make demo"): f"{_DEMO}; the second line is what runs this test",
     ("README.md", "headrace up"): "runs until Ctrl-C; the stack of the other fences is started with exactly this file",
+    ("deploy/README.md", "cp .env.example"): "builds images and starts containers; `make compose-test` does that",
     ("examples/email_agent/README.md", "make demo"): _DEMO,
     ("examples/email_agent/README.md", "cd examples"): "needs somebody else's server",
     ("examples/email_agent/README.md", "export PYTHONPATH"): f"runs until Ctrl-C; what the demo does, and that {_DEMO}",
