@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ def make(
         )
     if judge and not overrides.get("judge.endpoint.base_url"):
         raise UsageError("--judge: judge.endpoint.base_url is not set; set it in the settings file or with --set")
+    overrides.default("scorer.function_workers", max(2, min(8, os.cpu_count() or 1)))  # nobody waits for one answer
     overrides.set("data_dir", data_dir_of(None, overrides))
     overrides.set("bus.address", bus)
     return Request(lineage, wanted, overrides, bus, versions, judge, cut, of or live)

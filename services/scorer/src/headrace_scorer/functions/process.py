@@ -86,8 +86,7 @@ class FunctionProcess:
     async def _ask(self, *messages: bytes) -> bytes:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        for message in messages:
-            self._process.stdin.write(LENGTH.pack(len(message)) + message)
+        self._process.stdin.write(b"".join(LENGTH.pack(len(message)) + message for message in messages))
         await self._process.stdin.drain()
         (size,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
         return await self._process.stdout.readexactly(size)

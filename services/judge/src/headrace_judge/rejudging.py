@@ -1,0 +1,148 @@
+"""Judges stored trajectories again: the whole judge of the stream, with lines in the place of the bus.
+
+Queue, retries, budget and contests are the service's own, in a database beside the live one, which is emptied first but
+for what was spent and for verdicts: a question that was answered once, in whichever replay, is not paid for again.
+
+As a filter (`python -m headrace_judge.replay`) it takes lines `trajectory` and writes lines `reward`, a trajectory's
+later ones replacing earlier ones of the same source, and at the end one line `judged`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from datetime import datetime
+
+from sqlalchemy import delete, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_judge import app
+from headrace_judge.cases import DEADLINE_JOB, VERDICT_JOB
+from headrace_judge.settings import JudgeSettings
+from headrace_judge.tables import CONTESTANTS, CONTESTS, PAIRS, STREAM
+from headrace_judge.transactions import transact
+from headrace_runtime import migrations
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import SystemClock
+from headrace_runtime.database import Database
+from headrace_runtime.filters import Lines
+from headrace_runtime.jobs import Jobs
+from headrace_runtime.outbox import Outbox
+from headrace_runtime.processor import Processor
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import Common, DatabaseSettings
+from headrace_runtime.stream_service import StreamService
+from headrace_runtime.wire import Outgoing, Record
+from headrace_schemas import Event, Reward, Trajectory
+from headrace_schemas.replay import Judged
+
+_TAKE_MAX = 50
+_WAITING_MAX = 200
+"""Jobs that may wait, far below the queue's bound, beyond which runs would not be judged at all."""
+_LOOK_S = 0.1
+
+
+class RewardLines(EventProducer):
+    """Rewards as lines; nothing else leaves a judge that has no bus."""
+
+    def __init__(self, common: Common, blobs: BlobStore, lines: Lines) -> None:
+        super().__init__(common.bus, "headrace/judge", blobs)
+        self._lines = lines
+        self._latest: dict[tuple[str, str], Reward] = {}
+
+    async def send_raw(self, records: Iterable[Outgoing]) -> None:
+        for record in records:
+            if record.topic == Reward.topic and record.value is not None:
+                reward = Reward.from_json(record.value)
+                self._latest[reward.trajectory_id, reward.source] = reward
+                self._lines.write("reward", record.value)
+        self._lines.flush()
+
+    def judged(self) -> Judged:
+        """What each trajectory came to in the end."""
+        found: dict[str, Counter[str]] = defaultdict(Counter)
+        for reward in self._latest.values():
+            found[reward.source][reward.outcome] += 1
+        return Judged(outcomes={source: dict(sorted(counts.items())) for source, counts in sorted(found.items())})
+
+
+async def run(common: Common, settings: JudgeSettings, lines: Lines | None = None) -> None:
+    """The filter. One at a time on a data directory. Raises `SettingError`."""
+    service = app.service(settings)
+    lines, blobs = lines or Lines(), BlobStore.open(common)
+    database = Database.open("judge-replay", common.model_copy(update={"database": DatabaseSettings()}))
+    producer = RewardLines(common, blobs, lines)
+    clock = SystemClock()
+    processor = Processor(
+        service="judge",
+        handlers=service.handlers,
+        database=database,
+        tables=service.tables,
+        outbox=Outbox(database, service.tables, producer, clock),
+        blobs=blobs,
+        clock=clock,
+        limits=service.limits,
+    )
+    try:
+        await migrations.upgrade(database, service.package)
+        await _forget(database)
+        await _beside(service.workers(processor), _judge(service, processor, lines))
+    finally:
+        await database.close()
+    lines.write("judged", producer.judged().model_dump_json().encode())
+    lines.flush()
+
+
+async def _beside(workers: Sequence[Awaitable[None]], work: Coroutine[None, None, None]) -> None:
+    """Do `work` while the workers work, which end with it. Raises whichever fails first."""
+    tasks = [asyncio.ensure_future(work), *map(asyncio.ensure_future, workers)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _judge(service: StreamService, processor: Processor, lines: Lines) -> None:
+    """Feed the service, never faster than it works, and wait until nothing is left to do."""
+    taken: list[Record] = []
+    offset = 0
+    async for _, value in lines.read():
+        taken.append(Record(Trajectory.topic, 0, offset, None, value))
+        offset += 1
+        if len(taken) == _TAKE_MAX:
+            await processor.process(taken)
+            taken.clear()
+            await _until(processor, VERDICT_JOB, _WAITING_MAX)
+    await processor.process(taken)
+    await _until(processor, VERDICT_JOB, 0)
+    await processor.step(_no_more_runs_come)
+    while await _waiting(processor, DEADLINE_JOB):
+        for timer in service.timers:
+            await processor.step(timer.step)
+
+
+async def _until(processor: Processor, kind: str, waiting_max: int) -> None:
+    while await _waiting(processor, kind) > waiting_max:
+        await processor.clock.sleep(_LOOK_S)
+
+
+async def _waiting(processor: Processor, kind: str) -> int:
+    return await transact(processor, lambda tx, _now: Jobs(STREAM).count(tx, kind))
+
+
+async def _no_more_runs_come(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+    """Runs that wait for others to be compared with have waited for long enough."""
+    await tx.execute(update(STREAM.jobs).where(STREAM.jobs.c.kind == DEADLINE_JOB).values(due_ms=0))
+    return ()
+
+
+async def _forget(database: Database) -> None:
+    async with database.transaction() as tx:
+        for table in (STREAM.seen, STREAM.jobs, STREAM.outbox, STREAM.positions, CONTESTANTS, CONTESTS, PAIRS):
+            await tx.execute(delete(table))
