@@ -31,6 +31,8 @@ CREATE VIRTUAL TABLE mail_words USING fts5 (subject, body, content='mails', cont
 
 @dataclass(frozen=True)
 class Contact:
+    """A person who writes mails. `id` is short and tells nothing, so that tools have to be asked for it."""
+
     id: str
     name: str
     extension: str
@@ -38,6 +40,8 @@ class Contact:
 
 @dataclass(frozen=True)
 class Mail:
+    """One message; numbers ascend in time over the whole mailbox."""
+
     number: int
     sender: Contact
     subject: str
