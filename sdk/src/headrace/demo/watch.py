@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from headrace.topics import Progress, Range, connected
+from headrace.errors import Unreachable
+from headrace.topics import Progress, Range, Topics, connected
 from headrace_schemas import ModelEvent
 
 _POLL_S = 0.5
@@ -34,6 +36,7 @@ class Watch:
     """Versions that took over, in order; the first one began the demo."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     _seen: set[str] = field(default_factory=set)
+    _offset: int = 0
 
     @property
     def swaps(self) -> int:
@@ -48,16 +51,22 @@ class Watch:
         return last.score - first.score if first and last else 0.0
 
     async def run(self) -> None:
-        async with connected(self.bus) as topics:
-            offset = 0
-            while True:
-                progress = Progress()
-                async for entry in topics.read(Range("model-events", from_offset=offset), progress):
-                    offset = entry.offset + 1
-                    if isinstance(entry.event, ModelEvent) and entry.event.event_id not in self._seen:
-                        self._seen.add(entry.event.event_id)
-                        self._take(entry.event)
-                await asyncio.sleep(_POLL_S)
+        """A bus that is away is waited for: it is started again, and what it had is still there."""
+        while True:
+            with contextlib.suppress(Unreachable):
+                async with connected(self.bus) as topics:
+                    await self._follow(topics)
+            await asyncio.sleep(_POLL_S)
+
+    async def _follow(self, topics: Topics) -> None:
+        while True:
+            progress = Progress()
+            async for entry in topics.read(Range("model-events", from_offset=self._offset), progress):
+                self._offset = entry.offset + 1
+                if isinstance(entry.event, ModelEvent) and entry.event.event_id not in self._seen:
+                    self._seen.add(entry.event.event_id)
+                    self._take(entry.event)
+            await asyncio.sleep(_POLL_S)
 
     def _take(self, event: ModelEvent) -> None:
         if "score" in event.statistics:
