@@ -57,7 +57,7 @@ def settings(base_model: Path, judge: FakeLLM) -> dict[str, object]:
     """On top of the example's: small batches, a version from each, evaluated and always good enough."""
     return {
         "trainer.base": str(base_model),
-        "trainer.batch_experiences": 32,
+        "trainer.batch_experiences": 16,
         "trainer.batch_experiences_min": 1,
         "trainer.batch_wait_s": 2.0,
         "trainer.steps_per_version": 1,
@@ -148,7 +148,18 @@ def _summary(path: Path) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def agent(base_url: str, out: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     """The example's own program, in a process of its own; at the end it is asked to finish what it is doing."""
-    command = [sys.executable, "-m", "email_agent.agent", "--base-url", base_url, "--out", str(out), "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "email_agent.agent",
+        "--base-url",
+        base_url,
+        "--out",
+        str(out),
+        "--quiet",
+        "--concurrency",
+        "8",
+    ]
     process = await asyncio.create_subprocess_exec(*command, cwd=EXAMPLES, stdout=subprocess.DEVNULL)
     try:
         yield process

@@ -13,9 +13,7 @@ from tests.support.fake_llm import FakeLLM
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ORDER = ("collector", "broker", "scorer", "gateway", "judge", "inference", "trainer", "registry")
-EVALUATE = ["{python}", "-m", "email_agent.evaluate", "--base-url", "{base_url}", "--model", "{model}", "--tasks", "48"]
-TRAFFIC_S_MAX = 600.0
-"""The test ends the agent's work long before, unless the machine is very busy."""
+EVALUATE = ["{python}", "-m", "email_agent.evaluate", "--base-url", "{base_url}", "--model", "{model}", "--tasks", "24"]
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +22,12 @@ def demo(base_model: Path, judge_llm: FakeLLM, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("killed")
     settings = {
         "trainer.steps_per_version": 1,
+        "trainer.batch_experiences": 16,
         "registry.gate.command": EVALUATE,
         "judge.endpoint.base_url": judge_llm.base_url,
         "judge.endpoint.model": "judge-1",
     }
-    example = shortened(EXAMPLES / "email_agent", folder / "email_agent", TRAFFIC_S_MAX)
+    example = shortened(EXAMPLES / "email_agent", folder / "email_agent", base_model)
     return KilledDemo(example, folder, CACHE, settings, {"judge": lambda: len(judge_llm.calls)})
 
 
