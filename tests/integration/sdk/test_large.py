@@ -1,0 +1,93 @@
+"""What is larger than a topic takes goes through the blob store, at every step, on both buses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiokafka import AIOKafkaProducer
+from aiokafka.errors import MessageSizeTooLargeError
+
+from headrace_runtime import topics
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.consumer import assign_all, consumer, record_of
+from headrace_runtime.dead_letters import dead_letter
+from headrace_runtime.settings import BusSettings
+from headrace_runtime.wire import Record
+from headrace_schemas import DeadLetter, Experience, Trajectory, Turn
+from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
+from tests.contract.bus.clients import eventually
+from tests.integration.sdk.test_mirror import wipe
+from tests.integration.streams.town import town_on
+from tests.support.broker_process import BrokerProcess
+from tests.support.turns import ask, feedback, user
+
+MEBIBYTE = 1_048_576
+
+
+@pytest.fixture(params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
+async def own_bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
+    """Nobody else's: who reads a large record needs the folder that its content is in."""
+    if request.param == "embedded":
+        broker = BrokerProcess(tmp_path / "broker")
+        broker.start()
+        yield broker.address
+        broker.stop()
+        return
+    address: str = request.getfixturevalue("own_kafka")
+    yield address
+    await wipe(address)
+
+
+async def test_a_turn_of_three_mebibytes_becomes_an_experience(own_bus: str, tmp_path: Path) -> None:
+    session = tmp_path.name
+    turn = ask([user("x" * MEBIBYTE)] * 3, "right", session=session, prompt_token_ids=(1, 2, 3))
+    value = turn.to_json()
+    assert len(value) > 3 * topics.catalogue()["turns"].max_message_bytes
+    async with town_on(own_bus, tmp_path) as town:
+        await the_bus_itself_refuses(own_bus, turn)
+        await town.start()
+        await town.producer.send(turn)
+        await town.producer.send(feedback(session, value=1.0, ends_session=True))
+
+        async def scored() -> bool:
+            return any(one.session_id == session for one in await town.read(Experience))
+
+        await eventually(scored, 60)
+        assert [one for one in await town.read(Turn) if one.turn_id == turn.turn_id] == [turn]
+        (trajectory,) = [one for one in await town.read(Trajectory) if one.session_id == session]
+        assert trajectory.messages[:3] == turn.messages
+        assert [one for one in await town.read(DeadLetter) if one.key == turn.key] == []
+        poison = Record("turns", 0, 7, turn.key.encode(), b"{" * (MEBIBYTE - 1000))
+        await town.producer.send(dead_letter("test", poison, "invalid_json", "not json"))
+        (letter,) = [one for one in await town.read(DeadLetter) if one.key == turn.key]
+        assert letter.value == poison.value, "a refused record of the largest size is kept whole"
+    blobs = BlobStore(f"file://{tmp_path}/blobs")
+    for topic in ("turns", "trajectories", "dead-letters"):
+        (record,) = [one for one in await raw(own_bus, topic) if one.key == turn.key.encode()]
+        assert len(record.value or b"") <= PAYLOAD_BYTES_MAX
+        assert any(name == "ce_dataref" for name, _ in record.headers), topic
+    assert len(list(blobs.digests())) == 3
+
+
+async def the_bus_itself_refuses(bus: str, turn: Turn) -> None:
+    async with AIOKafkaProducer(bootstrap_servers=bus, max_request_size=8 * MEBIBYTE) as producer:
+        with pytest.raises(MessageSizeTooLargeError):
+            await producer.send_and_wait("turns", turn.to_json(), turn.key.encode())
+
+
+async def raw(bus: str, topic: str) -> list[Record]:
+    reader = consumer(BusSettings(address=bus), "test")
+    await reader.start()
+    found: list[Record] = []
+    try:
+        places = await assign_all(reader, topic)
+        await reader.seek_to_beginning(*places)
+        ends = await reader.end_offsets(places)
+        while any([await reader.position(one) < ends[one] for one in places]):
+            for messages in (await reader.getmany(timeout_ms=200)).values():
+                found += [record_of(message) for message in messages]
+    finally:
+        await reader.stop()
+    return found
