@@ -2,6 +2,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 SEED ?= 0
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
@@ -46,7 +47,8 @@ up: $(VENV)/installed ## every service on this machine (ARGS="--set trainer.base
 
 test: $(VENV)/installed ## every test, fast ones first; under 10 minutes on 2 cores
 	mkdir -p reports
-	$(BIN)/pytest tests/unit tests/repo tests/docs tests/contract tests/simulation tests/integration tests/e2e
+	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder \
+	  tests/unit tests/repo tests/docs tests/contract tests/simulation tests/e2e tests/integration
 
 KILLS ?= 100
 chaos: $(VENV)/installed ## kill -9 of every service and the bus at 50 turns/s, on each bus (SEED=, KILLS=, BUS=embedded or kafka)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,21 @@ def database_url(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
     return tmp_path / "data"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """One of several workers says at its end what it used; the summary is written by another process."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["servers_used"], output["servers_absent"] = sorted(presence.used), presence.absent
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """The summary's side of it. A worker that crashed has said nothing."""
+    output = getattr(node, "workeroutput", {})
+    presence.used.update(output.get("servers_used", ()))
+    presence.absent.update(output.get("servers_absent", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

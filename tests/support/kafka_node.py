@@ -6,6 +6,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from filelock import FileLock
+
 from tests.support.ports import free_port, wait_open
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,6 +20,12 @@ def missing() -> str | None:
     for program in ("java", "mvn"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
+    JARS.parent.mkdir(exist_ok=True)
+    with FileLock(f"{JARS}.lock"):
+        return _fetched()
+
+
+def _fetched() -> str | None:
     if not (JARS / "complete").exists():
         pom = Path(__file__).parent / "kafka" / "pom.xml"
         command = ["mvn", "-q", "-B", "-f", str(pom), "dependency:copy-dependencies", "-DincludeScope=runtime"]

@@ -6,6 +6,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from filelock import FileLock
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".cache" / "producers"
 
@@ -15,6 +17,12 @@ def missing() -> str | None:
     for program in ("node", "npm"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
+    FOLDER.parent.mkdir(exist_ok=True)
+    with FileLock(f"{FOLDER}.lock"):
+        return _fetched()
+
+
+def _fetched() -> str | None:
     shutil.copytree(ROOT / "examples" / "producers", FOLDER, dirs_exist_ok=True)
     if not (FOLDER / "node" / "node_modules" / "kafkajs").exists():
         command = ["npm", "install", "--no-audit", "--no-fund", "--silent"]
