@@ -69,12 +69,10 @@ async def test_a_session_that_began_on_a_laptop_ends_on_a_cluster(
 
     url = await own_database(postgres)
     for _ in range(2):  # the second time it finds that everything is there
-        command = [sys.executable, "-m", "headrace_runtime.copy_state", url]
-        environ = {"HEADRACE_DATA_DIR": str(tmp_path), "PATH": ""}
-        done = await asyncio.to_thread(subprocess.run, command, env=environ, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "collector: " in done.stdout
-        assert "scorer: " in done.stdout
+        status, printed = await copy_state(url, tmp_path)
+        assert status == 0, printed
+        assert "collector: " in printed
+        assert "scorer: " in printed
 
     blobs = BlobStore(f"file://{tmp_path}/blobs")
     producer = EventProducer(BusSettings(address=kafka), "test", blobs)
@@ -94,6 +92,16 @@ async def test_a_session_that_began_on_a_laptop_ends_on_a_cluster(
     finally:
         town.stop()
         await producer.stop()
+    status, printed = await copy_state(url, tmp_path)
+    assert status == 1, "what has moved on is not mixed with what was"
+    assert 'DROP SCHEMA "collector" CASCADE' in printed
+
+
+async def copy_state(url: str, folder: Path) -> tuple[int, str]:
+    command = [sys.executable, "-m", "headrace_runtime.copy_state", url]
+    environ = {"HEADRACE_DATA_DIR": str(folder), "PATH": ""}
+    done = await asyncio.to_thread(subprocess.run, command, env=environ, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
 
 
 async def own_database(node: PostgresNode) -> str:

@@ -1,0 +1,75 @@
+"""What a reward function says, as an event: a score only where there is one (P6)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from headrace.rewards import verdict
+from headrace_schemas import Reward, RewardResult, Trajectory
+from tests.unit.sdk.test_account import trajectory
+
+RUN = trajectory("T", ("a",))
+
+
+async def said(function: Callable[[Trajectory], Any], timeout_s: float = 10.0) -> Reward:
+    return await verdict(function, RUN, "mine", timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("returned", "outcome", "value", "criteria"),
+    [
+        (0.25, "scored", 0.25, {}),
+        (True, "scored", 1.0, {}),
+        (0, "scored", 0.0, {}),
+        (None, "abstained", None, {}),
+        ({"value": 0.5, "tone": 1.0}, "scored", 0.5, {"tone": 1.0}),
+        ({"tone": 1.0, "length": 0.0}, "scored", 0.5, {"tone": 1.0, "length": 0.0}),
+        ({"value": None}, "abstained", None, {}),
+        (RewardResult(value=0.5, reason="fine"), "scored", 0.5, {}),
+        (RewardResult(), "abstained", None, {}),
+        ("1.0", "failed", None, {}),
+        (float("nan"), "failed", None, {}),
+        ({"tone": "high"}, "failed", None, {}),
+    ],
+)
+async def test_what_is_returned(
+    returned: object, outcome: str, value: float | None, criteria: dict[str, float]
+) -> None:
+    reward = await said(lambda _: returned)
+    assert (reward.outcome, reward.value, reward.criteria) == (outcome, value, criteria)
+
+
+async def test_async_functions_are_awaited_and_errors_are_no_scores() -> None:
+    async def later(run: Trajectory) -> float:
+        await asyncio.sleep(0)
+        return float(len(run.turn_ids))
+
+    def wrong(_run: Trajectory) -> float:
+        raise TimeoutError("my own")
+
+    assert (await said(later)).value == 1.0
+    reward = await said(wrong)
+    assert (reward.outcome, reward.reason) == ("failed", "TimeoutError('my own')")
+
+
+async def test_what_takes_too_long_is_timed_out_whether_it_can_be_stopped_or_not() -> None:
+    never = threading.Event()
+
+    async def forever(_run: Trajectory) -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+    assert (await said(forever, 0.05)).outcome == "timed_out"
+    assert (await said(lambda _: never.wait(), 0.05)).outcome == "timed_out"
+    never.set()
+
+
+async def test_the_same_verdict_has_the_same_id_and_the_sessions_key() -> None:
+    first, second = await said(lambda _: 1.0), await said(lambda _: 1.0)
+    assert first.event_id == second.event_id
+    assert (first.key, first.trajectory_id, first.source) == (RUN.key, "T", "mine")
