@@ -234,7 +234,7 @@ _REPLICA: dict[str, object] = {
 def _settings(base: Path, rewards: Path, judge_url: str) -> dict[str, object]:
     """Machine A. Times are short where waiting shows nothing; bounds on loss, order and retries are as shipped."""
     return _REPLICA | {
-        "collector.idle_s": 15,
+        "collector.idle_s": 30,
         "scorer.functions": [f"{rewards}:short"],
         "scorer.required": ["feedback"],
         "scorer.settle_s": 15,
