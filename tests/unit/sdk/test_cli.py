@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,21 +64,16 @@ try:
     main()
 except SystemExit:
     heavy = ("httpx2", "pydantic", "aiokafka", "asyncio", "headrace_schemas")
+    print("MODULES", len(sys.modules))
     print("HEAVY", [name for name in heavy if name in sys.modules])
 """
 
 
-def test_help_is_quick_and_imports_nothing_heavy() -> None:
-    taken = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert done.stdout.endswith("HEAVY []\n")
-        if taken[-1] < 0.5:
-            return
-    raise AssertionError(f"CPU seconds: {taken}")
+def test_help_is_quick_because_it_imports_little() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+    modules, heavy = done.stdout.splitlines()[-2:]
+    assert heavy == "HEAVY []"
+    assert int(modules.removeprefix("MODULES ")) < 500, "it takes 400 now, most of them the terminal's"
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
