@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
 
 from headrace.cli.shared import console, table
 
@@ -15,10 +17,10 @@ if TYPE_CHECKING:
 
 def as_json(report: Report) -> str:
     """Everything that was counted."""
-    found: dict[str, Any] = {**asdict(report), "same": report.same}
-    for name in ("judged", "scored", "training"):
-        part = getattr(report, name)
-        found[name] = part.model_dump(mode="json") if part is not None else None
+    found: dict[str, Any] = {field.name: getattr(report, field.name) for field in fields(report)}
+    for name, part in found.items():
+        found[name] = part.model_dump(mode="json") if isinstance(part, BaseModel) else part
+    found["same"] = report.same
     return json.dumps(found, indent=1)
 
 

@@ -190,7 +190,7 @@ def offer(
     """
     from headrace.replay.offering import offer as announce
 
-    chosen = asyncio.run(announce(bus or running(data_dir).bus, lineage, version))
+    chosen = asyncio.run(announce(_bus(bus, data_dir), lineage, version))
     console().print(f"{chosen.version} is announced; `headrace models show {chosen.model}` tells what becomes of it")
 
 
@@ -198,7 +198,7 @@ def list_(bus: BusOption = None, data_dir: DataDir = None) -> None:
     """List the lineages that replays on this bus lead into."""
     from headrace.replay.copying import lineages
 
-    for name in asyncio.run(lineages(bus or running(data_dir).bus)):
+    for name in asyncio.run(lineages(_bus(bus, data_dir))):
         typer.echo(name)
 
 
@@ -206,8 +206,17 @@ def remove(lineage: Known, bus: BusOption = None, data_dir: DataDir = None) -> N
     """Delete the topics of a replay. Its versions stay in the blob store."""
     from headrace.replay.copying import remove as delete
 
-    for name in asyncio.run(delete(bus or running(data_dir).bus, lineage)):
+    for name in asyncio.run(delete(_bus(bus, data_dir), lineage)):
         console().print(f"deleted {name}")
+
+
+def _bus(given: str | None, data_dir: Path | None) -> str:
+    """The one that was named, that of the environment's settings, or that of what runs here."""
+    import os
+
+    from headrace.supervisor.overrides import Overrides
+
+    return given or str(Overrides(None, {}, os.environ).get("bus.address") or "") or running(data_dir).bus
 
 
 def _request(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from headrace.topics import Range, Topics
 from headrace_schemas import Batch, TrainingMetrics
@@ -32,21 +32,22 @@ def keep(accounts: Iterable[TrainingMetrics], model: str, lineage: str) -> Journ
     own = {one.account: one for one in accounts if (one.model, one.lineage) == (model, lineage)}
     ordered = [own[number] for number in sorted(own)]
     batches = tuple(batch for one in ordered for batch in one.batches)
-    stretches = tuple(stretch for one in ordered for stretch in _stretches(one))
-    return Journal(stretches, batches, _gap(ordered, model, lineage))
+    stretches: list[Stretch] = []
+    gap = _gap(ordered, model, lineage)
+    for one in ordered:
+        for batch in one.batches:
+            stretches += (Stretch(read.partition, read.until) for read in batch.read)
+            if not stretches or stretches[-1].cut is not None:
+                gap = gap or f"lineage {lineage} has cut two batches without reading anything in between"
+            else:  # time cut it: what it is made of may have been read before the account that it is in
+                stretches[-1] = replace(stretches[-1], cut=batch.experiences)
+        stretches += (Stretch(read.partition, read.until) for read in one.read)
+    return Journal(tuple(stretches), batches, gap)
 
 
 async def read(topics: Topics, model: str, lineage: str) -> Journal:
     events = [entry.event async for entry in topics.read(Range(TrainingMetrics.topic))]
     return keep((event for event in events if isinstance(event, TrainingMetrics)), model, lineage)
-
-
-def _stretches(account: TrainingMetrics) -> Iterator[Stretch]:
-    for batch in account.batches:
-        last = len(batch.read) - 1
-        for number, read in enumerate(batch.read):
-            yield Stretch(read.partition, read.until, batch.experiences if number == last else None)
-    yield from (Stretch(read.partition, read.until) for read in account.read)
 
 
 def _gap(accounts: list[TrainingMetrics], model: str, lineage: str) -> str | None:
@@ -57,6 +58,4 @@ def _gap(accounts: list[TrainingMetrics], model: str, lineage: str) -> str | Non
         return f"training-metrics does not hold all of lineage {lineage}"
     if any(not one.batches and any(verdict.dropped is None for verdict in one.verdicts) for one in accounts):
         return f"a part of lineage {lineage} was trained before batches were recorded"
-    if any(not batch.read for one in accounts for batch in one.batches):
-        return f"a batch of lineage {lineage} was cut without reading (its settings were changed under it)"
     return None

@@ -48,4 +48,10 @@ def test_gaps_are_named() -> None:
     assert "does not hold all of lineage main" in str(keep([whole[0], account(2)], "m", "main").gap)
     old = account(2, verdicts=(Verdict(experience_id="e", revision=0, turn_ids=()),))
     assert "before batches were recorded" in str(keep([*whole, old], "m", "main").gap)
-    assert "cut without reading" in str(keep([*whole, account(2, batch(1))], "m", "main").gap)
+    assert "two batches without reading" in str(keep([*whole, account(2, batch(1))], "m", "main").gap)
+
+
+def test_a_batch_that_time_cut_follows_what_was_read_before() -> None:
+    told = keep([account(0), account(1, read=reads((0, 2), (1, 1))), account(2, batch(3))], "m", "main")
+    assert told.gap is None
+    assert told.stretches == (Stretch(0, 2), Stretch(1, 1, 3))

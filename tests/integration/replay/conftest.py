@@ -1,0 +1,150 @@
+"""A live system in small: a broker of its own, a trainer that learns, consumer groups that have work left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+
+from headrace.topics import Range, connected
+from headrace_runtime import topics as catalogue
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import BusSettings
+from headrace_schemas import Event
+from tests.integration.trainer.conftest import TrainerProcess
+from tests.support import tiny_model
+from tests.support.broker_process import BrokerProcess
+
+LIVE = ("headrace-collector", "headrace-scorer", "headrace-judge")
+WAIT_S = 200.0
+Offsets = dict[tuple[str, str, int], int]
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.build(tmp_path_factory.mktemp("replay") / "base", layers=1)
+
+
+@pytest.fixture
+def own_bus(tmp_path: Path) -> Iterator[str]:
+    broker = BrokerProcess(tmp_path / "broker")
+    broker.start()
+    yield broker.address
+    broker.stop()
+
+
+@dataclass
+class Town:
+    """`send` is how events get onto the bus; `headrace` runs the command as a user does."""
+
+    bus: str
+    data_dir: Path
+    base: Path
+    producer: EventProducer
+    settings: dict[str, object]
+
+    async def send(self, *events: Event) -> None:
+        for event in events:
+            await self.producer.send(event)
+
+    async def read(self, kind: type[Event], topic: str | None = None) -> list[Any]:
+        """Events of one kind on its topic, or on a copy of it, each once."""
+        found: dict[str, Event] = {}
+        async with connected(self.bus) as topics:
+            async for record in topics.records(Range(topic or kind.topic)):
+                event = kind.from_json(record.value)
+                found[event.event_id] = event
+        return list(found.values())
+
+    async def until(self, what: str, condition: Callable[[list[Any]], object], kind: type[Event]) -> list[Any]:
+        """The events of a topic once they are so."""
+        deadline = asyncio.get_running_loop().time() + WAIT_S
+        while not condition(found := await self.read(kind)):
+            assert asyncio.get_running_loop().time() < deadline, f"{what}: not after {WAIT_S} s; {found[-3:]}"
+            await asyncio.sleep(0.2)
+        return found
+
+    async def headrace(self, *arguments: str, status: int = 0) -> str:
+        """What `headrace replay ...` prints; its standard error is in the failure message."""
+        program = "from headrace.cli import main; main()"
+        settings = {"trainer.base": self.base, "bus.address": self.bus, "data_dir": self.data_dir, **self.settings}
+        environ = {f"HEADRACE_{name.upper().replace('.', '__')}": str(value) for name, value in settings.items()}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", program, "replay", *arguments, env={**os.environ, **environ, "COLUMNS": "200"},
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        out, error = await process.communicate()
+        assert process.returncode == status, f"status {process.returncode}\n{out.decode()}\n{error.decode()}"
+        return out.decode() + (error.decode() if status else "")
+
+    async def report(self, *arguments: str) -> dict[str, Any]:
+        found = json.loads(await self.headrace(*arguments, "--json"))
+        assert isinstance(found, dict)
+        return found
+
+    async def take_part(self, group: str, topic: str, records: int) -> None:
+        """A member of a live group that has read and committed a little, and has left."""
+        reader = AIOKafkaConsumer(
+            topic, bootstrap_servers=self.bus, group_id=group, enable_auto_commit=False, auto_offset_reset="earliest"
+        )
+        await reader.start()
+        try:
+            await reader.getmany(timeout_ms=20_000, max_records=records)
+            await reader.commit()
+        finally:
+            await reader.stop()
+
+    async def standing(self) -> tuple[Offsets, dict[str, dict[int, int]], set[str]]:
+        """Committed offsets of the live groups, ends of the live topics, and which groups there are at all."""
+        admin = AIOKafkaAdminClient(bootstrap_servers=self.bus)
+        await admin.start()
+        try:
+            committed: Offsets = {}
+            for group in LIVE:
+                for place, found in (await admin.list_consumer_group_offsets(group)).items():
+                    assert isinstance(place, TopicPartition)
+                    committed[group, place.topic, place.partition] = found.offset
+            groups = {name for name, *_ in await admin.list_consumer_groups()}
+        finally:
+            await admin.close()
+        async with connected(self.bus) as topics:
+            return committed, await topics.ends(sorted(catalogue.catalogue())), groups
+
+
+@pytest.fixture
+async def town(own_bus: str, base: Path, tmp_path: Path) -> AsyncIterator[Town]:
+    settings = BusSettings(address=own_bus)
+    await catalogue.ensure(settings)
+    data_dir = tmp_path / "data"
+    producer = EventProducer(settings, "test", BlobStore((data_dir / "blobs").as_uri()))
+    await producer.start()
+    yield Town(own_bus, data_dir, base, producer, {"trainer.model": "m"})
+    await producer.stop()
+
+
+@pytest.fixture
+def live_trainer(town: Town, tmp_path: Path) -> Iterator[TrainerProcess]:
+    """Cuts batches of 8, or of what has come within a second; so does a replay that is told the same."""
+    own = {
+        "MODEL": "m",
+        "BATCH_EXPERIENCES": 8,
+        "BATCH_EXPERIENCES_MIN": 1,
+        "BATCH_WAIT_S": 1.0,
+        "SAVE_INTERVAL_S": 0.2,
+    }
+    process = TrainerProcess(tmp_path, town.bus, town.base, MAX_STALENESS=2, **own)
+    names = {"trainer.max_staleness": 2, **{f"trainer.{name.lower()}": value for name, value in own.items()}}
+    town.settings |= {name: str(value) for name, value in names.items()}
+    process.start()
+    yield process
+    process.end()

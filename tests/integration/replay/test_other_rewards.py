@@ -1,0 +1,120 @@
+"""The same trajectories with another reward, judge or algorithm: planned, run, and refused with a remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import SystemClock
+from headrace_schemas import Experience, Feedback, Span, Trajectory
+from headrace_schemas.base import utcnow
+from headrace_trainer.opening import open_lineage
+from headrace_trainer.settings import TrainerSettings
+from tests.integration.replay.conftest import Town
+from tests.support.fake_llm import FakeLLM, verdict
+from tests.support.trajectories import closed
+from tests.support.turns import ask, user
+
+REWARDS = """
+def strict(trajectory, context):
+    number = int(trajectory.session_id.removeprefix("s"))
+    if number % 8 == 7:
+        return None
+    return float(number % 3) + context.get("bonus", 0)
+"""
+COUNT = 22
+
+
+def lineage(town: Town) -> str:
+    """The live lineage as it began: its base version."""
+    blobs = BlobStore((town.data_dir / "blobs").as_uri())
+    return open_lineage(TrainerSettings(base=str(town.base), model="m"), blobs, SystemClock()).saved.head
+
+
+def run(number: int, version: str, **fields: Any) -> Trajectory:
+    """One turn of a session `s<number>`, of a task that every fourth session has."""
+    made = closed(ask([user(f"question {number}")], session=f"s{number}"), at=float(number))
+    (branch,) = made.branches
+    spans = tuple(Span.model_validate({**dict(span), "version": version}) for span in branch.spans)
+    given = {"model": "m", "task_id": f"t{number % 4}", "run_id": str(number), **fields}
+    return made.model_copy(update={"branches": (branch.model_copy(update={"spans": spans}),), **given})
+
+
+@pytest.fixture
+async def version(town: Town, tmp_path: Path) -> str:
+    """A bus with trajectories of this version, one of them held out, and feedback about one that brings a bonus."""
+    (tmp_path / "rewards.py").write_text(REWARDS, encoding="utf-8")
+    version = lineage(town)
+    runs = [run(number, version) for number in range(COUNT)]
+    word = Feedback(
+        time=utcnow(), feedback_id="f", session_key=runs[1].session_key, msg_ids=runs[1].turn_ids, context={"bonus": 7}
+    )
+    await town.send(*runs, run(COUNT, version, purpose="eval"), run(COUNT + 1, "other@0123456789ab"), word)
+    town.settings |= {"trainer.batch_experiences": 4, "trainer.batch_experiences_min": 2}
+    return version
+
+
+@pytest.mark.timeout(400)
+async def test_another_reward(town: Town, version: str, tmp_path: Path) -> None:
+    rewards = ["--rewards", f"{tmp_path / 'rewards.py'}:strict"]
+    plan = await town.report("plan", *rewards)
+    assert plan["selected"] == COUNT + 2
+    assert plan["versions"] == {version: COUNT + 1, "other@0123456789ab": 1}
+    assert plan["scored"]["outcomes"] == {"function:strict": {"abstained": 3, "scored": COUNT - 2}}
+    assert plan["scored"]["not_trained"] == {"eval": 1}
+    assert plan["kinds"] == {"no_reward": 3, "rewarded": COUNT - 2}
+    assert plan["training"]["dropped"]["no_reward"] == 3
+    assert (
+        plan["training"]["trained"] + sum(plan["training"]["dropped"].values()) + plan["training"]["waiting"]
+        == COUNT + 1
+    )
+    assert (plan["cut"], plan["cut_because"]) == ("rules", "rewards are made again")
+
+    report = await town.report("run", "strict", *rewards)
+    assert report["training"]["batches"] == plan["training"]["batches"], "run does what plan said"
+    assert report["training"]["trained"] == plan["training"]["trained"]
+    assert report["training"]["dropped"] == plan["training"]["dropped"]
+    assert report["version"].startswith("m@")
+    copied = {one.session_id: one for one in await town.read(Experience, "replay-strict-experiences")}
+    assert copied["s1"].reward == 8.0, "the bonus came with feedback"
+    assert copied["s2"].reward == 2.0
+    assert copied["s7"].no_reward == "no_reward", "P6: abstaining is no zero"
+    assert f"s{COUNT}" not in copied, "what is held out is not trained"
+
+    grouped = await town.report(
+        "plan", *rewards, "--algorithm", "grpo", "--set", "trainer.group_size=2", "--version", version
+    )
+    assert grouped["selected"] == COUNT + 1
+    assert grouped["training"]["batches"] != plan["training"]["batches"]
+    assert "foreign_version" not in grouped["training"]["dropped"]
+
+
+@pytest.mark.timeout(400)
+async def test_another_judge(town: Town, version: str) -> None:
+    with FakeLLM(verdict(outcome=5, grounding=5, conduct=5, clarity=5)) as llm:
+        town.settings |= {"judge.endpoint.base_url": llm.base_url, "judge.endpoint.model": "judge-2"}
+        plan = await town.report("plan", "--judge", "--version", version)
+        calls = len(llm.calls)
+        again = await town.report("plan", "--judge", "--version", version)
+        assert len(llm.calls) == calls, "verdicts are not paid for twice"
+    assert plan == again
+    assert plan["judged"]["outcomes"] == {"judge:helpfulness": {"scored": COUNT}}
+    assert plan["kinds"] == {"rewarded": COUNT}
+
+
+@pytest.mark.timeout(400)
+async def test_refusals_leave_nothing_behind(town: Town, version: str, tmp_path: Path) -> None:
+    wrong = await town.headrace("run", "broken", "--rewards", f"{tmp_path / 'rewards.py'}:missing", status=2)
+    assert "scorer: setting scorer.functions" in wrong
+    assert "missing" in wrong
+    assert (await town.headrace("list")).split() == []
+    unknown = await town.headrace("plan", "--of", "nobody", "--rescore", status=2)
+    assert "trainer.replays = 'nobody': no such lineage" in unknown
+    assert "--cut recorded: rewards are made again" in await town.headrace(
+        "plan", "--rescore", "--cut", "recorded", status=2
+    )
+    assert "was copied to its end from here" in await town.headrace("resume", "broken", status=2)
+    assert "'main' is the one that is trained live" in await town.headrace("run", "main", status=2)

@@ -1,0 +1,121 @@
+"""P9 on a real bus: a replay of a living lineage makes its batches again, byte for byte, and disturbs nobody."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from headrace_runtime.blobs import BlobStore
+from headrace_schemas import Checkpoint, Experience, Feedback, TrainingMetrics, Trajectory
+from headrace_schemas.base import utcnow
+from headrace_schemas.ids import session_key
+from headrace_trainer.store import LineageStore
+from tests.integration.replay.conftest import LIVE, Town
+from tests.integration.trainer.conftest import TrainerProcess
+from tests.support.trajectories import closed
+from tests.support.turns import ask, user
+from tests.unit.trainer.world import experience
+
+
+@pytest.mark.timeout(400)
+async def test_p9_a_replay_repeats_the_batches_and_disturbs_nobody(town: Town, live_trainer: TrainerProcess) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    sent = await live(town, random.Random(seed))
+    accounts = await verdicts_on(town, len(sent))
+    digests = [batch.digest for account in accounts for batch in account.batches]
+    sizes = {batch.experiences for account in accounts for batch in account.batches}
+    assert len(sizes) > 1, "time has cut some of the batches"
+    assert len({read.partition for one in accounts for batch in one.batches for read in batch.read}) > 1
+
+    await someone_listens(town)
+    before = await town.standing()
+    assert sum(before[0].values()) == 5 * len(LIVE), "each live group has committed something, and has more to do"
+    pointer = BlobStore((town.data_dir / "blobs").as_uri()).pointer("lineages/main")
+
+    plan = await town.report("plan")
+    assert plan["cut"] == "recorded", plan["cut_because"]
+    assert plan["same"]
+    assert [batch["digest"] for batch in plan["training"]["batches"]] == digests
+    trained = [name for name, dropped in fates(accounts) if dropped is None]
+    assert plan["training"]["trained"] == len(trained)
+    dropped = [reason for _, reason in fates(accounts) if reason is not None]
+    assert plan["training"]["dropped"] == {reason: dropped.count(reason) for reason in sorted(set(dropped))}
+    assert await town.standing() == before, "a plan writes nothing"
+
+    report = await town.report("run", "again")
+    assert report["same"]
+    assert report["training"]["batches"] == plan["training"]["batches"]
+    assert report["training"]["trained"] == plan["training"]["trained"]
+    assert report["training"]["dropped"] == plan["training"]["dropped"]
+    again = await town.read(TrainingMetrics, "replay-again-training-metrics")
+    assert [batch.digest for account in again for batch in account.batches] == digests
+
+    assert await town.standing() == before, "live topics, groups, offsets and lags are as they were"
+    assert BlobStore((town.data_dir / "blobs").as_uri()).pointer("lineages/main") == pointer
+    assert live_trainer.status is None, "the live trainer has gone on"
+    same_weights(town)
+    await offered(town, report["version"])
+
+
+async def live(town: Town, draw: random.Random) -> list[Experience]:
+    """Bursts and pauses over all partitions, from the newest version and from the oldest, with a revision at times."""
+    (first,) = await town.until("the base version", len, Checkpoint)
+    sent: list[Experience] = []
+    for burst in range(5):
+        newest = max(await town.read(Checkpoint), key=lambda one: one.step).version
+        made = []
+        for number in range(20 * burst, 20 * burst + draw.randint(3, 13)):
+            version = first.version if number % 7 == 6 else newest
+            made.append(experience(number, version, draw.random(), task=f"t{number % 3}", run=str(number)))
+            if number % 5 == 3:
+                made.append(made[-1].model_copy(update={"revision": 1, "reward": -1.0}))
+        await town.send(*made)
+        sent += made
+        await verdicts_on(town, len(sent))
+    return sent
+
+
+async def verdicts_on(town: Town, count: int) -> list[TrainingMetrics]:
+    return await town.until(f"{count} verdicts", lambda found: len(fates(found)) >= count, TrainingMetrics)
+
+
+async def someone_listens(town: Town) -> None:
+    """Live groups in the middle of their work."""
+    runs = [closed(ask([user(str(number))], session=f"s{number}")) for number in range(12)]
+    words = [
+        Feedback(time=utcnow(), feedback_id=f"f{number}", session_key=session_key("default", f"s{number}"), value=1.0)
+        for number in range(12)
+    ]
+    await town.send(*runs, *words)
+    for group, topic in zip(LIVE, (Feedback.topic, Trajectory.topic, Trajectory.topic), strict=True):
+        await town.take_part(group, topic, 5)
+
+
+def same_weights(town: Town) -> None:
+    """Equal batches on equal weights: the last versions are equal too, but for their names."""
+    blobs = BlobStore((town.data_dir / "blobs").as_uri())
+    live, again = (LineageStore(blobs, name).read() for name in ("main", "again"))
+    assert live is not None
+    assert again is not None
+    assert (live.steps, live.kind) == (again.steps, again.kind)
+    assert live.present.weights.size == again.present.weights.size
+
+
+async def offered(town: Town, version: str) -> None:
+    """Only now does the registry hear of it; then the topics go, and the replay's name with them."""
+    assert version not in [one.version for one in await town.read(Checkpoint)]
+    assert (await town.headrace("list")).split() == ["again"]
+    refused = await town.headrace("run", "again", status=2)
+    assert "there is a replay into lineage 'again' already" in refused
+    assert "headrace replay remove again" in refused
+    await town.headrace("offer", "again")
+    announced = (await town.read(Checkpoint))[-1]
+    assert (announced.version, announced.lineage) == (version, "again")
+    await town.headrace("remove", "again")
+    assert (await town.headrace("list")).split() == []
+
+
+def fates(accounts: list[TrainingMetrics]) -> list[tuple[tuple[str, int], str | None]]:
+    return [((one.experience_id, one.revision), one.dropped) for account in accounts for one in account.verdicts]
