@@ -106,7 +106,7 @@ def _topics_and_trainer(findings: Findings, topics: Facts, trainer: TrainerLedge
     )
     findings.check(
         "experiences reported as trained that the weights lack",
-        (name for name in trainer.contributions if len(trainer.contributions[name]) < trained[name]),
+        (name for name, count in trained.items() if len(trainer.contributions.get(name, ())) < count),
     )
     findings.check("experiences left in the trainer's queue", trainer.waiting)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 
 from tests.chaos.ledgers import DOUBLE, FAILED, LOST, SHOWN
@@ -29,6 +30,9 @@ def table(outcome: Outcome) -> list[str]:
         f"trainer  {len(topics.experiences)} experience revisions, {_trained(outcome)} of them trained in "
         f"{outcome.steps} steps; {sum(topics.redelivered.values())} events came twice and count once",
     ]
+    if outcome.crashes:
+        ended = Counter(outcome.crashes)
+        lines.append("crashed  " + "; ".join(f"{line} ({count})" for line, count in sorted(ended.items())))
     for promise, count in findings.table.items():
         if count or promise in ALWAYS:
             lines.append(f"{'BROKEN' if count else 'held':8} {count} {promise}")
@@ -43,6 +47,7 @@ def as_json(outcome: Outcome) -> dict[str, object]:
         "seed": outcome.options.seed,
         "kills": dict(sorted(outcome.kills.items())),
         "kills_total": outcome.kills.total(),
+        "crashes": dict(sorted(Counter(outcome.crashes).items())),
         "cores": os.cpu_count(),
         "turns_per_s_wanted": outcome.options.rate,
         "turns_per_s": round(rate(outcome), 2),

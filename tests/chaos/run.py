@@ -49,6 +49,8 @@ class Outcome:
     topics: Facts
     findings: Findings
     kills: Counter[str]
+    crashes: list[str]
+    """Deaths that nobody ordered: a service gives up on a bus that stays away, say, and is started again."""
     sessions: int
     load_s: float
     drain_s: float
@@ -80,13 +82,25 @@ async def _run(options: Options, strikes: list[Strike], stack: Stack, say: Calla
             load.stop.set()
         say("the last users have left; waiting for everything to come back and catch up")
         await stack.all_ready()
-        drain_s = await _catch_up(Reader(stack.bus, stack.blobs), facts)
+        drain_s = await _catch_up(Reader(stack.bus, stack.blobs), ledger, facts)
     trainer = stack.trainer_ledger()
     books = facts.books.close()
     fates = {"trained": books.trained, **{f"waiting for {k}": v for k, v in books.waiting.items()}}
     fates |= {f"dropped: {k}": v for k, v in books.dropped.items()}
     findings = compare(ledger, facts, books, trainer)
-    return Outcome(options, ledger, facts, findings, killed, load.sessions, load.seconds, drain_s, fates, trainer.steps)
+    return Outcome(
+        options,
+        ledger,
+        facts,
+        findings,
+        killed,
+        stack.crashes,
+        load.sessions,
+        load.seconds,
+        drain_s,
+        fates,
+        trainer.steps,
+    )
 
 
 @contextlib.asynccontextmanager
@@ -123,11 +137,16 @@ async def _kill(
     return killed
 
 
-async def _catch_up(reader: Reader, facts: Facts) -> float:
+async def _catch_up(reader: Reader, ledger: ClientLedger, facts: Facts) -> float:
     """Returns how long it took. What has not come after `_DRAIN_S_MAX` is left to the comparison."""
+
+    def pending() -> bool:
+        spooled = ledger.acked.keys() - facts.turns.keys() or ledger.told - facts.feedback
+        return bool(spooled) or any(facts.waiting(LINEAGE).values())
+
     began = quiet = time.monotonic()
     while time.monotonic() - began < _DRAIN_S_MAX:
-        if await reader.read(facts) or any(facts.waiting(LINEAGE).values()):
+        if await reader.read(facts) or pending():
             quiet = time.monotonic()
         elif time.monotonic() - quiet >= _QUIET_S:
             break

@@ -64,6 +64,8 @@ class Stack:
     _judge: FakeLLM = field(default_factory=lambda: FakeLLM(verdict(outcome=4, grounding=4, conduct=3, clarity=5)))
     _http: aiohttp.ClientSession = field(init=False)
     _reviving: set[asyncio.Task[None]] = field(default_factory=set)
+    crashes: list[str] = field(default_factory=list)
+    """Deaths that nobody ordered."""
 
     async def __aenter__(self) -> Stack:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -175,8 +177,13 @@ class Stack:
             auto_ports=True,
             environ=environ,
             limits=_LIMITS,
-            report=lambda line: self.report(f"machine {name}: {line}"),
+            report=lambda line: self._happened(f"machine {name}: {line}"),
         )
+
+    def _happened(self, line: str) -> None:
+        if " ended (" in line and f"(signal {signal.SIGKILL:d})" not in line:
+            self.crashes.append(line.split(";")[0])
+        self.report(line)
 
     def _find(self, name: str) -> tuple[Supervisor, str]:
         return (self._b, name.removesuffix("-2")) if name.endswith("-2") else (self._a, name)
@@ -251,6 +258,7 @@ def _settings(base: Path, rewards: Path, judge_url: str) -> dict[str, object]:
         "trainer.steps_per_version": 6,
         "trainer.save_interval_s": 3,
         "trainer.max_staleness": 64,
+        "trainer.memory.window_experiences": 1_000_000,
         "trainer.optimizer.learning_rate": 1e-4,
         "trainer.compute.device": "cpu",
         "registry.lease_s": 3,

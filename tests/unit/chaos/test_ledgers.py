@@ -129,6 +129,11 @@ def reported_without_effect(world: World) -> Findings:
     return world.compare()
 
 
+def forgotten(world: World) -> Findings:
+    world.trainer = replace(world.trainer, contributions={})
+    return world.compare()
+
+
 def stuck_session(world: World) -> Findings:
     world.trainer = replace(world.trainer, contributions={})
     return world.compare(world.trajectory, world.experience, world.report)
@@ -161,6 +166,7 @@ def changed_content(world: World) -> Findings:
         (trained_twice_in_one_step, DOUBLE),
         (trained_without_a_report, "experiences in the weights that no report names"),
         (reported_without_effect, "experiences reported as trained that the weights lack"),
+        (forgotten, "experiences reported as trained that the weights lack"),
         (stuck_session, "left waiting: turns for the end of their session"),
         (stuck_experience, "left waiting: experiences for training"),
         (two_trajectories, "turns in two trajectories"),
