@@ -22,7 +22,9 @@ EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))  # examples are not installed
 
 CACHE = ROOT / ".cache" / "demo"
-"""Where `headrace demo` keeps its base model too: what one has built the other finds."""
+"""Where `headrace demo` keeps its base models too."""
+WARM_UP_STEPS = 50
+"""An eighth of the example's: such a model calls tools, and is still wrong nearly always."""
 
 EMBEDDED, SERVERS = "embedded broker + SQLite", "Apache Kafka + PostgreSQL"
 _ran: list[str] = []
@@ -30,10 +32,11 @@ _ran: list[str] = []
 
 @pytest.fixture(scope="session")
 def base_model() -> Path:
-    """The e-mail agent's own: it calls tools. Less than a minute on a machine that never built it."""
-    from email_agent.build_base import build
+    """The e-mail agent's, hardly warmed up: a few seconds, and none once it has been built."""
+    from email_agent.build_base import Recipe, build
+    from email_agent.warm_up import Schedule
 
-    folder: Path = build(CACHE)
+    folder: Path = build(CACHE, Recipe(schedule=Schedule(steps=WARM_UP_STEPS)))
     return folder
 
 

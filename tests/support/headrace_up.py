@@ -14,7 +14,7 @@ from headrace.supervisor import NotRunning, RunState, read
 from tests.support.processes import wait_until
 
 HEADRACE = str(Path(sys.executable).with_name("headrace"))
-_START_S = 120.0
+_START_S = 180.0
 _STOP_S = 60.0
 
 
