@@ -17,6 +17,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from headrace.errors import UsageError
 from headrace.mirror import Mirrored, mirror
+from headrace.mirror.logs import PADDING
 from headrace.mirror.side import NotACopy
 from tests.contract.bus.clients import consuming, eventually, producing
 from tests.support.broker_process import BrokerProcess
@@ -152,7 +153,7 @@ async def next_of(bus: str, group: str, topic: str) -> ConsumerRecord:
 
 async def test_logs_keep_their_offsets_and_groups_their_place(source: str, target: str) -> None:
     await create(source, "turns", 4, LOG)
-    await create(source, "mine", 2, LOG)
+    await create(source, "mine", 2, {**LOG, "max.message.bytes": "2000"})
     await fill(source, "turns", 400)
     await fill(source, "mine", 11, partitions=2)
     await commit(source, "headrace-collector", {("turns", 0): 17, ("turns", 3): 100})
@@ -207,6 +208,10 @@ async def expire(source: str, count: int) -> int:
 @pytest.mark.kafka
 async def test_a_log_that_does_not_begin_at_0_begins_there_on_kafka_too(source: str, own_kafka: str) -> None:
     begun = await expire(source, 5_000)
+    await create(own_kafka, "feedback", 1, LOG)
+    async with producing(own_kafka) as producer:  # as if it had been killed while it padded
+        for _ in range(3):
+            await producer.send_and_wait("feedback", None, PADDING, 0, 1)
     await commit(source, "headrace-scorer", {("feedback", 0): begun + 3})
     await mirror(source, own_kafka)
     assert await first_offset(own_kafka, "feedback") == begun

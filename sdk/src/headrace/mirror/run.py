@@ -51,7 +51,8 @@ async def mirror(
         await _prepare(target, topics, replication)
         bounds = await source.bounds(_places(topics))
         ends = {place: end for place, (_, end) in bounds.items()}
-        await target.open_producer(max(int(one.config.get("max.message.bytes", 0)) for one in topics.values()))
+        sizes = [int(one.config["max.message.bytes"]) for one in topics.values()]
+        await target.open_producer(largest=max(sizes), batch=min(sizes) // 2)
 
         passed = _counter("copying", sum(ends.values()), report)
         for place, end in ends.items():

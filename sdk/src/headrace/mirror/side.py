@@ -126,8 +126,8 @@ class Side:
                 if record.offset < end:
                     yield record.offset, row_of(record)
 
-    async def open_producer(self, message_bytes_max: int) -> None:
-        """Once, before the first `append`."""
+    async def open_producer(self, *, largest: int, batch: int) -> None:
+        """Once, before the first `append`. `largest` record and usual `batch`, in bytes: every topic has a bound."""
         from aiokafka import AIOKafkaProducer
 
         producer = AIOKafkaProducer(
@@ -135,8 +135,8 @@ class Side:
             client_id="headrace-mirror",
             acks="all",
             enable_idempotence=True,
-            max_request_size=message_bytes_max + _REQUEST_BYTES_SPARE,
-            max_batch_size=message_bytes_max // 2,
+            max_request_size=largest + _REQUEST_BYTES_SPARE,
+            max_batch_size=batch,
         )
         self._stack.push_async_callback(producer.stop)
         await producer.start()
