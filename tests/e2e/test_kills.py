@@ -23,6 +23,7 @@ def demo(base_model: Path, judge_llm: FakeLLM, tmp_path_factory: pytest.TempPath
     settings = {
         "trainer.steps_per_version": 1,
         "trainer.batch_experiences": 16,
+        "trainer.max_staleness": 64,
         "registry.gate.command": EVALUATE,
         "judge.endpoint.base_url": judge_llm.base_url,
         "judge.endpoint.model": "judge-1",
