@@ -1,0 +1,173 @@
+"""Agents at work: they call models through a gateway, say how it went, change their minds, and never lose patience.
+
+An agent that gets no answer makes the same call again, as an SDK does: that is a new turn with the same request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from datetime import datetime, timedelta
+from typing import Protocol
+
+from headrace_schemas import Event, Feedback, Message, Reward, SessionEnd, Trajectory, Turn
+from headrace_schemas.ids import response_id, session_key
+from tests.simulation.ledger import EndedBy, Ledger, Run
+from tests.simulation.loop import VirtualClock
+from tests.support.turns import after, ask, tool, user
+
+_ENDS: tuple[tuple[EndedBy, float], ...] = (("end_call", 0.35), ("feedback", 0.35), ("idle", 0.22), ("commit", 0.08))
+
+
+class Door(Protocol):
+    """A gateway, seen from outside."""
+
+    async def version(self) -> str:
+        """What it would answer a new session with; waits until there is something."""
+
+    async def publish(self, event: Event) -> bool:
+        """Whether the gateway said that it has it. False: it died before it said anything."""
+
+
+class Agent:
+    """One run from its first call to its last word."""
+
+    def __init__(self, run: Run, door: Door, ledger: Ledger, draw: random.Random, *, evaluation: bool) -> None:
+        self._run = run
+        self._door = door
+        self._ledger = ledger
+        self._draw = draw
+        self._evaluation = evaluation
+        self._said = 0
+        ledger.runs.append(run)
+
+    async def work(self, begins_s: float) -> None:
+        await asyncio.sleep(begins_s)
+        version = await self._door.version()
+        messages = [user("the same question" if self._run.implied else f"question {self._run.name}")]
+        count = self._draw.randint(1, 3)
+        word = self._draw.choice(["right", "right", "wrong", "maybe"])
+        for number in range(count):
+            text = f"{word} {self._run.name}" if number == count - 1 else f"look {self._run.name} {number}"
+            turn = await self._call(messages, text, version)
+            messages = after(turn, tool(f"result {number}"))
+            await asyncio.sleep(self._draw.expovariate(1.5))
+        await self._finish()
+        self._run.over = True
+        for _ in range(self._draw.choice([0, 0, 0, 1, 1, 2])):
+            await asyncio.sleep(self._draw.uniform(0.5, 15.0))
+            await self._judge(ends=False)
+
+    async def _call(self, messages: list[Message], text: str, version: str) -> Turn:
+        retry = 0
+        while True:
+            turn = self._turn(messages, text, version, retry)
+            self._ledger.asked[turn.turn_id] = turn
+            if await self._door.publish(turn):
+                self._run.turns.append(turn)
+                self._ledger.acked[turn.turn_id] = turn
+                self._note(turn)
+                return turn
+            retry += 1
+
+    def _turn(self, messages: list[Message], text: str, version: str, retry: int) -> Turn:
+        run, now = self._run, VirtualClock().now()
+        given = ask(
+            messages,
+            text,
+            session=run.session_id,
+            tenant=run.tenant,
+            turn_id=response_id(run.session_key, uuid.UUID(int=self._draw.getrandbits(128))),
+            time=now,
+            started_at=now - timedelta(milliseconds=self._draw.randint(1, 200)),
+            version=version,
+            retry=retry,
+            session_source="implicit" if run.implied else "header",
+            purpose="eval" if self._evaluation else "train",
+            task_id=None if run.implied else f"task {run.name[-1]}",
+        )
+        return given
+
+    async def _finish(self) -> None:
+        run = self._run
+        if run.implied or run.ends_by == "feedback":
+            await self._judge(ends=True)
+        elif run.ends_by == "end_call":
+            first = self._draw.random() < 0.5
+            if first:
+                await self._judge(ends=False)
+            await self._say(self._end("session"))
+            if not first and self._draw.random() < 0.7:
+                await self._judge(ends=False)
+        elif run.ends_by == "commit":
+            await self._judge(ends=False)
+            await self._say(self._end("tenant"))
+        elif self._draw.random() < 0.7:
+            await self._judge(ends=False)
+
+    def _end(self, scope: str) -> SessionEnd:
+        run = self._run
+        named = {"session_key": run.session_key, "session_id": run.session_id} if scope == "session" else {}
+        given = {"time": VirtualClock().now(), "end_id": f"end {run.name}", "scope": scope, "tenant": run.tenant}
+        return SessionEnd.model_validate(given | named | ({"reason": "commit"} if scope == "tenant" else {}))
+
+    async def _judge(self, *, ends: bool) -> None:
+        """The newest word counts; now and then it is taken back."""
+        run = self._run
+        self._said += 1
+        withdrawn = self._said > 1 and self._draw.random() < 0.2
+        said = Feedback(
+            time=VirtualClock().now(),
+            feedback_id=f"{run.name}/{self._said}",
+            session_key=run.session_key,
+            session_id=run.session_id,
+            tenant=run.tenant,
+            msg_ids=tuple(turn.turn_id for turn in run.turns) if run.implied else (),
+            run_id=run.name if run.implied else None,
+            value=None if withdrawn else self._draw.choice([-1.0, 0.0, 0.5, 1.0]),
+            withdrawn=withdrawn,
+            ends_session=ends,
+        )
+        await self._say(said)
+        run.feedback.append(said)
+
+    async def _say(self, event: Event) -> None:
+        """Until it is acknowledged; the same word again is harmless."""
+        while not await self._door.publish(event):
+            await asyncio.sleep(0.1)
+        self._note(event)
+
+    def _note(self, event: Event) -> None:
+        self._ledger.order.setdefault(self._run.session_key, []).append(event.event_id)
+
+
+def runs(draw: random.Random, count: int) -> list[Run]:
+    """Who will work in this run; the last few share a session, two by two."""
+    made = []
+    for number in range(count):
+        ends_by = draw.choices([name for name, _ in _ENDS], [share for _, share in _ENDS])[0]
+        implied = number % 5 == 4
+        tenant = f"tenant {number}" if ends_by == "commit" and not implied else "default"
+        session_id = f"s{number - number % 10 // 5 * 5}" if implied else f"s{number}"
+        session_id = f"shared {number // 10}" if implied else session_id
+        key = session_key(tenant, session_id)
+        made.append(Run(f"run{number}", session_id, key, tenant, implied, "feedback" if implied else ends_by))
+    return made
+
+
+def verdict(trajectory: Trajectory, revision: int, draw: random.Random, now: datetime) -> Reward:
+    """What a third party, which judges some trajectories and revises itself, says."""
+    outcome = draw.choices(["scored", "abstained", "parse_error", "withdrawn"], [6, 1, 1, 1])[0]
+    return Reward.model_validate(
+        {
+            "time": now,
+            "trajectory_id": trajectory.trajectory_id,
+            "session_key": trajectory.session_key,
+            "tenant": trajectory.tenant,
+            "source": "critic",
+            "revision": revision,
+            "outcome": outcome,
+            "value": draw.choice([0.0, 0.25, 1.0]) if outcome == "scored" else None,
+        }
+    )

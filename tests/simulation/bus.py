@@ -1,0 +1,167 @@
+"""A Kafka cluster as a list of lists: logs, consumer groups, and the ways in which it lets its clients down."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from aiokafka import TopicPartition
+from aiokafka.partitioner import murmur2
+
+from headrace_runtime.topics import catalogue
+from headrace_runtime.wire import RawHeaders, Record
+from tests.simulation.loop import START
+from tests.simulation.trace import Trace
+
+Away = Literal["silent", "refusing"]
+"""How a bus is away: requests hang and are carried out when it is back, or they fail, some of them carried out."""
+
+_LATENCY_S = 0.002
+_PARTITIONS_MAX = 3
+
+
+@dataclass(slots=True)
+class Outage:
+    """Until when, and how."""
+
+    until_s: float = 0.0
+    how: Away = "silent"
+
+
+class Bus:
+    """Topics as in the topic files, with fewer partitions where there are many. Everything random is drawn from `draw`."""
+
+    def __init__(self, draw: random.Random, trace: Trace) -> None:
+        self.draw = draw
+        self.trace = trace
+        self.logs: dict[str, list[list[Record]]] = {
+            name: [[] for _ in range(min(topic.partitions, _PARTITIONS_MAX))] for name, topic in catalogue().items()
+        }
+        self.groups: dict[str, Group] = {}
+        self.outage = Outage()
+        self.slow_s = 0.0
+        """Added to the usual latency of a request."""
+        self.repeat = 0.0
+        """The share of records that their producer sends twice."""
+        self.first: dict[str, int] = {}
+        """Event id to how many records there were on all topics before it first appeared."""
+        self._appended = 0
+        self.held: dict[TopicPartition, tuple[float, int]] = {}
+        """Partitions that consumers see with a delay: until when, and how far they see until then."""
+
+    @property
+    def away(self) -> bool:
+        return asyncio.get_running_loop().time() < self.outage.until_s
+
+    def latency_s(self) -> float:
+        return self.draw.expovariate(1 / (_LATENCY_S + self.slow_s)) + 1e-4
+
+    def partition_of(self, topic: str, key: bytes | None) -> int:
+        """As Kafka's own clients and aiokafka choose it."""
+        count = len(self.logs[topic])
+        return (murmur2(key) & 0x7FFFFFFF) % count if key is not None else 0
+
+    def places(self, topic: str) -> list[TopicPartition]:
+        return [TopicPartition(topic, number) for number in range(len(self.logs[topic]))]
+
+    def append(
+        self, place: TopicPartition, key: bytes | None, value: bytes | None, headers: RawHeaders, by: str
+    ) -> Record:
+        log = self.logs[place.topic][place.partition]
+        at_ms = round((START.timestamp() + asyncio.get_running_loop().time()) * 1000)
+        record = Record(place.topic, place.partition, len(log), key, value, headers, at_ms)
+        log.append(record)
+        self.first.setdefault(_id_of(headers), self._appended)
+        self._appended += 1
+        content = repr((key, headers)).encode() + (value or b"")
+        self.trace("append", place.topic, place.partition, record.offset, by, _id_of(headers), content=content)
+        return record
+
+    def end(self, place: TopicPartition) -> int:
+        return len(self.logs[place.topic][place.partition])
+
+    def hold(self, place: TopicPartition, seconds: float) -> None:
+        """What is appended from now on is not seen by consumers for a while."""
+        self.held[place] = (asyncio.get_running_loop().time() + seconds, self.end(place))
+
+    def read(self, place: TopicPartition, offset: int, limit: int) -> list[Record]:
+        """What a fetch finds; nothing while the bus is away."""
+        if self.away:
+            return []
+        until_s, seen = self.held.get(place, (0.0, 0))
+        end = seen if asyncio.get_running_loop().time() < until_s else self.end(place)
+        return self.logs[place.topic][place.partition][offset : min(end, offset + limit)]
+
+    def records(self, topic: str) -> Iterable[Record]:
+        """All that is on a topic, partition by partition."""
+        return (record for log in self.logs[topic] for record in log)
+
+    def group(self, name: str) -> Group:
+        if name not in self.groups:
+            self.groups[name] = Group(name, self)
+        return self.groups[name]
+
+
+def _id_of(headers: RawHeaders) -> str:
+    return next(((value or b"").decode() for name, value in headers if name == "ce_id"), "?")
+
+
+class Member(Protocol):
+    """A consumer in a group."""
+
+    name: str
+
+    def revoked(self) -> None:
+        """Its partitions will be dealt out anew; it may still commit."""
+
+    def assigned(self, places: frozenset[TopicPartition]) -> None:
+        """These are its partitions now."""
+
+
+class Group:
+    """Who reads which partition, and how far each was acknowledged."""
+
+    def __init__(self, name: str, bus: Bus) -> None:
+        self.name = name
+        self._bus = bus
+        self.committed: dict[TopicPartition, int] = {}
+        self.members: dict[Member, frozenset[str]] = {}
+        """With the topics that each has subscribed to."""
+        self.owners: dict[TopicPartition, Member] = {}
+
+    def join(self, member: Member, topics: Iterable[str]) -> None:
+        self.members[member] = frozenset(topics)
+        self.rebalance()
+
+    def leave(self, member: Member) -> None:
+        if self.members.pop(member, None) is not None:
+            self.rebalance()
+
+    def commit(self, member: Member, place: TopicPartition, offset: int) -> None:
+        """Only the owner's word counts: a member that was left behind is fenced."""
+        if self.owners.get(place) is member:
+            self.committed[place] = offset
+            self._bus.trace("commit", self.name, place.topic, place.partition, offset)
+
+    def rebalance(self) -> None:
+        """Deal the partitions out anew. Equal numbers of different topics go together, as Faust's assignor does it."""
+        for member in self.members:
+            member.revoked()
+        self.owners = {}
+        topics = sorted(frozenset().union(*self.members.values()))
+        members = list(self.members)
+        by_member: dict[Member, set[TopicPartition]] = defaultdict(set)
+        self._bus.draw.shuffle(members)
+        for topic in topics if members else ():
+            for place in self._bus.places(topic):
+                owner = members[place.partition % len(members)]
+                self.owners[place] = owner
+                by_member[owner].add(place)
+        dealt = {member.name: sorted((p.topic, p.partition) for p in by_member[member]) for member in members}
+        self._bus.trace("rebalance", self.name, sorted(dealt.items()))
+        for member in members:
+            member.assigned(frozenset(by_member[member]))

@@ -1,0 +1,241 @@
+"""aiokafka's producer and consumer on the simulated bus, as far as our runtime uses them.
+
+The same calls, the same exceptions, and the same guarantees: a producer keeps the order within a partition and, being
+idempotent, never appends one send twice by itself; a consumer without a group reads from where it was told to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from aiokafka import TopicPartition
+from aiokafka.errors import KafkaConnectionError, KafkaTimeoutError, RequestTimedOutError
+
+from headrace_runtime.wire import Record
+from tests.simulation.bus import Bus
+from tests.simulation.process import Process, living
+from tests.simulation.world import world
+
+_IN_FLIGHT = 0.3
+"""How often a record that a dying process was about to send has left it already."""
+
+
+async def connect(bus: Bus) -> None:
+    """Raises `KafkaConnectionError` while the bus is away."""
+    living()
+    await asyncio.sleep(bus.latency_s())
+    if bus.away:
+        await asyncio.sleep(0.5)
+        raise KafkaConnectionError("the bus is away")
+
+
+async def ask(bus: Bus, timeout_s: float) -> None:
+    """One request that needs an answer. Raises `KafkaTimeoutError` when the bus does not come back in time."""
+    living()
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    await asyncio.sleep(bus.latency_s())
+    while bus.away:
+        if asyncio.get_running_loop().time() > deadline:
+            raise KafkaTimeoutError("no answer from the bus")
+        await asyncio.sleep(0.25)
+    living()
+
+
+@dataclass(slots=True)
+class _Send:
+    place: TopicPartition
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes], ...]
+    done: asyncio.Future[None] = field(repr=False)
+
+
+class Producer:
+    """`aiokafka.AIOKafkaProducer`."""
+
+    def __init__(self, **options: Any) -> None:
+        self._bus = world().bus
+        self._process: Process = living()
+        self._waiting: dict[TopicPartition, deque[_Send]] = defaultdict(deque)
+
+    async def start(self) -> None:
+        await connect(self._bus)
+
+    async def stop(self) -> None:
+        """Flushes, for ever when the bus stays away."""
+        living()
+        while waiting := [one.done for sends in self._waiting.values() for one in sends]:
+            await asyncio.wait(waiting)
+
+    async def send(
+        self, topic: str, value: bytes | None, key: bytes | None, partition: int | None, headers: list[Any]
+    ) -> asyncio.Future[None]:
+        living()
+        number = self._bus.partition_of(topic, key) if partition is None else partition
+        place = TopicPartition(topic, number)
+        one = _Send(place, key, value, tuple(headers), asyncio.get_running_loop().create_future())
+        self._waiting[place].append(one)
+        if len(self._waiting[place]) == 1:
+            self._later(place)
+        return one.done
+
+    async def partitions_for(self, topic: str) -> set[int]:
+        await ask(self._bus, world().request_timeout_s)
+        return {place.partition for place in self._bus.places(topic)}
+
+    def _later(self, place: TopicPartition, after_s: float = 0.0) -> None:
+        asyncio.get_running_loop().call_later(after_s + self._bus.latency_s(), self._carry_out, place)
+
+    def _carry_out(self, place: TopicPartition) -> None:
+        """The oldest request of a partition reaches the bus, or does not."""
+        bus, sends = self._bus, self._waiting[place]
+        if self._process.dead:
+            if sends and not bus.away and bus.draw.random() < _IN_FLIGHT:
+                self._append(sends[0])
+            return
+        if not bus.away:
+            self._append(sends[0])
+            asyncio.get_running_loop().call_later(bus.latency_s(), self._acknowledge, place)
+        elif bus.outage.how == "silent":
+            self._later(place, bus.outage.until_s - asyncio.get_running_loop().time())
+        else:
+            self._fail(place)
+
+    def _append(self, one: _Send) -> None:
+        bus = self._bus
+        times = 2 if bus.draw.random() < bus.repeat else 1
+        for _ in range(times):
+            bus.append(one.place, one.key, one.value, one.headers, self._process.name)
+        if times > 1:
+            world().count("duplicate")
+
+    def _acknowledge(self, place: TopicPartition) -> None:
+        if self._process.dead:
+            return
+        if self._bus.away:  # what was appended, and what waits behind it, hears nothing until the bus is back
+            if self._bus.outage.how == "refusing":
+                self._fail(place)
+            else:
+                wait_s = self._bus.outage.until_s - asyncio.get_running_loop().time()
+                asyncio.get_running_loop().call_later(wait_s, self._acknowledge, place)
+            return
+        sends = self._waiting[place]
+        _finish(sends.popleft().done, None)
+        if sends:
+            self._later(place)
+
+    def _fail(self, place: TopicPartition) -> None:
+        sends = self._waiting[place]
+        while sends:
+            _finish(sends.popleft().done, RequestTimedOutError())
+
+
+def _finish(done: asyncio.Future[None], error: Exception | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
+        done.exception()  # nobody may be waiting any more
+
+
+class Consumer:
+    """`aiokafka.AIOKafkaConsumer` with partitions assigned by hand, or only asking."""
+
+    def __init__(self, *, group_id: str | None = None, **options: Any) -> None:
+        self._bus = world().bus
+        self._process = living()
+        self._group_id = group_id
+        self._next: dict[TopicPartition, int] = {}
+        self._paused: set[TopicPartition] = set()
+        self._client = SimpleNamespace(fetch_all_metadata=self._metadata)
+
+    async def start(self) -> None:
+        await connect(self._bus)
+
+    async def stop(self) -> None:
+        living()
+
+    async def _metadata(self) -> Any:
+        await ask(self._bus, world().request_timeout_s)
+        return SimpleNamespace(partitions_for_topic=self.partitions_for_topic)
+
+    def partitions_for_topic(self, topic: str) -> set[int]:
+        return {place.partition for place in self._bus.places(topic)}
+
+    def assign(self, places: Sequence[TopicPartition]) -> None:
+        self._next = dict.fromkeys(places, 0)
+
+    def seek(self, place: TopicPartition, offset: int) -> None:
+        self._next[place] = offset
+
+    async def seek_to_beginning(self, *places: TopicPartition) -> None:
+        for place in places:
+            self._next[place] = 0
+
+    def pause(self, *places: TopicPartition) -> None:
+        self._paused.update(places)
+
+    def resume(self, *places: TopicPartition) -> None:
+        self._paused.difference_update(places)
+
+    async def position(self, place: TopicPartition) -> int:
+        return self._next[place]
+
+    async def beginning_offsets(self, places: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        await ask(self._bus, world().request_timeout_s)
+        return dict.fromkeys(places, 0)
+
+    async def end_offsets(self, places: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        await ask(self._bus, world().request_timeout_s)
+        return {place: self._bus.end(place) for place in places}
+
+    async def committed(self, place: TopicPartition) -> int | None:
+        await ask(self._bus, world().request_timeout_s)
+        return self._bus.group(self._group_id or "").committed.get(place)
+
+    async def getmany(
+        self, *places: TopicPartition, timeout_ms: int = 0, max_records: int | None = None
+    ) -> dict[TopicPartition, list[Any]]:
+        """Some of what is there, partition by partition, in any order of partitions; nothing while the bus is away."""
+        living()
+        await asyncio.sleep(self._bus.latency_s())
+        found = self._fetch(places, max_records or 1000)
+        if not found:
+            await asyncio.sleep(timeout_ms / 1000)
+            living()
+            found = self._fetch(places, max_records or 1000)
+        return found
+
+    def _fetch(self, places: Sequence[TopicPartition], room: int) -> dict[TopicPartition, list[Any]]:
+        chosen = [place for place in places or self._next if place not in self._paused]
+        self._bus.draw.shuffle(chosen)
+        found: dict[TopicPartition, list[Any]] = {}
+        for place in chosen:
+            limit = min(room, self._bus.draw.randint(1, 12))
+            records = self._bus.read(place, self._next[place], limit) if limit else []
+            if records:
+                found[place] = [message_of(record) for record in records]
+                self._next[place] += len(records)
+                room -= len(records)
+        return found
+
+
+def message_of(record: Record) -> Any:
+    """What aiokafka and Faust hand out for a record."""
+    return SimpleNamespace(
+        topic=record.topic,
+        partition=record.partition,
+        offset=record.offset,
+        key=record.key,
+        value=record.value,
+        headers=record.headers,
+        timestamp=record.timestamp_ms,
+        timestamp_ms=record.timestamp_ms,
+    )

@@ -1,0 +1,194 @@
+"""What goes wrong in a run, and when: drawn from the seed before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aiokafka import TopicPartition
+
+from headrace_schemas import Feedback
+from headrace_schemas.envelope import Envelope
+from headrace_schemas.ids import response_id, session_key
+from tests.simulation.loop import VirtualClock
+from tests.simulation.mishaps import USUAL_COMMIT_S
+
+if TYPE_CHECKING:
+    from tests.simulation.town import Town
+
+SPAN_S = 20.0
+"""Faults begin in this span of a run; they may last longer."""
+_STREAM = ("collector", "scorer")
+_POISONED = ("turns", "feedback", "session-ends", "trajectories", "rewards", "experiences", "checkpoints")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`kind` names the function below that does it."""
+
+    at_s: float
+    kind: str
+    seed: int
+
+
+def plan(draw: random.Random) -> list[Fault]:
+    """Some faults of some kinds; most runs have most kinds."""
+    kinds = draw.choices(list(KINDS), [weight for weight, _ in KINDS.values()], k=draw.randint(8, 20))
+    return sorted(
+        (Fault(draw.uniform(0.5, SPAN_S), kind, draw.getrandbits(32)) for kind in kinds), key=lambda f: f.at_s
+    )
+
+
+async def inject(town: Town, faults: list[Fault]) -> None:
+    """Let them happen. Those that last are ended by `Town.heal` at the latest."""
+    loop = asyncio.get_running_loop()
+    begun_s = loop.time()
+    for fault in faults:
+        await asyncio.sleep(max(0.0, begun_s + fault.at_s - loop.time()))
+        town.trace("fault", fault.kind)
+        KINDS[fault.kind][1](town, random.Random(fault.seed))
+
+
+def _kill(town: Town, draw: random.Random) -> None:
+    place = draw.choice(town.places)
+    if place.process is not None:
+        town.count("kill")
+        place.process.die()
+
+
+def _stop(town: Town, draw: random.Random) -> None:
+    place = draw.choice([place for place in town.places if place.service in _STREAM])
+    if place.process is not None:
+        town.count("stop")
+        place.process.stop()
+
+
+def _commit_refused(town: Town, draw: random.Random) -> None:
+    town.mishaps.arm_commit(draw.choice([*_STREAM, "registry"]), "refused", draw.randint(1, 4))
+
+
+def _commit_unanswered(town: Town, draw: random.Random) -> None:
+    town.mishaps.arm_commit(draw.choice(_STREAM), "unanswered")
+
+
+def _die_before_commit(town: Town, draw: random.Random) -> None:
+    town.mishaps.arm_commit(draw.choice([*_STREAM, "registry"]), "die_before")
+
+
+def _die_after_commit(town: Town, draw: random.Random) -> None:
+    town.mishaps.arm_commit(draw.choice([*_STREAM, "registry"]), "die_after")
+
+
+def _die_while_saving(town: Town, draw: random.Random) -> None:
+    town.mishaps.arm_blob_death("trainer", draw.randint(1, 9))
+
+
+def _rebalance(town: Town, draw: random.Random) -> None:
+    groups = [group for _, group in sorted(town.bus.groups.items()) if len(group.members) > 1]
+    if groups:
+        town.count("rebalance")
+        draw.choice(groups).rebalance()
+
+
+def _bus_silent(town: Town, draw: random.Random) -> None:
+    town.count("bus_away_silent")
+    town.bus.outage.until_s = asyncio.get_running_loop().time() + draw.choice([0.3, 2.0, 6.0])
+    town.bus.outage.how = "silent"
+
+
+def _bus_refusing(town: Town, draw: random.Random) -> None:
+    town.count("bus_away_refusing")
+    town.bus.outage.until_s = asyncio.get_running_loop().time() + draw.choice([0.3, 2.0, 6.0])
+    town.bus.outage.how = "refusing"
+
+
+def _slow_bus(town: Town, draw: random.Random) -> None:
+    town.count("slow_bus")
+    town.bus.slow_s = draw.choice([0.02, 0.1])
+    asyncio.get_running_loop().call_later(draw.uniform(1, 5), setattr, town.bus, "slow_s", 0.0)
+
+
+def _slow_database(town: Town, draw: random.Random) -> None:
+    town.count("slow_database")
+    town.mishaps.commit_s = draw.choice([0.1, 1.0])
+    asyncio.get_running_loop().call_later(draw.uniform(1, 5), setattr, town.mishaps, "commit_s", USUAL_COMMIT_S)
+
+
+def _delay(town: Town, draw: random.Random) -> None:
+    town.count("delay")
+    topic = draw.choice(["feedback", "session-ends", "trajectories", "rewards", "experiences", "model-events"])
+    town.bus.hold(draw.choice(town.bus.places(topic)), draw.uniform(0.5, 8.0))
+
+
+def _late_turns(town: Town, draw: random.Random) -> None:
+    """Ends and feedback overtake the turns that they are about."""
+    town.count("late_turns")
+    seconds = draw.uniform(0.5, 6.0)
+    for place in town.bus.places("turns"):
+        town.bus.hold(place, seconds)
+
+
+def _duplicates(town: Town, draw: random.Random) -> None:
+    town.bus.repeat = 0.4
+    asyncio.get_running_loop().call_later(draw.uniform(1, 6), setattr, town.bus, "repeat", 0.0)
+
+
+def _slow_trainer(town: Town, draw: random.Random) -> None:
+    town.count("slow_trainer")
+    town.training_s = draw.choice([0.5, 2.0])
+    asyncio.get_running_loop().call_later(draw.uniform(2, 8), setattr, town, "training_s", 0.02)
+
+
+def _blobs_away(town: Town, draw: random.Random) -> None:
+    town.count("blobs_away")
+    town.mishaps.blobs_away = True
+    asyncio.get_running_loop().call_later(draw.uniform(0.2, 4.0), setattr, town.mishaps, "blobs_away", False)
+
+
+def _poison(town: Town, draw: random.Random) -> None:
+    """A record that can never be an event."""
+    topic = draw.choice(_POISONED)
+    place = draw.choice(town.bus.places(topic))
+    value, reason = draw.choice([(b"{", "invalid_json"), (b'{"time": 1}', "invalid_event"), (None, "empty_value")])
+    record = town.bus.append(place, b"k", value, (), "somebody")
+    town.ledger.poison[topic, place.partition, record.offset] = reason
+    town.count("poison")
+
+
+def _astray(town: Town, draw: random.Random) -> None:
+    """Feedback about a turn that there never was."""
+    key = session_key("default", f"nobody {draw.getrandbits(32)}")
+    said = Feedback(
+        time=VirtualClock().now(), feedback_id=f"astray {key}", session_key=key, msg_ids=(response_id(key),), value=1.0
+    )
+    place = TopicPartition(said.topic, town.bus.partition_of(said.topic, said.key.encode()))
+    town.bus.append(place, said.key.encode(), said.to_json(), Envelope.of(said, "somebody").headers(), "somebody")
+    town.ledger.astray.add(said.event_id)
+    town.count("feedback_astray")
+
+
+KINDS: dict[str, tuple[float, Callable[[Town, random.Random], None]]] = {
+    "kill": (4, _kill),
+    "stop": (1, _stop),
+    "commit_refused": (1, _commit_refused),
+    "commit_unanswered": (0.7, _commit_unanswered),
+    "die_before_commit": (2, _die_before_commit),
+    "die_after_commit": (2, _die_after_commit),
+    "die_while_saving": (1.5, _die_while_saving),
+    "rebalance": (2, _rebalance),
+    "bus_silent": (1, _bus_silent),
+    "bus_refusing": (1, _bus_refusing),
+    "slow_bus": (0.7, _slow_bus),
+    "slow_database": (1, _slow_database),
+    "delay": (2, _delay),
+    "late_turns": (1, _late_turns),
+    "duplicates": (1.5, _duplicates),
+    "slow_trainer": (1, _slow_trainer),
+    "blobs_away": (0.7, _blobs_away),
+    "poison": (1.5, _poison),
+    "feedback_astray": (0.5, _astray),
+}
+"""Kind to how often it is chosen and what it does."""

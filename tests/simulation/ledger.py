@@ -1,0 +1,49 @@
+"""What the world outside knows: what it asked for, what was acknowledged to it, what it said. The checkers' truth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headrace_schemas import Feedback, Reward, Turn
+
+EndedBy = Literal["end_call", "feedback", "commit", "idle"]
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of an agent."""
+
+    name: str
+    session_id: str
+    session_key: str
+    tenant: str
+    implied: bool
+    """Whether it shares its session with another run; feedback that lists its turns then tells them apart."""
+    ends_by: EndedBy
+    turns: list[Turn] = field(default_factory=list)
+    """Those that were acknowledged, in order."""
+    feedback: list[Feedback] = field(default_factory=list)
+    """What was acknowledged of what was said about it."""
+    over: bool = False
+    """Whether the last of it was acknowledged."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Everything by id."""
+
+    runs: list[Run] = field(default_factory=list)
+    asked: dict[str, Turn] = field(default_factory=dict)
+    """Every turn that a gateway was given, acknowledged or not."""
+    acked: dict[str, Turn] = field(default_factory=dict)
+    order: dict[str, list[str]] = field(default_factory=dict)
+    """Session key to ids of acknowledged events, in the order in which they were."""
+    critic: list[Reward] = field(default_factory=list)
+    """What a third party says about trajectories."""
+    unsaid: int = 0
+    """How much of it is still to be said."""
+    poison: dict[tuple[str, int, int], str] = field(default_factory=dict)
+    """Places of records that are no events, and the reason that a dead letter shall give."""
+    astray: set[str] = field(default_factory=set)
+    """Ids of feedback about turns that do not exist."""

@@ -1,0 +1,90 @@
+"""Time that jumps: an event loop that never waits and never uses a thread, so that one seed gives one run.
+
+When nothing is left to do, the clock moves to the next timer. What the services give to a thread runs in the loop after
+a delay that the simulation chooses; nothing else happens meanwhile in that process's thread, as in the real thing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+_PASSES_MAX = 400_000
+"""Some twenty times what a run takes: beyond it, somebody waits for something without letting time pass."""
+
+
+class Stuck(Exception):
+    """No timer is left, or time does not pass any more."""
+
+
+class _Jump(selectors.SelectSelector):
+    """Nothing outside the process is ever waited for: a wait is a step of the clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elapsed_s = 0.0
+        self.passes = 0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.passes += 1
+        if timeout is None:
+            raise Stuck("every task waits for another")
+        if self.passes > _PASSES_MAX:
+            raise Stuck(f"{_PASSES_MAX} passes of the event loop")
+        self.elapsed_s += max(0.0, timeout)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """`thread_delay_s` says how long the work that somebody just gave to a thread will take."""
+
+    def __init__(self, thread_delay_s: Callable[[], float], alive: Callable[[], bool]) -> None:
+        """`alive`: whether the process in whose context it is called still runs; the dead finish nothing."""
+        self._clock = _Jump()
+        self._thread_delay_s = thread_delay_s
+        self._alive = alive
+        super().__init__(self._clock)
+
+    def more(self) -> None:
+        """As many passes again."""
+        self._clock.passes = 0
+
+    def time(self) -> float:
+        return self._clock.elapsed_s
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        """Run `func` here, later. Exceptions go to who waits for it."""
+        future: asyncio.Future[Any] = self.create_future()
+
+        def run() -> None:
+            if future.cancelled():
+                return
+            if not self._alive():
+                future.cancel()
+                return
+            try:
+                result = func(*args)
+            except BaseException as error:  # noqa: BLE001 (also a death in the middle of it)
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self.call_later(self._thread_delay_s(), run)
+        return future
+
+
+class VirtualClock:
+    """`headrace_runtime.clock.Clock` on the loop's time."""
+
+    def now(self) -> datetime:
+        return START + timedelta(seconds=self.monotonic_s())
+
+    def monotonic_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)

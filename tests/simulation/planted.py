@@ -1,0 +1,118 @@
+"""Bugs on purpose, one line each from the code that is right: what the checkers are worth is whether they find these."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_gateway.publisher import Publisher
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.faust_host import FaustHost, _record
+from headrace_runtime.outbox import Outbox
+from headrace_runtime.wire import Outgoing
+from headrace_schemas import Event
+from headrace_scorer.policy import Policy, Verdict
+from headrace_trainer import opening
+from headrace_trainer.ledger import Ledger
+from tests.simulation.world import world
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """A bug, what is replaced by it, and the promises of which at least one must be seen broken."""
+
+    plant: Callable[[], AbstractContextManager[object]]
+    breaks: frozenset[str]
+
+
+async def _acknowledge_first(host: FaustHost) -> None:
+    """Commit before effect: what dies in between is never handled."""
+    batches: AsyncIterator[list[Any]] = host._batches()
+    async for events in batches:
+        for event in events:
+            event.ack()
+        await host._processor.process([_record(event) for event in events])
+
+
+async def _only_in_memory(outbox: Outbox, _tx: AsyncConnection, records: Sequence[Outgoing]) -> None:
+    """Owed events that are no part of the transaction: a death after its commit forgets them."""
+    outbox._added = [(-1, record) for record in records]
+
+
+async def _nothing_to_wait_for(_processor: object, _received: object) -> dict[str, Mapping[int, int]]:
+    """Ends take effect at once, whatever is on its way."""
+    return {"turns": {}, "feedback": {}}
+
+
+async def _past_the_spool(publisher: Publisher, *events: Event) -> None:
+    """As soon as the bus is back, new events go to it directly, while older ones still wait in the spool."""
+    if publisher._producer is not None:
+        with contextlib.suppress(Unavailable, TimeoutError):
+            async with asyncio.timeout(publisher._settings.bus_wait_s):
+                return await publisher._send(publisher._producer, events)
+    return await _PUBLISH(publisher, *events)
+
+
+_PUBLISH, _LEDGER, _VALUES = Publisher.publish, opening._ledger, Policy._values
+
+
+def _remembered_elsewhere(*given: Any) -> Ledger:
+    """Offsets outside the checkpoint: they survive a death that the weights do not."""
+    ledger = _LEDGER(*given)
+    outside: dict[str, dict[int, int]] = vars(world()).setdefault("outside", {})
+    for topic, offsets in ledger.offsets.items():
+        outside[topic] = offsets | outside.get(topic, {})
+    ledger.offsets = outside
+    return ledger
+
+
+def _zero_for_nothing(policy: Policy, verdicts: Sequence[Verdict], turn_ids: Sequence[str]) -> dict[str, float]:
+    """Who abstains is counted as 0.0."""
+    scored = [replace(one, value=0.0) if one.value is None else one for one in verdicts]
+    return _VALUES(policy, scored, turn_ids)
+
+
+def _bug(name: str, substitute: object, *also: str) -> Callable[[], AbstractContextManager[object]]:
+    @contextlib.contextmanager
+    def plant() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for one in (name, *also):
+                stack.enter_context(mock.patch(one, substitute))
+            yield
+
+    return plant
+
+
+PLANTED: Mapping[str, Planted] = {
+    "commit before effect": Planted(
+        _bug("headrace_runtime.faust_host.FaustHost._work", _acknowledge_first),
+        frozenset({"account", "whole_runs", "p10_late", "p11_loud", "liveness"}),
+    ),
+    "dedupe off": Planted(_bug("headrace_trainer.window.Entry.seen", lambda *_: False), frozenset({"p4_once"})),
+    "offsets outside the checkpoint": Planted(
+        _bug("headrace_trainer.opening._ledger", _remembered_elsewhere), frozenset({"liveness", "account"})
+    ),
+    "outbox in memory": Planted(
+        _bug("headrace_runtime.outbox.Outbox.add", _only_in_memory),
+        frozenset({"account", "whole_runs", "p10_late", "p11_loud", "liveness"}),
+    ),
+    "ends do not wait": Planted(
+        _bug("headrace_runtime.processor.Processor._ends", _nothing_to_wait_for), frozenset({"whole_runs"})
+    ),
+    "past the spool": Planted(_bug("headrace_gateway.publisher.Publisher.publish", _past_the_spool), frozenset({"order"})),
+    "abstaining is zero": Planted(
+        _bug("headrace_scorer.policy.Policy._values", _zero_for_nothing), frozenset({"p6_abstain", "p10_late"})
+    ),
+    "staleness unbounded": Planted(
+        _bug("headrace_trainer.admission.stale", lambda *_: None, "headrace_trainer.prepare.stale"),
+        frozenset({"p5_staleness"}),
+    ),
+}
+"""By name."""

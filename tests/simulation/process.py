@@ -1,0 +1,155 @@
+"""Processes inside one process: each has its own tasks, dies at once and completely, and is started again.
+
+Which process a piece of code belongs to is in a context variable, inherited by every task that it creates. A dead
+process's tasks are cancelled, and whatever they still try to do in the world outside (bus, database, blobs, threads)
+raises `Killed`: for everybody else it is kill -9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+CURRENT: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
+_CANCELS_MAX = 200
+
+
+class Killed(BaseException):
+    """The process that this code belongs to is dead. No handler of ours catches it."""
+
+
+def current() -> Process:
+    """The process of the running code."""
+    process = CURRENT.get()
+    assert process is not None, "only code of a simulated process comes here"
+    return process
+
+
+def alive() -> bool:
+    """Whether the running code may act on the world. The town's own code always may."""
+    process = CURRENT.get()
+    return process is None or not process.dead
+
+
+def living() -> Process:
+    """The process of the running code. Raises `Killed` when it is dead."""
+    process = current()
+    if process.dead:
+        raise Killed(process.name)
+    return process
+
+
+class Process:
+    """One life. `name` is that of its place, such as `collector-1`; `service` what it runs."""
+
+    def __init__(self, name: str, service: str, life: int) -> None:
+        self.name = name
+        self.service = service
+        self.life = life
+        self.dead = False
+        self.ended = asyncio.Event()
+        self.at_death: list[Callable[[], None]] = []
+        """What the operating system does for the dead: locks go, connections close."""
+        self.thread_delay_s = 0.0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._main: asyncio.Task[None] | None = None
+        self._context = contextvars.copy_context()
+        self._context.run(CURRENT.set, self)
+
+    def adopt(self, task: asyncio.Task[Any]) -> None:
+        """Called for every task that is created in this process."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a coroutine as part of this process, as a request from outside does."""
+        return asyncio.get_running_loop().create_task(work, context=self._context)
+
+    def die(self) -> None:
+        """From now on this process does nothing any more. It may be called by its own code, which then raises."""
+        if not self.dead:
+            self.dead = True
+            for clean in self.at_death:
+                clean()
+            self.ended.set()
+
+    def stop(self) -> None:
+        """SIGTERM: the main task is cancelled and may clean up."""
+        if self._main is not None:
+            self._main.cancel()
+
+    async def run(self, main: Callable[[], Awaitable[None]]) -> BaseException | None:
+        """From start to end; returns what it ended by, None when it was told to or killed."""
+
+        async def body() -> None:
+            await main()
+
+        self._main = self.spawn(body())
+        self._main.add_done_callback(lambda _: self.ended.set())
+        await self.ended.wait()
+        killed = self.dead
+        if not killed:
+            await asyncio.wait([self._main])
+            self.die()
+        for _ in range(_CANCELS_MAX):
+            if not self._tasks:
+                break
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.sleep(0)
+        assert not self._tasks, f"{self.name} does not die: {self._tasks}"
+        if killed or self._main.cancelled():
+            return None
+        return self._main.exception()
+
+
+def task_factory(
+    loop: asyncio.AbstractEventLoop, work: Any, *, context: contextvars.Context | None = None
+) -> asyncio.Task[Any]:
+    """Tells each process about its tasks."""
+    task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, context=context)
+    process = context.get(CURRENT) if context is not None else CURRENT.get()
+    if process is not None:
+        process.adopt(task)
+    return task
+
+
+class Place:
+    """Where a process runs and is started again whenever it has ended, as `headrace up` does."""
+
+    def __init__(
+        self,
+        name: str,
+        service: str,
+        main: Callable[[], Awaitable[None]],
+        restart_s: Callable[[], float],
+        born: Callable[[Process], None],
+        ended: Callable[[Process, BaseException | None], None],
+    ) -> None:
+        self.name = name
+        self.service = service
+        self.process: Process | None = None
+        """None while nothing runs here."""
+        self.started = asyncio.Event()
+        self._main = main
+        self._restart_s = restart_s
+        self._born = born
+        self._ended = ended
+
+    async def run(self) -> None:
+        """Until cancelled; then it is killed."""
+        life = 0
+        while True:
+            self.process = process = Process(self.name, self.service, life)
+            self._born(process)
+            try:
+                error = await process.run(self._main)
+            finally:
+                process.die()
+                self.process = None
+            self._ended(process, error)
+            life += 1
+            await asyncio.sleep(self._restart_s())

@@ -1,0 +1,29 @@
+"""Equal facts have equal ids, and events with one id are equal: consumers that dedupe by it lose nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace_schemas import EVENTS, DeadLetter, Event, Replica
+
+if TYPE_CHECKING:
+    from tests.simulation.promises.check import Check
+    from tests.simulation.town import Town
+
+
+def check(town: Town, that: Check) -> None:
+    """On every topic. A dead letter says when it was written; the same record refused again has another date."""
+    for kind in EVENTS.values():
+        if kind is Replica:
+            continue
+        contents: dict[str, bytes] = {}
+        for event in (event for partition in town.log.partitions(kind) for event in partition):
+            content = _content(event)
+            first = contents.setdefault(event.event_id, content)
+            that(first == content, f"{kind.topic}: {event.event_id} came with two contents")
+
+
+def _content(event: Event) -> bytes:
+    if isinstance(event, DeadLetter):
+        return event.model_copy(update={"time": event.time.min.replace(tzinfo=event.time.tzinfo)}).to_json()
+    return event.to_json()

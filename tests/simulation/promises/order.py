@@ -1,0 +1,16 @@
+"""Order: what an agent was told to be durable is on the bus in that order, an end behind all that it ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.simulation.promises.check import Check
+    from tests.simulation.town import Town
+
+
+def check(town: Town, that: Check) -> None:
+    """First appearances, over all topics, of what each session was acknowledged."""
+    for key, events in town.ledger.order.items():
+        appeared = [town.bus.first[event_id] for event_id in events if event_id in town.bus.first]
+        that(appeared == sorted(appeared), f"session {key} is on the bus in another order than it was acknowledged")

@@ -1,0 +1,49 @@
+"""P5: no experience older than the bound, in versions, is trained on any path."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace_schemas import Checkpoint, Experience
+from tests.simulation.rest import lessons
+from tests.simulation.services import MAX_STALENESS
+
+if TYPE_CHECKING:
+    from tests.simulation.promises.check import Check
+    from tests.simulation.town import Town
+
+
+def check(town: Town, that: Check) -> None:
+    """What a version has and its parent has not was trained when the parent was the head: count versions from there."""
+    learned = lessons(town)
+    checkpoints = town.log.all(Checkpoint)
+    parents = {one.version: one.parent for one in checkpoints}
+    sampled: dict[str, set[str]] = {}
+    for made in town.log.all(Experience):
+        if made.branch is not None:
+            sampled.setdefault(made.experience_id, set()).update(span.version for span in made.branch.spans)
+    for version, parent in parents.items():
+        if parent is None:
+            continue
+        for lesson in learned[version][len(learned.get(parent, ())) :]:
+            for other in sorted(sampled[lesson.experience_id]):
+                distance = _distance(parents, parent, other)
+                that(
+                    distance is not None and distance <= MAX_STALENESS,
+                    f"{version} was trained on {lesson.experience_id}, sampled by {other}, {distance} versions away",
+                )
+
+
+def _distance(parents: dict[str, str | None], one: str, other: str) -> int | None:
+    """Edges between two versions in the tree; None when they are of different trees."""
+    above: dict[str, int] = {}
+    at: str | None = one
+    while at is not None:
+        above[at] = len(above)
+        at = parents.get(at)
+    steps, at = 0, other
+    while at is not None:
+        if at in above:
+            return above[at] + steps
+        steps, at = steps + 1, parents.get(at)
+    return None

@@ -1,0 +1,29 @@
+"""P7: a version that was announced is whole, is durable, and is what its name says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace_runtime.errors import CorruptBlob, Unavailable
+from headrace_runtime.versions import read_manifest
+from headrace_schemas import Checkpoint, Routing
+
+if TYPE_CHECKING:
+    from tests.simulation.promises.check import Check
+    from tests.simulation.town import Town
+
+
+def check(town: Town, that: Check) -> None:
+    """Of every checkpoint and every version in a routing: the manifest, and each file by its digest."""
+    announced = {one.version: one.manifest for one in town.log.all(Checkpoint)}
+    served = {one.version: one.manifest for routing in town.log.all(Routing) for one in routing.serve}
+    for version, ref in [*announced.items(), *served.items()]:
+        try:
+            manifest = read_manifest(town.blobs, ref)
+            for file in manifest.files:
+                town.blobs.get(file.blob)
+        except (CorruptBlob, Unavailable) as error:
+            that(False, f"{version} was announced and cannot be read: {error}")
+        else:
+            that(manifest.version == version, f"{version} is really {manifest.version}")
+    that(served.keys() <= announced.keys(), f"served and never published: {served.keys() - announced.keys()}")

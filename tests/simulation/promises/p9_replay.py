@@ -1,0 +1,96 @@
+"""P9: what was trained can be built again from the topics, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace_schemas import Branch, Checkpoint, Experience, TrainingMetrics
+from headrace_schemas.events.checkpoint import Read
+from headrace_trainer.rehearsal import Rehearsal
+from tests.simulation import learner
+from tests.simulation.services import TRAINER
+
+if TYPE_CHECKING:
+    from tests.simulation.promises.check import Check
+    from tests.simulation.town import Town
+
+
+def check(town: Town, that: Check) -> None:
+    """Rehearse the lineage from its own journal, in the order in which its trainers, some of whom died, had read.
+
+    A version that the registry refused takes the weights back, which no replay follows; batches are compared up to it.
+    """
+    batches = [batch for report in _reports(town) for batch in report.batches]
+    straight = _straight_until(town)
+    with tempfile.TemporaryDirectory() as name:
+        shape = {"vocab_size": learner.VOCABULARY, "max_position_embeddings": learner.CONTEXT}
+        (Path(name) / "config.json").write_text(json.dumps(shape))
+        settings = TRAINER.model_copy(update={"base": name, "lineage": "again", "replays": "main", "cut": "recorded"})
+        rehearsal = Rehearsal(settings, town.blobs)
+        branches: dict[str, Branch] = {}
+        for experience, mark in _journal(town):
+            whole = _with_branch(experience, branches)
+            rehearsal.add(whole, mark)
+        again = rehearsal.end().batches
+    for batch, rehearsed in zip(batches, again, strict=False):
+        if batch.step < straight:
+            that(
+                (batch.digest, batch.experiences) == (rehearsed.digest, rehearsed.experiences),
+                f"the batch of step {batch.step} comes out differently",
+            )
+    enough = [batch for batch in batches if batch.step < straight]
+    that(len(again) >= len(enough), f"{len(enough)} batches were trained, {len(again)} come out")
+
+
+def _with_branch(experience: Experience, branches: dict[str, Branch]) -> Experience:
+    """A withdrawal comes without tokens; the trainer reads them again from the bus (`Trainer._with_branch`)."""
+    name = experience.experience_id
+    if experience.branch is not None:
+        branches[name] = experience.branch
+    return experience.model_copy(update={"branch": branches.get(name)})
+
+
+def _reports(town: Town) -> list[TrainingMetrics]:
+    return sorted(town.log.all(TrainingMetrics), key=lambda report: report.account)
+
+
+def _journal(town: Town) -> Iterator[tuple[Experience, int | None]]:
+    """Experiences in the order of reading; with the last one before a batch, how many it had.
+
+    A batch that time cut may have been cut after a save, and so long after its last experience was read.
+    """
+    position: dict[int, int] = {}
+    last: Experience | None = None
+    for report in _reports(town):
+        for read, cut in [*((batch.read, batch.experiences) for batch in report.batches), (report.read, None)]:
+            for event in _experiences(town, read, position):
+                if last is not None:
+                    yield last, None
+                last = event
+            if last is not None and cut is not None:
+                yield last, cut
+                last = None
+    if last is not None:
+        yield last, None
+
+
+def _experiences(town: Town, reads: tuple[Read, ...], position: dict[int, int]) -> Iterator[Experience]:
+    for read in reads:
+        for event in town.log.raw(Experience, read.partition)[position.get(read.partition, 0) : read.until]:
+            if event is not None:
+                yield event
+        position[read.partition] = read.until
+
+
+def _straight_until(town: Town) -> int:
+    """The first step whose version does not descend from the one before it."""
+    before: str | None = None
+    for checkpoint in sorted(town.log.all(Checkpoint), key=lambda one: one.step):
+        if checkpoint.parent != before:
+            return checkpoint.step
+        before = checkpoint.version
+    return 1 << 30

@@ -1,0 +1,106 @@
+"""One seed from beginning to end, and what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.simulation import rest, world
+from tests.simulation.loop import Stuck, VirtualLoop
+from tests.simulation.promises import check_all
+from tests.simulation.process import alive, task_factory
+from tests.simulation.substitutes import installed
+from tests.simulation.town import Town
+
+_CANCELS_MAX = 200
+_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run showed. `broken` is empty when every promise was kept."""
+
+    seed: int
+    broken: tuple[str, ...]
+    digest: str
+    events: int
+    virtual_s: float
+    wall_s: float
+    injected: Mapping[str, int]
+    checks: Mapping[str, int]
+    story: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def command(self) -> str:
+        """Plays it again."""
+        return f"python -m tests.simulation --seeds 1 --first {self.seed} --verbose"
+
+
+def simulate(seed: int, *, verbose: bool = False) -> Outcome:
+    """Play a seed and check every promise. Never raises for what the services did."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="headrace-", dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
+        with installed(seed):
+            return _play(Town(seed, Path(folder), verbose=verbose), began)
+
+
+def _play(town: Town, began: float) -> Outcome:
+    loop = VirtualLoop(town.thread_delay_s, alive)
+    broken: list[str] = []
+
+    def unheard(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if alive():
+            broken.append(f"nobody heard: {context.get('message')}: {context.get('exception')!r}")
+
+    loop.set_task_factory(task_factory)  # type: ignore[arg-type]
+    loop.set_exception_handler(unheard)
+    asyncio.set_event_loop(loop)
+    world.enter(town)
+    try:
+        loop.run_until_complete(town.play())
+    except (rest.Restless, Stuck) as error:
+        broken.append(f"liveness: {error}")
+    finally:
+        virtual_s, events = loop.time(), town.trace.counts["append"]
+        _end(loop, town)
+    checks = check_all(town)
+    world.leave()
+    broken += [text for check in checks for text in check.broken]
+    return Outcome(
+        seed=town.seed,
+        broken=tuple(broken),
+        digest=town.trace.digest(),
+        events=events,
+        virtual_s=virtual_s,
+        wall_s=time.perf_counter() - began,
+        injected=dict(town.injected),
+        checks={check.promise: check.made for check in checks},
+        story=tuple(town.trace.lines),
+    )
+
+
+def _end(loop: VirtualLoop, town: Town) -> None:
+    loop.set_exception_handler(lambda *_: None)
+    loop.more()
+
+    async def kill() -> None:
+        town.end()
+        me = asyncio.current_task()
+        for _ in range(_CANCELS_MAX):
+            others = [task for task in asyncio.all_tasks() if task is not me]
+            for task in others:
+                task.cancel()
+            await asyncio.sleep(0)
+        assert not others, f"these do not end: {others}"
+
+    loop.run_until_complete(kill())
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    asyncio.set_event_loop(None)
+    loop.close()
+    gc.collect()

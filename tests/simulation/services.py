@@ -1,0 +1,185 @@
+"""What runs in each process: the services' own composition roots, and small stand-ins for what has no stream in it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+import headrace_collector.app
+import headrace_registry.app
+import headrace_scorer.app
+import headrace_trainer.app
+from headrace_collector.settings import Settings as CollectorSettings
+from headrace_gateway.publisher import Publisher
+from headrace_gateway.settings import CaptureSettings
+from headrace_gateway.spool import Spool
+from headrace_registry.settings import RegistrySettings
+from headrace_runtime import topics
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.consumer import Table
+from headrace_runtime.dead_letters import Refusals
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import Common
+from headrace_runtime.versions import read_manifest
+from headrace_schemas import Event, LoadedVersion, Probe, Replica, Routing, ServedVersion
+from headrace_scorer.settings import Settings as ScorerSettings
+from headrace_trainer.settings import TrainerSettings
+from tests.simulation.loop import VirtualClock
+from tests.simulation.process import Place, current
+from tests.simulation.world import world
+
+MODEL = "m"
+MAX_STALENESS = 2
+Main = Callable[[], Awaitable[None]]
+
+COLLECTOR = CollectorSettings(idle_s=12.0, end_wait_s=600.0, feedback_wait_s=10.0)
+SCORER = ScorerSettings(expected=("feedback",), settle_s=8.0, lease_s=12.0)
+REGISTRY = RegistrySettings.model_validate(
+    {"poll_s": 4.0, "lease_s": 16.0, "reconcile_s": 8.0, "retry_s": 10.0, "probe_timeout_s": 30.0}
+)
+TRAINER = TrainerSettings.model_validate(
+    {
+        "base": "here",
+        "model": MODEL,
+        "batch_experiences": 3,
+        "batch_experiences_min": 1,
+        "batch_wait_s": 3.0,
+        "max_staleness": MAX_STALENESS,
+        "save_interval_s": 2.0,
+        "retry_s": 10.0,
+        "memory": {"restore_points": 3, "queue_experiences": 12},
+    }
+)
+
+
+def stream_services(common: Common) -> Mapping[str, Main]:
+    """Service to its `run`, as `headrace_runtime.main` would call it."""
+    return {
+        "collector": lambda: headrace_collector.app.run(common, COLLECTOR),
+        "scorer": lambda: headrace_scorer.app.run(common, SCORER),
+        "trainer": lambda: headrace_trainer.app.run(common, TRAINER),
+        "registry": lambda: headrace_registry.app.run(common, REGISTRY),
+    }
+
+
+class Gateway:
+    """A gateway without HTTP: its publisher, its spool, its table of routings. Outlives its processes."""
+
+    def __init__(self, name: str, common: Common, folder: Path) -> None:
+        self.name = name
+        self._common = common
+        self._folder = folder / name
+        self._publisher: Publisher | None = None
+        self._routing: dict[str, Routing] = {}
+        self.place: Place | None = None
+        self.spooled = 0
+        """Events that wait in the spool."""
+
+    async def main(self) -> None:
+        """As `headrace_gateway.app.run` puts it together."""
+        process, blobs = current(), BlobStore.open(self._common)
+        spool = Spool(self._folder, 1 << 24)
+        process.at_death.append(lambda: self._close(spool))
+        capture = CaptureSettings(bus_wait_s=1.0)
+        bus = self._common.bus
+        async with spool, asyncio.TaskGroup() as group:
+            publisher = Publisher(
+                lambda: EventProducer(bus, "headrace/gateway", blobs),
+                spool,
+                capture,
+                send_timeout_s=bus.request_timeout_s,
+                prepare=lambda: topics.ensure(bus),
+            )
+            producer = EventProducer(bus, "headrace/gateway", blobs)
+            table = Table(Routing, bus, "headrace/gateway", blobs, Refusals("gateway", producer))
+            self._routing = table.rows
+            group.create_task(publisher.run())
+            group.create_task(table.run())
+            self._publisher = publisher
+            await self._measure(spool)
+
+    async def _measure(self, spool: Spool) -> None:
+        while True:
+            self.spooled = spool.events
+            await asyncio.sleep(0.5)
+
+    def _close(self, spool: Spool) -> None:
+        """What the system does with the files of the dead."""
+        self._publisher = None
+        for name in ("_db", "_lock"):
+            if hasattr(spool, name):
+                getattr(spool, name).close()
+
+    async def version(self) -> str:
+        while True:
+            routing = self._routing.get(MODEL)
+            if self._publisher is not None and routing is not None and routing.champion is not None:
+                return routing.champion
+            await asyncio.sleep(0.3)
+
+    async def publish(self, event: Event) -> bool:
+        """Waits while the gateway is down, as a client's connection attempts do."""
+        while self._publisher is None or self.place is None or self.place.process is None:
+            await asyncio.sleep(0.2)
+        request = self.place.process.spawn(self._publisher.publish(event))
+        await asyncio.wait([request])
+        if request.cancelled():
+            return False
+        error = request.exception()
+        if error is not None and not self.place.process is None:
+            raise error
+        return error is None
+
+
+async def replica(common: Common) -> None:
+    """An inference replica without a model: it holds what the routing asks for and says so. Some versions are bad."""
+    blobs = BlobStore.open(common)
+    producer = EventProducer(common.bus, "headrace/inference", blobs)
+    table = Table(Routing, common.bus, "headrace/inference", blobs, Refusals("inference", producer))
+    name, clock = current().name, VirtualClock()
+    started = clock.now()
+    await topics.ensure(common.bus)
+    while True:
+        try:
+            await producer.start()
+            break
+        except Unavailable:
+            await asyncio.sleep(0.5)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(table.run())
+        held: dict[str, LoadedVersion] = {}
+        while True:
+            routing = table.rows.get(MODEL)
+            wanted = routing.serve if routing else ()
+            held = {one.version: held.get(one.version) or _load(blobs, one) for one in wanted}
+            said = Replica(
+                time=clock.now(),
+                replica_id=name,
+                url="http://nowhere",
+                engine="none",
+                versions=tuple(held.values()),
+                capacity=1,
+                ttl_s=15.0,
+                started_at=started,
+            )
+            group.create_task(_send(producer, said))
+            await asyncio.sleep(1.5 + world().bus.draw.random())
+
+
+async def _send(producer: EventProducer, event: Event) -> None:
+    try:
+        await producer.send(event)
+    except Unavailable:
+        return  # the next heartbeat is not far
+
+
+def _load(blobs: BlobStore, served: ServedVersion) -> LoadedVersion:
+    """Raises `CorruptBlob` or `Unavailable` when a version was announced before it was durable (P7)."""
+    for file in read_manifest(blobs, served.manifest).files:
+        blobs.get(file.blob)
+    good = random.Random(served.version).random() > 0.1
+    probe = Probe(max_abs_delta=0.0 if good else 9.0, parent_max_abs_delta=0.5, passed=good)
+    return LoadedVersion(version=served.version, state="ready" if good else "failed", probe=probe)

@@ -1,0 +1,173 @@
+"""The seam between the services' own code and the simulated world: every name that is replaced, and nothing else.
+
+Kafka's client libraries, the database driver, the blob store's disk, HTTP, threads, clocks and random numbers are the
+simulation's, and so is the arithmetic of training. The code in between is what runs in production.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import warnings
+from collections.abc import AsyncIterator, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import structlog
+from fsspec.implementations.memory import MemoryFileSystem
+from sqlalchemy.exc import SAWarning
+
+from headrace_registry.gate import GateFailed
+from headrace_registry.settings import GateSettings
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.settings import BusSettings, Common
+from headrace_schemas.blobs import BlobRef
+from headrace_scorer.functions.loading import Function
+from headrace_scorer.functions.pool import Pool
+from headrace_scorer.functions.protocol import Call
+from headrace_scorer.functions.verdicts import Outcome, outcome_of
+from headrace_scorer.settings import Settings as ScorerSettings
+from headrace_schemas import Trajectory
+from tests.simulation import clients, faust_app, learner
+from tests.simulation.database import open_database
+from tests.simulation.loop import VirtualClock
+from tests.simulation.world import world
+
+BLOBS = "memory://blobs"
+_PUT, _SET_POINTER, _DELETE = BlobStore.put, BlobStore.set_pointer, BlobStore.delete
+
+
+class LocalPool(Pool):
+    """Reward functions without processes of their own: one that looks at the answer, and is now and then unwell."""
+
+    def __init__(self, settings: ScorerSettings) -> None:
+        super().__init__(settings)
+        self.functions = (
+            Function(name="right", spec="here", parameters=("trajectory",), asynchronous=False, digest="0" * 64),
+        )
+
+    async def reload(self) -> None:
+        """Nothing is read."""
+
+    async def call(self, call: Call, trajectory: bytes) -> Outcome:
+        await asyncio.sleep(world().bus.draw.expovariate(20))
+        return outcome_of(right(Trajectory.from_json(trajectory)))
+
+
+def right(trajectory: Trajectory) -> float | None:
+    """1 for a right answer, 0 for a wrong one; abstains when there is neither."""
+    word = trajectory.final_answer.partition(" ")[0]
+    return {"right": 1.0, "wrong": 0.0}.get(word)
+
+
+class LocalGate:
+    """The held-out gate: most versions are as good as the champion, some are not, some runs fail."""
+
+    sha256 = "0" * 64
+    configured = True
+
+    def __init__(self, _settings: GateSettings) -> None:
+        """Nothing is started."""
+
+    async def play(self, version: str) -> dict[str, float]:
+        await asyncio.sleep(world().bus.draw.expovariate(2))
+        luck = random.Random(version).random()
+        if luck < 0.05:
+            raise GateFailed("out of luck")
+        return dict.fromkeys(("t1", "t2"), 0.2 if luck < 0.15 else 0.6)
+
+
+def _put(store: BlobStore, data: bytes) -> BlobRef:
+    world().mishaps.at_blob_change()
+    return _PUT(store, data)
+
+
+def _set_pointer(store: BlobStore, name: str, data: bytes) -> None:
+    world().mishaps.at_blob_change()
+    _SET_POINTER(store, name, data)
+
+
+def _delete(store: BlobStore, ref: BlobRef) -> None:
+    world().mishaps.at_blob_change()
+    _DELETE(store, ref)
+
+
+async def _ensure(_settings: BusSettings) -> None:
+    await clients.ask(world().bus, 60.0)
+
+
+async def _nothing(*_: object) -> None:
+    """Tables are there already."""
+
+
+@contextlib.asynccontextmanager
+async def _serve(*_: object) -> AsyncIterator[int]:
+    yield 0
+
+
+def _names() -> Mapping[str, Any]:
+    return {
+        "headrace_runtime.producer.AIOKafkaProducer": clients.Producer,
+        "headrace_runtime.consumer.AIOKafkaConsumer": clients.Consumer,
+        "headrace_runtime.faust_host._app": faust_app.App,
+        "headrace_runtime.database.Database.open": lambda service, _common: open_database(service),
+        "headrace_runtime.blobs.BlobStore.put": _put,
+        "headrace_runtime.blobs.BlobStore.set_pointer": _set_pointer,
+        "headrace_runtime.blobs.BlobStore.delete": _delete,
+        "headrace_runtime.topics.ensure": _ensure,
+        "headrace_runtime.migrations.upgrade": _nothing,
+        "headrace_runtime.web.serve": _serve,
+        "headrace_runtime.web.app": _nowhere,
+        "headrace_runtime.stream_service.SystemClock": VirtualClock,
+        "headrace_collector.app.SystemClock": VirtualClock,
+        "headrace_trainer.app.SystemClock": VirtualClock,
+        "headrace_registry.app.SystemClock": VirtualClock,
+        "headrace_runtime.dead_letters.utcnow": lambda: VirtualClock().now(),
+        "headrace_registry.app.Gate": LocalGate,
+        "headrace_scorer.app.Pool": LocalPool,
+        # Less often than in production: steps without effect are most of what a run would cost.
+        "headrace_collector.app._ENDS_INTERVAL_S": 4.0,
+        "headrace_collector.app._IDLE_INTERVAL_S": 5.0,
+        "headrace_collector.app._UPKEEP_INTERVAL_S": 7.0,
+        "headrace_scorer.app._SETTLE_INTERVAL_S": 4.0,
+        "headrace_scorer.app._UPKEEP_INTERVAL_S": 20.0,
+        "headrace_scorer.scoring._POLL_S": 4.0,
+        **learner.STANDS_FOR,
+    }
+
+
+def _nowhere(*_: object) -> None:
+    return None
+
+
+@contextlib.contextmanager
+def installed(seed: int) -> Iterator[None]:
+    """The simulated world in place of the real one, with random numbers from `seed`, while the body runs."""
+    noise = random.Random(f"noise {seed}")
+    structure = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    given = {
+        **_names(),
+        "os.urandom": lambda size: noise.randbytes(size),
+        "headrace_schemas.ids.time": SimpleNamespace(time_ns=lambda: round(VirtualClock().now().timestamp() * 1e9)),
+    }
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore", SAWarning)  # the dead do not give their connections back
+        logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
+        stack.callback(structlog.configure, **structure)
+        stack.callback(MemoryFileSystem.store.clear)
+        for name, substitute in given.items():
+            stack.enter_context(mock.patch(name, substitute))
+        yield
+
+
+def common(request_timeout_s: float) -> Common:
+    """What every simulated service is told."""
+    return Common.model_validate(
+        {"bus": {"address": "simulated:9092", "request_timeout_s": request_timeout_s}, "blobs": {"url": BLOBS}}
+    )

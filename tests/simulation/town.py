@@ -1,0 +1,171 @@
+"""One run: a bus, the services on it, agents at work, what goes wrong, and the quiet afterwards in which all settles."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.errors import Unavailable
+from headrace_schemas import Trajectory
+from headrace_schemas.envelope import Envelope
+from tests.simulation import agents, faults, rest
+from tests.simulation.bus import Bus
+from tests.simulation.database import Server, picture_of
+from tests.simulation.ledger import Ledger
+from tests.simulation.log import Log
+from tests.simulation.loop import VirtualClock
+from tests.simulation.mishaps import Mishaps
+from tests.simulation.process import CURRENT, Place, Process
+from tests.simulation.services import Gateway, replica, stream_services
+from tests.simulation.substitutes import BLOBS, common
+from tests.simulation.trace import Trace
+
+QUIET_MAX_S = 300.0
+"""How long after the last fault everything may take to settle."""
+_AGENTS_MAX_S = 200.0
+
+
+class Town:
+    """What a run is made of. Everything random comes from the seed; each source of chance has its own."""
+
+    request_timeout_s = 3.0
+
+    def __init__(self, seed: int, folder: Path, *, verbose: bool = False) -> None:
+        self.seed = seed
+        self.trace = Trace(verbose=verbose)
+        self.bus = Bus(random.Random(f"bus {seed}"), self.trace)
+        self.injected: Counter[str] = Counter()
+        self.mishaps = Mishaps(self.count)
+        self.ledger = Ledger()
+        self.log = Log(self.bus)
+        self.databases: dict[str, Server] = {}
+        self.training_s = 0.02
+        """How long the trainer's thread takes for what it is given."""
+        self.places: list[Place] = []
+        self.problems: list[str] = []
+        """What no process should ever have done."""
+        self.blobs = BlobStore(BLOBS)
+        self._draw = random.Random(f"town {seed}")
+        self._common = common(self.request_timeout_s)
+        self.gateways = [Gateway(f"gateway-{number}", self._common, folder) for number in (1, 2)]
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def count(self, fault: str) -> None:
+        self.injected[fault] += 1
+        self.trace("took_place", fault)
+
+    def thread_delay_s(self) -> float:
+        """For the loop: how long a thread of the running process needs."""
+        process = CURRENT.get()
+        if process is not None and process.service == "trainer":
+            return self._draw.random() * self.training_s * 2
+        return self._draw.random() * 1e-3
+
+    async def play(self) -> None:
+        """From the first process to the last event. Raises `rest.Restless` when it does not come to rest."""
+        await self._prepare()
+        for place in self.places:
+            self.do(place.run())
+        await self.gateways[0].version()
+        workers = self._agents()
+        self.do(self._criticise())
+        begun_s = asyncio.get_running_loop().time()
+        await faults.inject(self, faults.plan(random.Random(f"faults {self.seed}")))
+        await asyncio.sleep(max(0.0, begun_s + faults.SPAN_S + 2.0 - asyncio.get_running_loop().time()))
+        self.heal()
+        _, pending = await asyncio.wait(workers, timeout=_AGENTS_MAX_S)
+        for worker in workers - pending:
+            worker.result()
+        await rest.wait(self, QUIET_MAX_S)
+
+    def heal(self) -> None:
+        """Nothing more goes wrong from here on."""
+        self.trace("heal")
+        self.bus.outage.until_s = 0.0
+        self.bus.held.clear()
+        self.bus.slow_s = self.bus.repeat = 0.0
+        self.training_s = 0.02
+        self.mishaps.heal()
+
+    def do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Beside everything else, until the run ends."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        return task
+
+    def end(self) -> None:
+        """Every process is killed: what is checked is what is durable."""
+        for place in self.places:
+            if place.process is not None:
+                place.process.die()
+
+    async def _prepare(self) -> None:
+        for service in ("collector", "scorer", "registry"):
+            self.databases[service] = Server(await picture_of(service, f"headrace_{service}"))
+        replicas = {"collector": self._draw.choice([1, 2]), "scorer": self._draw.choice([1, 2])}
+        for service, main in stream_services(self._common).items():
+            for number in range(replicas.get(service, 1)):
+                self._add(f"{service}-{number + 1}", service, main)
+        for gateway in self.gateways:
+            gateway.place = self._add(gateway.name, "gateway", gateway.main)
+        for number in range(self._draw.choice([1, 2])):
+            self._add(f"replica-{number + 1}", "inference", partial(replica, self._common))
+
+    def _add(self, name: str, service: str, main: Callable[[], Coroutine[Any, Any, None]]) -> Place:
+        place = Place(name, service, main, lambda: self._draw.uniform(0.2, 3.0), self._born, self._ended)
+        self.places.append(place)
+        return place
+
+    def _born(self, process: Process) -> None:
+        self.trace("starts", process.name, process.life)
+
+    def _ended(self, process: Process, error: BaseException | None) -> None:
+        self.trace("ends", process.name, process.life, type(error).__name__ if error else "")
+        if error is not None and not _expected(error):
+            self.problems.append(f"{process.name} ended by {error!r}")
+
+    def _agents(self) -> set[asyncio.Task[None]]:
+        draw = random.Random(f"agents {self.seed}")
+        made = set()
+        for run in agents.runs(draw, draw.randint(6, 11)):
+            own = random.Random(f"{self.seed} {run.name}")
+            door = draw.choice(self.gateways) if not run.implied else self.gateways[0]
+            agent = agents.Agent(run, door, self.ledger, own, evaluation=draw.random() < 0.08)
+            made.add(self.do(agent.work(draw.uniform(0.0, faults.SPAN_S - 4.0))))
+        return made
+
+    async def _criticise(self) -> None:
+        """A third party that reads trajectories and produces rewards by itself, now and then twice."""
+        draw = random.Random(f"critic {self.seed}")
+        seen: set[str] = set()
+        while True:
+            await asyncio.sleep(1.0)
+            for made in self.log.all(Trajectory):
+                if made.trajectory_id in seen:
+                    continue
+                seen.add(made.trajectory_id)
+                for revision in range(draw.choice([0, 0, 0, 1, 2])):
+                    self.do(self._say(made, revision, draw))
+
+    async def _say(self, about: Trajectory, revision: int, draw: random.Random) -> None:
+        said = agents.verdict(about, revision, draw, VirtualClock().now())
+        self.ledger.critic.append(said)
+        self.ledger.unsaid += 1
+        await asyncio.sleep(draw.uniform(0.0, 12.0))
+        self.ledger.unsaid -= 1
+        place = self.bus.places(said.topic)[self.bus.partition_of(said.topic, said.key.encode())]
+        headers = Envelope.of(said, "critic").headers()
+        self.bus.append(place, said.key.encode(), said.to_json(), headers, "critic")
+
+
+def _expected(error: BaseException) -> bool:
+    """Whether a service may end like that, to be started again: something was away for too long."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_expected(one) for one in error.exceptions)
+    return isinstance(error, Unavailable)

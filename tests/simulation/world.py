@@ -1,0 +1,37 @@
+"""What simulated parts find of the world that they are in: there is one at a time in a real process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from tests.simulation.bus import Bus
+    from tests.simulation.database import Server
+    from tests.simulation.mishaps import Mishaps
+
+_worlds: list[World] = []
+
+
+class World(Protocol):
+    """See `tests.simulation.town.Town`."""
+
+    bus: Bus
+    mishaps: Mishaps
+    databases: dict[str, Server]
+    request_timeout_s: float
+
+    def count(self, fault: str) -> None:
+        """A fault took place."""
+
+
+def world() -> World:
+    """The one that runs now."""
+    return _worlds[-1]
+
+
+def enter(made: World) -> None:
+    _worlds.append(made)
+
+
+def leave() -> None:
+    _worlds.pop()
