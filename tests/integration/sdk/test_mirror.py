@@ -199,10 +199,10 @@ async def expire(source: str, count: int) -> int:
     await fill(source, "feedback", 30, partitions=1)
 
     async def expired() -> bool:
-        return await first_offset(source, "feedback") > 0
+        return await first_offset(source, "feedback") == count
 
     await eventually(expired)
-    return await first_offset(source, "feedback")
+    return count
 
 
 @pytest.mark.kafka
