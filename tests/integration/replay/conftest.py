@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from tests.support import tiny_model
 from tests.support.broker_process import BrokerProcess
 
 LIVE = ("headrace-collector", "headrace-scorer", "headrace-judge")
-WAIT_S = 200.0
+WAIT_S = 120.0
 Offsets = dict[tuple[str, str, int], int]
 
 
@@ -36,7 +37,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def own_bus(tmp_path: Path) -> Iterator[str]:
+def own_bus(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """An embedded broker of the test's own, or, where `kafka` is asked for, the Kafka that all tests share."""
+    if getattr(request, "param", "embedded") == "kafka":
+        yield request.getfixturevalue("kafka_bus")
+        return
     broker = BrokerProcess(tmp_path / "broker")
     broker.start()
     yield broker.address
@@ -51,6 +56,7 @@ class Town:
     data_dir: Path
     base: Path
     producer: EventProducer
+    model: str
     settings: dict[str, object]
 
     async def send(self, *events: Event) -> None:
@@ -128,7 +134,8 @@ async def town(own_bus: str, base: Path, tmp_path: Path) -> AsyncIterator[Town]:
     data_dir = tmp_path / "data"
     producer = EventProducer(settings, "test", BlobStore((data_dir / "blobs").as_uri()))
     await producer.start()
-    yield Town(own_bus, data_dir, base, producer, {"trainer.model": "m"})
+    model = f"m-{uuid.uuid4().hex[:8]}"
+    yield Town(own_bus, data_dir, base, producer, model, {"trainer.model": model})
     await producer.stop()
 
 
@@ -136,7 +143,7 @@ async def town(own_bus: str, base: Path, tmp_path: Path) -> AsyncIterator[Town]:
 def live_trainer(town: Town, tmp_path: Path) -> Iterator[TrainerProcess]:
     """Cuts batches of 8, or of what has come within a second; so does a replay that is told the same."""
     own = {
-        "MODEL": "m",
+        "MODEL": town.model,
         "BATCH_EXPERIENCES": 8,
         "BATCH_EXPERIENCES_MIN": 1,
         "BATCH_WAIT_S": 1.0,

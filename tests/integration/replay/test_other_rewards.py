@@ -31,15 +31,15 @@ COUNT = 22
 def lineage(town: Town) -> str:
     """The live lineage as it began: its base version."""
     blobs = BlobStore((town.data_dir / "blobs").as_uri())
-    return open_lineage(TrainerSettings(base=str(town.base), model="m"), blobs, SystemClock()).saved.head
+    return open_lineage(TrainerSettings(base=str(town.base), model=town.model), blobs, SystemClock()).saved.head
 
 
-def run(number: int, version: str, **fields: Any) -> Trajectory:
+def run(model: str, number: int, version: str, **fields: Any) -> Trajectory:
     """One turn of a session `s<number>`, of a task that every fourth session has."""
     made = closed(ask([user(f"question {number}")], session=f"s{number}"), at=float(number))
     (branch,) = made.branches
     spans = tuple(Span.model_validate({**dict(span), "version": version}) for span in branch.spans)
-    given = {"model": "m", "task_id": f"t{number % 4}", "run_id": str(number), **fields}
+    given = {"model": model, "task_id": f"t{number % 4}", "run_id": str(number), **fields}
     return made.model_copy(update={"branches": (branch.model_copy(update={"spans": spans}),), **given})
 
 
@@ -48,11 +48,13 @@ async def version(town: Town, tmp_path: Path) -> str:
     """A bus with trajectories of this version, one of them held out, and feedback about one that brings a bonus."""
     (tmp_path / "rewards.py").write_text(REWARDS, encoding="utf-8")
     version = lineage(town)
-    runs = [run(number, version) for number in range(COUNT)]
+    runs = [run(town.model, number, version) for number in range(COUNT)]
     word = Feedback(
         time=utcnow(), feedback_id="f", session_key=runs[1].session_key, msg_ids=runs[1].turn_ids, context={"bonus": 7}
     )
-    await town.send(*runs, run(COUNT, version, purpose="eval"), run(COUNT + 1, "other@0123456789ab"), word)
+    await town.send(
+        *runs, run(town.model, COUNT, version, purpose="eval"), run(town.model, COUNT + 1, "other@0123456789ab"), word
+    )
     town.settings |= {"trainer.batch_experiences": 4, "trainer.batch_experiences_min": 2}
     return version
 
@@ -77,7 +79,7 @@ async def test_another_reward(town: Town, version: str, tmp_path: Path) -> None:
     assert report["training"]["batches"] == plan["training"]["batches"], "run does what plan said"
     assert report["training"]["trained"] == plan["training"]["trained"]
     assert report["training"]["dropped"] == plan["training"]["dropped"]
-    assert report["version"].startswith("m@")
+    assert report["version"].startswith(f"{town.model}@")
     copied = {one.session_id: one for one in await town.read(Experience, "replay-strict-experiences")}
     assert copied["s1"].reward == 8.0, "the bonus came with feedback"
     assert copied["s2"].reward == 2.0
