@@ -23,8 +23,8 @@ sys.path.insert(0, str(EXAMPLES))  # examples are not installed
 
 CACHE = ROOT / ".cache" / "demo"
 """Where `headrace demo` keeps its base models too."""
-WARM_UP_STEPS = 50
-"""An eighth of the example's: such a model calls tools, and is still wrong nearly always."""
+WARM_UP_STEPS = 150
+"""Three eighths of the example's: such a model calls tools, and is mostly wrong."""
 
 EMBEDDED, SERVERS = "embedded broker + SQLite", "Apache Kafka + PostgreSQL"
 _ran: list[str] = []

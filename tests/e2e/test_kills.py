@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import CACHE, EXAMPLES
+from tests.e2e.circle import EXAMPLES
 from tests.e2e.killed_demo import KilledDemo, Played, shortened
 from tests.support.fake_llm import FakeLLM
 
@@ -29,7 +29,7 @@ def demo(base_model: Path, judge_llm: FakeLLM, tmp_path_factory: pytest.TempPath
         "judge.endpoint.model": "judge-1",
     }
     example = shortened(EXAMPLES / "email_agent", folder / "email_agent", base_model)
-    return KilledDemo(example, folder, CACHE, settings, {"judge": lambda: len(judge_llm.calls)})
+    return KilledDemo(example, folder, base_model.parent, settings, {"judge": lambda: len(judge_llm.calls)})
 
 
 @pytest.fixture(scope="module")
