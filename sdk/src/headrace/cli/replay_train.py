@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from headrace.cli.replay_report import as_json, show
 from headrace.cli.shared import AsJson, Config, DataDir, command, console, running
 from headrace.cli.times import parse_time
 
@@ -188,6 +186,8 @@ def offer(
 
     See what became of it with `headrace models show`.
     """
+    import asyncio
+
     from headrace.replay.offering import offer as announce
 
     chosen = asyncio.run(announce(_bus(bus, data_dir), lineage, version))
@@ -196,6 +196,8 @@ def offer(
 
 def list_(bus: BusOption = None, data_dir: DataDir = None) -> None:
     """List the lineages that replays on this bus lead into."""
+    import asyncio
+
     from headrace.replay.copying import lineages
 
     for name in asyncio.run(lineages(_bus(bus, data_dir))):
@@ -204,6 +206,8 @@ def list_(bus: BusOption = None, data_dir: DataDir = None) -> None:
 
 def remove(lineage: Known, bus: BusOption = None, data_dir: DataDir = None) -> None:
     """Delete the topics of a replay. Its versions stay in the blob store."""
+    import asyncio
+
     from headrace.replay.copying import remove as delete
 
     for name in asyncio.run(delete(_bus(bus, data_dir), lineage)):
@@ -273,7 +277,11 @@ def _request(
 
 
 def _conduct(work: Callable[[Tick], Awaitable[Report]], json: bool, *, planned: bool = False) -> None:
+    import asyncio
+
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from headrace.cli.replay_report import as_json, show
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
