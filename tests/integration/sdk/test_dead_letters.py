@@ -134,6 +134,8 @@ async def test_what_cannot_be_put_back_is_held_back_and_said(desk: Desk) -> None
     await desk.ask("retry", "--service", desk.service, "--force", status=1)
     assert [one.value for one in await desk.last("turns", 1)][ends:] == [poison.value]
     assert await desk.states() == {table.event_id: "open", binary.event_id: "open", poison.event_id: "retried"}
+    gone = await desk.refuse(Record("deleted", 0, 5, b"k", b"{}"), "unknown_topic")
+    assert "there is no topic 'deleted'" in await desk.ask("retry", gone.event_id, "--force", status=2)
 
 
 async def test_discarding_needs_a_reason_and_keeps_it(desk: Desk) -> None:

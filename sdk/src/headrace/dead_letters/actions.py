@@ -113,8 +113,10 @@ async def _in_groups(topics: Topics, made: Plan) -> AsyncIterator[list[Letter]]:
 
 
 async def _original(one: Letter, partitions: tuple[int, ...]) -> Outgoing:
-    """The record as it was. What never was on a topic goes to where its event belongs."""
+    """The record as it was. What never was on a topic goes to where its event belongs. Raises `UsageError`."""
     letter = one.letter
+    if not partitions:
+        raise UsageError(f"letter {one.id}: there is no topic {letter.source_topic!r} to put it back on")
     partition = letter.source_partition if letter.source_partition in partitions else None
     key = letter.source_key.encode() if letter.source_key else None
     if key is None and partition is None:
