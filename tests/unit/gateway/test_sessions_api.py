@@ -135,7 +135,6 @@ async def test_trinitys_feedback_as_agentscope_sends_it(tmp_path: Path) -> None:
         ({"msg_ids": [IDS[0]], "reward": "NaN"}, 400),
         ({"msg_ids": [IDS[0]], "reward": None}, 400),
     ],
-    ids=str,
 )
 async def test_trinitys_feedback_at_its_edges(tmp_path: Path, body: dict[str, Any], status: int) -> None:
     async with gateway(tmp_path) as served:
