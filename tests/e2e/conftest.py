@@ -23,8 +23,8 @@ sys.path.insert(0, str(EXAMPLES))  # examples are not installed
 
 CACHE = ROOT / ".cache" / "demo"
 """Where `headrace demo` keeps its base models too."""
-WARM_UP_STEPS = 150
-"""Three eighths of the example's: such a model calls tools, and is mostly wrong."""
+WARM_UP_STEPS = 50
+"""An eighth of the example's: such a model calls tools, and is still wrong nearly always."""
 
 EMBEDDED, SERVERS = "embedded broker + SQLite", "Apache Kafka + PostgreSQL"
 _ran: list[str] = []
@@ -33,9 +33,12 @@ _ran: list[str] = []
 @pytest.fixture(scope="session")
 def base_model() -> Path:
     """The e-mail agent's, hardly warmed up: a few seconds, and none once it has been built."""
+    import torch
+
     from email_agent.build_base import Recipe, build
     from email_agent.warm_up import Schedule
 
+    torch.set_num_threads(1)  # so small a model gains nothing from a second one, and loses much on a busy machine
     folder: Path = build(CACHE, Recipe(schedule=Schedule(steps=WARM_UP_STEPS)))
     return folder
 

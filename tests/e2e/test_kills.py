@@ -49,7 +49,6 @@ def test_a_killed_service_comes_back_and_goes_on(played: Played, service: str) -
 def test_the_demo_succeeds_all_the_same(played: Played) -> None:
     assert played.status == 0, played.said[-3000:]
     assert played.report["swaps"] >= 1
-    assert played.report["after"] >= played.report["before"]
 
 
 def test_no_request_of_the_agent_failed(played: Played) -> None:
