@@ -2,9 +2,9 @@
 
 Fills an embedded broker with trajectories, their experiences and feedback, then measures what `headrace replay` does
 before training begins, which is bound by the model: experiences copied, trajectories scored again with a reward
-function, and a dry run with its rehearsal of training. 2,000 a second are wanted of the first two. The machine's own
-speed is in the report beside them, as the rate at which one core decodes the same trajectories: on a busy machine both
-shrink, and their ratio stays. Some minutes. Writes `reports/bench-replay.json`.
+function. 2,000 a second are wanted of both. On a machine that others use, time says little; so the report has the CPU
+time of the command and its programs (the broker's apart), and the rate at which one core decodes the same trajectories,
+which shrinks as the others do. Some minutes. Writes `reports/bench-replay.json`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import random
+import resource
 import sys
 import tempfile
 import time
@@ -138,14 +139,20 @@ def request(bus: str, folder: Path, lineage: str, *, rescored: bool) -> Request:
     return make(lineage, Range(topic), Overrides(None, settings, os.environ), bus)
 
 
-async def copied(wanted: Request) -> tuple[Report, float]:
-    """The first half of a replay, up to where training would begin; and its seconds."""
+async def copied(wanted: Request) -> tuple[Report, float, float]:
+    """The first half of a replay, up to where training would begin; its seconds, and those of CPU that it took."""
     report = Report(wanted.lineage, wanted.of, wanted.wanted.topic)
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), cpu_s()
     async with opened(wanted.bus, wanted.wanted) as lanes:
         await copying.create(wanted.bus, wanted.lineage)
         await conduct.copy(wanted, report, lanes, Journal((), (), "nothing was trained"), lambda *_: None)
-    return report, time.perf_counter() - began
+    return report, time.perf_counter() - began, cpu_s() - busy
+
+
+def cpu_s() -> float:
+    """Of this process and of all that it has started and that has ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def decoding_rate() -> float:
@@ -164,11 +171,11 @@ async def measure(count: int) -> dict[str, object]:
         began = time.perf_counter()
         async with stored(folder, count) as bus:
             print(f"{count} trajectories stored in {time.perf_counter() - began:.0f} s")
-            rates = {}
+            rates, cpu_ms = {}, {}
             for what, rescored in (("copied", False), ("scored_again", True)):
-                report, seconds = await copied(request(bus, folder, what.replace("_", "-"), rescored=rescored))
+                report, seconds, busy_s = await copied(request(bus, folder, what.replace("_", "-"), rescored=rescored))
                 assert report.experiences == count, report
-                rates[what] = count / seconds
+                rates[what], cpu_ms[what] = count / seconds, 1000 * busy_s / count
                 print(f"{what}: {rates[what]:,.0f} a second")
         decoded = (before + decoding_rate()) / 2
     return {
@@ -177,6 +184,7 @@ async def measure(count: int) -> dict[str, object]:
         "json_bytes_per_trajectory": len(trajectory(0).to_json()),
         "rate_wanted": RATE_WANTED,
         "rates": rates,
+        "cpu_ms_per_trajectory": cpu_ms,
         "one_core_decodes": decoded,
         "share_of_one_core_decoding": {what: rate / decoded for what, rate in rates.items()},
         "reached": all(rate >= RATE_WANTED for rate in rates.values()),

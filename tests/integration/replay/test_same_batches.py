@@ -49,8 +49,11 @@ async def test_p9_a_replay_repeats_the_batches_and_disturbs_nobody(town: Town, l
     assert plan["training"]["dropped"] == {reason: dropped.count(reason) for reason in sorted(set(dropped))}
     assert await town.standing() == before, "a plan writes nothing"
 
-    report = await town.report("run", again)
-    assert report["same"]
+    begun = await town.report("run", again, "--set", "trainer.max_steps=2")
+    assert begun["training"]["batches"] == plan["training"]["batches"][:2]
+    assert (begun["same"], begun["batches_equal"]) == (False, 2)
+    report = await town.report("resume", again)
+    assert report["same"], "what was interrupted goes on where it was"
     assert report["training"]["batches"] == plan["training"]["batches"]
     assert report["training"]["trained"] == plan["training"]["trained"]
     assert report["training"]["dropped"] == plan["training"]["dropped"]

@@ -120,8 +120,8 @@ class Pouring:
             report.unreadable += 1
             return None
         took_part = versions_of(event)
-        if self.request.versions and not self.request.versions.intersection(took_part):
-            return None
+        if took_part and self.request.versions and not self.request.versions.intersection(took_part):
+            return None  # what no version took part in, a withdrawal perhaps, may be about what is wanted
         report.selected += 1
         report.versions.update(took_part)
         return event
