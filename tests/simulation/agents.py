@@ -73,7 +73,7 @@ class Agent:
 
     def _turn(self, messages: list[Message], text: str, version: str, retry: int) -> Turn:
         run, now = self._run, VirtualClock().now()
-        given = ask(
+        return ask(
             messages,
             text,
             session=run.session_id,
@@ -87,7 +87,6 @@ class Agent:
             purpose="eval" if self._evaluation else "train",
             task_id=None if run.implied else f"task {run.name[-1]}",
         )
-        return given
 
     async def _finish(self) -> None:
         run = self._run
@@ -135,7 +134,7 @@ class Agent:
     async def _say(self, event: Event) -> None:
         """Until it is acknowledged; the same word again is harmless."""
         while not await self._door.publish(event):
-            await asyncio.sleep(0.1)
+            pass
         self._note(event)
 
     def _note(self, event: Event) -> None:

@@ -33,7 +33,7 @@ class Outage:
 
 
 class Bus:
-    """Topics as in the topic files, with fewer partitions where there are many. Everything random is drawn from `draw`."""
+    """Topics as in the topic files, with fewer partitions where there are many; `draw` is its source of chance."""
 
     def __init__(self, draw: random.Random, trace: Trace) -> None:
         self.draw = draw

@@ -68,9 +68,9 @@ class Producer:
 
     async def stop(self) -> None:
         """Flushes, for ever when the bus stays away."""
-        living()
-        while waiting := [one.done for sends in self._waiting.values() for one in sends]:
-            await asyncio.wait(waiting)
+        while any(self._waiting.values()):
+            living()
+            await asyncio.sleep(0.05)
 
     async def send(
         self, topic: str, value: bytes | None, key: bytes | None, partition: int | None, headers: list[Any]

@@ -22,8 +22,8 @@ class Log:
     def raw(self, kind: type[E], partition: int) -> list[E | None]:
         """One partition by offset, None where a record is no event."""
         known: list[E | None] = self._read.setdefault((kind.topic, partition), [])  # type: ignore[assignment]
-        for record in self._bus.logs[kind.topic][partition][len(known) :]:
-            known.append(_event(kind, record.value))
+        new = self._bus.logs[kind.topic][partition][len(known) :]
+        known.extend(_event(kind, record.value) for record in new)
         return known
 
     def partitions(self, kind: type[E]) -> list[list[E]]:

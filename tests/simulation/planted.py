@@ -1,4 +1,4 @@
-"""Bugs on purpose, one line each from the code that is right: what the checkers are worth is whether they find these."""
+"""Bugs on purpose, each a line away from the code that is right: checkers are worth what they find of these."""
 
 from __future__ import annotations
 
@@ -106,7 +106,9 @@ PLANTED: Mapping[str, Planted] = {
     "ends do not wait": Planted(
         _bug("headrace_runtime.processor.Processor._ends", _nothing_to_wait_for), frozenset({"whole_runs"})
     ),
-    "past the spool": Planted(_bug("headrace_gateway.publisher.Publisher.publish", _past_the_spool), frozenset({"order"})),
+    "past the spool": Planted(
+        _bug("headrace_gateway.publisher.Publisher.publish", _past_the_spool), frozenset({"order"})
+    ),
     "abstaining is zero": Planted(
         _bug("headrace_scorer.policy.Policy._values", _zero_for_nothing), frozenset({"p6_abstain", "p10_late"})
     ),

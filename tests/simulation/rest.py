@@ -65,8 +65,9 @@ def _unread(town: Town) -> Iterator[str]:
     ):
         committed = town.bus.group(name).committed
         for place in (place for topic in topics for place in town.bus.places(topic)):
-            if committed.get(place, 0) != town.bus.end(place):
-                yield f"{name} has read {place.topic}[{place.partition}] to {committed.get(place, 0)} of its {town.bus.end(place)}"
+            at, end = committed.get(place, 0), town.bus.end(place)
+            if at != end:
+                yield f"{name} has read {place.topic}[{place.partition}] to {at} of {end}"
     rows = town.databases["registry"].connection.execute(
         "SELECT next_offset FROM positions WHERE topic = 'checkpoints'"
     )

@@ -13,8 +13,8 @@ from typing import Any
 
 from tests.simulation import rest, world
 from tests.simulation.loop import Stuck, VirtualLoop
-from tests.simulation.promises import check_all
 from tests.simulation.process import alive, task_factory
+from tests.simulation.promises import check_all
 from tests.simulation.substitutes import installed
 from tests.simulation.town import Town
 
@@ -45,9 +45,9 @@ class Outcome:
 def simulate(seed: int, *, verbose: bool = False) -> Outcome:
     """Play a seed and check every promise. Never raises for what the services did."""
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="headrace-", dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
-        with installed(seed):
-            return _play(Town(seed, Path(folder), verbose=verbose), began)
+    place = _MEMORY if _MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="headrace-", dir=place) as folder, installed(seed):
+        return _play(Town(seed, Path(folder), verbose=verbose), began)
 
 
 def _play(town: Town, began: float) -> Outcome:
@@ -58,7 +58,7 @@ def _play(town: Town, began: float) -> Outcome:
         if alive():
             broken.append(f"nobody heard: {context.get('message')}: {context.get('exception')!r}")
 
-    loop.set_task_factory(task_factory)  # type: ignore[arg-type]
+    loop.set_task_factory(task_factory)
     loop.set_exception_handler(unheard)
     asyncio.set_event_loop(loop)
     world.enter(town)

@@ -24,13 +24,13 @@ from headrace_registry.gate import GateFailed
 from headrace_registry.settings import GateSettings
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.settings import BusSettings, Common
+from headrace_schemas import Trajectory
 from headrace_schemas.blobs import BlobRef
 from headrace_scorer.functions.loading import Function
 from headrace_scorer.functions.pool import Pool
 from headrace_scorer.functions.protocol import Call
 from headrace_scorer.functions.verdicts import Outcome, outcome_of
 from headrace_scorer.settings import Settings as ScorerSettings
-from headrace_schemas import Trajectory
 from tests.simulation import clients, faust_app, learner
 from tests.simulation.database import open_database
 from tests.simulation.loop import VirtualClock

@@ -1,4 +1,4 @@
-"""One run: a bus, the services on it, agents at work, what goes wrong, and the quiet afterwards in which all settles."""
+"""One run: a bus, the services on it, agents at work, what goes wrong, and the quiet in which all settles."""
 
 from __future__ import annotations
 

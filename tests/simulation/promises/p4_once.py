@@ -1,4 +1,4 @@
-"""P4: an experience revision changes a weight lineage at most once, through any crash; what is reported is what is so."""
+"""P4: an experience revision changes a weight lineage at most once, through any crash, and reports say what is so."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def _children(town: Town, that: Check) -> None:
     saved = saved_lineage(town)
     assert saved is not None
     that(
-        not saved.waiting or all(not item.experience.reward is None for item in saved.waiting),
+        not saved.waiting or all(item.experience.reward is not None for item in saved.waiting),
         "what waits has a reward",
     )

@@ -1,4 +1,4 @@
-"""P8, as far as the stream decides it: there is always one table of routes, and it leads to something that can serve."""
+"""P8, as far as the stream decides it: there is one table of routes, and it leads to something that can serve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs are whole: every turn is in one trajectory, and one that was acknowledged before its session's end is in that."""
+"""Runs are whole: every turn is in one trajectory, and what ends a run leaves nothing of it behind."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 def check(town: Town, that: Check) -> None:
-    """Only idleness may cut a run in two (decision 3): the collector cannot know that an agent still thinks."""
-    home: dict[str, str] = {}
-    reasons: dict[str, str] = {}
+    """Only idleness may cut a run in two (decision 3): the collector cannot know that an agent still thinks. What ends
+    a run leaves nothing behind that was acknowledged before it."""
+    home: dict[str, Trajectory] = {}
     for trajectory in town.log.all(Trajectory):
-        reasons[trajectory.trajectory_id] = trajectory.end_reason
         for turn_id in trajectory.turn_ids:
-            other = home.setdefault(turn_id, trajectory.trajectory_id)
+            other = home.setdefault(turn_id, trajectory).trajectory_id
             that(other == trajectory.trajectory_id, f"turn {turn_id} is in {other} and in {trajectory.trajectory_id}")
     for turn in town.log.all(Turn):
         that(turn.turn_id in home, f"turn {turn.turn_id} is in no trajectory")
     for run in town.ledger.runs:
-        homes = {home.get(turn.turn_id, "none") for turn in run.turns}
-        cut = len(homes) > 1 and "idle" not in {reasons.get(name) for name in homes}
-        that(not cut, f"{run.name} was cut in {len(homes)} pieces")
+        found = {home[turn.turn_id].trajectory_id: home[turn.turn_id] for turn in run.turns if turn.turn_id in home}
+        pieces = sorted(found.values(), key=lambda piece: piece.time)
+        left_behind = [piece.end_reason for piece in pieces[:-1] if piece.end_reason != "idle"]
+        that(not left_behind, f"{run.name} was cut in {len(pieces)} pieces by {left_behind}")

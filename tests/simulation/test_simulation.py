@@ -1,0 +1,63 @@
+"""A few seeds in every test run (`make simulate` plays a thousand), and bugs on purpose that the checkers must find."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.__main__ import summary
+from tests.simulation.planted import PLANTED
+from tests.simulation.promises import PROMISES
+from tests.simulation.run import simulate
+
+ROOT = Path(__file__).resolve().parents[2]
+CATCH_WITHIN = 36
+"""Seeds; most are caught by the first few."""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_promise_is_kept(seed: int) -> None:
+    outcome = simulate(seed)
+    assert outcome.broken == (), outcome.command
+    assert outcome.checks.keys() == PROMISES.keys()
+    assert all(outcome.checks[name] for name in ("p1_captured", "p2_tokens", "p4_once", "p5_staleness", "account"))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_caught(name: str) -> None:
+    planted = PLANTED[name]
+    for seed in range(CATCH_WITHIN):
+        with planted.plant():
+            broken = {text.partition(":")[0] for text in simulate(seed).broken}
+        if broken & planted.breaks:
+            return
+    pytest.fail(f"{CATCH_WITHIN} seeds did not show it")
+
+
+@pytest.mark.timeout(300)
+def test_one_seed_is_one_run_whatever_the_process() -> None:
+    """Also with another order of sets: the digest covers every record, commit, death and fault with its time."""
+    here = simulate(3)
+    assert simulate(3).digest == here.digest
+    assert simulate(4).digest != here.digest
+    program = "from tests.simulation.run import simulate; print(simulate(3).digest)"
+    environ = {**os.environ, "PYTHONHASHSEED": "7"}
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environ, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == here.digest
+
+
+def test_a_failure_says_how_to_see_it_again() -> None:
+    with PLANTED["abstaining is zero"].plant():
+        outcome = simulate(0, verbose=True)
+    report = json.loads(json.dumps(summary([outcome], 0, 1.0)))
+    assert report["failed"][0]["command"] == "python -m tests.simulation --seeds 1 --first 0 --verbose"
+    assert report["failed"][0]["broken"]
+    assert any(" fault " in line for line in outcome.story)
