@@ -27,7 +27,6 @@ WARM_UP_STEPS = 50
 """An eighth of the example's: such a model calls tools, and is still wrong nearly always."""
 
 EMBEDDED, SERVERS = "embedded broker + SQLite", "Apache Kafka + PostgreSQL"
-_ran: list[str] = []
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +56,7 @@ def judge_llm() -> Iterator[FakeLLM]:
 def backends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
     """The settings that choose bus and database. Kafka is one of its own: accounts are about everything on a bus."""
     if request.param == EMBEDDED:
-        _ran.append(EMBEDDED)
+        presence.used.add(f"the whole circle on {EMBEDDED}")
         yield {}
         return
     presence.need("kafka")
@@ -66,7 +65,7 @@ def backends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     kafka = KafkaNode(tmp_path_factory.mktemp("kafka-e2e"))
     try:
         kafka.start()
-        _ran.append(SERVERS)
+        presence.used.add(f"the whole circle on {SERVERS}")
         yield {"bus.address": kafka.address, "database.url": asyncio.run(_new_database(postgres))}
     finally:
         kafka.stop()
@@ -80,9 +79,3 @@ async def _new_database(postgres: PostgresNode) -> str:
         await connection.execute(text(f"CREATE DATABASE {name}"))
     await engine.dispose()
     return postgres.url(name)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for combination in (EMBEDDED, SERVERS):
-        verb = "ran" if combination in _ran else "did NOT run"
-        terminalreporter.write_line(f"the whole circle {verb} on {combination}", yellow=combination not in _ran)
