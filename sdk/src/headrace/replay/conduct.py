@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -90,8 +91,9 @@ async def resume(request: Request, tick: Tick) -> Report:
     written = await asyncio.to_thread(Written.read, _place(request, ".json"))
     if written is None:
         raise UsageError(f"no replay into lineage {request.lineage!r} was copied to its end from here; run it")
+    request = replace(request, of=written.of)
     report = _report(request)
-    report.of, report.topic, report.experiences = written.of, request.topic, written.experiences
+    report.topic, report.experiences = request.topic, written.experiences
     report.cut, report.cut_because = ("recorded" if written.recorded else "rules"), "as it was begun"
     return await _train(request, report, await _journal(request), tick)
 
