@@ -26,6 +26,10 @@ ARG SERVICE
 COPY deploy/requirements/${SERVICE}.txt requirements.txt
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --no-cache-dir --root-user-action=ignore --no-deps --require-hashes -r requirements.txt
+ARG EXTRA=deploy/requirements/extra.txt
+COPY ${EXTRA} extra.txt
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    pip install --no-cache-dir --root-user-action=ignore --no-deps --require-hashes -r extra.txt
 # Volumes take their owner from the folders of the image.
 RUN install -d -o headrace -g headrace /var/lib/headrace /var/lib/headrace/blobs /var/lib/headrace/${SERVICE} \
     /srv/code /models

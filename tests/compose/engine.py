@@ -34,7 +34,7 @@ class Engine:
         if shutil.which("docker") and _works("docker", "compose", "version") and _works("docker", "info"):
             return cls(("docker", "compose"), "docker")
         if shutil.which("podman-compose") and _works("podman", "info"):
-            return cls(("podman-compose",), "podman")
+            return cls(("podman-compose", "--in-pod", "false"), "podman")
         raise EngineFailed("there is neither a running Docker with its compose plugin nor podman with podman-compose")
 
 
@@ -64,9 +64,15 @@ class Project:
         return _run([self.engine.tool, "ps", "--all", "--quiet", *filters]).strip() or None
 
     def passes(self, service: str, test: Sequence[str]) -> bool:
-        """Whether a health check passes now. Asked here, because not every podman asks by itself."""
+        """Whether a health check passes now: its command, in a second container of the same image and network.
+
+        Not every podman runs health checks by itself, and not every machine lets it enter a container.
+        """
         container = self.container(service)
-        return container is not None and _works(self.engine.tool, "exec", container, *test[1:])
+        if container is None:
+            return False
+        place = ("--rm", "--network", f"container:{container}", "--entrypoint", test[1])
+        return _works(self.engine.tool, "run", *place, self.inspect(service)["Config"]["Image"], *test[2:])
 
     def inspect(self, service: str) -> dict[str, Any]:
         found: list[dict[str, Any]] = json.loads(
