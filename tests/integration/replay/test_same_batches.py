@@ -126,8 +126,8 @@ async def offered(town: Town, lineage: str, version: str) -> None:
     assert version not in [one.version for one in await town.read(Checkpoint)]
     assert lineage in (await town.headrace("list")).split()
     refused = await town.headrace("run", lineage, status=2)
-    assert f"there is a replay into lineage '{lineage}' already" in refused
-    assert f"headrace replay remove {lineage}" in refused
+    assert f"there was a replay into lineage '{lineage}' already" in refused
+    assert f"headrace replay resume {lineage}" in refused
     await town.headrace("offer", lineage)
     announced = (await town.read(Checkpoint))[-1]
     assert (announced.version, announced.lineage) == (version, lineage)

@@ -62,6 +62,11 @@ async def plan(request: Request, tick: Tick) -> Report:
 
 async def run(request: Request, tick: Tick) -> Report:
     """Copy, then train. Raises `UsageError` when there is such a replay already, and what the programs fail with."""
+    if await asyncio.to_thread(Written.read, _place(request, ".json")) is not None:
+        raise UsageError(
+            f"there was a replay into lineage {request.lineage!r} already; its versions remain: choose another name, "
+            f"or go on with `headrace replay resume {request.lineage}`"
+        )
     report = _report(request)
     told = await _journal(request)
     async with opened(request.bus, request.wanted) as lanes:
