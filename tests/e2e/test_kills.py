@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.e2e.circle import EXAMPLES
-from tests.e2e.killed_demo import KilledDemo, Played, shortened
+from tests.e2e.conftest import CACHE
+from tests.e2e.killed_demo import GAIN, KilledDemo, Played, endless
 from tests.support.fake_llm import FakeLLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ORDER = ("collector", "broker", "scorer", "gateway", "judge", "inference", "trainer", "registry")
-EVALUATE = ["{python}", "-m", "email_agent.evaluate", "--base-url", "{base_url}", "--model", "{model}", "--tasks", "24"]
+EVALUATE = ["{python}", "-m", "email_agent.evaluate", "--base-url", "{base_url}", "--model", "{model}", "--tasks", "48"]
 
 
 @pytest.fixture(scope="module")
-def demo(base_model: Path, judge_llm: FakeLLM, tmp_path_factory: pytest.TempPathFactory) -> KilledDemo:
-    """The example's demo, with a judge to kill, and versions often enough to see some between kills."""
+def demo(judge_llm: FakeLLM, tmp_path_factory: pytest.TempPathFactory) -> KilledDemo:
+    """The example's demo with its own base model and settings, a judge to kill, and half as many held-out tasks."""
     folder = tmp_path_factory.mktemp("killed")
     settings = {
-        "trainer.steps_per_version": 1,
-        "trainer.batch_experiences": 16,
-        "trainer.max_staleness": 64,
         "registry.gate.command": EVALUATE,
         "judge.endpoint.base_url": judge_llm.base_url,
         "judge.endpoint.model": "judge-1",
     }
-    example = shortened(EXAMPLES / "email_agent", folder / "email_agent", base_model)
-    return KilledDemo(example, folder, base_model.parent, settings, {"judge": lambda: len(judge_llm.calls)})
+    example = endless(EXAMPLES / "email_agent", folder / "email_agent")
+    return KilledDemo(example, folder, CACHE, settings, {"judge": lambda: len(judge_llm.calls)})
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +45,7 @@ def test_a_killed_service_comes_back_and_goes_on(played: Played, service: str) -
 def test_the_demo_succeeds_all_the_same(played: Played) -> None:
     assert played.status == 0, played.said[-3000:]
     assert played.report["swaps"] >= 1
+    assert played.report["after"] >= played.report["before"] + GAIN
 
 
 def test_no_request_of_the_agent_failed(played: Played) -> None:
