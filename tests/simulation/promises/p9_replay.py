@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace_schemas import Branch, Checkpoint, Experience, TrainingMetrics
+from headrace_schemas import Checkpoint, Experience, TrainingMetrics
 from headrace_schemas.events.checkpoint import Read
 from headrace_trainer.rehearsal import Rehearsal
 from tests.simulation import learner
@@ -31,10 +31,8 @@ def check(town: Town, that: Check) -> None:
         (Path(name) / "config.json").write_text(json.dumps(shape))
         settings = TRAINER.model_copy(update={"base": name, "lineage": "again", "replays": "main", "cut": "recorded"})
         rehearsal = Rehearsal(settings, town.blobs)
-        branches: dict[str, Branch] = {}
         for experience, mark in _journal(town):
-            whole = _with_branch(experience, branches)
-            rehearsal.add(whole, mark)
+            rehearsal.add(experience, mark)
         again = rehearsal.end().batches
     for batch, rehearsed in zip(batches, again, strict=False):
         if batch.step < straight:
@@ -44,14 +42,6 @@ def check(town: Town, that: Check) -> None:
             )
     enough = [batch for batch in batches if batch.step < straight]
     that(len(again) >= len(enough), f"{len(enough)} batches were trained, {len(again)} come out")
-
-
-def _with_branch(experience: Experience, branches: dict[str, Branch]) -> Experience:
-    """A withdrawal comes without tokens; the trainer reads them again from the bus (`Trainer._with_branch`)."""
-    name = experience.experience_id
-    if experience.branch is not None:
-        branches[name] = experience.branch
-    return experience.model_copy(update={"branch": branches.get(name)})
 
 
 def _reports(town: Town) -> list[TrainingMetrics]:

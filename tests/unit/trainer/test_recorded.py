@@ -104,6 +104,21 @@ async def test_recorded_batches_come_out_the_same(tmp_path: Path, make: Make, ki
     assert counts == {"trained": foretold.trained} | {str(name): n for name, n in foretold.dropped.items()}
 
 
+async def test_a_withdrawal_is_rehearsed_with_the_tokens_that_were_trained(tmp_path: Path, make: Make) -> None:
+    """It comes without them; to undo what they did the trainer reads them again from the bus."""
+    world, settings = World(tmp_path), make(**SETTINGS)
+    await world.run(settings)
+    version = world.bus.checkpoints[0].version
+    world.bus.produce(*(experience(n, version, reward=n % 3, task="t", run=str(n)) for n in range(4)))
+    await world.run(settings)
+    taken_back = [experience(n, version, None, revision=1, task="t", run=str(n), branch=False) for n in (1, 2)]
+    world.bus.produce(*taken_back, experience(9, version, None, branch=False))
+    await world.run(settings, wait_s=settings.batch_wait_s)
+    foretold = rehearsed(world, make(**SETTINGS, **AGAIN, cut="recorded"), recorded(world))
+    assert len(foretold.batches) == 2
+    assert [batch.digest for batch in foretold.batches] == digests(world.bus.accounts)
+
+
 async def test_by_the_rules_time_is_not_repeated(tmp_path: Path, make: Make) -> None:
     """The comparison can fail; and a rehearsal by the rules foretells what training by the rules does."""
     world = await live(tmp_path, make(**SETTINGS))

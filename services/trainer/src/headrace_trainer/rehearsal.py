@@ -19,7 +19,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import SettingError
 from headrace_runtime.filters import Lines
 from headrace_runtime.settings import Common
-from headrace_schemas import Experience
+from headrace_schemas import Branch, Experience
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.replay import Rehearsed, RehearsedBatch
 from headrace_trainer.admission import limits_of
@@ -66,6 +66,8 @@ class Rehearsal:
             settings.memory,
         )
         self._place = 0
+        self._branches: dict[str, Branch] = {}
+        """The tokens of what the window holds."""
         self._fates: Counter[str | None] = Counter()
         self._ignored: Counter[str] = Counter()
         self._batches: list[RehearsedBatch] = []
@@ -74,10 +76,20 @@ class Rehearsal:
         """`mark`: after this one a batch of so many was cut, when it was trained before."""
         if experience.model != self._settings.model:
             self._ignored["other_models"] += 1
-        elif self._ledger.admit(experience, (0, self._place), _START).fate == "ignore":
+        elif self._ledger.admit(self._whole(experience), (0, self._place), _START).fate == "ignore":
             self._ignored["duplicates"] += 1
         self._place += 1
         self._act(BEGINNING_OF_TIME, mark)
+
+    def _whole(self, experience: Experience) -> Experience:
+        """A withdrawal need not repeat the tokens; to undo what they did training reads them again from the bus."""
+        name = experience.experience_id
+        if experience.branch is not None:
+            self._branches[name] = experience.branch
+            return experience
+        entry = self._ledger.window.get(name)
+        trained = entry is not None and entry.trained
+        return experience.model_copy(update={"branch": self._branches.get(name)}) if trained else experience
 
     def end(self) -> Rehearsed:
         """Nothing more will come."""
@@ -121,6 +133,8 @@ class Rehearsal:
             keep = {history.versions[0].version}
             ledger.history = history.published(version, keep, settings.memory.versions)
             ledger.forget(_START)
+            if len(self._branches) > 2 * len(ledger.window):
+                self._branches = {name: self._branches[name] for name in ledger.window if name in self._branches}
 
     def _count(self) -> None:
         self._fates.update(verdict.dropped for verdict in self._ledger.verdicts)
