@@ -8,7 +8,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.support.ports import free_port, wait_open
+from tests.support.ports import free_port
+from tests.support.processes import wait_until
 
 
 def _binaries() -> Path | None:
@@ -72,7 +73,12 @@ class PostgresNode:
         self._process = subprocess.Popen(
             [str(binaries / "postgres"), *options], stdout=log, stderr=log, user=owner, group=owner
         )
-        wait_open(self.port, 30)
+        wait_until(self._accepts, 30, "PostgreSQL takes connections: it listens before it does")
+
+    def _accepts(self) -> bool:
+        """The last line of the file with its process id tells the state (`PM_STATUS_READY`)."""
+        status = self._data / "postmaster.pid"
+        return status.exists() and status.read_text(encoding="utf-8").rstrip().endswith("ready")
 
     def kill(self) -> None:
         assert self._process is not None
