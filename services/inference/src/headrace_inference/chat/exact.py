@@ -185,8 +185,8 @@ def _digests(
 
 
 def _chained(digest: bytes, message: Message) -> bytes:
-    """What clients leave out or put in, the text decides if it counts: reasoning, which some do not send back, and a name
-    on an answer, which the model did not say."""
+    """Two things do not count, and the text decides if they matter: reasoning, which some clients do not send back, and
+    a name on an answer, which the model did not say."""
     name = None if message.role == "assistant" else message.name
     calls = [(call.id, call.function.name, _value(call.function.arguments)) for call in message.tool_calls or ()]
     parts = [message.role, message.text.strip(), name, message.tool_call_id, calls]
