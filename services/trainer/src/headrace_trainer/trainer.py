@@ -88,11 +88,13 @@ class Trainer:
         self._saved_at_s = self._clock.monotonic_s()
         while not lineage.finished:
             for record in await self._source.poll(lineage.ledger.room):
+                if lineage.finished:  # what nobody will train here is left for whoever goes on
+                    break
                 await self._receive(record, lineage)
                 mark = mark_of(record)
                 await self._act(lineage, reporter, mark)  # after each one, not after however many came at once
             await self._act(lineage, reporter)
-            if self._settings.until_end and await self._retry(self._source.at_end):
+            if self._settings.until_end and not lineage.finished and await self._retry(self._source.at_end):
                 await self._finish(lineage, reporter)
                 break
         if lineage.unpublished:
