@@ -19,7 +19,11 @@ def seen(metadata: MetaData) -> Table:
 
 
 def outbox(metadata: MetaData) -> Table:
-    """Events that a committed effect owes to the bus. A row goes once the bus has acknowledged it."""
+    """Events that a committed effect owes to the bus. A row goes once the bus has acknowledged it.
+
+    Ids are never used again: who did not hear that a commit took place, and so does not know its rows, would otherwise
+    remove them by the ids of rows that it has sent.
+    """
     return Table(
         "outbox",
         metadata,
@@ -30,6 +34,7 @@ def outbox(metadata: MetaData) -> Table:
         Column("headers", LargeBinary, nullable=False),
         Column("partition", Integer),
         Column("at_ms", BigInteger, nullable=False),
+        sqlite_autoincrement=True,
     )
 
 

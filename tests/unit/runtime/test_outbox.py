@@ -81,6 +81,20 @@ async def test_acknowledged_rows_stay_until_their_removal_is_durable(stream: Ben
     assert await stream.count("outbox") == 1
 
 
+async def test_a_commit_of_which_nobody_heard_loses_nothing(stream: Bench, outbox: Outbox) -> None:
+    """Its rows are in the database and their owner does not know: it must never take them for rows that it has sent."""
+    await owe(stream, outbox, "a")
+    await outbox.flush()
+    async with stream.processor.database.transaction() as tx:
+        await outbox.add(tx, await outbox.encode([reward("b")]))
+    outbox.rolled_back()
+    await owe(stream, outbox, "c")
+    await outbox.flush()
+    stream.clock.advance(31)
+    await outbox.adopt()
+    assert sorted(sent(stream)) == ["a", "b", "c"]
+
+
 async def test_a_bus_that_is_away_gets_everything_later(stream: Bench, outbox: Outbox) -> None:
     await owe(stream, outbox, "a", "b")
     stream.producer.fail(1)

@@ -70,6 +70,7 @@ def _stream_tables() -> None:
         sa.Column("headers", sa.LargeBinary, nullable=False),
         sa.Column("partition", sa.Integer),
         sa.Column("at_ms", sa.BigInteger, nullable=False),
+        sqlite_autoincrement=True,
     )
     op.create_table(
         "jobs",

@@ -72,6 +72,7 @@ def upgrade() -> None:
         sa.Column("partition", sa.Integer),
         sa.Column("at_ms", sa.BigInteger, nullable=False),
         sa.PrimaryKeyConstraint("id"),
+        sqlite_autoincrement=True,
     )
     op.create_table(
         "positions",
