@@ -34,7 +34,7 @@ from tests.compose.facts import Image, Limits, look_at_image, look_at_limits
 from tests.repo.compose_files import EXAMPLE, ROOT, env_example, filled, ours, service_of, services
 from tests.support.ports import free_port
 
-HEALTHY_S_MAX = 600.0
+HEALTHY_S_MAX = 1200.0
 POLL_S = 2.0
 LOG_LINES = 200
 LEFT_OUT = {"judge": "needs an endpoint", "inference-gpu": "needs a GPU", "trainer-gpu": "needs a GPU"}

@@ -13,7 +13,7 @@ from typing import Any
 from tests.repo.compose_files import EXAMPLE, MAIN, ROOT
 
 BUILD_S_MAX = 5400.0
-COMMAND_S_MAX = 900.0
+COMMAND_S_MAX = 1800.0
 _NICE = ("nice", "-n", "5")
 
 
