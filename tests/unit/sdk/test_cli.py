@@ -23,7 +23,8 @@ from tests.unit.sdk.http_fake import HttpFake
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 COMMANDS = [
     ["up"], ["demo"], ["status"], ["logs"], ["feedback"], ["models", "list"], ["models", "show"], ["models", "promote"],
-    ["models", "rollback"], ["models", "withdraw"], ["replay", "events"], ["dead-letters", "list"],
+    ["models", "rollback"], ["models", "withdraw"], ["replay", "events"], ["replay", "plan"], ["replay", "run"],
+    ["replay", "resume"], ["replay", "offer"], ["replay", "list"], ["replay", "remove"], ["dead-letters", "list"],
     ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"], ["mirror"],
     ["config", "check"], ["config", "reference"],
 ]  # fmt: skip
