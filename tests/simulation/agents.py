@@ -138,7 +138,7 @@ class Agent:
         self._note(event)
 
     def _note(self, event: Event) -> None:
-        self._ledger.order.setdefault(self._run.session_key, []).append(event.event_id)
+        self._ledger.order.setdefault(self._run.name, []).append(event.event_id)
 
 
 def runs(draw: random.Random, count: int) -> list[Run]:

@@ -38,7 +38,7 @@ class Ledger:
     """Every turn that a gateway was given, acknowledged or not."""
     acked: dict[str, Turn] = field(default_factory=dict)
     order: dict[str, list[str]] = field(default_factory=dict)
-    """Session key to ids of acknowledged events, in the order in which they were."""
+    """Run to ids of its acknowledged events, in the order in which they were."""
     critic: list[Reward] = field(default_factory=list)
     """What a third party says about trajectories."""
     unsaid: int = 0

@@ -42,6 +42,24 @@ def living() -> Process:
     return process
 
 
+class InOrder(dict[asyncio.Task[Any], None]):
+    """A set of tasks, walked in order of arrival: a set's own order depends on where its members lie in memory."""
+
+    def add(self, task: asyncio.Task[Any]) -> None:
+        self[task] = None
+
+    def discard(self, task: asyncio.Task[Any]) -> None:
+        self.pop(task, None)
+
+
+class TaskGroup(asyncio.TaskGroup):
+    """Cancels its tasks in the order in which they were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tasks = InOrder()  # type: ignore[assignment] (add, discard and a walk are all that it is asked for)
+
+
 class Process:
     """One life. `name` is that of its place, such as `collector-1`; `service` what it runs."""
 
@@ -54,7 +72,7 @@ class Process:
         self.at_death: list[Callable[[], None]] = []
         """What the operating system does for the dead: locks go, connections close."""
         self.thread_delay_s = 0.0
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = InOrder()
         self._main: asyncio.Task[None] | None = None
         self._context = contextvars.copy_context()
         self._context.run(CURRENT.set, self)

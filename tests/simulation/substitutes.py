@@ -34,6 +34,7 @@ from headrace_scorer.settings import Settings as ScorerSettings
 from tests.simulation import clients, faust_app, learner
 from tests.simulation.database import open_database
 from tests.simulation.loop import VirtualClock
+from tests.simulation.process import TaskGroup
 from tests.simulation.world import world
 
 BLOBS = "memory://blobs"
@@ -110,6 +111,7 @@ async def _serve(*_: object) -> AsyncIterator[int]:
 
 def _names() -> Mapping[str, Any]:
     return {
+        "asyncio.TaskGroup": TaskGroup,
         "headrace_runtime.producer.AIOKafkaProducer": clients.Producer,
         "headrace_runtime.consumer.AIOKafkaConsumer": clients.Consumer,
         "headrace_runtime.faust_host._app": faust_app.App,

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def check(town: Town, that: Check) -> None:
-    """First appearances, over all topics, of what each session was acknowledged."""
-    for key, events in town.ledger.order.items():
+    """First appearances, over all topics, of what was acknowledged to each agent, one after the other."""
+    for run, events in town.ledger.order.items():
         appeared = [town.bus.first[event_id] for event_id in events if event_id in town.bus.first]
-        that(appeared == sorted(appeared), f"session {key} is on the bus in another order than it was acknowledged")
+        that(appeared == sorted(appeared), f"what was acknowledged to {run} is on the bus in another order")

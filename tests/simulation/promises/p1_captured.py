@@ -17,12 +17,10 @@ def check(town: Town, that: Check) -> None:
     for turn_id, sent in town.ledger.acked.items():
         that(turns.get(turn_id) == sent, f"turn {turn_id} was acknowledged and is not on the bus as it was sent")
     said = {event.event_id for kind in (Turn, Feedback, SessionEnd) for event in town.log.all(kind)}
-    for key, events in town.ledger.order.items():
+    for run, events in town.ledger.order.items():
         for event_id in events:
             # A tenant's commit has a copy with an id of its own in each partition.
-            that(
-                event_id in said or _copied(town, event_id), f"{event_id} of session {key} was acknowledged and is lost"
-            )
+            that(event_id in said or _copied(town, event_id), f"{event_id} of {run} was acknowledged and is lost")
 
 
 def _copied(town: Town, event_id: str) -> bool:
