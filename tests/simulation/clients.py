@@ -205,13 +205,10 @@ class Consumer:
     ) -> dict[TopicPartition, list[Any]]:
         """Some of what is there, partition by partition, in any order of partitions; nothing while the bus is away."""
         living()
-        await asyncio.sleep(self._bus.latency_s())
         found = self._fetch(places, max_records or 1000)
-        if not found:
-            await asyncio.sleep(timeout_ms / 1000)
-            living()
-            found = self._fetch(places, max_records or 1000)
-        return found
+        await asyncio.sleep(self._bus.latency_s() if found else timeout_ms / 1000)
+        living()
+        return found or self._fetch(places, max_records or 1000)
 
     def _fetch(self, places: Sequence[TopicPartition], room: int) -> dict[TopicPartition, list[Any]]:
         chosen = [place for place in places or self._next if place not in self._paused]

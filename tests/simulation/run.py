@@ -109,10 +109,12 @@ def _end(loop: VirtualLoop, town: Town) -> None:
         me = asyncio.current_task()
         for _ in range(_CANCELS_MAX):
             others = [task for task in asyncio.all_tasks() if task is not me]
+            if not others:
+                return
             for task in others:
                 task.cancel()
             await asyncio.sleep(0)
-        assert not others, f"these do not end: {others}"
+        raise AssertionError(f"these do not end: {others}")
 
     loop.run_until_complete(kill())
     loop.run_until_complete(loop.shutdown_asyncgens())
