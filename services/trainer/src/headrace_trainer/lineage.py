@@ -83,8 +83,8 @@ class Lineage:
         full = max(verdicts, len(self.ledger.read)) >= self._settings.memory.verdicts
         return full or (late and (stepped or verdicts > 0))
 
-    @property
     def finished(self) -> bool:
+        """Whether the lineage has taken all its steps. Each step may change it."""
         return self._settings.max_steps is not None and self.ledger.steps >= self._settings.max_steps
 
     def next_batch(self, mark: int | None = None, *, over: bool = False) -> tuple[Waiting, ...]:

@@ -86,15 +86,15 @@ class Trainer:
 
     async def _train(self, lineage: Lineage, reporter: Reporter) -> None:
         self._saved_at_s = self._clock.monotonic_s()
-        while not lineage.finished:
+        while not lineage.finished():
             for record in await self._source.poll(lineage.ledger.room):
-                if lineage.finished:  # what nobody will train here is left for whoever goes on
+                if lineage.finished():  # what nobody will train here is left for whoever goes on
                     break
                 await self._receive(record, lineage)
                 mark = mark_of(record)
                 await self._act(lineage, reporter, mark)  # after each one, not after however many came at once
             await self._act(lineage, reporter)
-            if self._settings.until_end and not lineage.finished and await self._retry(self._source.at_end):
+            if self._settings.until_end and not lineage.finished() and await self._retry(self._source.at_end):
                 await self._finish(lineage, reporter)
                 break
         if lineage.unpublished:
@@ -111,7 +111,7 @@ class Trainer:
 
     async def _step(self, lineage: Lineage, reporter: Reporter, batch: Sequence[Waiting]) -> bool:
         """Whether there was something to train."""
-        if not batch or lineage.finished:
+        if not batch or lineage.finished():
             return False
         measured = await self._in_thread(lambda: lineage.step(batch, self._stop))
         if measured:
