@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 CURRENT: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
-_CANCELS_MAX = 200
+CANCEL_PASSES_MAX = 400
+CANCEL_EVERY = 8
+"""Passes of the loop between two cancellations; what the dead left open (connections, generators) closes meanwhile."""
 
 
 class Killed(BaseException):
@@ -112,10 +114,10 @@ class Process:
         if not killed:
             await asyncio.wait([self._main])
             self.die()
-        for _ in range(_CANCELS_MAX):
+        for count in range(CANCEL_PASSES_MAX):
             if not self._tasks:
                 break
-            for task in list(self._tasks):
+            for task in list(self._tasks) if count % CANCEL_EVERY == 0 else ():
                 task.cancel()
             await asyncio.sleep(0)
         assert not self._tasks, f"{self.name} does not die: {self._tasks}"

@@ -14,12 +14,11 @@ from typing import Any
 
 from tests.simulation import rest, world
 from tests.simulation.loop import Stuck, VirtualLoop
-from tests.simulation.process import alive, task_factory
+from tests.simulation.process import CANCEL_EVERY, CANCEL_PASSES_MAX, alive, task_factory
 from tests.simulation.promises import check_all
 from tests.simulation.substitutes import installed
 from tests.simulation.town import Town
 
-_CANCELS_MAX = 200
 _MEMORY = Path("/dev/shm")
 
 
@@ -107,11 +106,11 @@ def _end(loop: VirtualLoop, town: Town) -> None:
     async def kill() -> None:
         town.end()
         me = asyncio.current_task()
-        for _ in range(_CANCELS_MAX):
+        for count in range(CANCEL_PASSES_MAX):
             others = [task for task in asyncio.all_tasks() if task is not me]
             if not others:
                 return
-            for task in others:
+            for task in others if count % CANCEL_EVERY == 0 else ():
                 task.cancel()
             await asyncio.sleep(0)
         raise AssertionError(f"these do not end: {others}")

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import random
-import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ from unittest import mock
 
 import structlog
 from fsspec.implementations.memory import MemoryFileSystem
-from sqlalchemy.exc import SAWarning
 
 from headrace_registry.gate import GateFailed
 from headrace_registry.settings import GateSettings
@@ -158,9 +156,7 @@ def installed(seed: int) -> Iterator[None]:
         "os.urandom": lambda size: noise.randbytes(size),
         "headrace_schemas.ids.time": SimpleNamespace(time_ns=lambda: round(VirtualClock().now().timestamp() * 1e9)),
     }
-    with contextlib.ExitStack() as stack, warnings.catch_warnings():
-        warnings.simplefilter("ignore", SAWarning)  # the dead do not give their connections back
-        logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
+    with contextlib.ExitStack() as stack:
         stack.callback(structlog.configure, **structure)
         stack.callback(MemoryFileSystem.store.clear)
         for name, substitute in given.items():
