@@ -18,6 +18,8 @@ from tests.simulation.run import simulate
 ROOT = Path(__file__).resolve().parents[2]
 CATCH_WITHIN = 36
 """Seeds; most are caught by the first few."""
+KNOWN = {"commit before effect": 16, "outbox in memory": 22, "past the spool": 31}
+"""Where a bug is rarely met, a seed that meets it. The others come after it: another simulation, another seed."""
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -32,7 +34,7 @@ def test_every_promise_is_kept(seed: int) -> None:
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_caught(name: str) -> None:
     planted = PLANTED[name]
-    for seed in range(CATCH_WITHIN):
+    for seed in (KNOWN.get(name, 0), *range(CATCH_WITHIN)):
         with planted.plant():
             broken = {text.partition(":")[0] for text in simulate(seed).broken}
         if broken & planted.breaks:
