@@ -37,9 +37,9 @@ MAX_STALENESS = 2
 Main = Callable[[], Coroutine[Any, Any, None]]
 
 COLLECTOR = CollectorSettings(idle_s=12.0, end_wait_s=600.0, feedback_wait_s=10.0)
-SCORER = ScorerSettings(expected=("feedback",), settle_s=8.0, lease_s=12.0)
+SCORER = ScorerSettings(expected=("feedback",), settle_s=8.0, lease_s=18.0)
 REGISTRY = RegistrySettings.model_validate(
-    {"poll_s": 5.0, "lease_s": 20.0, "reconcile_s": 8.0, "retry_s": 10.0, "probe_timeout_s": 30.0}
+    {"poll_s": 6.0, "lease_s": 24.0, "reconcile_s": 8.0, "retry_s": 10.0, "probe_timeout_s": 30.0}
 )
 TRAINER = TrainerSettings.model_validate(
     {

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from unittest import mock
 
 import structlog
 from fsspec.implementations.memory import MemoryFileSystem
+from sqlalchemy.exc import SAWarning
 
 from headrace_registry.gate import GateFailed
 from headrace_registry.settings import GateSettings
@@ -129,12 +131,12 @@ def _names() -> Mapping[str, Any]:
         "headrace_registry.app.Gate": LocalGate,
         "headrace_scorer.app.Pool": LocalPool,
         # Less often than in production: steps without effect are most of what a run would cost.
-        "headrace_collector.app._ENDS_INTERVAL_S": 4.0,
-        "headrace_collector.app._IDLE_INTERVAL_S": 5.0,
-        "headrace_collector.app._UPKEEP_INTERVAL_S": 7.0,
-        "headrace_scorer.app._SETTLE_INTERVAL_S": 4.0,
+        "headrace_collector.app._ENDS_INTERVAL_S": 6.0,
+        "headrace_collector.app._IDLE_INTERVAL_S": 6.0,
+        "headrace_collector.app._UPKEEP_INTERVAL_S": 9.0,
+        "headrace_scorer.app._SETTLE_INTERVAL_S": 6.0,
         "headrace_scorer.app._UPKEEP_INTERVAL_S": 20.0,
-        "headrace_scorer.scoring._POLL_S": 4.0,
+        "headrace_scorer.scoring._POLL_S": 6.0,
         **learner.STANDS_FOR,
     }
 
@@ -156,7 +158,9 @@ def installed(seed: int) -> Iterator[None]:
         "os.urandom": lambda size: noise.randbytes(size),
         "headrace_schemas.ids.time": SimpleNamespace(time_ns=lambda: round(VirtualClock().now().timestamp() * 1e9)),
     }
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore", SAWarning)  # who dies while connecting does not give the connection back
+        logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
         stack.callback(structlog.configure, **structure)
         stack.callback(MemoryFileSystem.store.clear)
         for name, substitute in given.items():
