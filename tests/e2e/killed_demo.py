@@ -32,6 +32,9 @@ LEARNING_S = 400.0
 GAIN = 0.1
 """By so much held-out success has to rise, in 0..1: what the shortened demo asks for."""
 
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
+"""So small a model is built as fast by one thread, and on a busy machine two wait for each other most of the time."""
+
 TELLS = {
     "broker": "turns",
     "gateway": "turns",
@@ -116,7 +119,7 @@ class KilledDemo:
     def play(self, order: tuple[str, ...]) -> Played:
         """Kill in `order`, see each one back at work, let the agent learn something, end."""
         with self._log.open("ab") as log:
-            self._process = process = subprocess.Popen(self._command, stdout=log, stderr=log)
+            self._process = process = subprocess.Popen(self._command, stdout=log, stderr=log, env=ENVIRON)
         try:
             self._until(lambda: self._agent() is not None, "the agent is at work", BASE_S)
             self._until(lambda: self._tells("gateway") > 0, "the agent is answered")
