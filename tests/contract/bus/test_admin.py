@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
@@ -26,7 +28,9 @@ async def _absent(admin: AIOKafkaAdminClient, name: str) -> bool:
 
 async def test_create_list_describe_delete(bus: str, unique: str, admin: AIOKafkaAdminClient) -> None:
     assert await _codes(admin, NewTopic(unique, 3, 1)) == [0]
-    assert unique in await admin.list_topics()
+    async with asyncio.timeout(10):  # Kafka's controller answers before its brokers have heard
+        while unique not in await admin.list_topics():
+            await asyncio.sleep(0.05)
     (described,) = await admin.describe_topics([unique])
     assert (described["error_code"], described["topic"], len(described["partitions"])) == (0, unique, 3)
     assert sorted(partition["partition"] for partition in described["partitions"]) == [0, 1, 2]

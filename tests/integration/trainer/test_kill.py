@@ -161,4 +161,4 @@ def check_state(blobs: BlobStore) -> None:
         assert len(entry.contributions) <= len(entry.revisions), name
         assert len({one.step for one in entry.contributions}) == len(entry.contributions), name
     trained = sum(len(entry.contributions) for entry in saved.window.values())
-    assert COUNT * 0.9 < trained <= saved.steps * (BATCH + 3)
+    assert COUNT * 0.75 < trained <= saved.steps * (BATCH + 3)
