@@ -23,7 +23,7 @@ $(UV): requirements-bootstrap.txt
 	@touch $@
 
 $(VENV)/installed: $(UV) requirements.lock $(MEMBERS:%=%/pyproject.toml)
-	$(UV) pip sync --quiet --require-hashes --python $(BIN)/python requirements.lock
+	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(BIN)/python requirements.lock
 	$(UV) pip install --quiet --no-deps --no-build-isolation --python $(BIN)/python $(MEMBERS:%=--editable ./%)
 	@touch $@
 
@@ -48,7 +48,7 @@ up: $(VENV)/installed ## every service on this machine (ARGS="--set trainer.base
 test: $(VENV)/installed ## every test, fast ones first; under 10 minutes on 2 cores
 	mkdir -p reports
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder \
-	  tests/unit tests/repo tests/docs tests/contract tests/simulation tests/e2e tests/integration
+	  tests/unit tests/repo tests/docs tests/contract tests/simulation tests/e2e tests/integration/replay tests/integration
 
 KILLS ?= 100
 chaos: $(VENV)/installed ## kill -9 of every service and the bus at 50 turns/s, on each bus (SEED=, KILLS=, BUS=embedded or kafka)

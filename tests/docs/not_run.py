@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.docs.fences import Fence
+from tests.docs.fences import RUN, Fence, all_fences
 
 _DEMO = "takes minutes; tests/e2e plays the shortened demo"
 NOT_RUN = {
@@ -19,3 +19,8 @@ NOT_RUN = {
 def key_of(fence: Fence) -> tuple[str, str] | None:
     """The entry that leaves the fence out; None when it is run."""
     return next((key for key in NOT_RUN if fence.page == key[0] and fence.text.startswith(key[1])), None)
+
+
+def executed(*, stack: bool) -> list[Fence]:
+    """The fences that are programs and are run: those that need a running Headrace, or the others."""
+    return [one for one in all_fences() if one.language in RUN and one.needs_stack == stack and not key_of(one)]

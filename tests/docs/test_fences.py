@@ -1,4 +1,6 @@
-"""Every code fence of every page runs, parses, or is listed in `not_run.py` with the reason why not."""
+"""Every code fence of every page runs, parses, or is listed in `not_run.py` with the reason why not.
+
+Those that talk to a running Headrace do so in `test_running.py`."""
 
 from __future__ import annotations
 
@@ -10,25 +12,19 @@ from pathlib import Path
 
 import pytest
 import yaml
-from _pytest.mark import ParameterSet
 from typer.core import TyperGroup
 from typer.main import get_command
 
 from headrace.cli import app
 from headrace_runtime.errors import SettingError
-from tests.docs.fences import PARSED, ROOT, RUN, Fence, all_fences, fences, pages, problem
-from tests.docs.not_run import NOT_RUN, key_of
+from tests.docs.fences import PARSED, ROOT, Fence, all_fences, fences, pages, problem
+from tests.docs.not_run import NOT_RUN, executed, key_of
 from tests.docs.settings import check
-from tests.docs.stack import Folder, Stack
+from tests.docs.stack import Folder
 
 _HEADRACE = re.compile(r"^\$ headrace (.*)$", re.MULTILINE)
 _MAKE = re.compile(r"^make ([a-z-]+)", re.MULTILINE)
 _TARGET = re.compile(r"^([a-z-]+):", re.MULTILINE)
-
-
-def chosen(*, stack: bool) -> list[ParameterSet]:
-    run = [one for one in all_fences() if one.language in RUN and one.needs_stack == stack and not key_of(one)]
-    return [pytest.param(fence, id=fence.label) for fence in run]
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -36,18 +32,11 @@ def test_every_fence_says_what_it_is(page: Path) -> None:
     assert [found for fence in fences(page) if (found := problem(fence))] == []
 
 
-@pytest.mark.parametrize("fence", chosen(stack=False))
+@pytest.mark.parametrize("fence", executed(stack=False), ids=lambda one: one.label)
 def test_code_runs(fence: Fence, tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.add_files(ROOT / fence.page)
     folder.run(fence)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("fence", chosen(stack=True))
-def test_code_runs_on_a_running_headrace(fence: Fence, stack: Stack) -> None:
-    stack.run(fence)
 
 
 @pytest.mark.parametrize("fence", [one for one in all_fences() if one.language in PARSED], ids=lambda one: one.label)

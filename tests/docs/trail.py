@@ -22,6 +22,9 @@ from headrace_schemas import (
 )
 from headrace_schemas.ids import derived_id, key_of_response
 
+FOLLOWED = ["turns", "feedback", "trajectories", "rewards", "experiences", "training-metrics", "checkpoints",
+            "model-events", "routing", "replicas"]  # fmt: skip
+"""The topics of a whole trail, in its order."""
 E = TypeVar("E", bound=Event)
 
 

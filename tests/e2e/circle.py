@@ -211,15 +211,20 @@ def _received(answer: Any) -> Received:
 
 
 async def settled(circle: HeadraceUp) -> Account:
-    """The account, once all that was captured is trained or dropped and the last version has been decided about."""
+    """The account, once all that was captured is trained or dropped and every version has been decided about.
+
+    An account may say that nothing waits before the version from the last batch is announced; a gate would then still
+    play its tasks. `settings` makes a version of each batch, so that there is one more version than batches."""
     deadline = time.monotonic() + _WAIT_S
     while True:
         account = await account_of(circle.state.bus)
-        with Registry(circle.state.services["registry"].url) as registry:
-            model = registry.model(MODEL)
-        if not account.waiting and model.candidate is None:
-            return account
-        assert time.monotonic() < deadline, f"{account}; {model}"
+        known = versions(circle)
+        undecided = [one.id for one in known if one.state in ("registered", "probing", "evaluating")]
+        if not account.waiting and not undecided:
+            reports = (await observe(circle.state.bus)).all(TrainingMetrics)
+            if len(known) == 1 + len({batch.step for report in reports for batch in report.batches}):
+                return account
+        assert time.monotonic() < deadline, f"{account}; undecided: {undecided} of {len(known)} versions"
         await asyncio.sleep(0.5)
 
 

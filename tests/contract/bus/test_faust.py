@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import faust
@@ -16,11 +17,12 @@ from tests.contract.bus.clients import consuming, eventually, producing
 from tests.contract.bus.conftest import CreateTopic
 
 
-def _app(bus: str, name: str) -> Any:
+def _app(bus: str, name: str, folder: Path) -> Any:
     return faust.App(
         name,
         broker=f"kafka://{bus}",
         store="memory://",
+        datadir=folder,  # it makes one where it is started otherwise
         web_enabled=False,
         autodiscover=False,
         topic_disable_leader=True,
@@ -57,12 +59,14 @@ def _raw(app: Any, topic: str) -> Any:
     return app.topic(topic, key_type=bytes, value_type=bytes, key_serializer="raw", value_serializer="raw")
 
 
-async def test_an_agent_reads_everything_once_over_a_restart(bus: str, create: CreateTopic, unique: str) -> None:
+async def test_an_agent_reads_everything_once_over_a_restart(
+    bus: str, create: CreateTopic, unique: str, tmp_path: Path
+) -> None:
     topic = await create(partitions=2)
     seen: list[bytes] = []
     async with producing(bus) as producer:
         for first in (0, 50):
-            app = _app(bus, unique)
+            app = _app(bus, unique, tmp_path)
             _collect(app, _raw(app, topic), seen)
             for number in range(first, first + 50):
                 await producer.send(topic, b"%d" % number, b"%d" % (number % 7))
@@ -73,10 +77,10 @@ async def test_an_agent_reads_everything_once_over_a_restart(bus: str, create: C
 
 
 async def test_a_table_with_its_changelog(
-    bus: str, create: CreateTopic, unique: str, admin: AIOKafkaAdminClient
+    bus: str, create: CreateTopic, unique: str, admin: AIOKafkaAdminClient, tmp_path: Path
 ) -> None:
     topic = await create(partitions=2)
-    app = _app(bus, unique)
+    app = _app(bus, unique, tmp_path)
     table = app.Table("counts", default=int, partitions=2)
     done: list[bytes] = []
 
