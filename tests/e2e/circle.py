@@ -213,16 +213,16 @@ def _received(answer: Any) -> Received:
 async def settled(circle: HeadraceUp) -> Account:
     """The account, once all that was captured is trained or dropped and every version has been decided about.
 
-    An account may say that nothing waits before the version from the last batch is announced; a gate would then still
-    play its tasks. `settings` makes a version of each batch, so that there is one more version than batches."""
+    A version is announced before the verdicts of its batch are, and heard of by the registry later: when nothing waits
+    any more, a gate may still have its tasks to play."""
     deadline = time.monotonic() + _WAIT_S
     while True:
         account = await account_of(circle.state.bus)
         known = versions(circle)
         undecided = [one.id for one in known if one.state in ("registered", "probing", "evaluating")]
         if not account.waiting and not undecided:
-            reports = (await observe(circle.state.bus)).all(TrainingMetrics)
-            if len(known) == 1 + len({batch.step for report in reports for batch in report.batches}):
+            announced = {one.version for one in (await observe(circle.state.bus)).all(Checkpoint)}
+            if announced == {one.id for one in known}:
                 return account
         assert time.monotonic() < deadline, f"{account}; undecided: {undecided} of {len(known)} versions"
         await asyncio.sleep(0.5)
