@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,17 @@ from tests.simulation.run import simulate
 ROOT = Path(__file__).resolve().parents[2]
 CATCH_WITHIN = 36
 """Seeds; most are caught by the first few."""
-KNOWN = {"commit before effect": 16, "outbox in memory": 22, "past the spool": 31}
+KNOWN = {"commit before effect": 16, "outbox in memory": 8, "past the spool": 31}
 """Where a bug is rarely met, a seed that meets it. The others come after it: another simulation, another seed."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _others_are_no_garbage() -> Iterator[None]:
+    """A run ends with a collection, and need not look through everything that other tests have left."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("seed", range(6))
