@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 SEED ?= 0
-WORKERS ?= 2
+WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv

@@ -158,7 +158,7 @@ async def agent(base_url: str, out: Path) -> AsyncIterator[asyncio.subprocess.Pr
         str(out),
         "--quiet",
         "--concurrency",
-        "8",
+        "3",
     ]
     process = await asyncio.create_subprocess_exec(*command, cwd=EXAMPLES, stdout=subprocess.DEVNULL)
     try:

@@ -19,7 +19,8 @@ EVALUATE = ["{python}", "-m", "email_agent.evaluate", "--base-url", "{base_url}"
 def demo(judge_llm: FakeLLM, tmp_path_factory: pytest.TempPathFactory) -> KilledDemo:
     """The example's demo with its own base model and settings, a judge to kill, and half as many held-out tasks."""
     folder = tmp_path_factory.mktemp("killed")
-    settings = {
+    settings: dict[str, object] = {
+        "bus.session_timeout_s": 6,  # the dead are missed sooner
         "registry.gate.command": EVALUATE,
         "judge.endpoint.base_url": judge_llm.base_url,
         "judge.endpoint.model": "judge-1",

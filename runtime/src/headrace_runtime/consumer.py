@@ -28,7 +28,7 @@ def consumer(settings: BusSettings, client_id: str, **options: object) -> AIOKaf
         "enable_auto_commit": False,
         "auto_offset_reset": "earliest",
         "request_timeout_ms": int(settings.request_timeout_s * 1000),
-        "session_timeout_ms": 10_000,
+        "session_timeout_ms": int(settings.session_timeout_s * 1000),
         "heartbeat_interval_ms": 1_000,
         "fetch_max_wait_ms": 250,
         "check_crcs": True,

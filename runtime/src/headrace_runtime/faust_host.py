@@ -131,7 +131,7 @@ def _app(group: str, bus: BusSettings, folder: Path) -> Any:
         topic_disable_leader=True,
         topic_allow_declare=False,
         consumer_auto_offset_reset="earliest",
-        broker_session_timeout=10.0,
+        broker_session_timeout=bus.session_timeout_s,
         broker_heartbeat_interval=1.0,
         broker_commit_interval=1.0,
         broker_request_timeout=bus.request_timeout_s,

@@ -66,6 +66,9 @@ class BusSettings(Section):
     """How producers compress batches; worth its CPU when the bus is across a network."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """How long a service waits for the bus at its start."""
+    session_timeout_s: Annotated[float, Field(ge=6, le=1800)] = 10.0
+    """Silence after which a member of a consumer group is taken for dead and its partitions go to others. A service
+    that was killed gets its own back only then. Brokers take 6 to 1800 s unless they are told otherwise."""
 
 
 class DatabaseSettings(Section):
