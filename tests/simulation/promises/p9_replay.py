@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace_schemas import Checkpoint, Experience, TrainingMetrics
+from headrace_schemas import Checkpoint, Experience, ModelEvent, TrainingMetrics
 from headrace_schemas.events.checkpoint import Read
 from headrace_trainer.rehearsal import Rehearsal
 from tests.simulation import learner
@@ -77,10 +77,14 @@ def _experiences(town: Town, reads: tuple[Read, ...], position: dict[int, int]) 
 
 
 def _straight_until(town: Town) -> int:
-    """The first step whose version does not descend from the one before it."""
+    """The first step that a version which the registry took back may have had a part in: its version descends from
+    another than the one before it, or it was reported after a refusal. The weights may have gone back by then and come
+    forward again, with a later version's promotion, so that versions alone do not tell."""
+    refused = [one.time for one in town.log.all(ModelEvent) if one.decision in ("rejected", "withdrawn", "rolled_back")]
+    late = [batch.step for one in _reports(town) for batch in one.batches if refused and one.time >= min(refused)]
     before: str | None = None
     for checkpoint in sorted(town.log.all(Checkpoint), key=lambda one: one.step):
         if checkpoint.parent != before:
-            return checkpoint.step
+            return min([checkpoint.step, *late])
         before = checkpoint.version
-    return 1 << 30
+    return min(late, default=1 << 30)
