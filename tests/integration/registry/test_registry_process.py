@@ -13,6 +13,7 @@ from headrace_schemas import Checkpoint
 from tests.integration.registry.town import Town
 from tests.support import postgres_node
 from tests.support.broker_process import BrokerProcess
+from tests.support.ports import is_open
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,7 @@ async def test_a_standby_takes_over_from_a_killed_leader(
         processes = {url: process for process, url in (town.registry(), town.registry())}
         first = await town.publish(model, 0)
         await town.until(lambda: town.champion(model) == first, "the first champion")
+        await town.until(lambda: all(is_open(httpx2.URL(url).port or 0) for url in processes), "both of them")
         answers = {url: await _who(http, url) for url in processes}
         assert sorted(answers.values()) == ["model_not_found", "not_leader"]
         (leader,) = (processes[url] for url, code in answers.items() if code == "model_not_found")
