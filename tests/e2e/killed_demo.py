@@ -29,6 +29,7 @@ BASE_S = 600.0
 """The same with the base model to be built, which takes most of a minute on a quiet machine."""
 LEARNING_S = 400.0
 """The same for what the demo is about; as a rule it is done when the last service has been killed."""
+CONCURRENCY = 3
 GAIN = 0.1
 """By so much held-out success has to rise, in 0..1: what the shortened demo asks for."""
 
@@ -73,11 +74,13 @@ class Played:
 
 
 def endless(example: Path, folder: Path) -> Path:
-    """A copy of a demo whose agent works until it is told to stop, however much it has learned by then."""
+    """A copy of a demo whose agent works until it is told to stop, however much it has learned by then, and on few
+    tasks at once, so that what was killed finds a processor when it starts again."""
     shutil.copytree(example, folder, ignore=shutil.ignore_patterns("__pycache__"))
     path = folder / "demo.toml"
     recipe = tomllib.loads(path.read_text(encoding="utf-8"))
     recipe["short"] |= {"enough_gain": 2.0, "traffic_s_max": 10 * WAIT_S}
+    recipe["agent"] += ["--concurrency", str(CONCURRENCY)]
     tables = {name: recipe.pop(name) for name in list(recipe) if isinstance(recipe[name], dict)}
     text = _entries(recipe) + "".join(f"[{name}]\n{_entries(table)}" for name, table in tables.items())
     path.write_text(text, encoding="utf-8")

@@ -23,7 +23,7 @@ from headrace_trainer.store import LineageStore
 from tests.integration.trainer.conftest import TrainerProcess
 from tests.unit.trainer.world import experience
 
-COUNT = 240
+COUNT = 160
 BATCH = 8
 
 
@@ -141,7 +141,7 @@ async def feed(producer: EventProducer, model: str, version: str, draw: random.R
             events.append(experience(number, version, None, revision=2, model=model, branch=False))
         expected += {(event.experience_id, event.revision) for event in events}
         await producer.send_raw([await producer.encode(event) for event in events])
-        if number % 80 == 40:
+        if number % 60 == 20:
             await producer.send_raw([Outgoing("experiences", b"poison", f'{{"{model}": {number}}}'.encode(), ())])
     return expected
 
