@@ -134,7 +134,8 @@ def _app(group: str, bus: BusSettings, folder: Path) -> Any:
         broker_session_timeout=bus.session_timeout_s,
         broker_heartbeat_interval=1.0,
         broker_commit_interval=1.0,
-        broker_request_timeout=bus.request_timeout_s,
+        # Joining a group is answered when its other members have come or are given up: no sooner than a session ends.
+        broker_request_timeout=max(bus.request_timeout_s, bus.session_timeout_s),
         stream_wait_empty=False,
         loghandlers=[],
         logging_config={"version": 1, "disable_existing_loggers": False, "incremental": True},
