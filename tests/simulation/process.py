@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 CURRENT: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
-CANCEL_PASSES_MAX = 400
-CANCEL_EVERY = 8
+_CANCEL_PASSES_MAX = 400
+_CANCEL_EVERY = 8
 """Passes of the loop between two cancellations; what the dead left open (connections, generators) closes meanwhile."""
 
 
@@ -52,6 +52,18 @@ class InOrder(dict[asyncio.Task[Any], None]):
 
     def discard(self, task: asyncio.Task[Any]) -> None:
         self.pop(task, None)
+
+
+async def end(tasks: Callable[[], Collection[asyncio.Task[Any]]], else_say: str) -> None:
+    """Cancel what `tasks` still finds until nothing is left. Raises `AssertionError` when something stays."""
+    for count in range(_CANCEL_PASSES_MAX):
+        left = tasks()
+        if not left:
+            return
+        for task in left if count % _CANCEL_EVERY == 0 else ():
+            task.cancel()
+        await asyncio.sleep(0)
+    raise AssertionError(f"{else_say}: {tasks()}")
 
 
 class TaskGroup(asyncio.TaskGroup):
@@ -114,13 +126,7 @@ class Process:
         if not killed:
             await asyncio.wait([self._main])
             self.die()
-        for count in range(CANCEL_PASSES_MAX):
-            if not self._tasks:
-                break
-            for task in list(self._tasks) if count % CANCEL_EVERY == 0 else ():
-                task.cancel()
-            await asyncio.sleep(0)
-        assert not self._tasks, f"{self.name} does not die: {self._tasks}"
+        await end(lambda: list(self._tasks), f"{self.name} does not die")
         if killed or self._main.cancelled():
             return None
         return self._main.exception()

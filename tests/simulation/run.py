@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.simulation import rest, world
 from tests.simulation.loop import Stuck, VirtualLoop
-from tests.simulation.process import CANCEL_EVERY, CANCEL_PASSES_MAX, alive, task_factory
+from tests.simulation.process import alive, end, task_factory
 from tests.simulation.promises import check_all
 from tests.simulation.substitutes import installed
 from tests.simulation.town import Town
@@ -106,14 +106,7 @@ def _end(loop: VirtualLoop, town: Town) -> None:
     async def kill() -> None:
         town.end()
         me = asyncio.current_task()
-        for count in range(CANCEL_PASSES_MAX):
-            others = [task for task in asyncio.all_tasks() if task is not me]
-            if not others:
-                return
-            for task in others if count % CANCEL_EVERY == 0 else ():
-                task.cancel()
-            await asyncio.sleep(0)
-        raise AssertionError(f"these do not end: {others}")
+        await end(lambda: [task for task in asyncio.all_tasks() if task is not me], "these do not end")
 
     loop.run_until_complete(kill())
     loop.run_until_complete(loop.shutdown_asyncgens())

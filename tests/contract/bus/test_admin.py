@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
@@ -22,15 +20,18 @@ async def _created(admin: AIOKafkaAdminClient, name: str) -> bool:
     return await _codes(admin, NewTopic(name, 1, 1)) == [0]
 
 
+async def _listed(admin: AIOKafkaAdminClient, name: str) -> bool:
+    return name in await admin.list_topics()
+
+
 async def _absent(admin: AIOKafkaAdminClient, name: str) -> bool:
-    return name not in await admin.list_topics()
+    return not await _listed(admin, name)
 
 
 async def test_create_list_describe_delete(bus: str, unique: str, admin: AIOKafkaAdminClient) -> None:
     assert await _codes(admin, NewTopic(unique, 3, 1)) == [0]
-    async with asyncio.timeout(10):  # Kafka's controller answers before its brokers have heard
-        while unique not in await admin.list_topics():  # noqa: ASYNC110 (another process knows, not this one)
-            await asyncio.sleep(0.05)
+    # Kafka's controller answers before its brokers have heard.
+    await eventually(lambda: _listed(admin, unique), timeout_s=10)
     (described,) = await admin.describe_topics([unique])
     assert (described["error_code"], described["topic"], len(described["partitions"])) == (0, unique, 3)
     assert sorted(partition["partition"] for partition in described["partitions"]) == [0, 1, 2]

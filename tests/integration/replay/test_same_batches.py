@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,11 +21,30 @@ from tests.support.trajectories import closed
 from tests.support.turns import ask, user
 from tests.unit.trainer.world import experience
 
+Report = dict[str, Any]
+
+
+async def whole(town: Town, lineage: str, _plan: Report) -> Report:
+    """In one go."""
+    return await town.report("run", lineage)
+
+
+async def interrupted(town: Town, lineage: str, plan: Report) -> Report:
+    """After two steps it stops, and goes on where it was."""
+    begun = await town.report("run", lineage, "--set", "trainer.max_steps=2")
+    assert begun["training"]["batches"] == plan["training"]["batches"][:2]
+    assert (begun["same"], begun["batches_equal"]) == (False, 2)
+    return await town.report("resume", lineage)
+
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("own_bus", ["embedded", pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
+@pytest.mark.parametrize(
+    ("own_bus", "replay"),
+    [("embedded", interrupted), pytest.param("kafka", whole, marks=pytest.mark.kafka)],
+    indirect=["own_bus"],
+)
 async def test_p9_a_replay_repeats_the_batches_and_disturbs_nobody(
-    town: Town, live_trainer: TrainerProcess, request: pytest.FixtureRequest
+    town: Town, live_trainer: TrainerProcess, replay: Callable[[Town, str, Report], Awaitable[Report]]
 ) -> None:
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
@@ -51,7 +71,7 @@ async def test_p9_a_replay_repeats_the_batches_and_disturbs_nobody(
     assert plan["training"]["dropped"] == {reason: dropped.count(reason) for reason in sorted(set(dropped))}
     assert await town.standing() == before, "a plan writes nothing"
 
-    report = await (whole if "kafka" in request.node.name else interrupted)(town, again, plan)
+    report = await replay(town, again, plan)
     assert report["same"]
     assert report["training"]["batches"] == plan["training"]["batches"]
     assert report["training"]["trained"] == plan["training"]["trained"]
@@ -64,21 +84,6 @@ async def test_p9_a_replay_repeats_the_batches_and_disturbs_nobody(
     assert live_trainer.status is None, "the live trainer has gone on"
     same_weights(town, again)
     await offered(town, again, report["version"])
-
-
-Report = dict[str, Any]
-
-
-async def whole(town: Town, lineage: str, plan: Report) -> Report:
-    return await town.report("run", lineage)
-
-
-async def interrupted(town: Town, lineage: str, plan: Report) -> Report:
-    """What was interrupted goes on where it was."""
-    begun = await town.report("run", lineage, "--set", "trainer.max_steps=2")
-    assert begun["training"]["batches"] == plan["training"]["batches"][:2]
-    assert (begun["same"], begun["batches_equal"]) == (False, 2)
-    return await town.report("resume", lineage)
 
 
 E = TypeVar("E", Checkpoint, TrainingMetrics)

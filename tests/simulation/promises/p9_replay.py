@@ -80,11 +80,10 @@ def _straight_until(town: Town) -> int:
     """The first step that a version which the registry took back may have had a part in: its version descends from
     another than the one before it, or it was reported after a refusal. The weights may have gone back by then and come
     forward again, with a later version's promotion, so that versions alone do not tell."""
-    refused = [one.time for one in town.log.all(ModelEvent) if one.decision in ("rejected", "withdrawn", "rolled_back")]
-    late = [batch.step for one in _reports(town) for batch in one.batches if refused and one.time >= min(refused)]
-    before: str | None = None
-    for checkpoint in sorted(town.log.all(Checkpoint), key=lambda one: one.step):
-        if checkpoint.parent != before:
-            return min([checkpoint.step, *late])
-        before = checkpoint.version
-    return min(late, default=1 << 30)
+    versions = sorted(town.log.all(Checkpoint), key=lambda one: one.step)
+    before = [None, *(one.version for one in versions)]
+    turned = [one.step for one, parent in zip(versions, before, strict=False) if one.parent != parent]
+    taken_back = ("rejected", "withdrawn", "rolled_back")
+    refused = min((one.time for one in town.log.all(ModelEvent) if one.decision in taken_back), default=None)
+    late = [] if refused is None else [one for one in _reports(town) if one.time >= refused]
+    return min([*turned, *(batch.step for report in late for batch in report.batches)], default=1 << 30)
