@@ -9,7 +9,7 @@ UV := $(BIN)/uv
 MEMBERS := schemas runtime sdk gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock schemas lint test demo up chaos simulate bench bench-bus compose-test lock-images clean
+.PHONY: help install lock schemas lint test demo up attack chaos simulate bench bench-bus compose-test lock-images clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -54,6 +54,9 @@ KILLS ?= 100
 chaos: $(VENV)/installed ## kill -9 of every service and the bus at 50 turns/s, on each bus (SEED=, KILLS=, BUS=embedded or kafka)
 	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(BUS),--bus $(BUS)) \
 	  $(if $(filter file,$(origin SEED)),,--seed $(SEED))
+
+attack: $(VENV)/installed ## what outsiders tried to break, on running stacks, each with its figure (ONLY="name ...", SEED=)
+	$(BIN)/python -m tests.attack $(if $(ONLY),--only $(ONLY)) $(if $(filter file,$(origin SEED)),,--seed $(SEED))
 
 SEEDS ?= 1000
 FIRST ?= 0
