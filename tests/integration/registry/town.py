@@ -87,11 +87,14 @@ class Town:
             for process in self._processes:
                 process.wait(20)
 
-    async def publish(self, model: str, step: int, scores: dict[str, float] | None = None) -> str:
+    async def publish(
+        self, model: str, step: int, scores: dict[str, float] | None = None, parent: str | None = None
+    ) -> str:
         manifest = Manifest(
             name=model,
             lineage="main",
             step=step,
+            parent=parent,
             files=(File(path="model.safetensors", blob=self.blobs.put(f"{model} {step}".encode())),),
             fingerprint=Fingerprint(token_ids=(1, 2), logprobs=(-1.0,)),
             tokenizer_sha256="a" * 64,
@@ -102,7 +105,15 @@ class Town:
         known = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(known | ({manifest.version: scores} if scores else {})))
         await self.producer.send(
-            Checkpoint(time=utcnow(), model=model, version=manifest.version, lineage="main", step=step, manifest=ref)
+            Checkpoint(
+                time=utcnow(),
+                model=model,
+                version=manifest.version,
+                lineage="main",
+                step=step,
+                parent=parent,
+                manifest=ref,
+            )
         )
         return manifest.version
 

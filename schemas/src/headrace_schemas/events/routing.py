@@ -35,6 +35,10 @@ class Routing(Event):
     aliases: dict[Alias, Version]
     serve: tuple[ServedVersion, ...] = Field(max_length=64)
     withdrawn: tuple[Version, ...] = Field(default=(), max_length=1024)
+    pinned: Version | None = None
+    """The one version that may be champion until an operator unpins it."""
+    paused: bool = False
+    """New versions are registered and wait; nothing moves but what an operator asks for."""
 
     @property
     def champion(self) -> str | None:

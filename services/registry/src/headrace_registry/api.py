@@ -18,14 +18,17 @@ from headrace_registry.ledger import Ledger
 from headrace_registry.records import ModelRecord, VersionRecord
 from headrace_runtime.database import Database
 from headrace_runtime.errors import Refused, Unavailable
+from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor
 from headrace_runtime.settings import Common
 from headrace_runtime.web import require_internal_key
 from headrace_schemas import Event, ModelEvent, Replica
 from headrace_schemas.base import Model
 from headrace_schemas.registry_api import (
+    HoldRequest,
     ModelList,
     ModelState,
+    PinRequest,
     PromoteRequest,
     RollbackRequest,
     VersionList,
@@ -33,6 +36,7 @@ from headrace_schemas.registry_api import (
     WithdrawRequest,
 )
 
+log = get_logger(__name__)
 _BODY_BYTES_MAX = 65_536
 _LIST_MAX = 1000
 M = TypeVar("M", bound=Model)
@@ -67,6 +71,10 @@ class Api:
             Route("/v1/models/{name}/promote", self.promote, methods=["POST"]),
             Route("/v1/models/{name}/rollback", self.roll_back, methods=["POST"]),
             Route("/v1/models/{name}/withdraw", self.withdraw, methods=["POST"]),
+            Route("/v1/models/{name}/pin", self.pin, methods=["POST"]),
+            Route("/v1/models/{name}/unpin", self.unpin, methods=["POST"]),
+            Route("/v1/models/{name}/pause", self.pause, methods=["POST"]),
+            Route("/v1/models/{name}/resume", self.resume, methods=["POST"]),
         ]
 
     async def models(self, _request: Request) -> Response:
@@ -94,6 +102,10 @@ class Api:
             version = await self._version(tx, model, body.version)
             if version.version == model.champion:
                 raise Refused(409, "already_champion", f"{version.version} is the champion", "version")
+            if model.pinned not in (None, version.version):
+                raise Refused(
+                    409, "pinned", f"model {model.model} is pinned to {model.pinned}; unpin it first", "version"
+                )
             if version.state == "withdrawn" and not body.force:
                 raise Refused(409, "withdrawn", f"{version.version} was withdrawn; `force` takes that back", "version")
             problem = lifecycle.objection(version, await store.view(tx, model, ""))
@@ -125,6 +137,48 @@ class Api:
                 raise Refused(409, "is_champion", f"{version.version} is the champion; roll back instead", "version")
             if version.state != "withdrawn":
                 await ledger.withdraw(model, version.version, body.reason or "an operator withdrew it")
+
+        return await self._change(request, change)
+
+    async def pin(self, request: Request) -> Response:
+        """The champion stays champion, or another version becomes it once it is probed and then stays."""
+        body = await _body(request, PinRequest)
+
+        async def change(ledger: Ledger, model: ModelRecord, tx: AsyncConnection) -> None:
+            name = body.version or model.champion
+            if name is None:
+                raise Refused(409, "no_champion", f"model {model.model} has no champion to pin; name a version")
+            version = await self._version(tx, model, name)
+            if version.state == "withdrawn":
+                raise Refused(409, "withdrawn", f"{name} was withdrawn; promote it with `force` first", "version")
+            problem = lifecycle.objection(version, await store.view(tx, model, ""))
+            if problem:
+                raise Refused(409, "incompatible_version", f"{name}: {problem}", "version")
+            await ledger.pin(model, name)
+            if name != model.champion:
+                await ledger.request(version, "force")
+            log.info("pinned", model=model.model, version=name, reason=body.reason)
+
+        return await self._change(request, change)
+
+    async def unpin(self, request: Request) -> Response:
+        return await self._hold(request, "unpinned", lambda ledger, model: ledger.unpin(model))
+
+    async def pause(self, request: Request) -> Response:
+        """New versions are registered and wait. What an operator asks for goes on."""
+        return await self._hold(request, "paused", lambda ledger, model: ledger.pause(model, True))
+
+    async def resume(self, request: Request) -> Response:
+        return await self._hold(request, "resumed", lambda ledger, model: ledger.pause(model, False))
+
+    async def _hold(
+        self, request: Request, event: str, hold: Callable[[Ledger, ModelRecord], Awaitable[None]]
+    ) -> Response:
+        body = await _body(request, HoldRequest)
+
+        async def change(ledger: Ledger, model: ModelRecord, _tx: AsyncConnection) -> None:
+            await hold(ledger, model)
+            log.info(event, model=model.model, reason=body.reason)
 
         return await self._change(request, change)
 
@@ -209,6 +263,8 @@ def _model_state(record: ModelRecord) -> ModelState:
         champion=record.champion,
         previous=record.previous,
         candidate=record.candidate,
+        pinned=record.pinned,
+        paused=record.paused,
         revision=record.revision,
     )
 

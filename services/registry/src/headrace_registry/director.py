@@ -16,7 +16,18 @@ from headrace_registry.comparison import mean
 from headrace_registry.gate import GateFailed
 from headrace_registry.leader import Lease
 from headrace_registry.ledger import Ledger
-from headrace_registry.lifecycle import Action, Adopt, Measure, Probed, Promote, Reject, RollBack, Situation, Wait
+from headrace_registry.lifecycle import (
+    Action,
+    Adopt,
+    Measure,
+    Probed,
+    Promote,
+    Reject,
+    Release,
+    RollBack,
+    Situation,
+    Wait,
+)
 from headrace_registry.metrics import WAITING
 from headrace_registry.records import ModelRecord, View
 from headrace_registry.settings import RegistrySettings
@@ -208,6 +219,8 @@ async def _apply(action: Action, model: ModelRecord, ledger: Ledger) -> None:
             await ledger.promote(model, version, reason, statistics)
         case Reject(version, reason, statistics):
             await ledger.reject(model, version, reason, statistics)
+        case Release(version):
+            await ledger.release(model, version)
         case RollBack(reason):
             await ledger.roll_back(model, reason)
         case Measure() | Wait():

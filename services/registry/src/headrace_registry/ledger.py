@@ -43,6 +43,9 @@ class Ledger:
             return
         await upsert(self._tx, MODELS, {"model": checkpoint.model}, {"revision": -1}, update=False)
         state: State = "rejected" if problem else "registered"
+        parent = await store.version(self._tx, checkpoint.parent) if checkpoint.parent and not problem else None
+        barred = parent is not None and parent.state == "withdrawn"
+        state = "withdrawn" if barred else state
         values = {
             "version": checkpoint.version,
             "model": checkpoint.model,
@@ -61,8 +64,14 @@ class Ledger:
         await self._tx.execute(insert(VERSIONS).values(values))
         if problem:
             await self._decide(checkpoint.model, checkpoint.version, "rejected", reason=problem)
-        else:
-            await self._decide(checkpoint.model, checkpoint.version, "registered", previous=checkpoint.parent)
+            return
+        await self._decide(checkpoint.model, checkpoint.version, "registered", previous=checkpoint.parent)
+        if parent is not None and barred:
+            model = await store.model(self._tx, checkpoint.model)
+            champion = model.champion if model else None
+            reason = f"it descends from {parent.version}, which is withdrawn"
+            await self._decide(checkpoint.model, checkpoint.version, "withdrawn", reason, previous=champion)
+            self._touched.add(checkpoint.model)
 
     async def adopt(self, model: ModelRecord, version: str, skipped: tuple[str, ...]) -> None:
         """`version` becomes the candidate."""
@@ -101,25 +110,66 @@ class Ledger:
         await self._decide(model.model, version, "rejected", reason, statistics, model.champion)
 
     async def roll_back(self, model: ModelRecord, reason: str) -> None:
-        """`previous` takes over again, the champion is withdrawn, and whom `previous` had replaced stands behind it."""
+        """`previous` takes over again, the champion and what descends from it are withdrawn, and whom `previous` had
+        replaced stands behind it.
+        """
         assert model.champion
         assert model.previous
         heir = await store.version(self._tx, model.previous)
-        behind = await store.version(self._tx, heir.replaced) if heir and heir.replaced else None
-        previous = behind.version if behind and behind.state == "promoted" else None
-        candidate = None if model.candidate == model.previous else model.candidate
         await self._set_state(model.champion, "withdrawn", request="")
         await self._set_state(model.previous, "promoted", request="")
-        await self._set_roles(model, champion=model.previous, previous=previous, candidate=candidate)
         await self._decide(model.model, model.champion, "rolled_back", reason, previous=model.previous)
+        barred = await self._bar(model.champion, model.previous)
+        behind = await store.version(self._tx, heir.replaced) if heir and heir.replaced else None
+        previous = behind.version if behind and behind.state == "promoted" else None
+        candidate = None if model.candidate in {model.previous, *barred} else model.candidate
+        pinned = None if model.pinned in {model.champion, *barred} else model.pinned
+        await self._set_roles(model, champion=model.previous, previous=previous, candidate=candidate, pinned=pinned)
 
     async def withdraw(self, model: ModelRecord, version: str, reason: str) -> None:
-        """Any version but the champion: no turn is routed to it any more."""
+        """Any version but the champion: no turn is routed to it any more, nor to what descends from it.
+
+        A champion that descends from it has earned its place since: it stays, with its ancestors and their children.
+        """
         assert version != model.champion
         await self._set_state(version, "withdrawn", request="")
-        roles = {role: None for role in ("previous", "candidate") if getattr(model, role) == version}
-        await self._set_roles(model, **roles)
         await self._decide(model.model, version, "withdrawn", reason, previous=model.champion)
+        gone = {version, *await self._bar(version, model.champion)}
+        roles = {role: None for role in ("previous", "candidate", "pinned") if getattr(model, role) in gone}
+        await self._set_roles(model, **roles)
+
+    async def release(self, model: ModelRecord, version: str) -> None:
+        """The candidate waits for its turn again."""
+        await self._set_state(version, "registered")
+        await self._set_roles(model, candidate=None)
+
+    async def pin(self, model: ModelRecord, version: str) -> None:
+        """No other version becomes champion."""
+        await self._set_roles(model, pinned=version)
+
+    async def unpin(self, model: ModelRecord) -> None:
+        await self._set_roles(model, pinned=None)
+
+    async def pause(self, model: ModelRecord, paused: bool) -> None:
+        statement = update(MODELS).where(MODELS.c.model == model.model).values(paused=paused)
+        await self._tx.execute(statement)
+        self._touched.add(model.model)
+
+    async def _bar(self, version: str, champion: str | None) -> list[str]:
+        """Withdraw everything that descends from `version`; the champion, its ancestors and their children stay."""
+        stay = await store.ancestry(self._tx, champion)
+        barred: list[str] = []
+        line = [version]
+        while line:  # ends: a parent is registered before its children, and nobody has two
+            children = [one for one in await store.children(self._tx, line) if one.version not in stay]
+            for child in children:
+                if child.state != "withdrawn":
+                    await self._set_state(child.version, "withdrawn", request="")
+                    reason = f"it descends from {version}, which was taken back"
+                    await self._decide(child.model, child.version, "withdrawn", reason, previous=champion)
+            line = [child.version for child in children if child.version not in barred]
+            barred += line
+        return barred
 
     async def request(self, version: VersionRecord, request: Request) -> None:
         """An operator wants this version promoted; it is its turn as soon as the present candidate is decided about."""

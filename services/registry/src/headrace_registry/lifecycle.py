@@ -57,6 +57,13 @@ class Reject:
 
 
 @dataclass(frozen=True, slots=True)
+class Release:
+    """The candidate waits again: the model is pinned or paused."""
+
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
 class RollBack:
     """The champion can be served nowhere any more and the previous one can."""
 
@@ -70,7 +77,7 @@ class Wait:
     reason: str = ""
 
 
-Action = Adopt | Probed | Measure | Promote | Reject | RollBack | Wait
+Action = Adopt | Probed | Measure | Promote | Reject | Release | RollBack | Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +109,10 @@ def plan(view: View, now: Situation) -> Action:
             return RollBack(f"no replica can serve it: {error}")
     candidate = view.candidate
     if candidate is not None:
-        return _advance(candidate, view, now)
-    return _next(view) if view.waiting else _baseline(view, now)
+        movable = view.model.may_move(candidate)
+        return _advance(candidate, view, now) if movable else Release(candidate.version)
+    waiting = [version for version in view.waiting if view.model.may_move(version)]
+    return _next(waiting, view) if waiting else _baseline(view, now)
 
 
 def objection(version: VersionRecord, view: View) -> str | None:
@@ -119,20 +128,20 @@ def objection(version: VersionRecord, view: View) -> str | None:
     return None
 
 
-def _next(view: View) -> Action:
+def _next(waiting: Sequence[VersionRecord], view: View) -> Action:
     """Whose turn it is: what an operator asked for; else the newest, and the older ones never.
 
     A model without a champion starts with its earliest step, so that there is a baseline to compare with.
     """
     skipped: tuple[str, ...] = ()
-    requested = [version for version in view.waiting if version.request]
+    requested = [version for version in waiting if version.request]
     if requested:
         chosen = max(requested, key=lambda version: version.changed)
     elif view.champion is None:
-        chosen = min(view.waiting, key=lambda version: (version.step, version.number))
+        chosen = min(waiting, key=lambda version: (version.step, version.number))
     else:
-        chosen = view.waiting[-1]
-        skipped = tuple(version.version for version in view.waiting[:-1])
+        chosen = waiting[-1]
+        skipped = tuple(version.version for version in waiting[:-1])
     problem = objection(chosen, view)
     return Reject(chosen.version, problem) if problem else Adopt(chosen.version, skipped)
 

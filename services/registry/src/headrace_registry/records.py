@@ -10,7 +10,8 @@ from typing import Literal
 from headrace_schemas.blobs import BlobRef
 
 State = Literal["registered", "probing", "evaluating", "promoted", "rejected", "skipped", "withdrawn"]
-"""registered → probing → evaluating → promoted or rejected; skipped when a newer one came; withdrawn by an operator."""
+"""registered → probing → evaluating → promoted or rejected; skipped when a newer one came; withdrawn when it was taken
+back, or a version that it descends from."""
 
 Request = Literal["", "gate", "force"]
 """What an operator asked for: nothing, promotion through the gate, promotion past the gate (never past the probe)."""
@@ -39,14 +40,24 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """Who has which role, and the revision of the last published routing."""
+    """Who has which role, what holds the model still, and the revision of the last published routing."""
 
     model: str
     champion: str | None
     previous: str | None
     candidate: str | None
+    pinned: str | None
+    """The one version that may be champion until it is unpinned."""
+    paused: bool
+    """Nothing moves but what an operator asks for."""
     revision: int
     routing: str | None
+
+    def may_move(self, version: VersionRecord) -> bool:
+        """Whether `version` may become candidate and champion, as far as pins and pauses go."""
+        if self.pinned is not None:
+            return version.version == self.pinned and bool(version.request)
+        return not self.paused or bool(version.request)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,8 @@ async def _wanted(tx: AsyncConnection, now: datetime, record: ModelRecord) -> Ro
         aliases=aliases,
         serve=await _serve(tx, record),
         withdrawn=tuple(await store.withdrawn(tx, record.model, WITHDRAWN_MAX)),
+        pinned=record.pinned,
+        paused=record.paused,
     )
 
 
@@ -79,4 +81,4 @@ async def _save(tx: AsyncConnection, routing: Routing) -> Sequence[Routing]:
 
 
 def _content(routing: Routing) -> object:
-    return routing.aliases, routing.serve, routing.withdrawn
+    return routing.aliases, routing.serve, routing.withdrawn, routing.pinned, routing.paused

@@ -45,6 +45,18 @@ async def withdrawn(tx: AsyncConnection, name: str, limit: int) -> list[str]:
     return list((await tx.execute(query)).scalars())
 
 
+async def children(tx: AsyncConnection, names: Iterable[str]) -> list[VersionRecord]:
+    """The versions that were trained on from one of `names`."""
+    return list((await _versions(tx, select(VERSIONS).where(VERSIONS.c.parent.in_(list(names))))).values())
+
+
+async def ancestry(tx: AsyncConnection, name: str | None) -> set[str]:
+    """A version and everything that it was trained on from, as far as it is registered."""
+    line = select(VERSIONS.c.version, VERSIONS.c.parent).where(VERSIONS.c.version == name).cte(recursive=True)
+    line = line.union(select(VERSIONS.c.version, VERSIONS.c.parent).join(line, VERSIONS.c.version == line.c.parent))
+    return set((await tx.execute(select(line.c.version))).scalars())
+
+
 async def view(tx: AsyncConnection, record: ModelRecord, gate_sha256: str) -> View:
     """What the next decision about one model depends on."""
     query = select(VERSIONS).where(VERSIONS.c.model == record.model, VERSIONS.c.state == "registered")

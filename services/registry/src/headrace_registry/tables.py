@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Column, Index, MetaData, Table, Text
+from sqlalchemy import BigInteger, Boolean, Column, Index, MetaData, Table, Text, false
 
 from headrace_runtime.stream_tables import Id, StreamTables
 
@@ -16,6 +16,8 @@ MODELS = Table(
     Column("champion", Text),
     Column("previous", Text),
     Column("candidate", Text),
+    Column("pinned", Text),  # the one version that may be champion
+    Column("paused", Boolean, nullable=False, server_default=false()),
     Column("revision", BigInteger, nullable=False),
     Column("routing", Text),  # the last published Routing as JSON
 )
@@ -39,6 +41,7 @@ VERSIONS = Table(
     Column("registered_ms", BigInteger, nullable=False),
     Column("changed_ms", BigInteger, nullable=False),  # when it came into its state
     Index("ix_versions_model_state", "model", "state"),
+    Index("ix_versions_parent", "parent"),
 )
 
 EVALUATIONS = Table(

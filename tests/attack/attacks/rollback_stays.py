@@ -1,0 +1,110 @@
+"""A trainer that goes on from what was just taken back, and a registry that dies in between."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import httpx2
+
+from headrace_schemas import Routing
+from tests.attack.line import Line, none_of
+from tests.integration.registry.town import Town
+from tests.support.broker_process import BrokerProcess
+
+TITLE = "descendants of a withdrawn version never serve"
+ROUNDS = 12
+LATER_S = 5.0
+"""How long the children are waited for: five seconds were enough for one to be promoted."""
+MODEL = "rolled"
+
+
+async def attack(folder: Path, rng: random.Random) -> list[Line]:
+    broker = BrokerProcess(folder / "broker")
+    broker.start()
+    try:
+        return await _play(Town(broker.address, folder), rng)
+    finally:
+        broker.stop()
+
+
+async def _play(town: Town, rng: random.Random) -> list[Line]:
+    served: list[Routing] = []
+    parents: dict[str, str | None] = {}
+    barred: set[str] = set()
+
+    def all_taken_back() -> bool:
+        return all(_taken_back(town, name) for name in barred)
+
+    async with town.open(), httpx2.AsyncClient(timeout=20) as http:
+        watching = asyncio.create_task(_watch(town, served))
+        process, url = town.registry()
+        champion = await town.publish(MODEL, 0)
+        parents[champion] = None
+        await town.until(lambda: town.champion(MODEL) == champion, "the first champion")
+        for turn in range(ROUNDS):
+            bad = await _promoted(town, parents, champion)
+            early = await _publish(town, parents, bad) if rng.random() < 0.7 else None
+            await asyncio.sleep(rng.random() * 0.5)
+            answer = await http.post(f"{url}/v1/models/{MODEL}/rollback", json={"reason": "worse"})
+            answer.raise_for_status()
+            champion = answer.json()["champion"]
+            if turn % 4 == 3:
+                process.kill()
+                process.wait()
+                process, url = town.registry()
+            barred.add(bad)
+            for parent in [bad, *([early] if early else [])]:
+                barred.add(await _publish(town, parents, parent))
+            barred |= {early} if early else set()
+            await town.until(all_taken_back, "the children are withdrawn")
+        await asyncio.sleep(LATER_S)
+        watching.cancel()
+    wrong = [one for one in served if set(one.aliases.values()) & _barred_then(one, parents)]
+    return [
+        none_of("routings that name a descendant of a withdrawn version", len(wrong), len(served)),
+        none_of("barred versions that were promoted", sum(_after(town, name) for name in barred), len(barred)),
+    ]
+
+
+async def _promoted(town: Town, parents: dict[str, str | None], champion: str) -> str:
+    version = await _publish(town, parents, champion, score=1.0)
+    await town.until(lambda: town.champion(MODEL) == version, f"{version} is champion")
+    return version
+
+
+async def _publish(town: Town, parents: dict[str, str | None], parent: str, score: float = 1.0) -> str:
+    version = await town.publish(MODEL, len(parents), {"t": score}, parent)
+    parents[version] = parent
+    return version
+
+
+def _descends(version: str, ancestor: str, parents: dict[str, str | None]) -> bool:
+    name: str | None = version
+    while name is not None and name != ancestor:
+        name = parents.get(name)
+    return name == ancestor
+
+
+def _barred_then(routing: Routing, parents: dict[str, str | None]) -> set[str]:
+    """What descends from a version that this very routing calls withdrawn."""
+    return {name for name in parents if any(_descends(name, gone, parents) for gone in routing.withdrawn)}
+
+
+def _taken_back(town: Town, version: str) -> bool:
+    return not {"rolled_back", "withdrawn"}.isdisjoint(town.said(version))
+
+
+def _after(town: Town, version: str) -> bool:
+    """Whether the version was promoted after it had been taken back."""
+    said = town.said(version)
+    return "promoted" in said[min(said.index(word) for word in ("rolled_back", "withdrawn") if word in said) :]
+
+
+async def _watch(town: Town, served: list[Routing]) -> None:
+    while True:
+        routing = town.routing.rows.get(MODEL)
+        if routing is not None and (not served or served[-1] != routing):
+            served.append(routing)
+        await asyncio.sleep(0.005)

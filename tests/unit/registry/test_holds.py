@@ -1,0 +1,114 @@
+"""Pins and pauses: an operator holds a model still."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace_schemas.registry_api import ModelState
+from tests.unit.registry.rig import MODEL, Rig
+from tests.unit.registry.test_api import client, error
+
+
+async def post(rig: Rig, what: str, status: int = 200, **body: object) -> ModelState:
+    async with client(rig) as http:
+        answer = await http.post(f"/v1/models/{MODEL}/{what}", json=body)
+    assert answer.status_code == status, answer.text
+    rig.director.wake.set()
+    return ModelState.model_validate_json(answer.content)
+
+
+async def test_a_pinned_champion_stays_and_what_waited_comes_after_it(rig: Rig) -> None:
+    (champion,) = await rig.crowned(0)
+    assert (await post(rig, "pin", reason="the fair")).pinned == champion
+    assert rig.routing.pinned == champion
+    newer, newest = await rig.checkpoint(1), await rig.checkpoint(2)
+    rig.follow()
+    await rig.ticks(5)
+    assert rig.routing.aliases == {"champion": champion}
+    assert [served.version for served in rig.routing.serve] == [champion], "nothing is loaded in vain"
+    await post(rig, "unpin")
+    async with rig.running():
+        await rig.until(lambda: ("promoted", newest) in rig.decided())
+    assert await rig.state(newer) == "skipped"
+    assert rig.routing.pinned is None
+
+
+async def test_a_candidate_at_the_gate_waits_again(rig: Rig) -> None:
+    (champion,) = await rig.crowned(0)
+    rig.gate.open.clear()
+    candidate = await rig.checkpoint(1)
+    async with rig.running():
+        await rig.until(lambda: candidate in rig.gate.played)
+        await post(rig, "pause")
+        await rig.until(lambda: rig.gate.cancelled == [candidate])
+        assert await rig.state(candidate) == "registered"
+        assert rig.routing.paused
+        rig.gate.open.set()
+        await post(rig, "resume")
+        await rig.until(lambda: ("promoted", candidate) in rig.decided())
+    assert rig.routing.aliases == {"champion": candidate, "previous": champion}
+
+
+async def test_pinning_another_version_makes_it_champion_once_it_is_probed(rig: Rig) -> None:
+    old, new = await rig.crowned(0, 1)
+    rig.gate.scores[old] = {"t1": 0.0, "t2": 0.0}
+    state = await post(rig, "pin", version=old)
+    assert (state.champion, state.pinned) == (new, old)
+    async with rig.running():
+        await rig.until(lambda: rig.routing.champion == old)
+        later = await rig.checkpoint(2)
+        await rig.ticks(0)
+    await rig.ticks(3)
+    assert await rig.state(later) == "registered"
+
+
+async def test_an_operators_word_counts_in_a_pause_and_not_against_a_pin(rig: Rig) -> None:
+    await rig.crowned(0)
+    await post(rig, "pause")
+    wanted = await rig.checkpoint(1)
+    await post(rig, "promote", 202, version=wanted)
+    async with rig.running():
+        await rig.until(lambda: rig.routing.champion == wanted)
+    await post(rig, "pin")
+    other = await rig.checkpoint(2)
+    async with client(rig) as http:
+        answer = await http.post(f"/v1/models/{MODEL}/promote", json={"version": other, "force": True})
+    assert error(answer) == (409, "pinned")
+
+
+async def test_a_rollback_takes_the_pin_of_what_it_withdraws(rig: Rig) -> None:
+    old, new = await rig.crowned(0, 1)
+    await post(rig, "pin")
+    assert (await post(rig, "rollback")).pinned is None
+    assert rig.routing.aliases == {"champion": old}
+    async with client(rig) as http:
+        assert error(await http.post(f"/v1/models/{MODEL}/pin", json={"version": new})) == (409, "withdrawn")
+
+
+async def test_a_pin_elsewhere_outlives_a_rollback(rig: Rig) -> None:
+    old, _ = await rig.crowned(0, 1)
+    await post(rig, "pin", version=old)
+    assert (await post(rig, "rollback")).pinned == old
+
+
+@pytest.mark.parametrize("what", ["pause", "resume", "unpin"])
+async def test_saying_it_twice_changes_nothing(rig: Rig, what: str) -> None:
+    await rig.crowned(0)
+    first = await post(rig, what)
+    assert await post(rig, what) == first
+
+
+async def test_a_model_without_champion_has_nothing_to_pin(rig: Rig) -> None:
+    await rig.checkpoint(0)
+    async with client(rig) as http:
+        assert error(await http.post(f"/v1/models/{MODEL}/pin")) == (409, "no_champion")
+
+
+async def test_a_hold_outlives_the_process(rig: Rig) -> None:
+    await rig.crowned(0)
+    await post(rig, "pause")
+    rig.boot()
+    await rig.lease.acquire()
+    await rig.checkpoint(1)
+    await rig.ticks(3)
+    assert [d for d in rig.decided() if d[0] == "promoted"] == [("promoted", rig.routing.champion)]
