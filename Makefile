@@ -51,8 +51,8 @@ test: $(VENV)/installed ## every test, fast ones first; under 10 minutes on 2 co
 	  tests/unit tests/repo tests/docs tests/contract tests/simulation tests/e2e tests/integration/replay tests/integration
 
 KILLS ?= 100
-chaos: $(VENV)/installed ## kill -9 of every service and the bus at 50 turns/s, on each bus (SEED=, KILLS=, BUS=embedded or kafka)
-	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(BUS),--bus $(BUS)) \
+chaos: $(VENV)/installed ## everything breaks at 50 turns/s, on each bus (SEED=, KILLS=strikes, BUS=embedded or kafka, NEMESIS=kill,stop,...)
+	$(BIN)/python -m tests.chaos --strikes $(KILLS) $(if $(BUS),--bus $(BUS)) $(if $(NEMESIS),--nemesis $(NEMESIS)) \
 	  $(if $(filter file,$(origin SEED)),,--seed $(SEED))
 
 attack: $(VENV)/installed ## what outsiders tried to break, on running stacks, each with its figure (ONLY="name ...", SEED=)

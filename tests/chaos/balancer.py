@@ -27,6 +27,8 @@ class Balancer:
         """Gateways that were killed and have not been healthy since, and when."""
         self._returned: dict[str, float] = {}
         """When each was healthy again after its last kill."""
+        self._refusing: dict[str, float] = {}
+        """Gateways whose disk is full; and until when one whose disk was full may have answered so."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -58,6 +60,17 @@ class Balancer:
         """Called right before the kill."""
         self._killed[gateway] = time.monotonic()
         self._healthy.discard(gateway)
+
+    def refusing(self, gateway: str) -> None:
+        """Called right before its disk is full: it may answer 503, and then has recorded nothing."""
+        self._refusing[gateway] = math.inf
+
+    def refusing_no_more(self, gateway: str) -> None:
+        self._refusing[gateway] = time.monotonic()
+
+    def may_refuse(self, gateway: str, since_s: float) -> bool:
+        """Whether its disk was full at any time since `since_s` (monotonic)."""
+        return self._refusing.get(gateway, -math.inf) >= since_s
 
     def was_down(self, gateway: str, since_s: float) -> bool:
         """Whether it was dead, or on its way back, at any time since `since_s` (monotonic)."""

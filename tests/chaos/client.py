@@ -2,7 +2,8 @@
 
 An attempt that loses its connection is made again at another gateway, as a load balancer does. A request has *failed*
 when a gateway answered with an error, when an answer ended in order but was not whole, when a connection was lost
-although nobody had killed that gateway, or when there was no answer by the deadline.
+although nobody had killed that gateway, or when there was no answer by the deadline. A 503 of a gateway whose disk is
+full says that nothing was recorded: the load balancer asks the other one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,11 @@ _LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionEr
 
 
 class RequestFailed(Exception):
-    """What a user would see as an error."""
+    """What a user would see as an error; `status` is the HTTP status when that is the error, else 0."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,18 @@ class Acked:
     session_id: str
     content: str
     """Digest of the text that the user was shown."""
+    tokens: str = ""
+    """Digest of the prompt's and the sampled token ids, which every answer carries."""
+    version: str = ""
+    """Whose answer it was, as the answer says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One accepted verdict."""
+
+    value: float
+    gateway: str
 
 
 @dataclass(slots=True)
@@ -45,8 +62,8 @@ class ClientLedger:
     """By response id."""
     told: set[str] = field(default_factory=set)
     """Ids of the feedback that was accepted."""
-    judged: set[str] = field(default_factory=set)
-    """Sessions whose feedback was accepted."""
+    judged: dict[str, list[Said]] = field(default_factory=dict)
+    """By session, in the order in which they were accepted."""
     ended: set[str] = field(default_factory=set)
     """Sessions whose end was accepted."""
     failures: list[str] = field(default_factory=list)
@@ -55,6 +72,8 @@ class ClientLedger:
     requests: int = 0
     retried: int = 0
     """Attempts that lost their connection to a gateway that had been killed."""
+    refused: int = 0
+    """Attempts that a gateway with a full disk refused."""
     answered_at: dict[str, float] = field(default_factory=dict)
     """By session: when the last answer's end arrived, in seconds since 1970."""
     latencies_s: list[float] = field(default_factory=list)
@@ -78,35 +97,38 @@ class Client:
         """One turn; returns what the model said, None when the request failed."""
         began = time.monotonic()
         headers = {"x-session-id": session_id}
-        body = {"model": self._model, "messages": messages, **options}
-        answer = await self._request("/v1/chat/completions", body, headers)
+        body = {"model": self._model, "messages": messages, "return_token_ids": True, **options}
+        answer, _ = await self._request("/v1/chat/completions", body, headers)
         if answer is None:
             return None
         self._ledger.latencies_s.append(time.monotonic() - began)
         self._ledger.answered_at[session_id] = time.time()
         response_id, text = _said(answer)
-        self._ledger.acked[response_id] = Acked(session_id, digest(text))
+        self._ledger.acked[response_id] = Acked(session_id, digest(text), _tokens(answer), str(answer[0].get("model")))
         return text
 
-    async def feedback(self, session_id: str, **verdict: object) -> bool:
+    async def feedback(self, session_id: str, value: float, **more: object) -> bool:
         """Whether it was accepted. `feedback_id` is the client's, so that its retries are one feedback."""
-        body = {"session_id": session_id, "feedback_id": f"f-{session_id}", **verdict}
-        answer = await self._request("/v1/feedback", body, {})
+        said = self._ledger.judged.get(session_id, [])
+        body = {"session_id": session_id, "feedback_id": f"f-{session_id}-{len(said)}", "value": value, **more}
+        answer, gateway = await self._request("/v1/feedback", body, {})
         if answer is not None:
             self._ledger.told.update(answer[0]["event_ids"])
-            self._ledger.judged.add(session_id)
-            if verdict.get("ends_session"):
+            self._ledger.judged[session_id] = [*said, Said(value, gateway)]
+            if more.get("ends_session"):
                 self._ledger.ended.add(session_id)
         return answer is not None
 
     async def end(self, session_id: str) -> None:
-        if await self._request(f"/v1/sessions/{session_id}/end", None, {}) is not None:
+        if (await self._request(f"/v1/sessions/{session_id}/end", None, {}))[0] is not None:
             self._ledger.ended.add(session_id)
 
     async def _request(
         self, path: str, body: Mapping[str, object] | None, headers: Mapping[str, str]
-    ) -> list[dict[str, Any]] | None:
-        """The answer's JSON objects: one, or a stream's chunks. None, and a line in the ledger, when it failed."""
+    ) -> tuple[list[dict[str, Any]] | None, str]:
+        """The answer's JSON objects, one or a stream's chunks, and whose answer it is. None, and a line in the ledger,
+        when it failed.
+        """
         self._ledger.requests += 1
         deadline = time.monotonic() + DEADLINE_S
         avoid: str | None = None
@@ -114,10 +136,15 @@ class Client:
             gateway, began = self._balancer.pick(avoid), time.monotonic()
             try:
                 async with asyncio.timeout(max(0.1, deadline - began)):
-                    return await self._attempt(f"{gateway}{path}", body, headers)
+                    return await self._attempt(f"{gateway}{path}", body, headers), gateway
             except TimeoutError:
                 self._ledger.failed("no answer", f"{path} within {DEADLINE_S:g} s")
             except RequestFailed as error:
+                if error.status == 503 and self._balancer.may_refuse(gateway, began):
+                    self._ledger.refused += 1
+                    avoid = gateway
+                    await asyncio.sleep(0.2)
+                    continue
                 self._ledger.failed(str(error).split(":")[0], f"{path} at {gateway}: {error}")
             except _LOST as error:
                 self._balancer.lost(gateway)
@@ -127,7 +154,7 @@ class Client:
                     await asyncio.sleep(0.05)
                     continue
                 self._ledger.failed("connection lost", f"{path} at {gateway}, which lives: {error!r}")
-            return None
+            return None, gateway
 
     async def _attempt(
         self, url: str, body: Mapping[str, object] | None, headers: Mapping[str, str]
@@ -135,7 +162,7 @@ class Client:
         async with self._http.post(url, json=body, headers=headers) as response:
             text = await response.text()
         if response.status >= 400:
-            raise RequestFailed(f"status {response.status}: {text[:300]}")
+            raise RequestFailed(f"status {response.status}: {text[:300]}", response.status)
         if response.content_type != "text/event-stream":
             return [json.loads(text)]
         events = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
@@ -148,6 +175,16 @@ def _said(answer: list[dict[str, Any]]) -> tuple[str, str]:
     """Response id and text, of a plain answer or of a stream."""
     parts = [(choice.get("message") or choice.get("delta")) for chunk in answer for choice in chunk["choices"]]
     return answer[0]["id"], "".join((part or {}).get("content") or "" for part in parts)
+
+
+def _tokens(answer: list[dict[str, Any]]) -> str:
+    prompt: list[int] = next((chunk["prompt_token_ids"] for chunk in answer if chunk.get("prompt_token_ids")), [])
+    choices = [choice for chunk in answer for choice in chunk["choices"]]
+    return tokens_digest(prompt, [token for choice in choices for token in choice.get("token_ids") or ()])
+
+
+def tokens_digest(prompt: Sequence[int], sampled: Sequence[int]) -> str:
+    return digest(f"{list(prompt)} {list(sampled)}")
 
 
 def digest(text: str) -> str:

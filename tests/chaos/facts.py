@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -15,7 +16,7 @@ from headrace_runtime.consumer import assign_all, consumer, record_of
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import decode
 from headrace_schemas import DeadLetter, Event, Experience, Feedback, TrainingMetrics, Trajectory, Turn
-from tests.chaos.client import digest
+from tests.chaos.client import Acked, digest, tokens_digest
 
 TOPICS = (*account.TOPICS, Feedback.topic)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -27,16 +28,20 @@ Revision = tuple[str, int]
 class Facts:
     """`add` every event of `TOPICS`, as often as it is on the bus."""
 
-    turns: dict[str, str] = field(default_factory=dict)
-    """Captured turns, and the digest of what each said."""
+    turns: dict[str, Acked] = field(default_factory=dict)
+    """Captured turns: digests of what each said and of its tokens, and its version."""
+    sampled: dict[tuple[str, int], str] = field(default_factory=dict)
+    """By turn and choice: digest of the version, the sampled token ids and their logprobs."""
+    spans: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
+    """The same of what experiences hold; more than one digest, or another, is a contradiction."""
     trajectory_of: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """By turn; more than one is a contradiction."""
     trajectories: dict[str, bool] = field(default_factory=dict)
     """Whether there is anything to train in it."""
     experiences: dict[Revision, str] = field(default_factory=dict)
     """Revisions, and the trajectory that each is of."""
-    newest: dict[str, tuple[int, str, bool]] = field(default_factory=dict)
-    """By experience: its newest revision, its session, and whether that has a reward."""
+    newest: dict[str, tuple[int, str, bool, float | None]] = field(default_factory=dict)
+    """By experience: its newest revision, its session, whether that has a reward, and feedback's value in it."""
     verdicts: dict[str, dict[Revision, list[str | None]]] = field(default_factory=lambda: defaultdict(dict))
     """By lineage: what became of each revision, None for trained, once per report that says so."""
     feedback: set[str] = field(default_factory=set)
@@ -58,16 +63,13 @@ class Facts:
             return
         match event:
             case Turn():
-                message = event.choices[0].message
-                self.turns[event.turn_id] = digest(message.text)
+                self._turn(event)
             case Trajectory():
                 self.trajectories[event.trajectory_id] = bool(event.branches)
                 for turn_id in event.turn_ids:
                     self.trajectory_of[turn_id].add(event.trajectory_id)
             case Experience():
-                self.experiences[event.experience_id, event.revision] = event.trajectory_id
-                newest = (event.revision, event.session_id, event.reward is not None)
-                self.newest[event.experience_id] = max(newest, self.newest.get(event.experience_id, newest))
+                self._experience(event)
             case TrainingMetrics():
                 told = self.verdicts[event.lineage]
                 for verdict in event.verdicts:
@@ -76,6 +78,24 @@ class Facts:
                 self.feedback.add(event.event_id)
             case DeadLetter():
                 self.letters.append(f"{event.service} refused {event.source_topic}: {event.reason}, {event.error}")
+
+    def _turn(self, event: Turn) -> None:
+        first = event.choices[0]
+        tokens = tokens_digest(event.prompt_token_ids, first.token_ids)
+        self.turns[event.turn_id] = Acked(event.session_id, digest(first.message.text), tokens, event.version)
+        for choice in event.choices:
+            self.sampled[event.turn_id, choice.index] = _sampled(event.version, choice.token_ids, choice.logprobs)
+
+    def _experience(self, event: Experience) -> None:
+        self.experiences[event.experience_id, event.revision] = event.trajectory_id
+        said = next((part.value for part in event.parts if part.source == "feedback"), None)
+        newest = (event.revision, event.session_id, event.reward is not None, said)
+        known = self.newest.get(event.experience_id)
+        self.newest[event.experience_id] = newest if known is None or newest[0] >= known[0] else known
+        branch = event.branch
+        for span in branch.spans if branch else ():
+            held = _sampled(span.version, branch.token_ids[span.start : span.stop] if branch else (), span.logprobs)
+            self.spans[span.turn_id, span.choice].add(held)
 
     def _repeats(self, event: Event) -> bool:
         if isinstance(event, Feedback):  # dated anew by each gateway that its client repeats it to
@@ -113,6 +133,10 @@ class Facts:
                 f"{name} revision {revision}" for name, revision in self.experiences.keys() - told.keys()
             },
         }
+
+
+def _sampled(version: str, token_ids: Sequence[int], logprobs: Sequence[float]) -> str:
+    return digest(f"{version} {list(token_ids)} {[float(one).hex() for one in logprobs]}")
 
 
 class Reader:

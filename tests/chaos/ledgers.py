@@ -49,6 +49,7 @@ class Findings:
 LOST = "acked turns lost"
 DOUBLE = "experiences trained twice within a lineage"
 FAILED = "failed user requests"
+VALUES = "feedback that counts with another value than its user's last word"
 
 
 def compare(client: ClientLedger, topics: Facts, books: Account, trainer: TrainerLedger) -> Findings:
@@ -64,13 +65,34 @@ def _client_and_topics(findings: Findings, client: ClientLedger, topics: Facts) 
     findings.check(FAILED, client.failures)
     findings.check(LOST, client.acked.keys() - topics.turns.keys())
     both = client.acked.keys() & topics.turns.keys()
-    findings.check(
-        "turns that say other than the user saw",
-        (one for one in both if client.acked[one].content != topics.turns[one]),
-    )
+    for what in ("content", "tokens", "version"):
+        seen = {name: (getattr(client.acked[name], what), getattr(topics.turns[name], what)) for name in both}
+        findings.check(
+            f"turns with another {what} than the user saw",
+            (
+                f"{name}: {captured}, the user saw {shown}"
+                for name, (shown, captured) in seen.items()
+                if shown != captured
+            ),
+        )
     findings.check("acked feedback lost", client.told - topics.feedback)
-    rewarded = {session for _, session, has_reward in topics.newest.values() if has_reward}
-    findings.check("judged sessions without a reward", client.judged - rewarded)
+    rewarded = {session for _, session, has_reward, _ in topics.newest.values() if has_reward}
+    findings.check("judged sessions without a reward", client.judged.keys() - rewarded)
+    findings.check(VALUES, _other_values(client, topics))
+
+
+def _other_values(client: ClientLedger, topics: Facts) -> Iterable[str]:
+    """The last word counts. Where the words before it went to another gateway, one of them may have waited in that
+    gateway's spool while the bus was away, and counts as said when the bus heard it.
+    """
+    for _, session, has_reward, value in topics.newest.values():
+        said = client.judged.get(session)
+        if not said or not has_reward:
+            continue
+        *_, last = said
+        allowed = {last.value, *(one.value for one in said if one.gateway != last.gateway)}
+        if value not in allowed:
+            yield f"session {session}: {value}, the user's last word was {last.value}"
 
 
 def _within_topics(findings: Findings, topics: Facts, books: Account, lineage: str) -> None:
@@ -78,6 +100,14 @@ def _within_topics(findings: Findings, topics: Facts, books: Account, lineage: s
         "turns in two trajectories", (turn for turn, found in topics.trajectory_of.items() if len(found) > 1)
     )
     findings.check("events repeated with other contents", topics.changed)
+    findings.check(
+        "trained tokens, logprobs or versions that are not the captured ones",
+        (
+            f"{turn} choice {choice}"
+            for (turn, choice), held in topics.spans.items()
+            if held != {topics.sampled.get((turn, choice))}
+        ),
+    )
     findings.check("dead letters", topics.letters)
     for what, names in topics.waiting(lineage).items():
         findings.check(f"left waiting: {what}", names)

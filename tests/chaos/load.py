@@ -11,6 +11,9 @@ from tests.chaos.client import Client
 
 TURNS_MAX = 5
 TASKS = 24
+VALUES = (0.0, 0.25, 0.5, 0.75, 1.0)
+_REVISED_SHARE = 0.25
+"""Of the verdicts that are revised."""
 _MEAN_TURNS = (1 + TURNS_MAX) / 2
 _SESSIONS_MAX = 240
 """Sessions that are open at one time; the gateway admits 256 requests of one key."""
@@ -66,8 +69,12 @@ class Load:
         await self._judge(session_id, choose)
 
     async def _judge(self, session_id: str, choose: random.Random) -> None:
-        verdict = {"value": choose.choice([0.0, 0.5, 1.0]), "task_id": f"task-{choose.randrange(TASKS)}"}
+        """The last word counts, said before the end or after it."""
+        task = {"task_id": f"task-{choose.randrange(TASKS)}"}
         ends = choose.random() < 0.5
-        await self.client.feedback(session_id, ends_session=ends, **verdict)
+        await self.client.feedback(session_id, choose.choice(VALUES), ends_session=ends, **task)
+        while choose.random() < _REVISED_SHARE:
+            await asyncio.sleep(choose.expovariate(2))
+            await self.client.feedback(session_id, choose.choice(VALUES), **task)
         if not ends:
             await self.client.end(session_id)

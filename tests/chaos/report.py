@@ -7,10 +7,10 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
-from tests.chaos.ledgers import DOUBLE, FAILED, LOST, SHOWN
+from tests.chaos.ledgers import DOUBLE, FAILED, LOST, SHOWN, VALUES
 from tests.chaos.run import Outcome
 
-ALWAYS = (LOST, DOUBLE, FAILED)
+ALWAYS = (LOST, DOUBLE, FAILED, VALUES)
 """Shown also when they hold; the others only when they do not."""
 
 
@@ -18,12 +18,13 @@ def table(outcome: Outcome) -> list[str]:
     """The three ledgers side by side, then the promises."""
     client, topics, findings = outcome.client, outcome.topics, outcome.findings
     ms = latencies_ms(client.latencies_s)
-    kills = ", ".join(f"{name} {count}" for name, count in sorted(outcome.kills.items()))
+    strikes = ", ".join(f"{name} {count}" for name, count in sorted(outcome.strikes.items()))
     lines = [
-        f"{outcome.options.bus} bus, seed {outcome.options.seed}: {outcome.kills.total()} kills ({kills})",
+        f"{outcome.options.bus} bus, seed {outcome.options.seed}: {outcome.strikes.total()} strikes ({strikes})",
         f"load     {rate(outcome):.1f} turns/s for {outcome.load_s:.0f} s in {outcome.sessions} sessions; answered in "
         f"p50 {ms['p50']} ms, p95 {ms['p95']} ms, at most {ms['max']} ms; caught up {outcome.drain_s:.0f} s later",
         f"client   {len(client.acked)} turns acked, {client.retried} attempts lost with a gateway and made again, "
+        f"{client.refused} refused by a full disk, "
         f"{len(client.failures)} of {client.requests} requests failed",
         f"topics   {len(topics.turns)} turns captured = "
         + " + ".join(f"{count} {fate}" for fate, count in outcome.fates.items() if count),
@@ -45,8 +46,8 @@ def as_json(outcome: Outcome) -> dict[str, object]:
     return {
         "bus": outcome.options.bus,
         "seed": outcome.options.seed,
-        "kills": dict(sorted(outcome.kills.items())),
-        "kills_total": outcome.kills.total(),
+        "strikes": dict(sorted(outcome.strikes.items())),
+        "strikes_total": outcome.strikes.total(),
         "crashes": dict(sorted(Counter(outcome.crashes).items())),
         "cores": os.cpu_count(),
         "turns_per_s_wanted": outcome.options.rate,
@@ -61,6 +62,7 @@ def as_json(outcome: Outcome) -> dict[str, object]:
             "feedback_acked": len(client.told),
             "requests": client.requests,
             "attempts_retried": client.retried,
+            "attempts_refused_by_a_full_disk": client.refused,
             "requests_failed": dict(client.failed_by),
         },
         "topics": {

@@ -1,14 +1,15 @@
-"""One run: start the stack, load it, kill, let it catch up, stop it, compare the ledgers."""
+"""One run: start the stack, load it, break it, let it catch up, stop it, compare the ledgers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import random
+import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,8 +20,11 @@ from tests.chaos.client import Client, ClientLedger
 from tests.chaos.facts import Facts, Reader
 from tests.chaos.ledgers import Findings, compare
 from tests.chaos.load import Load
+from tests.chaos.nemeses import NEMESES
+from tests.chaos.nemeses.base import Nemesis
+from tests.chaos.nemeses.disk import DiskFull, small_disk
 from tests.chaos.schedule import Strike, plan
-from tests.chaos.stack import LINEAGE, MODEL, VICTIMS, Stack
+from tests.chaos.stack import LINEAGE, MODEL, Stack
 from tests.support import tiny_model
 
 WARM_UP_S = 3.0
@@ -35,7 +39,8 @@ class Options:
 
     bus: str
     seed: int
-    kills: int
+    nemeses: tuple[str, ...]
+    strikes: int
     rate: float
     mean_pause_s: float
 
@@ -48,7 +53,8 @@ class Outcome:
     client: ClientLedger
     topics: Facts
     findings: Findings
-    kills: Counter[str]
+    strikes: Counter[str]
+    """By nemesis."""
     crashes: list[str]
     """Deaths that nobody ordered: a service gives up on a bus that stays away, say, and is started again."""
     sessions: int
@@ -68,19 +74,33 @@ async def run(options: Options, say: Callable[[str], None], keep: Path | None = 
         folder = keep or Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="headrace-chaos-")))
         folder = folder / options.bus
         base = await asyncio.to_thread(tiny_model.build, folder / "base", seed=options.seed % 2**31)
-        strikes = plan(options.seed, options.kills, VICTIMS[options.bus], options.mean_pause_s)
-        return await _run(options, strikes, Stack(folder, options.bus, base, say), say)
+        if DiskFull.name in options.nemeses:
+            if keep is not None:
+                scratch.callback(_keep, folder / "a", folder / "kept-a")
+            scratch.enter_context(small_disk(folder / "a"))
+        stack = Stack(folder, options.bus, base, say)
+        nemeses = {name: NEMESES[name](stack) for name in options.nemeses}
+        stack.environ_of = lambda machine: _environ(nemeses.values(), machine)
+        return await _run(options, stack, nemeses, say)
 
 
-async def _run(options: Options, strikes: list[Strike], stack: Stack, say: Callable[[str], None]) -> Outcome:
+def _environ(nemeses: Iterable[Nemesis], machine: str) -> dict[str, str]:
+    return {name: value for nemesis in nemeses for name, value in nemesis.prepare(machine).items()}
+
+
+async def _run(options: Options, stack: Stack, nemeses: Mapping[str, Nemesis], say: Callable[[str], None]) -> Outcome:
     ledger, facts = ClientLedger(), Facts()
+    pairs = [(name, victim) for name, nemesis in nemeses.items() for victim in nemesis.victims(options.bus)]
+    strikes = plan(options.seed, options.strikes, pairs, options.mean_pause_s)
     async with stack:
         say("the stack is ready")
         async with _users(options, stack, ledger) as (load, balancer):
             await asyncio.sleep(WARM_UP_S)
-            killed = await _kill(strikes, stack, balancer, ledger, say)
+            struck = await _break(strikes, nemeses, balancer, ledger, say)
             load.stop.set()
         say("the last users have left; waiting for everything to come back and catch up")
+        for nemesis in nemeses.values():
+            await nemesis.heal()
         await stack.all_ready()
         drain_s = await _catch_up(Reader(stack.bus, stack.blobs), ledger, facts)
     trainer = stack.trainer_ledger()
@@ -93,7 +113,7 @@ async def _run(options: Options, strikes: list[Strike], stack: Stack, say: Calla
         ledger,
         facts,
         findings,
-        killed,
+        struck,
         stack.crashes,
         load.sessions,
         load.seconds,
@@ -122,19 +142,31 @@ async def _users(options: Options, stack: Stack, ledger: ClientLedger) -> AsyncI
             await asyncio.gather(watching, working, return_exceptions=True)
 
 
-async def _kill(
-    strikes: list[Strike], stack: Stack, balancer: Balancer, ledger: ClientLedger, say: Callable[[str], None]
+async def _break(
+    strikes: list[Strike],
+    nemeses: Mapping[str, Nemesis],
+    balancer: Balancer,
+    ledger: ClientLedger,
+    say: Callable[[str], None],
 ) -> Counter[str]:
-    killed: Counter[str] = Counter()
+    """One strike after the other; one that its victim still suffers from is over before the next of its kind."""
+    struck: Counter[str] = Counter()
     began = time.monotonic()
     for number, strike in enumerate(strikes, 1):
         await asyncio.sleep(strike.pause_s)
-        await stack.kill(strike.victim, balancer)
-        killed[strike.victim] += 1
+        nemesis = nemeses[strike.nemesis]
+        while nemesis.struck(strike.victim):  # noqa: ASYNC110 (what lasts ends by itself, and has no event for it)
+            await asyncio.sleep(0.1)
+        what = await nemesis.strike(strike.victim, balancer, random.Random(strike.seed))
+        struck[strike.nemesis] += 1
         at = time.monotonic() - began
-        say(f"{at:6.1f} s  kill {number}/{len(strikes)} {strike.victim}; {len(ledger.acked)} turns acked, "
+        say(f"{at:6.1f} s  {number}/{len(strikes)} {strike.victim} {what}; {len(ledger.acked)} turns acked, "
             f"{len(ledger.failures)} requests failed")  # fmt: skip
-    return killed
+    return struck
+
+
+def _keep(folder: Path, kept: Path) -> None:
+    shutil.copytree(folder, kept, symlinks=True, ignore_dangling_symlinks=True)
 
 
 async def _catch_up(reader: Reader, ledger: ClientLedger, facts: Facts) -> float:

@@ -1,4 +1,4 @@
-"""Who is killed when: a pure function of the seed."""
+"""What strikes whom and when: a pure function of the seed."""
 
 from __future__ import annotations
 
@@ -6,27 +6,35 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+Pair = tuple[str, str]
+"""A nemesis and its victim."""
+
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """`victim` gets SIGKILL `pause_s` after the strike before it."""
+    """`nemesis` strikes `victim`, `pause_s` after the strike before it. `seed` decides what else it draws."""
 
     pause_s: float
+    nemesis: str
     victim: str
+    seed: int
 
 
-def plan(seed: int, kills: int, victims: Sequence[str], mean_pause_s: float) -> list[Strike]:
-    """`kills` strikes. Every victim comes once per round, in an order of its own each round, so that none is spared.
+def plan(seed: int, strikes: int, pairs: Sequence[Pair], mean_pause_s: float) -> list[Strike]:
+    """`strikes` strikes. Every pair comes once per round, in an order of its own each round, so that none is spared.
 
-    Pauses are exponential: often several processes are down together, and sometimes one dies while it starts.
+    Pauses are exponential: often several things are broken together, and sometimes a process dies while it starts.
     """
     choose = random.Random(seed)
-    order = _rounds(choose, victims)
-    return [
-        Strike(round(min(choose.expovariate(1 / mean_pause_s), 4 * mean_pause_s), 3), next(order)) for _ in range(kills)
-    ]
+    order = _rounds(choose, pairs)
+    return [_strike(choose, next(order), mean_pause_s) for _ in range(strikes)]
 
 
-def _rounds(choose: random.Random, victims: Sequence[str]) -> Iterator[str]:
+def _strike(choose: random.Random, pair: Pair, mean_pause_s: float) -> Strike:
+    pause_s = round(min(choose.expovariate(1 / mean_pause_s), 4 * mean_pause_s), 3)
+    return Strike(pause_s, *pair, choose.randrange(2**32))
+
+
+def _rounds(choose: random.Random, pairs: Sequence[Pair]) -> Iterator[Pair]:
     while True:
-        yield from choose.sample(victims, len(victims))
+        yield from choose.sample(pairs, len(pairs))

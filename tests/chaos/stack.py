@@ -1,7 +1,8 @@
 """The stack under fire: two machines as users have them, each with its own supervisor, and the bus between them.
 
-Machine A is all that `headrace up` starts. Machine B adds a gateway and an inference replica that share A's bus and
-blobs. The supervisors restart what dies; Apache Kafka, which no supervisor of ours runs, is started again here.
+Machine A is all that `headrace up` starts. Machine B adds a gateway, an inference replica and, where the database is a
+server, a second of each stream service; they share A's bus, blobs and database. The supervisors restart what dies.
+Apache Kafka and PostgreSQL, which no supervisor of ours runs, are started again here.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,25 +21,19 @@ import aiohttp
 from headrace.supervisor import Limits, Supervisor
 from headrace_runtime.blobs import BlobStore
 from headrace_trainer.store import LineageStore
-from tests.chaos.balancer import Balancer, answers
+from tests.chaos import settings
+from tests.chaos.balancer import answers
 from tests.chaos.ledgers import TrainerLedger
+from tests.chaos.proxy import Proxy
+from tests.chaos.victims import MACHINES, PAIRS, STREAM, services_on
 from tests.support.fake_llm import FakeLLM, verdict
 from tests.support.kafka_node import KafkaNode
 from tests.support.ports import free_port
+from tests.support.postgres_node import PostgresNode
 from tests.support.processes import alive
 
-MODEL = "chaos"
+MODEL = settings.MODEL
 LINEAGE = "main"
-PAIRS = {
-    "gateway": "gateway-2",
-    "gateway-2": "gateway",
-    "inference": "inference-2",
-    "inference-2": "inference",
-}
-"""While one of a pair is down, the other is spared."""
-SERVICES = ("gateway", "gateway-2", "inference", "inference-2", "collector", "scorer", "judge", "trainer", "registry")
-BUS = {"embedded": "broker", "kafka": "kafka"}
-VICTIMS = {bus: (*SERVICES, name) for bus, name in BUS.items()}
 _LIMITS = Limits(stable_s=5.0)
 """Who has lived for five seconds is started again at once: here dying often is no sign of being broken."""
 _READY_S = 300.0
@@ -58,22 +52,29 @@ class Stack:
     bus_kind: str
     base: Path
     report: Callable[[str], None] = lambda line: None
+    environ_of: Callable[[str], Mapping[str, str]] = lambda machine: {}
+    """What the processes of a machine get beside the environment of this one."""
+    proxies: dict[str, Proxy] = field(default_factory=dict)
+    """By machine: what stands between it and Kafka."""
+    crashes: list[str] = field(default_factory=list)
+    """Deaths that nobody ordered."""
     _a: Supervisor = field(init=False)
     _b: Supervisor = field(init=False)
     _kafka: KafkaNode | None = None
+    _postgres: PostgresNode | None = None
     _judge: FakeLLM = field(default_factory=lambda: FakeLLM(verdict(outcome=4, grounding=4, conduct=3, clarity=5)))
     _http: aiohttp.ClientSession = field(init=False)
     _reviving: set[asyncio.Task[None]] = field(default_factory=set)
-    crashes: list[str] = field(default_factory=list)
-    """Deaths that nobody ordered."""
 
     async def __aenter__(self) -> Stack:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._http = aiohttp.ClientSession()
         self._judge.__enter__()
         try:
-            address = await self._start_bus()
-            self._a = self._machine_a(address)
+            if self.bus_kind == "kafka":
+                await self._start_kafka()
+                await self._start_postgres()
+            self._a = self._machine_a()
             self._a.start()
             await asyncio.to_thread(self._a.wait_up, _READY_S)
             self._b = self._machine_b()
@@ -89,15 +90,18 @@ class Stack:
         await self.stop()
 
     async def stop(self) -> None:
-        """Stop whatever was started, the bus last. May be called again."""
+        """Stop whatever was started, bus and database last. May be called again."""
         for task in self._reviving:
             task.cancel()
         await asyncio.gather(*self._reviving, return_exceptions=True)
         for machine in ("_b", "_a"):
             if (supervisor := getattr(self, machine, None)) is not None:
                 await asyncio.to_thread(supervisor.stop)
-        if self._kafka is not None:
-            await asyncio.to_thread(self._kafka.stop)
+        for proxy in self.proxies.values():
+            await proxy.stop()
+        for server in (self._kafka, self._postgres):
+            if server is not None:
+                await asyncio.to_thread(server.stop)
         if not self._http.closed:
             self._judge.__exit__()
             await self._http.close()
@@ -114,24 +118,56 @@ class Stack:
     def blobs(self) -> BlobStore:
         return BlobStore((self.folder / "a" / "blobs").as_uri())
 
-    async def kill(self, victim: str, balancer: Balancer) -> None:
-        """SIGKILL, once the victim runs and its twin, if it has one, can stand in for it."""
+    # what a nemesis calls
+
+    async def spare_twin(self, victim: str) -> None:
+        """Returns once the victim's twin, if it has one, can stand in for it."""
         if victim in PAIRS:
             await self._until(partial(self._serves, PAIRS[victim]), f"{PAIRS[victim]} to stand in for {victim}")
-        if victim in ("gateway", "gateway-2"):
-            await self._until_running(victim)
-            balancer.killing(self.url(victim))
-        if self._kafka is not None and victim == BUS["kafka"]:
-            await asyncio.gather(*self._reviving)
-            self._kafka.kill()
-            self._reviving = {asyncio.create_task(asyncio.to_thread(self._kafka.start, _READY_S))}
-            return
-        os.kill(await self._until_running(victim), signal.SIGKILL)
+
+    async def spare_other_machine(self, machine: str) -> None:
+        """Returns once the other machine's gateway and replica can stand in for this one's."""
+        for victim in ("gateway", "inference"):
+            await self.spare_twin(victim if machine == "a" else f"{victim}-2")
+
+    async def pid_of(self, victim: str) -> int:
+        """The process id of the victim's present life, once it has one."""
+
+        async def runs() -> bool:
+            self._alarm()
+            pid = self._pid(victim)
+            return pid is not None and alive(pid)
+
+        await self._until(runs, f"{victim} to run")
+        pid = self._pid(victim)
+        assert pid is not None
+        return pid
+
+    @property
+    def kafka_pid(self) -> int:
+        assert self._kafka is not None
+        return self._kafka.pid
+
+    async def kill_kafka(self) -> None:
+        kafka = self._kafka
+        assert kafka is not None
+        await asyncio.gather(*self._reviving)
+        kafka.kill()
+        self._reviving.add(asyncio.create_task(asyncio.to_thread(kafka.start, _READY_S)))
+
+    async def kill_postgres(self) -> None:
+        postgres = self._postgres
+        assert postgres is not None
+        await asyncio.gather(*self._reviving)
+        postgres.kill()
+        self._reviving.add(asyncio.create_task(asyncio.to_thread(postgres.start)))
+
+    # what the run calls
 
     async def all_ready(self) -> None:
         """Returns once every service says that it can do its work."""
         await asyncio.gather(*self._reviving)
-        for name in (*SERVICES, *(["broker"] if self._kafka is None else [])):
+        for name in (*services_on(self.bus_kind), *(["broker"] if self._kafka is None else [])):
             await self._until(partial(self._serves, name), f"{name} to be ready")
 
     def url(self, name: str) -> str:
@@ -150,38 +186,52 @@ class Stack:
             steps=saved.steps,
         )
 
-    async def _start_bus(self) -> str | None:
-        """The address of Kafka; None for the embedded broker, which machine A brings."""
-        if self.bus_kind == "embedded":
-            return None
-        self._kafka = KafkaNode(self.folder / "kafka")
+    async def _start_kafka(self) -> None:
+        self.proxies = {machine: Proxy() for machine in MACHINES}
+        self._kafka = KafkaNode(self.folder / "kafka", advertised=[proxy.port for proxy in self.proxies.values()])
         await asyncio.to_thread(self._kafka.start, _READY_S)
-        return self._kafka.address
+        for proxy, port in zip(self.proxies.values(), self._kafka.ports, strict=True):
+            await proxy.start(port)
 
-    def _machine_a(self, address: str | None) -> Supervisor:
+    async def _start_postgres(self) -> None:
+        self._postgres = PostgresNode(self.folder / "postgres")
+        await asyncio.to_thread(self._postgres.start)
+
+    def _shared(self, machine: str) -> dict[str, object]:
+        """Where both machines find bus and database; nothing where machine A brings its own."""
+        if self._postgres is None:
+            return {}
+        address = f"127.0.0.1:{self.proxies[machine].port}"
+        return {"bus.address": address, "database.url": self._postgres.url()}
+
+    def _machine_a(self) -> Supervisor:
         rewards = self.folder / "rewards.py"
         rewards.write_text(REWARDS)
-        bus = {"bus.address": address} if address else {"broker.kafka_port": free_port()}
-        return self._machine("a", _settings(self.base, rewards, self._judge.base_url) | bus)
+        bus = self._shared("a") or {"broker.kafka_port": free_port()}
+        return self._machine("a", settings.machine_a(self.base, rewards, self._judge.base_url) | bus)
 
     def _machine_b(self) -> Supervisor:
-        shared = {"bus.address": self.bus, "blobs.url": (self.folder / "a" / "blobs").as_uri()}
-        return self._machine("b", _REPLICA | shared, only=("gateway", "inference"))
+        found = settings.machine_a(self.base, self.folder / "rewards.py", self._judge.base_url)
+        shared = self._shared("b") or {"bus.address": self.bus}
+        shared |= {"blobs.url": (self.folder / "a" / "blobs").as_uri()}
+        only = ("gateway", "inference", *(STREAM if self._postgres is not None else ()))
+        kept = {name: value for name, value in found.items() if name.split(".")[0] in only}
+        return self._machine("b", kept | shared, only=only)
 
-    def _machine(self, name: str, settings: dict[str, object], only: tuple[str, ...] = ()) -> Supervisor:
+    def _machine(self, name: str, values: dict[str, object], only: tuple[str, ...] = ()) -> Supervisor:
         environ = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
         return Supervisor(
             self.folder / name,
-            settings=settings,
+            settings=values,
             only=only,
             auto_ports=True,
-            environ=environ,
+            environ={**environ, **self.environ_of(name)},
             limits=_LIMITS,
             report=lambda line: self._happened(f"machine {name}: {line}"),
         )
 
     def _happened(self, line: str) -> None:
-        if " ended (" in line and f"(signal {signal.SIGKILL:d})" not in line:
+        if " ended (" in line and "(signal 9)" not in line:
             self.crashes.append(line.split(";")[0])
         self.report(line)
 
@@ -200,19 +250,6 @@ class Stack:
                 return bool((await response.json())["data"])
         return False
 
-    async def _until_running(self, name: str) -> int:
-        """The process id of the victim's present life."""
-
-        async def runs() -> bool:
-            self._alarm()
-            pid = self._pid(name)
-            return pid is not None and alive(pid)
-
-        await self._until(runs, f"{name} to run")
-        pid = self._pid(name)
-        assert pid is not None
-        return pid
-
     def _pid(self, name: str) -> int | None:
         supervisor, service = self._find(name)
         return supervisor.pids.get(service)
@@ -229,38 +266,3 @@ class Stack:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {_READY_S:g} s for {what}")
             await asyncio.sleep(_CHECK_S)
-
-
-_REPLICA: dict[str, object] = {
-    "inference.heartbeat_s": 0.5,
-    "inference.ttl_s": 3,
-    "inference.torch.device": "cpu",
-}
-
-
-def _settings(base: Path, rewards: Path, judge_url: str) -> dict[str, object]:
-    """Machine A. Times are short where waiting shows nothing; bounds on loss, order and retries are as shipped."""
-    return _REPLICA | {
-        "collector.idle_s": 30,
-        "scorer.functions": [f"{rewards}:short"],
-        "scorer.required": ["feedback"],
-        "scorer.settle_s": 15,
-        "scorer.lease_s": 5,
-        "judge.endpoint.base_url": judge_url,
-        "judge.endpoint.model": "judge",
-        "judge.sample_rate": 0.2,
-        "judge.lease_s": 5,
-        "trainer.base": base,
-        "trainer.model": MODEL,
-        "trainer.batch_experiences": 64,
-        "trainer.batch_experiences_min": 1,
-        "trainer.batch_wait_s": 3,
-        "trainer.steps_per_version": 6,
-        "trainer.save_interval_s": 3,
-        "trainer.max_staleness": 64,
-        "trainer.memory.window_experiences": 1_000_000,
-        "trainer.optimizer.learning_rate": 1e-4,
-        "trainer.compute.device": "cpu",
-        "registry.lease_s": 3,
-        "registry.probe_timeout_s": 60,
-    }

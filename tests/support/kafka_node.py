@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from filelock import FileLock
@@ -37,18 +38,32 @@ def _fetched() -> str | None:
 
 
 class KafkaNode:
-    """Broker and controller in one process. `stop` ends it; the folder is the caller's."""
+    """Broker and controller in one process. `stop` ends it; the folder is the caller's.
 
-    def __init__(self, folder: Path) -> None:
-        self.port = free_port()
+    `advertised` are ports of proxies, each of which passes on to the port of `ports` in the same place: clients that
+    come through a proxy are told to go on through it.
+    """
+
+    def __init__(self, folder: Path, advertised: Sequence[int] = ()) -> None:
+        self.ports = [free_port() for _ in advertised or (0,)]
+        self._advertised = list(advertised) or self.ports
         self._controller_port = free_port()
         self._folder = folder
         self._settings = folder / "server.properties"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
+    def port(self) -> int:
+        return self.ports[0]
+
+    @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def start(self, timeout_s: float = 60.0) -> None:
         """Returns once it listens. Raises `TimeoutError`."""
@@ -75,14 +90,18 @@ class KafkaNode:
 
     def _format(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
+        names = [f"DOOR{number}" for number in range(len(self.ports))]
+        listeners = [f"{name}://127.0.0.1:{port}" for name, port in zip(names, self.ports, strict=True)]
+        advertised = [f"{name}://127.0.0.1:{port}" for name, port in zip(names, self._advertised, strict=True)]
         self._settings.write_text(
             f"""process.roles=broker,controller
 node.id=1
 controller.quorum.bootstrap.servers=127.0.0.1:{self._controller_port}
-listeners=PLAINTEXT://127.0.0.1:{self.port},CONTROLLER://127.0.0.1:{self._controller_port}
-advertised.listeners=PLAINTEXT://127.0.0.1:{self.port}
+listeners={",".join(listeners)},CONTROLLER://127.0.0.1:{self._controller_port}
+advertised.listeners={",".join(advertised)}
+inter.broker.listener.name={names[0]}
 controller.listener.names=CONTROLLER
-listener.security.protocol.map=CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT
+listener.security.protocol.map={",".join(f"{name}:PLAINTEXT" for name in ["CONTROLLER", *names])}
 log.dirs={self._folder / "logs"}
 auto.create.topics.enable=false
 offsets.topic.replication.factor=1

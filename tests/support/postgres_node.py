@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import shutil
 import subprocess
 from pathlib import Path
+
+import psutil
 
 from tests.support.ports import free_port
 from tests.support.processes import wait_until
@@ -70,6 +73,7 @@ class PostgresNode:
             )
         options = ["-D", str(self._data), "-p", str(self.port), "-h", "127.0.0.1", "-k", ""]
         log = (self._folder / "postgres.log").open("ab")
+        (self._data / "postmaster.pid").unlink(missing_ok=True)  # of a server that was killed: it says "ready"
         self._process = subprocess.Popen(
             [str(binaries / "postgres"), *options], stdout=log, stderr=log, user=owner, group=owner
         )
@@ -81,9 +85,15 @@ class PostgresNode:
         return status.exists() and status.read_text(encoding="utf-8").rstrip().endswith("ready")
 
     def kill(self) -> None:
+        """SIGKILL of the server and all its children: one that is left would keep the next one from starting."""
         assert self._process is not None
+        children = psutil.Process(self._process.pid).children(recursive=True)
         self._process.kill()
         self._process.wait()
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, timeout=10)
 
     def stop(self) -> None:
         if self._process is not None and self._process.poll() is None:

@@ -12,6 +12,7 @@ from headrace_schemas import (
     Event,
     Experience,
     Feedback,
+    RewardPart,
     Span,
     TrainingMetrics,
     Trajectory,
@@ -19,12 +20,13 @@ from headrace_schemas import (
     Verdict,
 )
 from headrace_schemas.base import utcnow
-from tests.chaos.client import Acked, ClientLedger, digest
+from tests.chaos.client import Acked, ClientLedger, Said, digest, tokens_digest
 from tests.chaos.facts import Facts
-from tests.chaos.ledgers import DOUBLE, FAILED, LOST, Findings, TrainerLedger, compare
+from tests.chaos.ledgers import DOUBLE, FAILED, LOST, VALUES, Findings, TrainerLedger, compare
 from tests.support.turns import ask, feedback, user
 
 LINEAGE = "main"
+TRAINED = "trained tokens, logprobs or versions that are not the captured ones"
 
 
 class World:
@@ -33,8 +35,9 @@ class World:
     def __init__(self) -> None:
         self.turn: Turn = ask([user("who?")], "Ada", session="s")
         self.feedback: Feedback = feedback("s", value=1.0)
-        span = Span(start=1, logprobs=(-0.5,), turn_id=self.turn.turn_id, version=self.turn.version)
-        branch = Branch(token_ids=(1, 2), spans=(span,))
+        prompt, first = self.turn.prompt_token_ids, self.turn.choices[0]
+        span = Span(start=len(prompt), logprobs=first.logprobs, turn_id=self.turn.turn_id, version=self.turn.version)
+        branch = Branch(token_ids=(*prompt, *first.token_ids), spans=(span,))
         self.trajectory = Trajectory(
             time=utcnow(), trajectory_id="t", session_key=self.turn.session_key, session_id="s", model=self.turn.model,
             branches=(branch,), end_reason="end_call", started_at=self.turn.started_at,
@@ -42,12 +45,14 @@ class World:
         self.experience = Experience(
             time=utcnow(), experience_id=Experience.id_of("t", 0), trajectory_id="t", session_key=self.turn.session_key,
             session_id="s", model=self.turn.model, branch=branch, turn_ids=(self.turn.turn_id,), reward=1.0,
+            parts=(RewardPart(source="feedback", value=1.0, weight=1.0),),
         )  # fmt: skip
         self.report = self.reported(0)
         self.client = ClientLedger()
-        self.client.acked[self.turn.turn_id] = Acked("s", digest("Ada"))
+        tokens = tokens_digest(prompt, first.token_ids)
+        self.client.acked[self.turn.turn_id] = Acked("s", digest("Ada"), tokens, self.turn.version)
         self.client.told.add(self.feedback.event_id)
-        self.client.judged.add("s")
+        self.client.judged["s"] = [Said(1.0, "g")]
         name = self.experience.experience_id
         self.trainer = TrainerLedger(LINEAGE, {name: (1,)}, {name: (0,)}, frozenset(), steps=1)
 
@@ -74,6 +79,12 @@ def test_where_all_is_well_nothing_is_found() -> None:
     assert findings.table[LOST] == findings.table[DOUBLE] == findings.table[FAILED] == 0
 
 
+def test_a_word_that_waited_in_another_gateways_spool_may_count() -> None:
+    world = World()
+    world.client.judged["s"] = [Said(1.0, "g"), Said(0.0, "h")]
+    assert world.compare().broken == {}
+
+
 def test_redelivery_is_no_contradiction() -> None:
     world = World()
     by_its_client = world.feedback.model_copy(update={"time": utcnow()})
@@ -95,8 +106,36 @@ def feedback_without_effect(world: World) -> Findings:
     return world.compare(more=[world.experience.model_copy(update=last)])
 
 
-def other_words(world: World) -> Findings:
-    world.client.acked[world.turn.turn_id] = Acked("s", digest("Eve"))
+def other(**changes: str) -> Callable[[World], Findings]:
+    def plant(world: World) -> Findings:
+        name = world.turn.turn_id
+        world.client.acked[name] = replace(world.client.acked[name], **changes)
+        return world.compare()
+
+    return plant
+
+
+def other_span(**changes: object) -> Callable[[World], Findings]:
+    def plant(world: World) -> Findings:
+        branch = world.experience.branch
+        assert branch is not None
+        span = branch.spans[0].model_copy(update=changes)
+        changed = world.experience.model_copy(update={"branch": branch.model_copy(update={"spans": (span,)})})
+        return world.compare(world.experience, more=[changed])
+
+    return plant
+
+
+def other_token(world: World) -> Findings:
+    branch = world.experience.branch
+    assert branch is not None
+    tokens = (*branch.token_ids[:-1], branch.token_ids[-1] + 1)
+    changed = world.experience.model_copy(update={"branch": branch.model_copy(update={"token_ids": tokens})})
+    return world.compare(world.experience, more=[changed])
+
+
+def earlier_word(world: World) -> Findings:
+    world.client.judged["s"] = [Said(1.0, "g"), Said(0.0, "g")]
     return world.compare()
 
 
@@ -159,7 +198,13 @@ def changed_content(world: World) -> Findings:
         (lost_turn, LOST),
         (lost_feedback, "acked feedback lost"),
         (feedback_without_effect, "judged sessions without a reward"),
-        (other_words, "turns that say other than the user saw"),
+        (other(content=digest("Eve")), "turns with another content than the user saw"),
+        (other(tokens=tokens_digest([1], [2])), "turns with another tokens than the user saw"),
+        (other(version="m@ffffffffffffffff"), "turns with another version than the user saw"),
+        (other_span(version="m@ffffffffffffffff"), TRAINED),
+        (other_span(logprobs=(-9.0,)), TRAINED),
+        (other_token, TRAINED),
+        (earlier_word, VALUES),
         (failed_request, FAILED),
         (trained_twice_by_report, DOUBLE),
         (trained_twice_in_the_weights, DOUBLE),

@@ -1,4 +1,4 @@
-"""The schedule of kills is a function of the seed, and spares nobody."""
+"""The schedule of strikes is a function of the seed, and spares nobody."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from collections import Counter
 
 import pytest
 
+from tests.chaos.nemeses import NEMESES
 from tests.chaos.schedule import plan
-from tests.chaos.stack import PAIRS, SERVICES, VICTIMS
+from tests.chaos.victims import BUS, PAIRS, services_on, victims_on
 
-ALL = VICTIMS["embedded"]
+ALL = [("kill", name) for name in victims_on("embedded")]
+
+
+def pairs(bus: str) -> list[tuple[str, str]]:
+    return [(name, victim) for name, nemesis in NEMESES.items() for victim in nemesis.victims(bus)]
 
 
 def test_equal_seeds_give_equal_schedules() -> None:
@@ -21,14 +26,19 @@ def test_a_shorter_run_is_the_beginning_of_a_longer_one() -> None:
     assert plan(7, 50, ALL, 3.0)[:9] == plan(7, 9, ALL, 3.0)
 
 
-@pytest.mark.parametrize("bus", VICTIMS)
+@pytest.mark.parametrize("bus", BUS)
 def test_every_service_and_the_bus_are_hit_alike(bus: str) -> None:
-    hit = Counter(strike.victim for strike in plan(7, 100, VICTIMS[bus], 3.0))
-    assert set(hit) == set(VICTIMS[bus])
+    hit = Counter((strike.nemesis, strike.victim) for strike in plan(7, 200, pairs(bus), 3.0))
+    assert set(hit) == set(pairs(bus))
     assert max(hit.values()) - min(hit.values()) <= 1
     installed = {"gateway", "inference", "collector", "scorer", "judge", "trainer", "registry"}
-    assert installed <= set(SERVICES)
-    assert set(VICTIMS[bus]) - set(SERVICES) == {"broker" if bus == "embedded" else "kafka"}
+    assert installed <= set(services_on(bus))
+    assert set(victims_on(bus)) - set(services_on(bus)) == {"broker" if bus == "embedded" else "kafka"}
+
+
+def test_a_second_of_each_stream_service_runs_where_the_database_is_a_server() -> None:
+    assert {"collector-2", "scorer-2", "judge-2"} <= set(services_on("kafka"))
+    assert not {"collector-2", "scorer-2", "judge-2"} & set(services_on("embedded"))
 
 
 def test_pauses_are_bounded_and_often_shorter_than_a_restart() -> None:
