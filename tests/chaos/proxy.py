@@ -52,6 +52,10 @@ class Proxy:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        with contextlib.suppress(asyncio.CancelledError):  # `stop`; the server's own task has nobody to tell
+            await self._pass(reader, writer)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._refusing:
             writer.transport.abort()
             return

@@ -1,8 +1,11 @@
-"""Wall clocks that are wrong and that jump, by libfaketime in the processes of one machine. Monotonic clocks go on."""
+"""Wall clocks that are wrong and that jump, in all processes of one machine. Monotonic clocks go on."""
 
 from __future__ import annotations
 
 import random
+import shutil
+import struct
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -12,11 +15,7 @@ from tests.chaos.nemeses.base import Nemesis
 from tests.chaos.victims import MACHINES
 
 SKEW_S = 5.0
-_LIBRARIES = ("/usr/lib/*/faketime/libfaketimeMT.so.1", "/usr/lib64/faketime/libfaketimeMT.so.1")
-
-
-def _library() -> Path | None:
-    return next((path for pattern in _LIBRARIES for path in Path("/").glob(pattern.lstrip("/"))), None)
+SOURCE = Path(__file__).parents[1] / "wrong_clock.c"
 
 
 class Clock(Nemesis):
@@ -26,32 +25,35 @@ class Clock(Nemesis):
 
     @classmethod
     def missing(cls, bus: str) -> str | None:
-        return None if _library() else "libfaketime is not installed"
+        return None if shutil.which("cc") else "there is no C compiler"
 
     @classmethod
     def victims(cls, bus: str) -> Sequence[str]:
         return MACHINES
 
     def prepare(self, machine: str) -> Mapping[str, str]:
-        self._set(machine, 0.0)
-        return {
-            "LD_PRELOAD": str(_library()),
-            "FAKETIME_TIMESTAMP_FILE": str(self._file(machine)),
-            "FAKETIME_CACHE_DURATION": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        }
+        return wrong_clock(self.stack.folder, self._file(machine))
 
     async def strike(self, victim: str, balancer: Balancer, choose: random.Random) -> str:
         by_s = choose.uniform(-SKEW_S, SKEW_S)
-        self._set(victim, by_s)
+        step(self._file(victim), by_s)
         return f"has a clock that is {by_s:+.1f} s off"
 
     def _file(self, machine: str) -> Path:
         return self.stack.folder / f"clock-{machine}"
 
-    def _set(self, machine: str, by_s: float) -> None:
-        path = self._file(machine)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(".new")
-        fresh.write_text(f"{by_s:+.3f}s\n")
-        fresh.replace(path)
+
+def wrong_clock(folder: Path, file: Path) -> dict[str, str]:
+    """The environment in which processes have the clock that `step(file, ...)` sets. `folder` keeps the library."""
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / "wrong_clock.so"
+    if not library.exists():
+        subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(SOURCE), "-ldl"], check=True)
+    file.write_bytes(struct.pack("q", 0))
+    return {"LD_PRELOAD": str(library), "WRONG_CLOCK": str(file)}
+
+
+def step(file: Path, by_s: float) -> None:
+    """From now on the clock is `by_s` off. The file stays the same one: processes have it mapped."""
+    with file.open("r+b") as opened:
+        opened.write(struct.pack("q", round(by_s * 1e9)))
