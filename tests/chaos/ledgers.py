@@ -65,10 +65,10 @@ def _client_and_topics(findings: Findings, client: ClientLedger, topics: Facts) 
     findings.check(FAILED, client.failures)
     findings.check(LOST, client.acked.keys() - topics.turns.keys())
     both = client.acked.keys() & topics.turns.keys()
-    for what in ("content", "tokens", "version"):
-        seen = {name: (getattr(client.acked[name], what), getattr(topics.turns[name], what)) for name in both}
+    for what, attribute in (("text", "content"), ("token ids", "tokens"), ("version", "version")):
+        seen = {name: (getattr(client.acked[name], attribute), getattr(topics.turns[name], attribute)) for name in both}
         findings.check(
-            f"turns with another {what} than the user saw",
+            f"turns whose {what} the user did not see",
             (
                 f"{name}: {captured}, the user saw {shown}"
                 for name, (shown, captured) in seen.items()
