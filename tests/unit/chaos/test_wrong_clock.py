@@ -40,4 +40,5 @@ def test_steps_in_both_directions(tmp_path: Path) -> None:
             assert [float(said) - true for said in process.stdout.readline().split()] == pytest.approx(
                 [by_s] * 3, abs=60
             )
+        assert process.stdin
         process.stdin.close()
