@@ -24,7 +24,7 @@ from headrace_runtime.settings import Common
 from headrace_schemas.blobs import BlobRef
 
 _EXCLUSIVE = frozenset(("file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"))
-"""Protocols that can write a name only if nobody has: by a hard link, a lock, or a conditional request to the server."""
+"""Protocols that can write a name only if nobody has: by a hard link, a lock, or a conditional request."""
 _NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS))
 _MEMORY = threading.Lock()
 """Whoever shares a store in memory shares this process."""
@@ -142,12 +142,14 @@ class BlobStore:
         return [name for name, kind in self._names(f"{self._root}/areas/{folder}") if kind == "directory"]
 
     def remove_area(self, name: str) -> None:
-        """Remove all that an area holds. Raises `Unavailable`."""
+        """Remove what an area holds; what somebody adds meanwhile may stay. Raises `Unavailable`."""
         try:
             self._fs.rm(f"{self._root}/areas/{name}", recursive=True)
         except FileNotFoundError:
             return
         except OSError as error:
+            if error.errno == errno.ENOTEMPTY:
+                return
             raise Unavailable(f"blob store {self.url}: {error}") from error
 
     async def aput(self, data: bytes) -> BlobRef:
@@ -171,7 +173,7 @@ class BlobStore:
     def _names(self, folder: str) -> list[tuple[str, str]]:
         """Name and kind of everything directly in a folder, none when it does not exist. No drafts."""
         try:
-            found = self._fs.ls(folder, detail=True)
+            found = _listed(folder) if self._local else self._fs.ls(folder, detail=True)
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -216,7 +218,7 @@ class BlobStore:
                 raise self._not_exclusive("its file system has no hard links") from error
             raise
         finally:
-            draft.unlink()
+            draft.unlink(missing_ok=True)
         for folder in folders:
             _sync_folder(folder)
         return True
@@ -235,6 +237,12 @@ class BlobStore:
     @staticmethod
     def _protocols(fs: Any) -> tuple[str, ...]:
         return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def _listed(folder: str) -> list[dict[str, str]]:
+    """As fsspec lists, which gives up when one of the files goes away meanwhile: a draft that got its name, say."""
+    with os.scandir(folder) as entries:
+        return [{"name": entry.name, "type": "directory" if entry.is_dir() else "file"} for entry in entries]
 
 
 def _drafted(target: Path, data: bytes) -> tuple[Path, list[Path]]:

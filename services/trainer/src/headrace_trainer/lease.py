@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeVar
 
 from headrace_runtime import holders
 from headrace_runtime.clock import Clock
@@ -20,12 +20,13 @@ from headrace_trainer.store import LineageStore, LineageTaken, Sign
 log = get_logger(__name__)
 _LOOK_S_MAX = 1.0
 _BEATS_PER_LEASE = 4
+T = TypeVar("T")
 
 
 class Retry(Protocol):
     """Does blocking work beside the event loop, again while something is away."""
 
-    def __call__(self, work: Callable[[], bool | Sign]) -> Awaitable[bool | Sign]: ...
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 class Lease:
@@ -48,14 +49,13 @@ class Lease:
         """Another process has the lineage, and shows that it lives."""
 
     async def acquire(self, do: Retry) -> None:
-        """Returns as the owner, at most `wait_s` later. Raises `LineageTaken` when the present owner lives that long."""
+        """Returns as the owner, `wait_s` later at most. Raises `LineageTaken` when the owner lives that long."""
         began_s = self._clock.monotonic_s()
         seen: Sign | None = None
         since_s = began_s
         while True:
             asked_s = self._clock.monotonic_s()
             sign = await do(self._store.sign)
-            assert isinstance(sign, Sign)
             silent = sign == seen and asked_s - since_s >= self._lease_s
             if (sign.free or silent or self._died(sign.owner)) and await do(self._store.take):
                 self._owned(sign, silent=silent)
@@ -97,6 +97,6 @@ class Lease:
             log.info("standing_by", owner=holders.describe(sign.owner))
         if self._clock.monotonic_s() - since_s > self._wait_s:
             raise LineageTaken(
-                f"{holders.describe(sign.owner)} trains this lineage and has been alive for the {self._wait_s:g} s that "
-                "this process waited (trainer.owner_wait_s); stop one of the two, or name another trainer.lineage for it"
+                f"{holders.describe(sign.owner)} trains this lineage and was alive for the {self._wait_s:g} s that "
+                "this process waited (trainer.owner_wait_s). Stop one of them, or name another trainer.lineage for it"
             )

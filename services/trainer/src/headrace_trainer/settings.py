@@ -205,7 +205,9 @@ class TrainerSettings(ServiceSettings):
             raise SettingError("trainer.base", self.base, "name a Hugging Face folder to start from")
         if self.owner_wait_s <= self.lease_s:
             raise SettingError(
-                "trainer.owner_wait_s", self.owner_wait_s, "is no longer than lease_s: a dead owner would never be found"
+                "trainer.owner_wait_s",
+                self.owner_wait_s,
+                "must be longer than lease_s",
             )
         if self.replays == self.lineage:
             raise SettingError("trainer.replays", self.replays, "is this lineage itself; name a new trainer.lineage")

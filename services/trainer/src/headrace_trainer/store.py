@@ -137,6 +137,8 @@ class LineageStore:
         try:
             return self._area(self._pointer.epochs.get(ref.sha256, _SHARED)).get(ref)
         except (CorruptBlob, Unavailable) as error:
+            if self._pointer.owner == self.owner:
+                self._check_ours()  # a new owner may have replaced it
             raise type(error)(self._advise(str(error))) from error
 
     def save(self, saved: Saved, new: Iterable[bytes]) -> None:
@@ -149,7 +151,7 @@ class LineageStore:
         assert old is not None, "a lineage is taken before it is saved"
         area = self._area(old.epoch)
         for data in (*new, state := saved.model_dump_json().encode()):
-            self._written.add(area.put(data).sha256)
+            self._put(area, data)
         ref = area.ref(state)
         used = {digest: old.epoch if digest in self._written else old.epochs[digest] for digest in saved.blobs()}
         pointer = Pointer(epoch=old.epoch, owner=self.owner, state=ref, epochs=used | {ref.sha256: old.epoch})
@@ -158,6 +160,13 @@ class LineageStore:
         for digest, epoch in sorted(superfluous - set(pointer.epochs.items())):
             self._area(epoch).delete(_named(digest))
         self._written &= {digest for digest, epoch in pointer.epochs.items() if epoch == pointer.epoch}
+
+    def _put(self, area: BlobStore, data: bytes) -> None:
+        try:
+            self._written.add(area.put(data).sha256)
+        except Unavailable:
+            self._check_ours()  # a new owner may be removing the area while we write to it
+            raise
 
     def _swap(self, pointer: Pointer) -> None:
         data = pointer.model_dump_json().encode()
@@ -186,7 +195,7 @@ class LineageStore:
         return None if record is None else (record.number, self._parsed(Pointer, record.data))
 
     def _of_an_earlier_release(self) -> Record | None:
-        """The pointer that was a file, replaced in place. It stays where it is, and the first owner leaves it behind."""
+        """The pointer as a file that is replaced in place. It stays as it is; an owner's records come before it."""
         data = self._blobs.pointer(f"lineages/{self._lineage}")
         if data is None:
             return None
@@ -236,9 +245,8 @@ class LineageStore:
         )
 
     def _advise(self, problem: str) -> str:
-        return (
-            f"lineages/{self._lineage}: {problem}; restore the blob store from a backup, or name another trainer.lineage"
-        )
+        remedy = "restore the blob store from a backup, or name another trainer.lineage"
+        return f"lineages/{self._lineage}: {problem}; {remedy}"
 
 
 def _named(digest: str) -> BlobRef:

@@ -18,6 +18,7 @@ from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import File, Manifest
 from headrace_trainer.policy import Policy
 
+
 def check_base(folder: Path) -> None:
     """Raises `SettingError` when `folder` cannot be the start of a lineage (P7)."""
     if not folder.is_dir():
