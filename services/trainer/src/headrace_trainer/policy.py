@@ -226,6 +226,10 @@ def _with_adapters(model: Any, lora: LoraSettings, seed: int) -> Any:
     )
     torch.manual_seed(seed)
     try:
-        return get_peft_model(model, config)
+        adapted = get_peft_model(model, config)
     except ValueError as error:
         raise SettingError("trainer.lora.targets", lora.targets, str(error).splitlines()[0]) from None
+    config.base_model_name_or_path = (
+        None  # the folder is gone by the time an adapter is saved; nobody shall look for it
+    )
+    return adapted
