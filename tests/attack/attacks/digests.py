@@ -115,10 +115,14 @@ def _twins(folder: Path, base: Path) -> list[Line]:
     embedded = [_twin(blobs, base, folder / f"embedded-{side}", _TWINS[next(iter(_TWINS))][side]) for side in (0, 1)]
     digests = {ChatTokenizer(path, manifest).digest for manifest, path in embedded}
     return [
-        none_of(f"models that share prompts though they differ {shared}", len(shared), len(_TWINS)),
-        none_of(f"templates that hash as nothing {templates}", len(templates), _TEMPLATES),
+        none_of(_named("models that share prompts though they differ", shared), len(shared), len(_TWINS)),
+        none_of(_named("templates that hash as nothing", templates), len(templates), _TEMPLATES),
         Line("a replica tells two embedded templates apart", str(len(digests)), "2", len(digests) == 2),
     ]
+
+
+def _named(what: str, found: list[str]) -> str:
+    return f"{what} ({', '.join(found)})" if found else what
 
 
 def _twin(blobs: BlobStore, base: Path, folder: Path, change: Callable[[Path], None]) -> tuple[Manifest, Path]:
@@ -152,7 +156,7 @@ async def _overwritten(folder: Path, base: Path, rng: random.Random, rank: int) 
         refused = str(error)
     return [
         Line(f"versions of a {kind} published", str(published), str(_VERSIONS), published == _VERSIONS),
-        none_of(f"of them do not load or match {problems[:1]}", len(problems), published),
+        none_of(_named("of them do not load or match", problems[:1]), len(problems), published),
         Line("the next start names what has changed", refused[-160:], "chat_template", "chat_template" in refused),
     ]
 

@@ -225,11 +225,8 @@ def _with_adapters(model: Any, lora: LoraSettings, seed: int) -> Any:
         r=lora.rank, lora_alpha=lora.alpha, target_modules=sorted(lora.targets), lora_dropout=0.0, task_type="CAUSAL_LM"
     )
     torch.manual_seed(seed)
+    model.name_or_path = None  # the folder is gone by the time an adapter is saved; nobody shall look for it
     try:
-        adapted = get_peft_model(model, config)
+        return get_peft_model(model, config)
     except ValueError as error:
         raise SettingError("trainer.lora.targets", lora.targets, str(error).splitlines()[0]) from None
-    config.base_model_name_or_path = (
-        None  # the folder is gone by the time an adapter is saved; nobody shall look for it
-    )
-    return adapted
