@@ -7,10 +7,11 @@ the way, is then something that can be read off the weights of any version.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,23 @@ class Versions:
         """There is none."""
 
     @staticmethod
+    def base_files(_blobs: BlobStore, _folder: Path) -> tuple[File, ...]:
+        return ()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def unpacked(_blobs: BlobStore, _files: object) -> Iterator[Path]:
+        yield Path("nowhere")
+
+    @staticmethod
     def publish_base(
-        blobs: BlobStore, _folder: Path, policy: Policy, *, name: str, lineage: str
+        blobs: BlobStore, _files: object, policy: Policy, *, name: str, lineage: str
     ) -> tuple[Manifest, BlobRef]:
         return _stored(blobs, policy, name, lineage, 0, None)
 
     @staticmethod
     def publish(
-        blobs: BlobStore, _folder: Path, policy: Policy, *, first: Manifest, lineage: str, step: int, parent: str
+        blobs: BlobStore, policy: Policy, *, first: Manifest, lineage: str, step: int, parent: str
     ) -> tuple[Manifest, BlobRef]:
         return _stored(blobs, policy, first.name, lineage, step, parent)
 

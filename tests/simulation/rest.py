@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from headrace_runtime.versions import read_manifest
 from headrace_schemas import Checkpoint, Experience, TrainingMetrics
-from headrace_trainer.saved import Pointer, Saved
+from headrace_trainer.saved import Saved
+from headrace_trainer.store import LineageStore
 from tests.simulation.learner import Lesson, lessons_of
 
 if TYPE_CHECKING:
@@ -104,8 +105,7 @@ def _untrained(town: Town) -> Iterator[str]:
 
 def saved_lineage(town: Town, name: str = "main") -> Saved | None:
     """What the trainer's last save holds."""
-    raw = town.blobs.pointer(f"lineages/{name}")
-    return None if raw is None else Saved.model_validate_json(town.blobs.get(Pointer.model_validate_json(raw).state))
+    return LineageStore(town.blobs, name).read()
 
 
 def lessons(town: Town) -> Mapping[str, tuple[Lesson, ...]]:

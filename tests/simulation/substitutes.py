@@ -39,6 +39,7 @@ from tests.simulation.world import world
 
 BLOBS = "memory://blobs"
 _PUT, _SET_POINTER, _DELETE = BlobStore.put, BlobStore.set_pointer, BlobStore.delete
+_CREATE, _REMOVE_AREA = BlobStore.create, BlobStore.remove_area
 
 
 class LocalPool(Pool):
@@ -91,6 +92,16 @@ def _set_pointer(store: BlobStore, name: str, data: bytes) -> None:
     _SET_POINTER(store, name, data)
 
 
+def _create(store: BlobStore, name: str, data: bytes) -> bool:
+    world().mishaps.at_blob_change()
+    return _CREATE(store, name, data)
+
+
+def _remove_area(store: BlobStore, name: str) -> None:
+    world().mishaps.at_blob_change()
+    _REMOVE_AREA(store, name)
+
+
 def _delete(store: BlobStore, ref: BlobRef) -> None:
     world().mishaps.at_blob_change()
     _DELETE(store, ref)
@@ -119,6 +130,8 @@ def _names() -> Mapping[str, Any]:
         "headrace_runtime.blobs.BlobStore.put": _put,
         "headrace_runtime.blobs.BlobStore.set_pointer": _set_pointer,
         "headrace_runtime.blobs.BlobStore.delete": _delete,
+        "headrace_runtime.blobs.BlobStore.create": _create,
+        "headrace_runtime.blobs.BlobStore.remove_area": _remove_area,
         "headrace_runtime.topics.ensure": _ensure,
         "headrace_runtime.migrations.upgrade": _nothing,
         "headrace_runtime.web.serve": _serve,

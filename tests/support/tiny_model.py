@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace_runtime import versions
@@ -96,6 +97,16 @@ def adapter(base: Path, folder: Path, *, seed: int, rank: int = 4) -> Path:
 
 def fingerprint(folder: Path, *, base: Path | None = None, length: int = 48) -> Fingerprint:
     """What the weights in `folder` answer, computed by transformers itself; `base` when they are an adapter."""
+    tokens = tuple((7 * place + 3) % 256 + len(SPECIAL) for place in range(length))
+    return Fingerprint(token_ids=tokens, logprobs=tuple(_logprobs(folder, tokens, base)))
+
+
+def answers(folder: Path, expected: Fingerprint, *, base: Path | None = None) -> list[float]:
+    """What the weights in `folder` answer where `expected` says what they should."""
+    return _logprobs(folder, expected.token_ids, base)
+
+
+def _logprobs(folder: Path, token_ids: Sequence[int], base: Path | None) -> list[float]:
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -103,11 +114,11 @@ def fingerprint(folder: Path, *, base: Path | None = None, length: int = 48) -> 
     model = AutoModelForCausalLM.from_pretrained(base or folder, dtype=torch.float32)
     if base is not None:
         model = PeftModel.from_pretrained(model, str(folder))
-    tokens = [(7 * place + 3) % 256 + len(SPECIAL) for place in range(length)]
+    tokens = torch.tensor([list(token_ids)])
     with torch.no_grad():
-        logprobs = model.eval()(torch.tensor([tokens])).logits[0, :-1].float().log_softmax(-1)
-    picked = logprobs.gather(1, torch.tensor(tokens)[1:, None])[:, 0]
-    return Fingerprint(token_ids=tuple(tokens), logprobs=tuple(picked.tolist()))
+        logprobs = model.eval()(tokens).logits[0, :-1].float().log_softmax(-1)
+    picked: list[float] = logprobs.gather(1, tokens[0, 1:, None])[:, 0].tolist()
+    return picked
 
 
 def publish(

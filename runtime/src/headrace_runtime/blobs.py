@@ -6,8 +6,12 @@ A blob's name is its SHA-256, so writing twice is harmless and a reader can chec
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
+import errno
 import hashlib
 import os
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -15,19 +19,27 @@ from typing import Any
 
 import fsspec
 
-from headrace_runtime.errors import CorruptBlob, Unavailable
+from headrace_runtime.errors import CorruptBlob, SettingError, Unavailable
 from headrace_runtime.settings import Common
 from headrace_schemas.blobs import BlobRef
 
+_EXCLUSIVE = frozenset(("file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"))
+"""Protocols that can write a name only if nobody has: by a hard link, a lock, or a conditional request."""
+_NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS))
+_MEMORY = threading.Lock()
+"""Whoever shares a store in memory shares this process."""
+
 
 class BlobStore:
-    """Put and get bytes by digest, and a few mutable pointers by name.
+    """Put and get bytes by digest, and a few small files by name: pointers, which are replaced, and records, which are
+    not.
 
     Methods block; async callers use `aput` and `aget`.
     """
 
     def __init__(self, url: str) -> None:
-        self._fs, self._root = fsspec.core.url_to_fs(url)
+        # A remembered listing would hide what another process has written, or show what it has removed.
+        self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         self._local = "file" in self._protocols(self._fs)
         self.url = url
 
@@ -64,12 +76,7 @@ class BlobStore:
 
     def delete(self, ref: BlobRef) -> None:
         """Remove the bytes; removing what is not there is fine. Raises `Unavailable`."""
-        path = self._path(ref.sha256)
-        try:
-            if self._fs.exists(path):
-                self._fs.rm_file(path)
-        except OSError as error:
-            raise Unavailable(f"blob store {self.url}: {error}") from error
+        self._remove(self._path(ref.sha256))
 
     def digests(self) -> Iterator[str]:
         """Every blob's digest."""
@@ -96,6 +103,55 @@ class BlobStore:
             raise Unavailable(f"blob store {self.url}: {error}") from error
         return data
 
+    def create(self, name: str, data: bytes) -> bool:
+        """Write `pointers/<name>` unless it is there, and say whether. Of all who try at once one alone is told True.
+
+        Raises `SettingError` where the store cannot do that, `Unavailable` when it is away: then it may have happened.
+        """
+        self._check_protocol()
+        try:
+            return self._create(f"{self._root}/pointers/{name}", data)
+        except OSError as error:
+            raise Unavailable(f"blob store {self.url}: {error}") from error
+
+    def check_exclusive(self) -> None:
+        """Try `create`. Raises `SettingError` when the store takes a second writer for the first, or `Unavailable`."""
+        name = f"probe/{uuid.uuid4().hex}"
+        self.create(name, b"1")
+        again, kept = self.create(name, b"2"), self.pointer(name) == b"1"
+        self.remove_pointer(name)
+        if again or not kept:
+            raise self._not_exclusive("overwrote a file that was to be written only if it did not exist")
+
+    def pointers(self, folder: str) -> list[str]:
+        """Names of the small files directly in `pointers/<folder>/`, sorted. Raises `Unavailable`."""
+        return [name for name, kind in self._names(f"{self._root}/pointers/{folder}") if kind == "file"]
+
+    def remove_pointer(self, name: str) -> None:
+        """Remove a small file; one that is not there is fine. Raises `Unavailable`."""
+        self._remove(f"{self._root}/pointers/{name}")
+
+    def area(self, name: str) -> BlobStore:
+        """A store of its own below this one: what it holds is not seen from here and removed with `remove_area`."""
+        inner = copy.copy(self)
+        inner._root = f"{self._root}/areas/{name}"
+        return inner
+
+    def areas(self, folder: str) -> list[str]:
+        """Names of the areas directly below `folder`, sorted. Raises `Unavailable`."""
+        return [name for name, kind in self._names(f"{self._root}/areas/{folder}") if kind == "directory"]
+
+    def remove_area(self, name: str) -> None:
+        """Remove what an area holds; what somebody adds meanwhile may stay. Raises `Unavailable`."""
+        try:
+            self._fs.rm(f"{self._root}/areas/{name}", recursive=True)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno == errno.ENOTEMPTY:
+                return
+            raise Unavailable(f"blob store {self.url}: {error}") from error
+
     async def aput(self, data: bytes) -> BlobRef:
         return await asyncio.to_thread(self.put, data)
 
@@ -105,25 +161,100 @@ class BlobStore:
     def _path(self, digest: str) -> str:
         return f"{self._root}/sha256/{digest[:2]}/{digest}"
 
+    def _remove(self, path: str) -> None:
+        try:
+            if self._fs.exists(path):
+                self._fs.rm_file(path)
+        except FileNotFoundError:
+            return  # somebody else was faster
+        except OSError as error:
+            raise Unavailable(f"blob store {self.url}: {error}") from error
+
+    def _names(self, folder: str) -> list[tuple[str, str]]:
+        """Name and kind of everything directly in a folder, none when it does not exist. No drafts."""
+        try:
+            found = _listed(folder) if self._local else self._fs.ls(folder, detail=True)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise Unavailable(f"blob store {self.url}: {error}") from error
+        names = ((PurePosixPath(entry["name"]).name, entry["type"]) for entry in found)
+        return sorted((name, kind) for name, kind in names if not name.startswith("."))
+
     def _write(self, path: str, data: bytes) -> None:
         if not self._local:
             self._fs.pipe_file(path, data)  # object stores replace whole objects
             return
         target = Path(path)
-        missing = [folder for folder in target.parents if not folder.exists()]
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-        with draft.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        draft, folders = _drafted(target, data)
         draft.replace(target)
-        for folder in (target.parent, *(folder.parent for folder in missing)):
+        for folder in folders:
             _sync_folder(folder)
+
+    def _create(self, path: str, data: bytes) -> bool:
+        if self._local:
+            return self._link(Path(path), data)
+        alone = _MEMORY if "memory" in self._protocols(self._fs) else contextlib.nullcontext()
+        try:
+            with alone:
+                self._fs.pipe_file(path, data, mode="create")
+        except FileExistsError:
+            return False
+        except Exception:  # not every server's refusal is understood by its client library
+            if self._fs.exists(path):
+                return False
+            raise
+        return True
+
+    def _link(self, target: Path, data: bytes) -> bool:
+        """A second name for a file that is whole already: it appears at once or not at all, and never replaces."""
+        draft, folders = _drafted(target, data)
+        try:
+            os.link(draft, target)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                raise self._not_exclusive("its file system has no hard links") from error
+            raise
+        finally:
+            draft.unlink(missing_ok=True)
+        for folder in folders:
+            _sync_folder(folder)
+        return True
+
+    def _check_protocol(self) -> None:
+        if not _EXCLUSIVE.intersection(self._protocols(self._fs)):
+            raise self._not_exclusive("cannot write a file only if it does not exist")
+
+    def _not_exclusive(self, problem: str) -> SettingError:
+        return SettingError(
+            "blobs.url",
+            self.url,
+            f"{problem}, so two trainers could not be told apart there; use a folder, s3://, gs:// or abfs://",
+        )
 
     @staticmethod
     def _protocols(fs: Any) -> tuple[str, ...]:
         return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def _listed(folder: str) -> list[dict[str, str]]:
+    """As fsspec lists, which gives up when one of the files goes away meanwhile: a draft that got its name, say."""
+    with os.scandir(folder) as entries:
+        return [{"name": entry.name, "type": "directory" if entry.is_dir() else "file"} for entry in entries]
+
+
+def _drafted(target: Path, data: bytes) -> tuple[Path, list[Path]]:
+    """A durable file beside `target`, and the folders that are to be synced once it has its name."""
+    missing = [folder for folder in target.parents if not folder.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    with draft.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return draft, [target.parent, *(folder.parent for folder in missing)]
 
 
 def _sync_folder(folder: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
@@ -78,12 +78,15 @@ class Jobs:
 
     async def finish(self, tx: AsyncConnection, job: Job) -> bool:
         """Remove a job that was leased. False: it is somebody else's or never came to be; discard the result."""
-        mine = (self._table.c.job_id == job.job_id) & (self._table.c.attempts == job.attempts + 1)
-        return bool((await tx.execute(delete(self._table).where(mine))).rowcount)
+        return bool((await tx.execute(delete(self._table).where(self._is_ours(job)))).rowcount)
 
-    async def postpone(self, tx: AsyncConnection, job_id: str, due: datetime) -> None:
-        """Let somebody try again from `due` on."""
-        await tx.execute(update(self._table).where(self._table.c.job_id == job_id).values(due_ms=epoch_ms(due)))
+    async def postpone(self, tx: AsyncConnection, job: Job, due: datetime) -> None:
+        """Let somebody try again from `due` on, unless it is somebody else's already."""
+        await tx.execute(update(self._table).where(self._is_ours(job)).values(due_ms=epoch_ms(due)))
+
+    def _is_ours(self, job: Job) -> ColumnElement[bool]:
+        """Every lease counts as an attempt, so whoever leased it later has another number."""
+        return (self._table.c.job_id == job.job_id) & (self._table.c.attempts == job.attempts + 1)
 
     async def count(self, tx: AsyncConnection, kind: str) -> int:
         waiting = await tx.scalar(select(func.count()).where(self._table.c.kind == kind)) or 0

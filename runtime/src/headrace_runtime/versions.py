@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -21,18 +22,69 @@ from headrace_schemas.manifest import File, Fingerprint, Manifest
 
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
-_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+_MORE_TEMPLATES = "additional_chat_templates"
+_PROCESSOR_TEMPLATE = "chat_template.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", f"{_MORE_TEMPLATES}/*.jinja")
 
 
 def model_files(folder: Path) -> list[Path]:
-    """What of `folder` belongs in a version: weights, configuration, tokenizer, template; sorted by name."""
+    """What of `folder` belongs in a version: weights, configuration, tokenizer, templates; sorted by name."""
     found = {path for pattern in _WANTED for path in folder.glob(pattern) if path.is_file()}
     return sorted(found)
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, of nothing when it does not exist (a model without a chat template)."""
+    """SHA-256 of a file, of nothing when it does not exist."""
     return hashlib.sha256(path.read_bytes() if path.exists() else b"").hexdigest()
+
+
+def template_digest(folder: Path) -> str:
+    """Of every chat template in a model's folder, wherever it stands; of nothing when there is none."""
+    names = [path.relative_to(folder).as_posix() for path in model_files(folder)]
+    return _template_sha256({name: (folder / name).read_bytes() for name in names if _may_hold_a_template(name)})
+
+
+def store_files(blobs: BlobStore, folder: Path) -> tuple[File, ...]:
+    """Put every file of a model's folder into the store; each is read once. Blocks.
+
+    Raises `ValueError` when a file may hold a pickle.
+    """
+    paths = model_files(folder)
+    return tuple(File(path=p.relative_to(folder).as_posix(), blob=blobs.put(p.read_bytes())) for p in paths)
+
+
+def prompt_digests(blobs: BlobStore, files: Iterable[File]) -> tuple[str, str]:
+    """`tokenizer_sha256` and `template_sha256` of a model whose files are in the store. Blocks."""
+    known = {file.path: file.blob for file in files}
+    tokenizer = known[TOKENIZER_FILE].sha256 if TOKENIZER_FILE in known else hashlib.sha256(b"").hexdigest()
+    holders = {path: blobs.get(blob) for path, blob in known.items() if _may_hold_a_template(path)}
+    return tokenizer, _template_sha256(holders)
+
+
+def _may_hold_a_template(path: str) -> bool:
+    return path.endswith(".jinja") or path in {_PROCESSOR_TEMPLATE, _TOKENIZER_CONFIG}
+
+
+def _template_sha256(holders: Mapping[str, bytes]) -> str:
+    """One template in its own file, as transformers writes it today, is hashed as it is."""
+    found = {path: content for path, content in holders.items() if path != _TOKENIZER_CONFIG}
+    inside = _template_inside(holders.get(_TOKENIZER_CONFIG, b"{}"))
+    if inside is not None:
+        found[_TOKENIZER_CONFIG] = inside
+    if not found.keys() - {TEMPLATE_FILE}:
+        return hashlib.sha256(found.get(TEMPLATE_FILE, b"")).hexdigest()
+    digests = {path: hashlib.sha256(content).hexdigest() for path, content in found.items()}
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def _template_inside(config: bytes) -> bytes | None:
+    """The template, or the list of them, in `tokenizer_config.json`."""
+    try:
+        value = json.loads(config).get("chat_template")
+    except (ValueError, AttributeError):
+        return config  # no configuration that we understand: all of it may act
+    return None if value is None else json.dumps(value, sort_keys=True).encode()
 
 
 def store(
@@ -60,11 +112,16 @@ def store(
         parent=parent,
         kind="lora" if base else "full",
         base=base,
-        files=tuple(File(path=path.name, blob=blobs.put(path.read_bytes())) for path in model_files(folder)),
+        files=store_files(blobs, folder),
         fingerprint=fingerprint,
         tokenizer_sha256=file_digest(source / TOKENIZER_FILE),
-        template_sha256=file_digest(source / TEMPLATE_FILE),
+        template_sha256=template_digest(source),
     )
+    return store_manifest(blobs, manifest)
+
+
+def store_manifest(blobs: BlobStore, manifest: Manifest) -> tuple[Manifest, BlobRef]:
+    """What makes a version of files that are in the store. Blocks."""
     return manifest, blobs.put(manifest.canonical_json())
 
 

@@ -17,6 +17,20 @@ DIGEST_LENGTH = 16
 """Hex digits of the manifest's SHA-256 in a version's name."""
 
 
+_TOKENS = frozenset(
+    (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "chat_template.json",
+    )
+)
+
+
 class File(Model):
     """One file of a version, relative to its root. Weights are safetensors; pickles are refused by name."""
 
@@ -66,7 +80,10 @@ class Manifest(Model):
     files: tuple[File, ...] = Field(min_length=1, max_length=4096)
     fingerprint: Fingerprint
     tokenizer_sha256: Sha256
+    """Of `tokenizer.json`."""
     template_sha256: Sha256
+    """Of `chat_template.jinja` where that is the only template, else of all templates wherever they stand. An adapter
+    has both digests from its base."""
 
     @model_validator(mode="after")
     def _lora_has_a_base(self) -> Self:
@@ -80,6 +97,25 @@ class Manifest(Model):
         """The bytes that are stored and hashed: sorted keys, no spaces, no nulls."""
         data = self.model_dump(mode="json", exclude_none=True)
         return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+    @property
+    def acting_files(self) -> dict[str, str]:
+        """SHA-256 by path of all that can act on a prompt or on where an answer ends: every file but the weights. None
+        of an adapter's: what acts is its base's."""
+        own = self.files if self.kind == "full" else ()
+        return {f.path: f.blob.sha256 for f in own if not f.path.endswith((".safetensors", ".safetensors.index.json"))}
+
+    @property
+    def token_files(self) -> dict[str, str]:
+        """Those of `acting_files` that decide which tokens a conversation becomes."""
+        found = ((PurePosixPath(path), sha256) for path, sha256 in self.acting_files.items())
+        return {str(path): sha for path, sha in found if str(path) in _TOKENS or path.suffix in {".jinja", ".model"}}
+
+    @property
+    def prompt_sha256(self) -> str:
+        """Equal for versions that make the same of any conversation. An adapter's says nothing without its base's."""
+        parts = [self.tokenizer_sha256, self.template_sha256, self.acting_files]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     @property
     def version(self) -> str:

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load
 
 from headrace_runtime.blobs import BlobStore
+from headrace_runtime.records import Records
 from headrace_schemas import Checkpoint, Experience, Feedback, TrainingMetrics, Trajectory
 from headrace_schemas.base import utcnow
 from headrace_schemas.ids import session_key
@@ -59,7 +60,7 @@ async def test_p9_a_replay_repeats_the_batches_and_disturbs_nobody(
     await someone_listens(town)
     before = await town.standing()
     assert {group for (group, _, _), offset in before[0].items() if offset} == set(LIVE), "they have work behind them"
-    pointer = BlobStore((town.data_dir / "blobs").as_uri()).pointer("lineages/main")
+    pointer = Records(BlobStore((town.data_dir / "blobs").as_uri()), "lineages/main").newest()
 
     plan = await town.report("plan")
     assert plan["cut"] == "recorded", plan["cut_because"]
@@ -80,7 +81,7 @@ async def test_p9_a_replay_repeats_the_batches_and_disturbs_nobody(
     assert [batch.digest for account in reported for batch in account.batches] == digests
 
     assert await town.standing() == before, "live topics, groups, offsets and lags are as they were"
-    assert BlobStore((town.data_dir / "blobs").as_uri()).pointer("lineages/main") == pointer
+    assert Records(BlobStore((town.data_dir / "blobs").as_uri()), "lineages/main").newest() == pointer
     assert live_trainer.status is None, "the live trainer has gone on"
     same_weights(town, again)
     await offered(town, again, report["version"])

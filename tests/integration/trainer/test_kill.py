@@ -155,7 +155,7 @@ def healthy(process: TrainerProcess) -> None:
 
 def check_state(blobs: BlobStore) -> None:
     """In the weights that are left, each revision that was trained has contributed once."""
-    saved = LineageStore(blobs, "main").load()
+    saved = LineageStore(blobs, "main").read()
     assert saved is not None
     for name, entry in saved.window.items():
         assert len(entry.contributions) <= len(entry.revisions), name

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
+from datetime import datetime, timedelta
 
 import pytest
 from sqlalchemy import update
 
 from headrace_registry.leader import Lease, LostLeadership
 from headrace_registry.tables import LEASE
+from headrace_runtime import holders
+from headrace_runtime.clock import Clock
 from tests.unit.registry.rig import Rig
 
 
@@ -45,14 +47,76 @@ async def test_a_standby_takes_over_at_once_when_the_leader_leaves(rig: Rig) -> 
 async def test_a_leader_of_this_machine_that_died_is_not_waited_for(rig: Rig) -> None:
     dead = await asyncio.create_subprocess_exec("true")
     await dead.wait()
-    await held_by(rig, f"{socket.gethostname()}:{dead.pid}:x")
+    await held_by(rig, holder_of(dead.pid))
     await other(rig).acquire()
     assert rig.clock.elapsed_s == 0
 
 
 async def test_a_leader_of_this_machine_that_lives_is(rig: Rig) -> None:
-    await held_by(rig, f"{socket.gethostname()}:{os.getppid()}:x")
+    await held_by(rig, holder_of(os.getppid()))
     assert not await other(rig)._take()
+
+
+def holder_of(pid: int) -> str:
+    """A process of this machine, whenever it started."""
+    parts = holders.me().split("|")
+    return "|".join((*parts[:3], str(pid), holders._started(pid) or "0", "x"))
+
+
+@pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])
+async def test_a_standby_whose_clock_is_wrong_waits_all_the_same(rig: Rig, skew_s: float) -> None:
+    """What counts is whether the row changes, not what it says about time."""
+    rig.lease.holder = "elsewhere:2:y"
+    await held_by(rig, rig.lease.holder)
+    await rig.lease._take()
+    ahead = SkewedClock(rig.clock, skew_s)
+    standby = Lease(rig.database, ahead, rig.settings.lease_s)
+    for _ in range(20):
+        assert not await standby._take(), "the leader lives: it has just renewed"
+        await rig.clock.sleep(rig.settings.lease_s / 4)
+        assert await rig.lease._renew()
+    for _ in range(5):
+        await rig.clock.sleep(rig.settings.lease_s / 4)
+        taken = await standby._take()
+    assert taken, "and now it is silent"
+
+
+async def test_a_leader_whose_clock_steps_back_still_shows_that_it_lives(rig: Rig) -> None:
+    rig.lease.holder = "elsewhere:2:y"
+    await held_by(rig, rig.lease.holder)
+    leader = Lease(rig.database, SkewedClock(rig.clock, -7200.0), rig.settings.lease_s)
+    leader.holder = rig.lease.holder
+    standby = other(rig)
+    for _ in range(20):
+        assert not await standby._take()
+        await rig.clock.sleep(rig.settings.lease_s / 4)
+        assert await leader._renew()
+
+
+async def test_a_lease_that_was_lost_is_not_taken_back_by_renewing(rig: Rig) -> None:
+    """Who was passed over knows nothing of what was decided meanwhile; it starts again from the database."""
+    dead = await asyncio.create_subprocess_exec("true")
+    await dead.wait()
+    await held_by(rig, holder_of(dead.pid))
+    with pytest.raises(LostLeadership):
+        await asyncio.wait_for(rig.lease.keep(), 5)
+
+
+class SkewedClock:
+    """Another process's: civil time differs, durations do not."""
+
+    def __init__(self, clock: Clock, skew_s: float) -> None:
+        self._clock = clock
+        self._skew = timedelta(seconds=skew_s)
+
+    def now(self) -> datetime:
+        return self._clock.now() + self._skew
+
+    def monotonic_s(self) -> float:
+        return self._clock.monotonic_s()
+
+    async def sleep(self, seconds: float) -> None:
+        await self._clock.sleep(seconds)
 
 
 async def test_a_former_leader_notices_and_its_writes_are_fenced(rig: Rig) -> None:

@@ -77,7 +77,7 @@ async def test_a_postponed_job_comes_back_when_it_is_due(stream: Bench) -> None:
     await enqueue(stream, "a")
     (job,) = await lease(stream)
     async with stream.processor.database.transaction() as tx:
-        await jobs.postpone(tx, job.job_id, stream.clock.now() + timedelta(seconds=5))
+        await jobs.postpone(tx, job, stream.clock.now() + timedelta(seconds=5))
     assert await lease(stream) == []
     stream.clock.advance(5)
     assert len(await lease(stream)) == 1

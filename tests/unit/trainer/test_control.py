@@ -49,6 +49,22 @@ def test_a_champion_that_is_refused_gives_way_to_the_one_before_it() -> None:
     assert course("rolled_back", 2) == of("0", rewind=0)
 
 
+def test_children_of_a_refused_champion_are_no_champions_to_go_back_to() -> None:
+    assert course("rolled_back", 2, promoted="42", head=5) == of("1", rewind=1), "4 holds what 2 learned"
+
+
+def test_a_champion_that_the_registry_names_serves_whatever_became_of_its_parent() -> None:
+    assert course("withdrawn", 2, previous=4, promoted="42") == of("4", rewind=4)
+
+
+def test_a_champion_that_takes_over_from_a_stranger_is_ours_again() -> None:
+    assert course("rolled_back", 9, previous=0, promoted="20") == of("02")
+
+
+def test_the_base_has_nothing_to_go_back_to() -> None:
+    assert course("withdrawn", 0, promoted="0", head=2) == of("0", rewind=0)
+
+
 def test_a_refused_version_that_the_weights_do_not_hold_changes_nothing() -> None:
     history = publish(chain(3), 4, 4).moved(name(3), 4)
     assert follow(decision(name(4), "rejected"), history, (name(3),)).rewind is None
@@ -107,6 +123,32 @@ async def test_weights_and_optimizer_go_back_and_the_next_version_is_the_champio
     newest = world.bus.checkpoints[-1]
     assert (newest.step, newest.parent) == (4, second), "a new number, and the champion's child"
     assert list(world.bus.fates.values()) == ["trained"] * 16, "nothing twice"
+
+
+@pytest.mark.parametrize("what", ["rolled_back", "withdrawn"])
+async def test_children_of_a_withdrawn_champion_are_not_built_on(world: World, make: Make, what: str) -> None:
+    """Two of them were announced before anybody heard of the rollback, and the registry refuses them one by one."""
+    settings = make(max_staleness=20)
+    base = await world.run(settings)
+    first = world.bus.checkpoints[0].version
+    world.bus.produce(*(experience(n, first, reward=n % 3) for n in range(4)))
+    await world.run(settings)
+    champion = world.bus.checkpoints[1].version
+    world.bus.produce(decision(champion, "promoted", first))
+    world.bus.produce(*(experience(n, champion, reward=n % 3) for n in range(10, 18)))
+    await world.run(settings)
+    children = [checkpoint.version for checkpoint in world.bus.checkpoints[2:]]
+    assert len(children) == 2
+
+    world.bus.produce(decision(champion, what, first, number=1))  # type: ignore[arg-type]
+    back = await world.run(settings)
+    assert same(weights(back), weights(base))
+    for number, child in enumerate(children):
+        world.bus.produce(decision(child, "rejected", first, number=10 + number))
+    world.bus.produce(*(experience(n, first, reward=n % 3) for n in range(20, 24)))
+    await world.run(settings)
+    newest = world.bus.checkpoints[-1]
+    assert (newest.step, newest.parent) == (4, first)
 
 
 async def test_a_champion_is_never_starved_by_refusals(world: World, make: Make) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from headrace_runtime.blobs import BlobStore
+from headrace_runtime.records import Records
 from headrace_runtime.versions import read_manifest
 from headrace_schemas import Event
 from headrace_schemas.blobs import BlobRef
@@ -66,9 +67,13 @@ class FragileBlobs(BlobStore):
             self._known.add(ref.sha256)
         return super().put(data)
 
-    def set_pointer(self, name: str, data: bytes) -> None:
+    def create(self, name: str, data: bytes) -> bool:
         self._burn()
-        super().set_pointer(name, data)
+        return super().create(name, data)
+
+    def remove_area(self, name: str) -> None:
+        self._burn()
+        super().remove_area(name)
 
     def delete(self, ref: BlobRef) -> None:
         if ref.sha256 in self._known:
@@ -118,7 +123,7 @@ async def survive(world: World, settings: TrainerSettings, fuse: Fuse) -> Traine
 
 def result(world: World) -> dict[str, Any]:
     """What an observer can know. Versions are named by number: their own names depend on where the blobs lie."""
-    saved = LineageStore(world.blobs, "main").load()
+    saved = LineageStore(world.blobs, "main").read()
     assert saved is not None
     numbers = {published.version: published.number for published in saved.versions}
     text = re.sub(r"m@[0-9a-f]{16}", lambda match: f"v{numbers[match[0]]}", repr((world.bus.fates, saved.window)))
@@ -155,15 +160,23 @@ async def test_a_death_at_any_point_changes_nothing(tmp_path: Path, make: Make, 
 
 def garbage(world: World) -> int:
     """Blobs that nothing needs. One is excused: a version that was stored and whose process died before it counted."""
-    raw = world.blobs.pointer("lineages/main")
-    saved = LineageStore(world.blobs, "main").load()
+    found = Records(world.blobs, "lineages/main").newest()
+    assert found is not None
+    pointer = Pointer.model_validate_json(found.data)
+    saved = LineageStore(world.blobs, "main").read()
     assert saved is not None
-    assert raw is not None
-    needed = set(saved.blobs()) | {Pointer.model_validate_json(raw).state.sha256}
+    needed = set(saved.blobs()) | {pointer.state.sha256 if pointer.state else ""}
+    epochs = {epoch: area.digests() for epoch, area in areas(world.blobs)}
+    left = sum(pointer.epochs.get(digest) != epoch for epoch, digests in epochs.items() for digest in digests)
     for published in saved.versions:
         needed |= {published.manifest.sha256}
         needed |= {file.blob.sha256 for file in read_manifest(world.blobs, published.manifest).files}
-    return len(set(world.blobs.digests()) - needed)
+    return left + len(set(world.blobs.digests()) - needed)
+
+
+def areas(blobs: BlobStore) -> list[tuple[int, BlobStore]]:
+    """The owners' own, by epoch."""
+    return [(int(name), blobs.area(f"lineages/main/{name}")) for name in blobs.areas("lineages/main")]
 
 
 async def test_the_oracle_would_notice_an_experience_trained_twice(tmp_path: Path, make: Make) -> None:

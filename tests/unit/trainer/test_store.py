@@ -9,6 +9,7 @@ import pytest
 
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import CorruptBlob, SettingError, Unavailable
+from headrace_runtime.records import Records
 from headrace_schemas.blobs import BlobRef
 from headrace_trainer.opening import open_lineage
 from headrace_trainer.saved import Pointer, Saved
@@ -33,14 +34,36 @@ def saved_of(trainer: object) -> Saved:
     return saved
 
 
+def pointer_of(world: World) -> Pointer:
+    found = Records(world.blobs, POINTER).newest()
+    assert found is not None
+    return Pointer.model_validate_json(found.data)
+
+
 def path_of(world: World, ref: BlobRef) -> Path:
-    return world.folder / "blobs" / "sha256" / ref.sha256[:2] / ref.sha256
+    epoch = pointer_of(world).epochs[ref.sha256]
+    area = world.folder / "blobs" / "areas" / POINTER / f"{epoch:010d}"
+    return area / "sha256" / ref.sha256[:2] / ref.sha256
 
 
 def state_ref(world: World) -> BlobRef:
-    raw = world.blobs.pointer(POINTER)
-    assert raw is not None
-    return Pointer.model_validate_json(raw).state
+    state = pointer_of(world).state
+    assert state is not None
+    return state
+
+
+def replace_pointer(world: World, content: bytes) -> None:
+    """As somebody might who is not one of us."""
+    records = Records(world.blobs, POINTER)
+    found = records.newest()
+    assert found is not None
+    assert records.append(found.number, content)
+
+
+def stored(world: World) -> set[str]:
+    """Everything in the owners' areas."""
+    names = world.blobs.areas(POINTER)
+    return {digest for name in names for digest in world.blobs.area(f"{POINTER}/{name}").digests()}
 
 
 @pytest.fixture
@@ -51,7 +74,7 @@ def world(tmp_path: Path) -> World:
 async def test_what_was_saved_comes_back(world: World, make: Make) -> None:
     saved = await trained(world, make)
     assert saved.steps == 2
-    assert LineageStore(world.blobs, "main").load() == saved
+    assert LineageStore(world.blobs, "main").read() == saved
     again = open_lineage(make(), world.blobs, world.clock)
     assert again.ledger.picture() == {name: getattr(saved, name) for name in again.ledger.picture()}
 
@@ -77,7 +100,7 @@ async def test_a_damaged_state_is_a_clear_crash(world: World, make: Make, which:
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"state": 3}', b"\x80\x04"])
 async def test_a_damaged_pointer_is_a_clear_crash(world: World, make: Make, content: bytes) -> None:
     await trained(world, make)
-    world.blobs.set_pointer(POINTER, content)
+    replace_pointer(world, content)
     with pytest.raises(CorruptBlob, match=rf"{POINTER}: .*restore the blob store"):
         await world.run(make())
 
@@ -85,15 +108,20 @@ async def test_a_damaged_pointer_is_a_clear_crash(world: World, make: Make, cont
 async def test_a_state_of_another_format_is_refused(world: World, make: Make) -> None:
     saved = await trained(world, make)
     other = saved.model_dump_json().replace('"format":1', '"format":2', 1).encode()
-    world.blobs.set_pointer(POINTER, Pointer(state=world.blobs.put(other)).model_dump_json().encode())
+    pointer = pointer_of(world)
+    ref = world.blobs.area(f"{POINTER}/{pointer.epoch:010d}").put(other)
+    changed = {"state": ref, "epochs": pointer.epochs | {ref.sha256: pointer.epoch}}
+    replace_pointer(world, pointer.model_copy(update=changed).model_dump_json().encode())
     with pytest.raises(CorruptBlob, match=r"format: Input should be 1"):
         await world.run(make())
 
 
 async def test_nothing_in_the_store_is_a_pickle(world: World, make: Make) -> None:
     await trained(world, make)
-    for digest in world.blobs.digests():
-        start = (world.folder / "blobs" / "sha256" / digest[:2] / digest).read_bytes()[:2]
+    files = [path for path in (world.folder / "blobs").rglob("*") if path.is_file() and len(path.name) == 64]
+    assert len(files) > 10
+    for path in files:
+        start = path.read_bytes()[:2]
         assert start not in {b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK"}
 
 
@@ -107,17 +135,18 @@ async def test_old_states_are_removed_and_versions_stay(world: World, make: Make
 
     for checkpoint in manifests.values():
         of_versions |= {file.blob.sha256 for file in read_manifest(world.blobs, checkpoint.manifest).files}
-    assert set(world.blobs.digests()) == used | of_versions
+    assert set(world.blobs.digests()) == of_versions
+    assert stored(world) == used
     assert len(saved.restore_points) == make().memory.restore_points
 
 
 async def test_a_lineage_has_one_trainer(world: World, make: Make) -> None:
     await trained(world, make)
     first, second = (open_lineage(make(), world.blobs, world.clock) for _ in range(2))
-    first.save(publish=False)
-    with pytest.raises(LineageTaken, match="another process trains it"):
-        second.save(publish=False)
-    first.save(publish=False)
+    second.save(publish=False)
+    with pytest.raises(LineageTaken, match=r"lineage main belongs to process \d+ on .* now.*stop one of them"):
+        first.save(publish=False)
+    second.save(publish=False)
 
 
 async def test_two_lineages_share_a_store(world: World, make: Make) -> None:
@@ -126,7 +155,7 @@ async def test_two_lineages_share_a_store(world: World, make: Make) -> None:
     theirs = saved_of(await world.run(make(lineage="other")))
     assert theirs.steps == 0
     assert not set(mine.blobs()) & set(theirs.blobs())
-    assert LineageStore(world.blobs, "main").load() == mine
+    assert LineageStore(world.blobs, "main").read() == mine
 
 
 @pytest.mark.parametrize(

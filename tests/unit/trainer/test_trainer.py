@@ -17,6 +17,7 @@ from headrace_runtime.wire import encode
 from headrace_schemas import Event, Experience
 from headrace_trainer import lineage as lineages
 from headrace_trainer.step import NotFinite, train
+from headrace_trainer.store import LineageStore
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import World, experience
 
@@ -343,4 +344,4 @@ async def test_refusing_waits_for_the_bus(world: World, make: Make) -> None:
 
 def test_blobs_can_be_anywhere(tmp_path: Path) -> None:
     """The state goes through `BlobStore` alone, so a store without rename is as good."""
-    assert BlobStore(f"memory://{tmp_path.name}").pointer("lineages/main") is None
+    assert LineageStore(BlobStore(f"memory://{tmp_path.name}"), "main").read() is None

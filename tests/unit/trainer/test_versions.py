@@ -42,11 +42,11 @@ def answers(model: Any, fingerprint: Fingerprint) -> torch.Tensor:
 
 
 def publish_base(blobs: BlobStore, base: Path, policy: Policy) -> tuple[Manifest, BlobRef]:
-    return versions.publish_base(blobs, base, policy, name="m", lineage="main")
+    return versions.publish_base(blobs, versions.base_files(blobs, base), policy, name="m", lineage="main")
 
 
-def publish(blobs: BlobStore, base: Path, policy: Policy, first: Manifest) -> tuple[Manifest, BlobRef]:
-    return versions.publish(blobs, base, policy, first=first, lineage="main", step=1, parent=first.version)
+def publish(blobs: BlobStore, policy: Policy, first: Manifest) -> tuple[Manifest, BlobRef]:
+    return versions.publish(blobs, policy, first=first, lineage="main", step=1, parent=first.version)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -54,7 +54,7 @@ async def test_a_version_read_back_answers_as_its_fingerprint(base: Path, tmp_pa
     blobs, policy = BlobStore((tmp_path / "blobs").as_uri()), open_policy(base, rank)
     first, first_ref = publish_base(blobs, base, policy)
     disturb(policy)
-    manifest, ref = publish(blobs, base, policy, first)
+    manifest, ref = publish(blobs, policy, first)
     cache = VersionCache(blobs, tmp_path / "cache")
     _, first_folder = await cache.fetch(first_ref)
     _, folder = await cache.fetch(ref)
@@ -80,7 +80,7 @@ def test_equal_weights_make_equal_versions_and_no_path_gets_in(base: Path, tmp_p
         policy = open_policy(base, rank)
         first, _ = publish_base(blobs, base, policy)
         disturb(policy)
-        manifest, _ = publish(blobs, base, policy, first)
+        manifest, _ = publish(blobs, policy, first)
         found.append(manifest.version)
         for file in manifest.files:
             assert str(base).encode() not in blobs.get(file.blob), file.path
@@ -94,7 +94,7 @@ def test_a_version_is_served_in_the_type_of_its_base(tmp_path: Path) -> None:
     blobs, policy = BlobStore((tmp_path / "blobs").as_uri()), open_policy(base)
     first, _ = publish_base(blobs, base, policy)
     disturb(policy)
-    manifest, _ = publish(blobs, base, policy, first)
+    manifest, _ = publish(blobs, policy, first)
     (weights,) = (file for file in manifest.files if file.path.endswith(".safetensors"))
     (tmp_path / "w.safetensors").write_bytes(blobs.get(weights.blob))
     there = load_file(tmp_path / "w.safetensors")
@@ -114,7 +114,7 @@ def test_an_untied_head_and_several_weight_files_survive(tmp_path: Path) -> None
     blobs, policy = BlobStore((tmp_path / "blobs").as_uri()), open_policy(base)
     first, _ = publish_base(blobs, base, policy)
     disturb(policy)
-    manifest, _ = publish(blobs, base, policy, first)
+    manifest, _ = publish(blobs, policy, first)
     assert [file.path for file in manifest.files if "safetensors" in file.path] == ["model.safetensors"]
     mine = policy.tensors()
     again = open_policy(base)
@@ -128,7 +128,7 @@ def test_weights_can_be_taken_back_from_a_version(base: Path, tmp_path: Path, ra
     blobs, policy = BlobStore(tmp_path.as_uri()), open_policy(base, rank)
     first, _ = publish_base(blobs, base, policy)
     disturb(policy, 1)
-    manifest, _ = publish(blobs, base, policy, first)
+    manifest, _ = publish(blobs, policy, first)
     then = policy.tensors()
     disturb(policy, 2)
     versions.load(blobs, manifest, policy)

@@ -232,6 +232,9 @@ class Fleet:
             for what in ("tokenizer_sha256", "template_sha256"):
                 if getattr(other.manifest, what) != getattr(manifest, what):
                     raise VersionUnusable(f"{held.version}: {what} differs from that of {other.version}, loaded here")
+            differing = _differing(manifest, other.manifest)
+            if differing:
+                raise VersionUnusable(f"{held.version}: {differing} differs from that of {other.version}, loaded here")
 
     def _check_base(self, manifest: Manifest) -> None:
         """An adapter's base must be ready. Raises `_BaseFirst` while it is on its way, else `VersionUnusable`."""
@@ -245,11 +248,15 @@ class Fleet:
 
     async def _tokenizer(self, manifest: Manifest, folder: Path) -> ChatTokenizer:
         """The tokenizer of a version; an adapter has its base's."""
-        for other in self._held.values():
-            if other.tokenizer is not None and other.manifest is not None and _same_tokens(other.manifest, manifest):
-                return other.tokenizer
         if manifest.kind == "lora":
-            raise VersionUnusable(f"{manifest.version}: its tokenizer or template is not that of its base")
+            base = self._held.get(manifest.base or "")
+            if base is None or base.tokenizer is None or base.manifest is None or not _same(base.manifest, manifest):
+                raise VersionUnusable(f"{manifest.version}: its tokenizer or template is not that of its base")
+            return base.tokenizer
+        for other in self._held.values():
+            same = other.manifest is not None and other.manifest.prompt_sha256 == manifest.prompt_sha256
+            if same and other.tokenizer is not None:
+                return other.tokenizer
         return await asyncio.to_thread(ChatTokenizer, folder, manifest)
 
     def _served(self, held: _Held) -> Served | None:
@@ -292,5 +299,13 @@ def _judge(version: str, probe: Probe) -> None:
     raise VersionUnusable(f"{version}: its logprobs differ by {probe.max_abs_delta:.3g} from its fingerprint")
 
 
-def _same_tokens(one: Manifest, other: Manifest) -> bool:
+def _same(one: Manifest, other: Manifest) -> bool:
     return (one.tokenizer_sha256, one.template_sha256) == (other.tokenizer_sha256, other.template_sha256)
+
+
+def _differing(one: Manifest, other: Manifest) -> str:
+    """A file that makes other tokens of a conversation, empty when there is none. Adapters have their base's."""
+    if "lora" in (one.kind, other.kind):
+        return ""
+    mine, theirs = one.token_files, other.token_files
+    return next((path for path in sorted({*mine, *theirs}) if mine.get(path) != theirs.get(path)), "")

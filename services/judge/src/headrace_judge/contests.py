@@ -93,7 +93,7 @@ class Contests:
             name = judged_by.get(subject.rubric, subject.rubric)
             rewards = [await _reward(tx, now, subject.rubric, subject.trajectory_id, alone, name)]
         if now < leaves:
-            await self._jobs.postpone(tx, job.job_id, leaves)
+            await self._jobs.postpone(tx, job, leaves)
         else:
             await self._jobs.finish(tx, job)
             await tx.execute(update(CONTESTANTS).where(_is(subject.rubric, subject.trajectory_id)).values(closed=True))

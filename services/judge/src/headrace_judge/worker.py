@@ -90,7 +90,7 @@ class Worker:
     async def _renew(self) -> None:
         async def renew(tx: AsyncConnection, now: datetime) -> None:
             for job in list(self._running):
-                await self._jobs.postpone(tx, job.job_id, now + self._lease)
+                await self._jobs.postpone(tx, job, now + self._lease)
 
         while True:
             await asyncio.sleep(self._settings.lease_s / 3)
@@ -109,7 +109,7 @@ class Worker:
                 await self._finish(job, task, result)
             else:
                 RETRIES.inc()
-                await transact(self._processor, lambda tx, now: self._jobs.postpone(tx, job.job_id, now + result))
+                await transact(self._processor, lambda tx, now: self._jobs.postpone(tx, job, now + result))
 
     async def _try(self, job: Job, task: Task) -> Judgement | timedelta:
         """The judgement, or how long to wait before the next try."""

@@ -1,15 +1,14 @@
 """One registry decides, others stand by: a lease in the database, checked again in every transaction that writes.
 
-A leader that was paused and lost its lease cannot write any more, whatever it still believes.
+A leader that was paused and lost its lease cannot write any more, whatever it still believes. When a lease has run out
+is judged by whoever waits for it, with its own monotonic clock: a row that has not changed for `lease_s` belongs to a
+leader that is gone. No two clocks are compared.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import socket
-import uuid
 from datetime import timedelta
 
 from sqlalchemy import delete, select, update
@@ -17,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.metrics import LEADER
 from headrace_registry.tables import LEASE
+from headrace_runtime import holders
 from headrace_runtime.clock import Clock, epoch_ms
 from headrace_runtime.database import Database
 from headrace_runtime.errors import Unavailable
@@ -41,8 +41,12 @@ class Lease:
         self._database = database
         self._clock = clock
         self._lease_s = lease_s
-        self.holder = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}"
+        self.holder = holders.me()
         self.held = asyncio.Event()
+        self._seen: tuple[str, int] | None = None
+        """Another leader's row as it was when it last changed, ..."""
+        self._seen_s = 0.0
+        """... and when that was, by our monotonic clock."""
 
     async def acquire(self) -> None:
         """Returns as the leader. The lease of a process of this machine that has died is taken at once."""
@@ -63,7 +67,7 @@ class Lease:
         while True:
             await self._clock.sleep(self._lease_s / 4)
             try:
-                if not await self._take():
+                if not await self._renew():
                     raise self._lost()
                 renewed = self._clock.monotonic_s()
             except LostLeadership:
@@ -89,38 +93,42 @@ class Lease:
                     await tx.execute(delete(LEASE).where(LEASE.c.name == _NAME, LEASE.c.holder == self.holder))
 
     async def _take(self) -> bool:
-        now = self._clock.now()
-        values = {"holder": self.holder, "expires_ms": epoch_ms(now + timedelta(seconds=self._lease_s))}
+        """Become the holder unless there is one who lives."""
+        asked_s = self._clock.monotonic_s()
         async with self._database.transaction() as tx:
-            row = (
-                (await tx.execute(select(LEASE).where(LEASE.c.name == _NAME).with_for_update()))
-                .mappings()
-                .one_or_none()
-            )
+            row = await self._row(tx)
             if row is None:
-                return await upsert(tx, LEASE, {"name": _NAME}, values, update=False)
-            if row["holder"] != self.holder and row["expires_ms"] > epoch_ms(now) and not _died_here(row["holder"]):
+                return await upsert(tx, LEASE, {"name": _NAME}, self._values(0), update=False)
+            holder, mark = row
+            silent = self._seen == row and asked_s - self._seen_s >= self._lease_s
+            if holder == self.holder or silent or holders.died(holder):
+                await tx.execute(update(LEASE).where(LEASE.c.name == _NAME).values(self._values(mark)))
+                return True
+        if self._seen != row:
+            self._seen, self._seen_s = row, self._clock.monotonic_s()
+        return False
+
+    async def _renew(self) -> bool:
+        """Whether it was still ours. Once lost it is not taken again: what we know is not what others did since."""
+        async with self._database.transaction() as tx:
+            row = await self._row(tx)
+            if row is None or row[0] != self.holder:
                 return False
-            await tx.execute(update(LEASE).where(LEASE.c.name == _NAME).values(values))
+            await tx.execute(update(LEASE).where(LEASE.c.name == _NAME).values(self._values(row[1])))
             return True
+
+    async def _row(self, tx: AsyncConnection) -> tuple[str, int] | None:
+        found = (await tx.execute(select(LEASE).where(LEASE.c.name == _NAME).with_for_update())).mappings()
+        row = found.one_or_none()
+        return None if row is None else (row["holder"], row["expires_ms"])
+
+    def _values(self, mark: int) -> dict[str, str | int]:
+        """Each renewal changes the mark, also when our clock stands still or has been set back. It is a time for the
+        sake of earlier releases, which compare it with theirs."""
+        expires_ms = epoch_ms(self._clock.now() + timedelta(seconds=self._lease_s))
+        return {"holder": self.holder, "expires_ms": max(mark + 1, expires_ms)}
 
     def _lost(self) -> LostLeadership:
         self.held.clear()
         LEADER.set(0)
         return LostLeadership(f"{self.holder} is not the leader any more; it stands by after its restart")
-
-
-def _died_here(holder: str) -> bool:
-    """Whether `holder` was a process of this machine and runs no more."""
-    host, pid, _ = holder.rsplit(":", 2)
-    if host != socket.gethostname():
-        return False
-    if int(pid) == os.getpid():
-        return True  # ours, from before: in a container every process has the same number
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False

@@ -47,7 +47,10 @@ async def run(common: Common, settings: TrainerSettings) -> None:
         SystemClock(),
         lambda: Reporter(folder),
     )
-    checks: dict[str, web.Check] = {"bus": lambda: source.started, "lineage": lambda: trainer.lineage is not None}
+    checks: dict[str, web.Check] = {
+        "bus": lambda: source.started or trainer.stands_by,
+        "lineage": lambda: trainer.lineage is not None or trainer.stands_by,
+    }
     async with web.serve(web.app(checks), settings) as port:
         log.info("listening", port=port)
         try:

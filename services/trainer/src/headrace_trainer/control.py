@@ -21,20 +21,32 @@ def follow(event: ModelEvent, history: History, promoted: tuple[str, ...]) -> Co
     """`promoted` holds the champion and the one before it.
 
     The weights stay on the champion's line. They leave it when a version that they descend from is refused
-    (`rejected`, `rolled_back`, `withdrawn`): then they go back to the champion, which is `previous` where the event
-    names one of ours. And they return to it when another version becomes champion than the one they descend from,
-    because the experiences to come will be its. Offsets, dedupe window and account are no part of this: what was read
-    stays read.
+    (`rejected`, `rolled_back`, `withdrawn`): then they go back to the champion. Whatever was published in between is
+    a child of the refused version and is not built on, promoted or not. And they return to the champion's line when
+    another version becomes champion than the one they descend from, because the experiences to come will be its.
+    Offsets, dedupe window and account are no part of this: what was read stays read.
     """
-    if event.version not in history:
-        return Course(promoted)
-    if event.decision == "promoted":
+    if event.decision == "promoted" and event.version in history:
         champions = (event.version, *(old for old in promoted if old != event.version))[:2]
         return Course(champions, None if history.descends_from(event.version) else event.version)
     if event.decision in {"rejected", "rolled_back", "withdrawn"}:
-        remaining = tuple(old for old in promoted if old != event.version) or promoted
-        target = event.previous if event.previous in history else remaining[0]
-        assert target is not None
-        champions = (target, *(old for old in remaining if old != target))[:2]
-        return Course(champions, target if history.descends_from(event.version) else None)
+        return _without(event, history, promoted)
     return Course(promoted)
+
+
+def _without(event: ModelEvent, history: History, promoted: tuple[str, ...]) -> Course:
+    """The refused version is out, and with it the champions that hold what it learned, unless the registry says that
+    one of them serves."""
+    refused = event.version
+    named = event.previous if event.previous in history else None
+    if refused not in history and named is None:
+        return Course(promoted)
+    remaining = tuple(old for old in promoted if not history.descends(old, refused))
+    target = named or next(iter(remaining), None) or _parent(refused, history) or promoted[0]
+    champions = (target, *(old for old in remaining if old != target))[:2]
+    return Course(champions, target if history.descends_from(refused) else None)
+
+
+def _parent(version: str, history: History) -> str | None:
+    parent = history[version].parent
+    return parent if parent in history else None

@@ -88,7 +88,11 @@ class History:
 
     def descends_from(self, version: str) -> bool:
         """Whether the weights in training hold what `version` learned: it is the head or one of its ancestors."""
-        return any(published.version == version for published in self._line())
+        return self.descends(self.head, version)
+
+    def descends(self, version: str, ancestor: str) -> bool:
+        """Whether `version` is `ancestor` or was trained from it, over however many versions."""
+        return any(published.version == ancestor for published in self._line(version))
 
     def holds_step(self, step: int, now: int) -> bool:
         """Whether the weights after `now` steps hold what `step` changed. Steps of abandoned versions are undone.
@@ -97,7 +101,7 @@ class History:
         """
         if self.head_step < step <= now:
             return True
-        line = list(self._line())
+        line = list(self._line(self.head))
         return any(p.first_step <= step <= p.last_step for p in line) or step < line[-1].first_step
 
     def published(self, version: Published, keep: Collection[str], limit: int) -> History:
@@ -116,9 +120,9 @@ class History:
         """The weights are those of `version` again; everything that the steps up to `now` added to it is undone."""
         return replace(self, head=version, head_step=now)
 
-    def _line(self) -> Iterator[Published]:
-        """The head and its ancestors, newest first, as far as they are remembered."""
-        published = self._by_name.get(self.head)
+    def _line(self, version: str) -> Iterator[Published]:
+        """`version` and its ancestors, newest first, as far as they are remembered."""
+        published = self._by_name.get(version)
         while published is not None:
             yield published
             published = self._by_name.get(published.parent or "")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from headrace_runtime import versions as files
 from headrace_runtime.blobs import BlobStore
@@ -164,17 +163,16 @@ class Lineage:
         if not self._tensors_moved:
             return self.saved.present, ()
         weights, state = tensors.freeze(self.policy, self._optimizer, self._settings.lineage)
-        return Tensors(weights=self._blobs.ref(weights), optimizer=self._blobs.ref(state)), (weights, state)
+        return Tensors(weights=self._store.ref(weights), optimizer=self._store.ref(state)), (weights, state)
 
     def _publish(self, present: Tensors) -> tuple[Manifest, BlobRef] | tuple[None, None]:
         """A new version, unless it would answer as its parent does."""
         history = self.ledger.history
         point = self.saved.restore_points.get(history.head)
-        if point is not None and point.weights == present.weights:
+        if point is not None and point.weights.sha256 == present.weights.sha256:
             return None, None
         manifest, ref = versions.publish(
             self._blobs,
-            Path(self._settings.base),
             self.policy,
             first=self._first,
             lineage=self._settings.lineage,

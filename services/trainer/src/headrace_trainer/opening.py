@@ -10,7 +10,7 @@ from headrace_runtime.clock import Clock
 from headrace_runtime.errors import SettingError
 from headrace_runtime.logs import get_logger
 from headrace_schemas import Checkpoint, TrainingMetrics
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.manifest import File, Manifest
 from headrace_trainer import tensors, versions
 from headrace_trainer.admission import limits_of
 from headrace_trainer.baselines import Baselines
@@ -21,32 +21,52 @@ from headrace_trainer.optimizer import Optimizer
 from headrace_trainer.policy import Policy
 from headrace_trainer.saved import Saved, Tensors
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.store import LineageStore, replayed
+from headrace_trainer.store import LineageStore, LineageTaken, replayed
 from headrace_trainer.window import Window
 
 log = get_logger(__name__)
 
 
-def open_lineage(settings: TrainerSettings, blobs: BlobStore, clock: Clock) -> Lineage:
-    """Continue where the last save was, or publish the base as version 0 and start from there.
+def check_start(settings: TrainerSettings, blobs: BlobStore) -> None:
+    """Raises `SettingError` for what would stop `open_lineage`, before a lineage that somebody owns is taken over."""
+    versions.check_base(Path(settings.base))
+    blobs.check_exclusive()
+    saved = LineageStore(blobs, settings.lineage).read()
+    if saved is not None:
+        _check_settings(settings, saved)
+        first = files.read_manifest(blobs, saved.versions[0].manifest)
+        versions.check_same(Path(settings.base), first, settings.lineage)
+
+
+def open_lineage(
+    settings: TrainerSettings, blobs: BlobStore, clock: Clock, store: LineageStore | None = None
+) -> Lineage:
+    """Continue where the last save was, or publish the base as version 0 and start from there. `store` has the lineage;
+    without one it is taken over at once, whoever has it.
 
     Raises `SettingError` when the settings are not those of the saved lineage, `CorruptBlob` or `Unavailable` when its
     state cannot be read. Nothing is guessed.
     """
     base = Path(settings.base)
     versions.check_base(base)
-    store = LineageStore(blobs, settings.lineage)
+    if store is None:
+        store = LineageStore(blobs, settings.lineage)
+        if not store.take():
+            raise LineageTaken(f"lineage {settings.lineage} has just been taken over by another process")
     saved = store.load()
     first = files.read_manifest(blobs, saved.versions[0].manifest) if saved else None
     if saved is not None and first is not None:
         _check_settings(settings, saved)
         versions.check_same(base, first, settings.lineage)
-    policy = Policy.open(base, settings.compute, settings.lora, settings.seed)
-    if settings.loss.kl:
-        policy.keep_reference(base)
+    # From here on the folder is not read again: what is in the store under its digest is what the lineage started from.
+    contents = first.files if first else versions.base_files(blobs, base)
+    with versions.unpacked(blobs, contents) as folder:
+        policy = Policy.open(folder, settings.compute, settings.lora, settings.seed)
+        if settings.loss.kl:
+            policy.keep_reference(folder)
     optimizer = Optimizer(policy.parameters, settings.optimizer)
     if saved is None or first is None:
-        first, saved = _begin(settings, blobs, store, clock, policy, optimizer)
+        first, saved = _begin(settings, blobs, store, contents, clock, policy, optimizer)
         log.info("lineage_begins", lineage=settings.lineage, version=first.version)
     else:
         pair = store.get(saved.present.weights), store.get(saved.present.optimizer)
@@ -60,14 +80,15 @@ def _begin(
     settings: TrainerSettings,
     blobs: BlobStore,
     store: LineageStore,
+    contents: tuple[File, ...],
     clock: Clock,
     policy: Policy,
     optimizer: Optimizer,
 ) -> tuple[Manifest, Saved]:
     name, lineage, now = settings.model, settings.lineage, clock.now()
-    manifest, ref = versions.publish_base(blobs, Path(settings.base), policy, name=name, lineage=lineage)
+    manifest, ref = versions.publish_base(blobs, contents, policy, name=name, lineage=lineage)
     weights, state = tensors.freeze(policy, optimizer, lineage)
-    present = Tensors(weights=blobs.ref(weights), optimizer=blobs.ref(state))
+    present = Tensors(weights=store.ref(weights), optimizer=store.ref(state))
     version = manifest.version
     saved = Saved(
         model=name,

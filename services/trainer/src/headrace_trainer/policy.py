@@ -225,6 +225,7 @@ def _with_adapters(model: Any, lora: LoraSettings, seed: int) -> Any:
         r=lora.rank, lora_alpha=lora.alpha, target_modules=sorted(lora.targets), lora_dropout=0.0, task_type="CAUSAL_LM"
     )
     torch.manual_seed(seed)
+    model.name_or_path = None  # the folder is gone by the time an adapter is saved; nobody shall look for it
     try:
         return get_peft_model(model, config)
     except ValueError as error:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from headrace_schemas import Checkpoint, TrainingMetrics
-from headrace_schemas.base import Model, ModelName, Version
+from headrace_schemas.base import Model, ModelName, Sha256, Version
 from headrace_schemas.blobs import BlobRef
 from headrace_trainer.baselines import Baselines
 from headrace_trainer.history import Published
@@ -58,13 +58,21 @@ class Saved(Model):
 
 
 class Pointer(Model):
-    """The one mutable thing: what it names is the truth about the lineage."""
+    """The one thing that is replaced: what it names is the truth about the lineage, and whose it is."""
+
+    format: Literal[2] = 2
+    epoch: Annotated[int, Field(ge=0)]
+    """Counts owners. Each writes its blobs in an area of its own."""
+    owner: str
+    """See `headrace_runtime.holders`."""
+    state: BlobRef | None
+    """None while the first owner has not saved yet."""
+    epochs: dict[Sha256, int]
+    """In whose area each blob of the state lies, by digest."""
+
+
+class ShortPointer(Model):
+    """The same as earlier releases wrote it: no owner, and all blobs among those of everybody."""
 
     format: Literal[1] = 1
     state: BlobRef
-
-
-class Draft(Model):
-    """Blobs that a save is about to add and to make superfluous. Whichever are not in use after a crash are garbage."""
-
-    blobs: tuple[BlobRef, ...]

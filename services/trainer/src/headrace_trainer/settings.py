@@ -180,6 +180,11 @@ class TrainerSettings(ServiceSettings):
     """How long a verdict may wait to be made durable and reported when no version is published."""
     retry_s: Positive = 60.0
     """How long bus or blob store may be away before the process gives up and is restarted."""
+    lease_s: Positive = 10.0
+    """Silence after which the process that trains this lineage is taken for dead and another one may take it over. The
+    death of a process on the same machine is seen at once, and who is told to stop gives the lineage up."""
+    owner_wait_s: Positive = 60.0
+    """How long to stand by while another process trains this lineage, as the old one does in a rolling restart."""
 
     advantage: AdvantageSettings = AdvantageSettings()
     loss: LossSettings = LossSettings()
@@ -198,6 +203,12 @@ class TrainerSettings(ServiceSettings):
         """Raises `SettingError` with the one setting to change, so that the start stops before anything is loaded."""
         if not self.base:
             raise SettingError("trainer.base", self.base, "name a Hugging Face folder to start from")
+        if self.owner_wait_s <= self.lease_s:
+            raise SettingError(
+                "trainer.owner_wait_s",
+                self.owner_wait_s,
+                "must be longer than lease_s",
+            )
         if self.replays == self.lineage:
             raise SettingError("trainer.replays", self.replays, "is this lineage itself; name a new trainer.lineage")
         if self.grouped and self.group_size < 2:

@@ -22,12 +22,14 @@ from headrace_runtime.metrics import EVENTS_HANDLED, RETRIES
 from headrace_runtime.wire import Record, decode
 from headrace_schemas import Event, Experience, ModelEvent
 from headrace_trainer.cutting import mark_of
+from headrace_trainer.lease import Lease
 from headrace_trainer.lineage import Lineage
 from headrace_trainer.metrics import OTHER_MODELS, UNCORRECTABLE
-from headrace_trainer.opening import open_lineage
+from headrace_trainer.opening import check_start, open_lineage
 from headrace_trainer.report import Reporter
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.source import Source
+from headrace_trainer.store import LineageStore
 from headrace_trainer.waiting import Waiting
 
 log = get_logger(__name__)
@@ -64,25 +66,56 @@ class Trainer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._stop = threading.Event()
         self._saved_at_s = 0.0
+        self._store = LineageStore(blobs, settings.lineage)
+        self._lease = Lease(self._store, clock, settings.lease_s, settings.owner_wait_s)
         self.lineage: Lineage | None = None
         """None until the saved state has been read."""
+
+    @property
+    def stands_by(self) -> bool:
+        """Another process trains the lineage. That is ready too: the end of a rolling restart may wait for it."""
+        return self._lease.waits
 
     async def run(self) -> None:
         """Until `max_steps`, or until cancelled. Raises when a restart, or somebody's help, is the only remedy."""
         try:
-            self.lineage = lineage = await self._in_thread(
-                lambda: open_lineage(self._settings, self._blobs, self._clock)
-            )
-            reporter = await self._in_thread(self._open_reporter)
-            try:
-                await self._announce(lineage.saved.checkpoint, lineage.saved.metrics)  # again, with the same ids
-                await self._retry(lambda: self._source.start(lineage.ledger.offsets))
-                await self._train(lineage, reporter)
-            finally:
-                reporter.close()
+            await self._do(lambda: check_start(self._settings, self._blobs))
+            await self._lease.acquire(self._do)
+            await self._as_owner()
         finally:
-            self._stop.set()
-            await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+            await self._end_thread()
+
+    async def _as_owner(self) -> None:
+        """Train and show that we do, until one of the two ends."""
+        both = [asyncio.create_task(self._work()), asyncio.create_task(self._lease.keep())]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            for task in both:
+                if task.done():
+                    task.result()
+        finally:
+            both[0].cancel()
+            await asyncio.gather(both[0], return_exceptions=True)
+            await self._end_thread()  # what it still saves is saved as the owner
+            both[1].cancel()
+            await asyncio.gather(both[1], return_exceptions=True)
+            await self._lease.release()
+
+    async def _work(self) -> None:
+        self.lineage = lineage = await self._in_thread(
+            lambda: open_lineage(self._settings, self._blobs, self._clock, self._store)
+        )
+        reporter = await self._in_thread(self._open_reporter)
+        try:
+            await self._announce(lineage.saved.checkpoint, lineage.saved.metrics)  # again, with the same ids
+            await self._retry(lambda: self._source.start(lineage.ledger.offsets))
+            await self._train(lineage, reporter)
+        finally:
+            reporter.close()
+
+    async def _end_thread(self) -> None:
+        self._stop.set()
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
     async def _train(self, lineage: Lineage, reporter: Reporter) -> None:
         self._saved_at_s = self._clock.monotonic_s()
@@ -126,7 +159,7 @@ class Trainer:
 
     async def _save(self, lineage: Lineage, reporter: Reporter, *, publish: bool) -> None:
         """Durable first, then announced; the next save waits until the bus has it."""
-        published = await self._retry(lambda: self._in_thread(lambda: lineage.save(publish=publish)))
+        published = await self._do(lambda: lineage.save(publish=publish))
         checkpoint, metrics = lineage.saved.checkpoint, lineage.saved.metrics
         if published:
             reporter.published(checkpoint.version, checkpoint.step, lineage.ledger.steps)
@@ -150,7 +183,7 @@ class Trainer:
             if isinstance(event, Experience):
                 await self._admit(event, record, lineage)
             elif isinstance(event, ModelEvent) and event.model == self._settings.model:
-                await self._retry(lambda: self._in_thread(lambda: lineage.control(event)))
+                await self._do(lambda: lineage.control(event))
         noted = record.topic == self._settings.topic
         lineage.ledger.passed(record.topic, record.partition, record.offset, noted=noted)
 
@@ -193,6 +226,9 @@ class Trainer:
                 log.warning("retrying", error=str(error), attempt=attempt)
             await self._clock.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
             attempt += 1
+
+    async def _do(self, work: Callable[[], T]) -> T:
+        return await self._retry(lambda: self._in_thread(work))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

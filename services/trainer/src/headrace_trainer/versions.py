@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import shutil
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -14,10 +15,8 @@ from headrace_runtime import versions as store
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import SettingError
 from headrace_schemas.blobs import BlobRef
-from headrace_schemas.manifest import Manifest
+from headrace_schemas.manifest import File, Manifest
 from headrace_trainer.policy import Policy
-
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def check_base(folder: Path) -> None:
@@ -31,47 +30,79 @@ def check_base(folder: Path) -> None:
         raise SettingError("trainer.base", str(folder), f"has no {store.TOKENIZER_FILE}; save a fast tokenizer there")
 
 
+@contextlib.contextmanager
+def unpacked(blobs: BlobStore, files: Iterable[File]) -> Iterator[Path]:
+    """A folder with these files, for as long as the body runs. Raises `CorruptBlob` or `Unavailable`."""
+    with tempfile.TemporaryDirectory(prefix="headrace-version-") as name:
+        for file in files:
+            path = Path(name) / file.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(blobs.get(file.blob))
+        yield Path(name)
+
+
+def base_files(blobs: BlobStore, folder: Path) -> tuple[File, ...]:
+    """What a lineage starts from, by digest: each file is read once, and whatever becomes of it then changes nothing.
+    Blocks."""
+    return store.store_files(blobs, folder)
+
+
 def publish_base(
-    blobs: BlobStore, folder: Path, policy: Policy, *, name: str, lineage: str
+    blobs: BlobStore, files: tuple[File, ...], policy: Policy, *, name: str, lineage: str
 ) -> tuple[Manifest, BlobRef]:
-    """The folder's own files, byte for byte, as step 0. Blocks."""
+    """The base's own files, byte for byte, as step 0. Blocks."""
     with policy.as_base():
         fingerprint = policy.fingerprint()
-    return store.store(blobs, folder, name=name, lineage=lineage, step=0, fingerprint=fingerprint)
+    tokenizer, template = store.prompt_digests(blobs, files)
+    manifest = Manifest(
+        name=name,
+        lineage=lineage,
+        step=0,
+        files=files,
+        fingerprint=fingerprint,
+        tokenizer_sha256=tokenizer,
+        template_sha256=template,
+    )
+    return store.store_manifest(blobs, manifest)
 
 
 def publish(
-    blobs: BlobStore, base_folder: Path, policy: Policy, *, first: Manifest, lineage: str, step: int, parent: str
+    blobs: BlobStore, policy: Policy, *, first: Manifest, lineage: str, step: int, parent: str
 ) -> tuple[Manifest, BlobRef]:
     """The present weights as a new version: a whole model, or an adapter on the lineage's first version. Blocks.
 
-    Everything but the weights (configuration, tokenizer, template) is copied from the first version unchanged.
+    Everything but the weights (configuration, tokenizer, templates) is the first version's, from the store.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-version-") as name:
         folder = Path(name)
         if policy.lora:
             _write_adapter(policy, folder, first.version)
             fingerprint = policy.fingerprint()
+            files = store.store_files(blobs, folder)
         else:
-            weights = _rounded(policy, base_folder)
-            _write_model(policy, folder, base_folder, weights)
+            weights = _rounded(policy, blobs, first)
+            _write_weights(policy, folder, weights)
             fingerprint = policy.fingerprint(weights)
-        return store.store(
-            blobs,
-            folder,
-            name=first.name,
-            lineage=lineage,
-            step=step,
-            fingerprint=fingerprint,
-            parent=parent,
-            base=first.version if policy.lora else None,
-            tokenizer=base_folder,
-        )
+            kept = (file for file in first.files if not is_weights(file.path))
+            files = tuple(sorted((*store.store_files(blobs, folder), *kept), key=lambda file: file.path))
+    manifest = Manifest(
+        name=first.name,
+        lineage=lineage,
+        step=step,
+        parent=parent,
+        kind="lora" if policy.lora else "full",
+        base=first.version if policy.lora else None,
+        files=files,
+        fingerprint=fingerprint,
+        tokenizer_sha256=first.tokenizer_sha256,
+        template_sha256=first.template_sha256,
+    )
+    return store.store_manifest(blobs, manifest)
 
 
 def check_same(folder: Path, first: Manifest, lineage: str) -> None:
     """Raises `SettingError` when `folder` is not what the lineage started from."""
-    there = {path.name: store.file_digest(path) for path in store.model_files(folder)}
+    there = {path.relative_to(folder).as_posix(): store.file_digest(path) for path in store.model_files(folder)}
     then = {file.path: file.blob.sha256 for file in first.files}
     differing = sorted(name for name in there.keys() | then.keys() if there.get(name) != then.get(name))
     if differing:
@@ -84,10 +115,8 @@ def check_same(folder: Path, first: Manifest, lineage: str) -> None:
 
 def load(blobs: BlobStore, manifest: Manifest, policy: Policy) -> None:
     """Make the weights of `policy` those in a version's files. Blocks. Raises `CorruptBlob` or `Unavailable`."""
-    with tempfile.TemporaryDirectory(prefix="headrace-version-") as name:
-        for file in manifest.files:
-            (Path(name) / file.path).write_bytes(blobs.get(file.blob))
-        policy.load_files(Path(name))
+    with unpacked(blobs, manifest.files) as folder:
+        policy.load_files(folder)
 
 
 def weight_digests(manifest: Manifest) -> frozenset[str]:
@@ -95,21 +124,26 @@ def weight_digests(manifest: Manifest) -> frozenset[str]:
     return frozenset(file.blob.sha256 for file in manifest.files if file.path.endswith(".safetensors"))
 
 
-def _rounded(policy: Policy, base_folder: Path) -> dict[str, Tensor]:
+def is_weights(path: str) -> bool:
+    """Whether a version's file holds weights, or says which file holds which."""
+    return path.endswith((".safetensors", ".safetensors.index.json"))
+
+
+def _rounded(policy: Policy, blobs: BlobStore, first: Manifest) -> dict[str, Tensor]:
     """The weights in the type that the base model's files have, so that a version is served as its base is."""
-    config = json.loads((base_folder / "config.json").read_text(encoding="utf-8"))
+    (path,) = (file for file in first.files if file.path == "config.json")
+    config = json.loads(blobs.get(path.blob))
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     return {key: tensor.to(getattr(torch, name)) for key, tensor in policy.tensors().items()}
 
 
-def _write_model(policy: Policy, folder: Path, base_folder: Path, weights: dict[str, Tensor]) -> None:
+def _write_weights(policy: Policy, folder: Path, weights: dict[str, Tensor]) -> None:
     parameters = {name for name, _ in policy.model.named_parameters(remove_duplicate=False)}
     buffers = {name: tensor for name, tensor in policy.model.state_dict().items() if name not in parameters}
     policy.model.save_pretrained(folder, state_dict=buffers | weights)  # a tied weight goes in once, as in the base
-    weight_files = {path.name for pattern in _WEIGHTS for path in base_folder.glob(pattern)}
-    for path in store.model_files(base_folder):
-        if path.name not in weight_files:
-            shutil.copyfile(path, folder / path.name)
+    for path in store.model_files(folder):
+        if not is_weights(path.name):  # what the library has made of the configuration; the base's own counts
+            path.unlink()
 
 
 def _write_adapter(policy: Policy, folder: Path, base: str) -> None:

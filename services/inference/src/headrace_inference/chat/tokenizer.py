@@ -1,8 +1,7 @@
-"""A version's tokenizer and chat template. Versions with equal digests share one."""
+"""A version's tokenizer and chat template. Versions with equal files, the weights apart, share one."""
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from pydantic import JsonValue
 
 from headrace_inference.errors import VersionUnusable
 from headrace_runtime.errors import Refused
-from headrace_runtime.versions import TEMPLATE_FILE, TOKENIZER_FILE, file_digest
+from headrace_runtime.versions import TEMPLATE_FILE, TOKENIZER_FILE, file_digest, template_digest
 from headrace_schemas.manifest import Manifest
 
 TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
@@ -42,9 +41,11 @@ class ChatTokenizer:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         from transformers import AutoTokenizer
 
-        for name, expected in ((TOKENIZER_FILE, manifest.tokenizer_sha256), (TEMPLATE_FILE, manifest.template_sha256)):
-            if file_digest(folder / name) != expected:
-                raise VersionUnusable(f"{manifest.version}: {name} is not the one that its manifest names")
+        if file_digest(folder / TOKENIZER_FILE) != manifest.tokenizer_sha256:
+            raise VersionUnusable(f"{manifest.version}: {TOKENIZER_FILE} is not the one that its manifest names")
+        # Earlier releases knew no other template than the one in its own file.
+        if manifest.template_sha256 not in {template_digest(folder), file_digest(folder / TEMPLATE_FILE)}:
+            raise VersionUnusable(f"{manifest.version}: its chat templates are not those that its manifest names")
         try:
             self._outer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             self._inner: Any = self._outer.backend_tokenizer
@@ -52,7 +53,7 @@ class ChatTokenizer:
             raise VersionUnusable(f"{manifest.version}: tokenizer: {type(error).__name__}: {error}") from error
         if not self._outer.chat_template:
             raise VersionUnusable(f"{manifest.version}: it has no chat template")
-        self.digest = hashlib.sha256(f"{manifest.tokenizer_sha256}{manifest.template_sha256}".encode()).digest()
+        self.digest = bytes.fromhex(manifest.prompt_sha256)
         self.eos_id: int | None = self._outer.eos_token_id
         self.eos_text: str = self._outer.eos_token or ""
         self.stop_ids = _stop_ids(folder, self.eos_id)

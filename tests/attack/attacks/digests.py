@@ -1,0 +1,197 @@
+"""What acts on a prompt is covered by a digest, and what a lineage started from is fixed when it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_runtime import versions
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import SystemClock
+from headrace_runtime.errors import SettingError
+from headrace_runtime.versions import VersionCache
+from headrace_schemas.manifest import Fingerprint, Manifest
+from headrace_trainer.lineage import Lineage
+from headrace_trainer.opening import open_lineage
+from headrace_trainer.settings import TrainerSettings
+from tests.attack.line import Line, none_of
+from tests.support import tiny_model
+from tests.unit.trainer.world import experience
+
+TITLE = "other templates under old digests, and a base folder that is overwritten"
+_VERSIONS = 4
+_LORA_RANK = 4
+_FINGERPRINT = Fingerprint(token_ids=(1, 2), logprobs=(-1.0,))
+
+
+async def attack(folder: Path, rng: random.Random) -> list[Line]:
+    base = tiny_model.build(folder / "base", layers=1)
+    twins = await asyncio.to_thread(_twins, folder / "twins", base)
+    full = await _overwritten(folder / "full", base, rng, rank=0)
+    lora = await _overwritten(folder / "lora", base, rng, rank=_LORA_RANK)
+    return [*twins, *full, *lora]
+
+
+# Two models that differ in one place
+
+
+def _embedded(text: str) -> Callable[[Path], None]:
+    """The template stands inside the tokenizer's configuration, as transformers wrote it for years."""
+
+    def change(folder: Path) -> None:
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        _edit(folder / "tokenizer_config.json", chat_template=text)
+
+    return change
+
+
+def _file(name: str, text: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+    return change
+
+
+def _edit(path: Path, **values: object) -> None:
+    old = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(old | values))
+
+
+_A, _B = "{{ messages[0].content }}", "{{ messages[-1].content }}!"
+_TWINS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
+    "template inside tokenizer_config.json": (_embedded(_A), _embedded(_B)),
+    "chat_template.jinja": (_file("chat_template.jinja", _A), _file("chat_template.jinja", _B)),
+    "chat_template.json": (
+        _file("chat_template.json", json.dumps({"chat_template": _A})),
+        _file("chat_template.json", json.dumps({"chat_template": _B})),
+    ),
+    "additional_chat_templates": (
+        _file("additional_chat_templates/tool_use.jinja", _A),
+        _file("additional_chat_templates/tool_use.jinja", _B),
+    ),
+    "generation_config.json": (
+        lambda folder: _edit(folder / "generation_config.json", eos_token_id=2),
+        lambda folder: _edit(folder / "generation_config.json", eos_token_id=[2, 3]),
+    ),
+    "special_tokens_map.json": (
+        _file("special_tokens_map.json", json.dumps({"eos_token": "<|im_end|>"})),
+        _file("special_tokens_map.json", json.dumps({"eos_token": "<|endoftext|>"})),
+    ),
+    "added_tokens.json": (
+        _file("added_tokens.json", json.dumps({"<a>": 300})),
+        _file("added_tokens.json", json.dumps({"<a>": 301})),
+    ),
+    "tokenizer_config.json": (
+        lambda folder: _edit(folder / "tokenizer_config.json", eos_token="<|im_end|>"),
+        lambda folder: _edit(folder / "tokenizer_config.json", eos_token="<|endoftext|>"),
+    ),
+    "eos in config.json": (
+        lambda folder: _edit(folder / "config.json", eos_token_id=2),
+        lambda folder: _edit(folder / "config.json", eos_token_id=3),
+    ),
+}
+_TEMPLATES = 4
+"""The first of them: there `template_sha256` itself must differ."""
+
+
+def _twins(folder: Path, base: Path) -> list[Line]:
+    blobs = BlobStore((folder / "blobs").as_uri())
+    shared: list[str] = []
+    templates: list[str] = []
+    for number, (where, (one, other)) in enumerate(_TWINS.items()):
+        pair = [_twin(blobs, base, folder / f"{number}-{side}", change) for side, change in enumerate((one, other))]
+        first, second = (manifest for manifest, _ in pair)
+        if first.prompt_sha256 == second.prompt_sha256 or first.version == second.version:
+            shared.append(where)
+        if number < _TEMPLATES and first.template_sha256 == second.template_sha256:
+            templates.append(where)
+    embedded = [_twin(blobs, base, folder / f"embedded-{side}", _TWINS[next(iter(_TWINS))][side]) for side in (0, 1)]
+    digests = {ChatTokenizer(path, manifest).digest for manifest, path in embedded}
+    return [
+        none_of(_named("models that share prompts though they differ", shared), len(shared), len(_TWINS)),
+        none_of(_named("templates that hash as nothing", templates), len(templates), _TEMPLATES),
+        Line("a replica tells two embedded templates apart", str(len(digests)), "2", len(digests) == 2),
+    ]
+
+
+def _named(what: str, found: list[str]) -> str:
+    return f"{what} ({', '.join(found)})" if found else what
+
+
+def _twin(blobs: BlobStore, base: Path, folder: Path, change: Callable[[Path], None]) -> tuple[Manifest, Path]:
+    shutil.copytree(base, folder)
+    change(folder)
+    return versions.store(blobs, folder, name="m", lineage="main", step=0, fingerprint=_FINGERPRINT)[0], folder
+
+
+# A base folder that is overwritten while it is trained
+
+
+async def _overwritten(folder: Path, base: Path, rng: random.Random, rank: int) -> list[Line]:
+    kind = "adapter" if rank else "whole model"
+    copy = folder / "base"
+    shutil.copytree(base, copy)
+    blobs = BlobStore((folder / "blobs").as_uri())
+    settings = TrainerSettings.model_validate(
+        {"base": str(copy), "model": "m", "batch_experiences": 4, "batch_experiences_min": 1, "lora": {"rank": rank}}
+    )
+    lineage = await asyncio.to_thread(open_lineage, settings, blobs, SystemClock())
+    _overwrite(copy, rng)
+    problems: list[str] = []
+    for number in range(_VERSIONS):
+        await asyncio.to_thread(_train, lineage, number)
+        problems += await _look(lineage, blobs, folder / f"cache-{number}", base)
+    published = len(lineage.saved.versions) - 1
+    try:
+        await asyncio.to_thread(open_lineage, settings, blobs, SystemClock())
+        refused = "nothing"
+    except SettingError as error:
+        refused = str(error)
+    return [
+        Line(f"versions of a {kind} published", str(published), str(_VERSIONS), published == _VERSIONS),
+        none_of(_named("of them do not load or match", problems[:1]), len(problems), published),
+        Line("the next start names what has changed", refused[-160:], "chat_template", "chat_template" in refused),
+    ]
+
+
+def _overwrite(folder: Path, rng: random.Random) -> None:
+    """Another model's files under the same names, some of them nonsense."""
+    for path in versions.model_files(folder):
+        path.write_bytes(rng.randbytes(64) if path.suffix == ".safetensors" else b'{"model_type": "nonsense"}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+
+
+def _train(lineage: Lineage, number: int) -> None:
+    head = lineage.ledger.history.head
+    for offset in range(4):
+        lineage.ledger.admit(experience(4 * number + offset, head, reward=offset % 3), (0, 0), SystemClock().now())
+    batch = lineage.next_batch()
+    assert batch
+    lineage.step(batch, threading.Event())
+    lineage.save(publish=True)
+
+
+async def _look(lineage: Lineage, blobs: BlobStore, cache: Path, base: Path) -> list[str]:
+    """What is wrong with the newest version: as a replica finds it, and compared with what the lineage started from."""
+    found = lineage.saved.checkpoint
+    try:
+        manifest, folder = await VersionCache(blobs, cache).fetch(found.manifest)
+        first, first_folder = await VersionCache(blobs, cache).fetch(lineage.saved.versions[0].manifest)
+        if manifest.prompt_sha256 != first.prompt_sha256 and manifest.kind == "full":
+            return [f"{found.version} makes other prompts than the base"]
+        ChatTokenizer(first_folder, first)
+        answers = tiny_model.answers(
+            folder, manifest.fingerprint, base=first_folder if manifest.kind == "lora" else None
+        )
+        delta = max(abs(a - b) for a, b in zip(answers, manifest.fingerprint.logprobs, strict=True))
+        kept = all((first_folder / path.name).read_bytes() == path.read_bytes() for path in versions.model_files(base))
+        return [] if delta < 1e-3 and kept else [f"{found.version}: delta {delta:.2g}, base kept: {kept}"]
+    except Exception as error:  # noqa: BLE001 - whatever stops a replica is a figure here
+        return [f"{found.version}: {type(error).__name__}: {error}"]

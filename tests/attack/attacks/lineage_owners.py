@@ -1,0 +1,310 @@
+"""Two trainers of one lineage: in threads over a slow blob store, a thousand times, and as processes on a bus."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from unittest import mock
+
+from fsspec.implementations.local import LocalFileSystem
+
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import SystemClock
+from headrace_runtime.errors import CorruptBlob, Unavailable
+from headrace_schemas.blobs import BlobRef
+from headrace_trainer.lineage import Lineage
+from headrace_trainer.opening import open_lineage
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.store import LineageStore, LineageTaken
+from tests.attack.line import Line, at_most, none_of
+from tests.simulation import learner
+from tests.support import tiny_model
+from tests.support.broker_process import BrokerProcess
+from tests.support.processes import wait_until
+from tests.support.service_process import ServiceProcess
+from tests.unit.trainer.world import experience
+
+TITLE = "two trainers of one lineage"
+OVERLAPS = 1000
+_AT_ONCE = 16
+_LATENCY_S = 0.002
+_LIVES = 2
+_SAVES = 3
+_LEASE_S = 3.0
+_TAKEOVER_S = 30.0
+_START_S = 300.0
+"""A process's own start, which is no part of what is measured."""
+_MODEL = "m"
+
+
+async def attack(folder: Path, rng: random.Random) -> list[Line]:
+    overlaps = await asyncio.to_thread(_overlaps, folder / "overlaps", rng)
+    return [*overlaps, *await asyncio.to_thread(_processes, folder)]
+
+
+# In threads
+
+
+class SlowBlobs(BlobStore):
+    """Every request takes a random while, so two clients' requests interleave in every way."""
+
+    def __init__(self, url: str, seed: str, *, objects: bool) -> None:
+        super().__init__(url)
+        self._random = random.Random(seed)
+        if objects:
+            self._fs, self._local = Objects(Path(self._root).parent), False
+
+    def _wait(self) -> None:
+        time.sleep(self._random.expovariate(1 / _LATENCY_S))
+
+    def get(self, ref: BlobRef) -> bytes:
+        self._wait()
+        return super().get(ref)
+
+    def pointer(self, name: str) -> bytes | None:
+        self._wait()
+        return super().pointer(name)
+
+    def _write(self, path: str, data: bytes) -> None:
+        self._wait()
+        super()._write(path, data)
+
+    def _create(self, path: str, data: bytes) -> bool:
+        self._wait()
+        created = super()._create(path, data)
+        self._wait()
+        return created
+
+    def _remove(self, path: str) -> None:
+        self._wait()
+        super()._remove(path)
+
+    def _names(self, folder: str) -> list[tuple[str, str]]:
+        self._wait()
+        return super()._names(folder)
+
+
+class Objects(LocalFileSystem):  # type: ignore[misc]
+    """An object store's manners over a folder: whole objects, a conditional write, and no rename that we could use."""
+
+    protocol = ("s3", "s3a")
+    _writing = Lock()
+
+    def __init__(self, drafts: Path) -> None:
+        super().__init__(skip_instance_cache=True)
+        self._drafts = drafts
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        with self._writing:
+            if mode == "create" and Path(path).exists():
+                raise FileExistsError(path)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            draft = self._drafts / uuid.uuid4().hex
+            draft.write_bytes(value)
+            draft.replace(path)
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        with self._writing:
+            found: list[Any] = super().ls(path, detail=detail)
+            return found
+
+
+@dataclass
+class Overlap:
+    """What one of them showed, or several."""
+
+    saves: int = 0
+    taken: int = 0
+    acknowledged: set[str] = field(default_factory=set)
+    unreadable: list[str] = field(default_factory=list)
+    lost: int = 0
+
+    def add(self, other: Overlap) -> None:
+        self.saves += other.saves
+        self.taken += other.taken
+        self.acknowledged |= other.acknowledged
+        self.unreadable += other.unreadable
+
+
+def _overlaps(folder: Path, rng: random.Random) -> list[Line]:
+    seeds = [rng.randrange(2**32) for _ in range(OVERLAPS)]
+    with _light_models(), ThreadPoolExecutor(_AT_ONCE) as pool:
+        found = list(pool.map(partial(_overlap, folder), range(OVERLAPS), seeds))
+    saves, taken = sum(one.saves for one in found), sum(one.taken for one in found)
+    unreadable = [problem for one in found for problem in one.unreadable]
+    return [
+        none_of("states that could not be read", len(unreadable), saves),
+        Line("the first of them", unreadable[0] if unreadable else "none", "none", not unreadable),
+        none_of("acknowledged saves that are lost", sum(one.lost for one in found), saves),
+        Line("losers that were told so", str(taken), f"at least {OVERLAPS // 2}", taken >= OVERLAPS // 2),
+    ]
+
+
+@contextlib.contextmanager
+def _light_models() -> Iterator[None]:
+    """Weights that are a list of what they were trained on; all around them is the trainer's own."""
+    with contextlib.ExitStack() as stack:
+        for name, substitute in learner.STANDS_FOR.items():
+            if not name.endswith("Reporter"):
+                stack.enter_context(mock.patch(name, substitute))
+        # A process that is killed leaves the page cache behind: nothing here waits for the disk.
+        stack.enter_context(mock.patch("os.fsync"))
+        yield
+
+
+def _overlap(folder: Path, number: int, seed: int) -> Overlap:
+    found = Overlap()
+    url = (folder / f"{number}").as_uri()
+    with ThreadPoolExecutor(2) as pool:
+        trainers = [pool.submit(_trainer, url, seed, number, which) for which in (0, 1)]
+        for trainer in trainers:
+            found.add(trainer.result())
+    final = LineageStore(BlobStore(url), "main")
+    try:
+        saved = final.read()
+        assert saved is not None
+        for ref in saved.blobs().values():
+            final.get(ref)
+        lessons = {one.experience_id for one in learner.read(final.get(saved.present.weights).partition(b"\n")[2])}
+        found.lost = len(found.acknowledged - lessons)
+    except (CorruptBlob, Unavailable) as error:
+        found.unreadable.append(f"overlap {number}: {error}")
+    return found
+
+
+def _trainer(url: str, seed: int, number: int, which: int) -> Overlap:
+    """Some lives of one process. Whoever starts takes over at once: no lease protects anybody here."""
+    found = Overlap()
+    draw = random.Random(f"{seed} {which}")
+    for life in range(_LIVES):
+        blobs = SlowBlobs(url, f"{seed} {which} {life}", objects=number % 2 == 0)
+        time.sleep(draw.expovariate(1 / (8 * _LATENCY_S)))
+        name = f"{which}-{life}"
+        try:
+            lineage = _opened(blobs)
+            for _ in range(_SAVES):
+                _train(lineage, draw)
+                lineage.save(publish=draw.random() < 0.5)
+                found.saves += 1
+                found.acknowledged |= {lesson.experience_id for lesson in _lessons(lineage)}
+        except LineageTaken:
+            found.taken += 1
+        except (CorruptBlob, Unavailable) as error:
+            found.unreadable.append(f"overlap {number}, trainer {name}: {error}")
+    return found
+
+
+def _opened(blobs: BlobStore) -> Lineage:
+    store = LineageStore(blobs, "main")
+    while not store.take():
+        pass
+    settings = TrainerSettings(base="nowhere", model=_MODEL, batch_experiences=1, batch_experiences_min=1)
+    return open_lineage(settings, blobs, SystemClock(), store)
+
+
+def _train(lineage: Lineage, draw: random.Random) -> None:
+    one = experience(draw.randrange(2**40), lineage.ledger.history.head, reward=draw.random(), model=_MODEL)
+    lineage.ledger.admit(one, (0, 0), SystemClock().now())
+    batch = lineage.next_batch()
+    assert batch
+    lineage.step(batch, mock.Mock(is_set=lambda: False))
+
+
+def _lessons(lineage: Lineage) -> tuple[learner.Lesson, ...]:
+    policy: Any = lineage.policy
+    lessons: tuple[learner.Lesson, ...] = policy.lessons
+    return lessons
+
+
+# As processes
+
+
+def _processes(folder: Path) -> list[Line]:
+    base = tiny_model.build(folder / "base", layers=1)
+    broker = BrokerProcess(folder / "broker")
+    started: list[Trainer] = []
+    broker.start()
+    try:
+        return [*_rolling(folder, base, broker.address, started), *_both_alive(folder, base, broker.address, started)]
+    finally:
+        for trainer in started:
+            trainer.end()
+        broker.kill()
+
+
+class Trainer(ServiceProcess):
+    """One process of the lineage; all share a folder."""
+
+    def __init__(self, folder: Path, base: Path, bus: str, **settings: object) -> None:
+        own = {"BASE": base, "MODEL": _MODEL, "LEASE_S": _LEASE_S, **settings}
+        super().__init__("trainer", folder / "data", bus, **{f"TRAINER__{name}": value for name, value in own.items()})
+
+    def owns(self) -> bool:
+        return "lineage_begins" in self.log or "lineage_continues" in self.log
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)
+
+    def end(self) -> None:
+        if self.running():
+            self.kill()
+
+
+def _rolling(folder: Path, base: Path, bus: str, started: list[Trainer]) -> list[Line]:
+    """The new one starts while the old one works, as in a rolling restart; it is ready before the old one is told to
+    stop."""
+    old, new = (Trainer(folder, base, bus, OWNER_WAIT_S=_START_S) for _ in range(2))
+    started += [old, new]
+    for trainer in (old, new):
+        trainer.start(ready=False)
+        wait_until(trainer.healthy, _START_S, "a trainer owns the lineage, or stands by")
+    early = new.owns()
+    status = old.stop()
+    began = time.monotonic()
+    wait_until(new.owns, _TAKEOVER_S, "the second trainer owns the lineage")
+    return [
+        Line("a rolling restart: the old one's exit status", str(status), "0", status == 0),
+        Line("a rolling restart: the new one waited", str(not early), "True", not early),
+        at_most("a rolling restart: nobody owned the lineage for", time.monotonic() - began, _TAKEOVER_S, " s"),
+    ]
+
+
+def _both_alive(folder: Path, base: Path, bus: str, started: list[Trainer]) -> list[Line]:
+    """The owner hangs for longer than its lease, and comes back when another one has the lineage."""
+    owner = started[-1]
+    heir = Trainer(folder, base, bus, OWNER_WAIT_S=_START_S)
+    third = Trainer(folder, base, bus, OWNER_WAIT_S=2 * _LEASE_S)
+    started += [heir, third]
+    heir.start(ready=False)
+    wait_until(heir.healthy, _START_S, "the heir stands by")
+    owner.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    wait_until(heir.owns, _START_S, "the heir owns the lineage")
+    took_s = time.monotonic() - began
+    owner.signal(signal.SIGCONT)
+    status = owner.wait(_START_S)
+    third.start(ready=False)
+    third_status = third.wait(_START_S)
+    named = "LineageTaken" in owner.log and "stop one of them" in owner.log
+    third_named = "LineageTaken" in third.log and "Stop one of them" in third.log
+    saved = LineageStore(BlobStore((folder / "data" / "blobs").as_uri()), "main").read()
+    return [
+        at_most("a hung owner is taken over from within", took_s, _LEASE_S + _TAKEOVER_S, " s"),
+        Line("the hung owner ends by name when it wakes", f"status {status}, {named}", "status 1, True", named),
+        Line("whoever waits for a living owner ends by name", f"status {third_status}", "status 1", third_named),
+        Line("the heir goes on", str(heir.running()), "True", heir.running() and status == third_status == 1),
+        Line("the state is readable", str(saved is not None), "True", saved is not None),
+    ]
