@@ -101,6 +101,7 @@ def assemble(store: Store, db: sqlite3.Connection, settings: BrokerSettings, clo
         clock=clock,
         stats=stats,
         fetch_memory=Budget(settings.fetches_bytes_max),
+        folder=str(store.path.parent),
         port=port,
     )
 

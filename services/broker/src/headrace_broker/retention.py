@@ -45,6 +45,16 @@ def expired(db: sqlite3.Connection, log: Bounds, config: TopicConfig, now_ms: in
     return cut
 
 
+def first_younger(db: sqlite3.Connection, partition_id: int, start: int, limit: int, timestamp: int) -> int:
+    """Base offset of the first batch in [start, limit) with a record younger than `timestamp`; `limit` without one."""
+    row = db.execute(
+        "SELECT position FROM batches WHERE position >= ? AND position < ? AND max_timestamp > ?"
+        " ORDER BY position LIMIT 1",
+        (position(partition_id, start), position(partition_id, limit), timestamp),
+    ).fetchone()
+    return limit if row is None else offset_of(row[0])
+
+
 def deleted_partition(db: sqlite3.Connection) -> int | None:
     """A partition of a deleted topic that still has batches."""
     known = {row[0] for row in db.execute("SELECT id FROM partitions")}

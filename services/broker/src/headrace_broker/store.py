@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headrace_runtime.errors import SettingError
 
-FORMAT = 1
+FORMAT = 2
 _OFFSET_BITS = 44
 OFFSET_MAX = (1 << _OFFSET_BITS) - 1
 PARTITION_ID_MAX = (1 << (63 - _OFFSET_BITS)) - 1
@@ -45,7 +45,7 @@ CREATE TABLE aborted (
 ) WITHOUT ROWID;
 CREATE TABLE transactions (
   id TEXT PRIMARY KEY, producer_id INTEGER NOT NULL, epoch INTEGER NOT NULL, timeout_ms INTEGER NOT NULL,
-  started_ms INTEGER, seen_ms INTEGER NOT NULL, partitions TEXT NOT NULL
+  started_ms INTEGER, seen_ms INTEGER NOT NULL, partitions TEXT NOT NULL, bumped_from INTEGER
 ) WITHOUT ROWID;
 CREATE TABLE offsets (
   group_id TEXT NOT NULL, topic TEXT NOT NULL, partition INTEGER NOT NULL, committed INTEGER NOT NULL, metadata TEXT,
@@ -57,6 +57,9 @@ CREATE TABLE pending_offsets (
 ) WITHOUT ROWID;
 CREATE TABLE groups (id TEXT PRIMARY KEY, state BLOB NOT NULL, used_ms INTEGER NOT NULL) WITHOUT ROWID;
 """
+
+
+_FROM_1 = "ALTER TABLE transactions ADD COLUMN bumped_from INTEGER;"
 
 
 def position(partition_id: int, offset: int) -> int:
@@ -127,6 +130,8 @@ class Store:
         found = db.execute("PRAGMA user_version").fetchone()[0]
         if found == 0:
             db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
+        elif found == 1:
+            db.executescript(f"BEGIN; {_FROM_1} PRAGMA user_version = {FORMAT}; COMMIT;")
         elif found != FORMAT:
             self.close()
             raise SettingError(
