@@ -108,7 +108,7 @@ APIS = (
     Api("DescribeGroups", 15, 2, group_messages.DescribeGroupsRequest, groups.describe_groups),
     Api("ListGroups", 16, 1, group_messages.ListGroupsRequest, groups.list_groups),
     Api("ApiVersions", API_VERSIONS, 0, ApiVersionsRequest, _api_versions),
-    Api("CreateTopics", 19, 3, topic_messages.CreateTopicsRequest, topics.create_topics),
+    Api("CreateTopics", 19, 4, topic_messages.CreateTopicsRequest, topics.create_topics, oldest=3),
     Api("DeleteTopics", 20, 1, topic_messages.DeleteTopicsRequest, topics.delete_topics),
     Api("DeleteRecords", 21, 1, topic_messages.DeleteRecordsRequest, admin.delete_records, oldest=0),
     Api(

@@ -70,7 +70,7 @@ def offset_at_time(db: sqlite3.Connection, partition_id: int, start: int, end: i
 def committed(
     db: sqlite3.Connection, group_id: str
 ) -> tuple[dict[tuple[str, int], tuple[int, str | None]], Set[tuple[str, int]]]:
-    """A group's offsets and their metadata, by topic and partition; and for which a transaction may yet replace them."""
+    """A group's offsets and metadata by topic and partition; and for which of them a transaction may bring others."""
     query = "SELECT topic, partition, committed, metadata FROM offsets WHERE group_id = ? ORDER BY topic, partition"
     pending = "SELECT topic, partition FROM pending_offsets WHERE group_id = ?"
     with _snapshot(db):

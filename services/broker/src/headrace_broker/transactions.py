@@ -57,7 +57,7 @@ class Transactions:
         rows = self._db.execute(
             "SELECT id, producer_id, epoch, timeout_ms, started_ms, seen_ms, partitions, bumped_from FROM transactions"
         )
-        self._known = {row[0]: Transaction(*row[:6], set(json.loads(row[6])), row[7]) for row in rows}
+        self._known = {row[0]: Transaction(*row[:6], set(json.loads(row[6])), bumped_from=row[7]) for row in rows}
         self._changed.clear()
 
     def flush(self) -> tuple[()]:

@@ -89,7 +89,7 @@ def _partition_count(topic: NewTopic) -> int:
         return len(numbers)
     if topic.replication_factor not in (1, -1):
         raise Rejected(Code.INVALID_REPLICATION_FACTOR, f"{topic.replication_factor} replicas; there is one broker")
-    return topic.partitions
+    return 1 if topic.partitions == -1 else topic.partitions
 
 
 def _described(broker: Broker, resource: ConfigResource) -> DescribedResource:

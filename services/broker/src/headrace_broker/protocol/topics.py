@@ -1,4 +1,4 @@
-"""CreateTopics 3, DeleteTopics 1, DescribeConfigs 1, IncrementalAlterConfigs 0, CreatePartitions 1, DeleteRecords 1 and
+"""CreateTopics 3 to 4, DeleteTopics 1, DescribeConfigs 1, IncrementalAlterConfigs 0, CreatePartitions 1, DeleteRecords 1 and
 DescribeLogDirs 1."""
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ class ConfigEntry(NamedTuple):
 
 
 class NewTopic(NamedTuple):
-    """A topic to create, with a number of partitions or with assignments (and then -1)."""
+    """A topic to create, with a number of partitions or with assignments (and then -1).
+
+    Without either, -1 is the broker's default for partitions as for replicas: one.
+    """
 
     name: String
     partitions: Int32
