@@ -80,7 +80,7 @@ def assemble(store: Store, db: sqlite3.Connection, settings: BrokerSettings, clo
     stats, catalog = Stats(), Catalog()
     log_, offsets = Log(db), Offsets(db)
     topics, transactions = Topics(db, log_, settings.partitions_max), Transactions(db, log_, offsets)
-    writer = Writer(db, (topics, log_, transactions), catalog.apply, stats)
+    writer = Writer(db, (topics, log_, transactions), catalog.apply, stats, committed=store.committed)
     coordinator = Coordinator(settings, writer, offsets, clock, stats)
     catalog.apply(topics.all())
     catalog.apply(log_.everything())

@@ -12,14 +12,16 @@ import os
 import sqlite3
 from pathlib import Path
 
+from headrace_broker.guard import Guard
 from headrace_runtime.errors import SettingError
+from headrace_runtime.logs import get_logger
+
+log = get_logger(__name__)
 
 FORMAT = 2
 _OFFSET_BITS = 44
 OFFSET_MAX = (1 << _OFFSET_BITS) - 1
 PARTITION_ID_MAX = (1 << (63 - _OFFSET_BITS)) - 1
-_WAL_PAGES = 4_000
-"""The log is folded into the file past 16 MB: seldom enough to be cheap, small enough to be quick."""
 
 _TABLES = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value ANY) WITHOUT ROWID;
@@ -90,13 +92,13 @@ class Store:
             self._lock = self._locked(folder)
         except OSError as error:
             raise SettingError("data_dir", str(folder), f"cannot be used: {error.strerror}") from None
+        self._guard = Guard(self.path)
         try:
-            with contextlib.closing(self.connect()) as db:
-                self._prepare(db)
-        except sqlite3.DatabaseError as error:
-            self.close()
-            remedy = f"cannot be read: {error}; put a backup in its place, or move it away to begin anew"
-            raise SettingError("data_dir", str(self.path), remedy) from None
+            self._keeper = self._opened()
+        except BaseException:
+            self._guard.close()
+            os.close(self._lock)
+            raise
 
     def connect(self) -> sqlite3.Connection:
         """A connection in autocommit mode. It belongs to one thread at a time."""
@@ -105,15 +107,50 @@ class Store:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute(f"PRAGMA synchronous = {'FULL' if self._fsync else 'NORMAL'}")
         db.execute("PRAGMA fullfsync = 1")  # macOS: fsync alone does not reach the disk
-        db.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
+        db.execute("PRAGMA wal_autocheckpoint = 0")  # the guard makes them
         db.execute("PRAGMA cache_size = -16000")
         if self._file_bytes_max:
             page_bytes = db.execute("PRAGMA page_size").fetchone()[0]
             db.execute(f"PRAGMA max_page_count = {max(1, self._file_bytes_max // page_bytes)}")
         return db
 
+    def committed(self, db: sqlite3.Connection) -> None:
+        """Called after each commit, before anybody is told of it."""
+        self._guard.committed(db)
+
     def close(self) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            self._guard.checkpoint(self._keeper)
+        self._keeper.close()
+        self._guard.close()
         os.close(self._lock)
+
+    def _opened(self) -> sqlite3.Connection:
+        """A connection that stays: SQLite makes a checkpoint of its own when the last one is closed."""
+        self._mend()
+        db = self.connect()
+        try:
+            self._prepare(db)
+            self._guard.checkpoint(db)
+        except sqlite3.DatabaseError as error:
+            db.close()
+            remedy = f"cannot be read: {error}; put a backup in its place, or move it away to begin anew"
+            raise SettingError("data_dir", str(self.path), remedy) from None
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _mend(self) -> None:
+        try:
+            found = self._guard.mend()
+        except OSError as error:
+            raise SettingError("data_dir", str(self.path), f"cannot be read: {error.strerror}") from None
+        self.healed = len(found.healed_pages) + len(found.healed_frames)
+        if self.healed:
+            log.error("file_mended", file=str(self.path), pages=found.healed_pages, log_frames=found.healed_frames,
+                      remedy="nothing is lost; the disk changed bytes by itself: check it, and the memory")  # fmt: skip
+        self.damaged_pages = found.damaged_pages
 
     def _locked(self, folder: Path) -> int:
         handle = os.open(folder / "broker.lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -133,7 +170,6 @@ class Store:
         elif found == 1:
             db.executescript(f"BEGIN; {_FROM_1} PRAGMA user_version = {FORMAT}; COMMIT;")
         elif found != FORMAT:
-            self.close()
             raise SettingError(
                 "data_dir",
                 str(self.path),

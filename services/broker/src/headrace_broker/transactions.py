@@ -57,7 +57,10 @@ class Transactions:
         rows = self._db.execute(
             "SELECT id, producer_id, epoch, timeout_ms, started_ms, seen_ms, partitions, bumped_from FROM transactions"
         )
-        self._known = {row[0]: Transaction(*row[:6], set(json.loads(row[6])), bumped_from=row[7]) for row in rows}
+        self._known = {
+            name: Transaction(name, producer_id, epoch, timeout_ms, started_ms, seen_ms, set(json.loads(parts)), bumped)
+            for name, producer_id, epoch, timeout_ms, started_ms, seen_ms, parts, bumped in rows
+        }
         self._changed.clear()
 
     def flush(self) -> tuple[()]:

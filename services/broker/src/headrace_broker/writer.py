@@ -51,12 +51,13 @@ class Writer:
 
     def __init__(
         self, db: sqlite3.Connection, state: Sequence[Stored], publish: Callable[[Sequence[Any]], None], stats: Stats,
-        *, batch_max: int = 1000,
+        *, committed: Callable[[sqlite3.Connection], None] = lambda db: None, batch_max: int = 1000,
     ) -> None:  # fmt: skip
         self._db = db
         self._state = state
         self._publish = publish
         self._stats = stats
+        self._committed = committed
         self._batch_max = batch_max
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
@@ -110,6 +111,7 @@ class Writer:
             for state in self._state:
                 changes += state.flush()
             self._db.execute("COMMIT")
+            self._committed(self._db)
             if self._db.total_changes > written:
                 self._count(len(jobs), time.perf_counter() - started)
         except sqlite3.Error as error:

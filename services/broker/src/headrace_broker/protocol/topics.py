@@ -1,5 +1,5 @@
-"""CreateTopics 3 to 4, DeleteTopics 1, DescribeConfigs 1, IncrementalAlterConfigs 0, CreatePartitions 1, DeleteRecords 1 and
-DescribeLogDirs 1."""
+"""CreateTopics 3 to 4, DeleteTopics 1, DescribeConfigs 1, IncrementalAlterConfigs 0, CreatePartitions 0 to 1,
+DeleteRecords 0 to 1 and DescribeLogDirs 1."""
 
 from __future__ import annotations
 
