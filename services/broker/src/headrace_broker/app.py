@@ -14,6 +14,7 @@ from headrace_broker.broker import Broker
 from headrace_broker.budget import Budget
 from headrace_broker.catalog import Catalog
 from headrace_broker.coordinator import TICK_S, Coordinator
+from headrace_broker.errors import Damaged
 from headrace_broker.log import Log
 from headrace_broker.maintenance import Maintenance
 from headrace_broker.offsets import Offsets
@@ -45,7 +46,8 @@ async def run(common: Common, settings: BrokerSettings) -> None:
         async with opened(store, settings, SystemClock()) as (broker, server):
             log.info("listening", kafka=f"{settings.kafka_host}:{broker.port}", file=str(store.path))
             async with asyncio.TaskGroup() as group:
-                group.create_task(_until(broker.writer.failed))
+                group.create_task(_until(broker.writer.failed, store))
+                group.create_task(_until(broker.readers.failed, store))
                 group.create_task(_tick(broker))
                 group.create_task(_maintain(store, broker))
                 group.create_task(_late(broker, server))
@@ -106,8 +108,14 @@ def assemble(store: Store, db: sqlite3.Connection, settings: BrokerSettings, clo
     )
 
 
-async def _until(failed: asyncio.Future[None]) -> None:
-    await failed
+async def _until(failed: asyncio.Future[None], store: Store) -> None:
+    """Wait for the end of the process. Damage is put right by its next start, which is told to look for it."""
+    try:
+        await failed
+    except Damaged as error:
+        log.error("file_damaged", file=str(store.path), error=str(error), remedy="the next start puts it right")
+        store.note_damage()
+        raise
 
 
 async def _tick(broker: Broker) -> None:
@@ -120,7 +128,9 @@ async def _tick(broker: Broker) -> None:
 async def _maintain(store: Store, broker: Broker) -> None:
     readers = Readers(store, 1)
     try:
-        await Maintenance(broker, readers).run()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_until(readers.failed, store))
+            group.create_task(Maintenance(broker, readers).run())
     finally:
         readers.close()
 

@@ -67,3 +67,7 @@ class Rejected(HeadraceError):
 
 class Malformed(HeadraceError):
     """Bytes that are not what the protocol says. The connection that sent them is closed."""
+
+
+class Damaged(HeadraceError):
+    """What is stored is not what was written. The process ends; its next start puts that right, or takes it out."""

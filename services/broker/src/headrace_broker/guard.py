@@ -55,7 +55,7 @@ class Guard:
         self._pages.put(found, len(found))
 
     def committed(self, db: sqlite3.Connection) -> None:
-        """Note what a commit wrote, and make a checkpoint when one is due. What fails is made up for by the next one."""
+        """Note what a commit wrote, and make a checkpoint when one is due. What fails, the next one does."""
         try:
             self._wal.note()
         except OSError:

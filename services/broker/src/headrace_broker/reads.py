@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
 from headrace_broker.batch import parse
-from headrace_broker.errors import Malformed
+from headrace_broker.errors import Damaged, Malformed
 from headrace_broker.idempotence import Producer
+from headrace_broker.inspection import fault
 from headrace_broker.protocol.fetch import AbortedTransaction
 from headrace_broker.protocol.transactions import ActiveProducer
 from headrace_broker.records import records
-from headrace_broker.store import offset_of, position
+from headrace_broker.store_format import offset_of, position
 
 
 class Want(NamedTuple):
@@ -105,7 +106,7 @@ def _read(db: sqlite3.Connection, want: Want, bytes_max: int, *, first: bool) ->
         return b"", end
     at = position(want.partition_id, want.offset)
     rows = db.execute(
-        "SELECT last_offset, payload FROM batches WHERE position < :before AND position >= coalesce("
+        "SELECT position, last_offset, payload FROM batches WHERE position < :before AND position >= coalesce("
         " (SELECT max(position) FROM batches WHERE position BETWEEN :begin AND :at), :at) ORDER BY position",
         {
             "before": position(want.partition_id, want.before),
@@ -115,7 +116,10 @@ def _read(db: sqlite3.Connection, want: Want, bytes_max: int, *, first: bool) ->
     )
     found: list[bytes] = []
     size = 0
-    for last_offset, payload in rows:
+    for row_id, last_offset, payload in rows:
+        error = fault(offset_of(row_id), last_offset, payload)
+        if error is not None:
+            raise Damaged(f"partition {want.partition_id}, offset {offset_of(row_id)}: {error}")
         if last_offset < want.offset:
             continue
         size += len(payload)

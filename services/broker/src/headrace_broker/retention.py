@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from typing import NamedTuple
 
-from headrace_broker.store import offset_of, partition_of, position
+from headrace_broker.store_format import offset_of, partition_of, position
 from headrace_broker.topic_config import TopicConfig
 
 _STEP_ROWS = 500

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.log import Log
-from headrace_broker.store import PARTITION_ID_MAX
+from headrace_broker.store_format import PARTITION_ID_MAX
 from headrace_broker.topic_config import TopicConfig
 
 _NAME = re.compile(r"[a-zA-Z0-9._-]{1,249}")

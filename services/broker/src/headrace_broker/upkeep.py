@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from headrace_broker.compaction import Replacement
 from headrace_broker.log import Log
-from headrace_broker.store import position
+from headrace_broker.store_format import position
 
 _FREE_PAGES_KEPT = 4_000
 """Free pages are written again by and by; more than this, and than a quarter of the file, is given back."""

@@ -1,4 +1,4 @@
-"""Checksums of the frames in SQLite's write-ahead log, by which a flipped byte in it is put right before SQLite sees it.
+"""Checksums of the frames in SQLite's write-ahead log: a flipped byte in it is put right before SQLite sees it.
 
 SQLite takes the first frame with a wrong checksum for the end of the log, as it has to after a power cut, and what was
 acknowledged behind it would be gone without a word. Its checksum cannot tell which byte is wrong (the highest bytes of

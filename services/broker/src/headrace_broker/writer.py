@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from headrace_broker.errors import Code, Rejected
+from headrace_broker.errors import Code, Damaged, Rejected
+from headrace_broker.inspection import is_damage
 from headrace_broker.stats import Stats
 from headrace_runtime.logs import get_logger
 
@@ -115,6 +116,8 @@ class Writer:
             if self._db.total_changes > written:
                 self._count(len(jobs), time.perf_counter() - started)
         except sqlite3.Error as error:
+            if is_damage(error):
+                raise Damaged(f"the broker's file: {error}") from error
             self._roll_back(error)
             failure = Rejected(Code.STORAGE_ERROR, f"the broker's file: {error}")
             outcomes = [_Outcome(job.done, None, failure) for job in jobs]
