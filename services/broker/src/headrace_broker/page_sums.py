@@ -80,7 +80,7 @@ class PageSums:
                     page = memoryview(chunk)[at : at + PAGE_BYTES]
                     if not self._entry(number):
                         unknown += number not in passed_over
-                    elif zlib.crc32(page) != self._entry(number) & 0xFFFFFFFF:
+                    elif _ENTRY.pack(*sums(page)) != self._entry(number).to_bytes(8, "little"):
                         self._mend(handle, number, bytes(page), result, expected=number not in passed_over)
                 if len(chunk) < _READ_BYTES:
                     break
@@ -93,7 +93,7 @@ class PageSums:
     def _mend(self, database: int, number: int, page: bytes, result: Scrubbed, *, expected: bool) -> None:
         crc, adler = _ENTRY.unpack(self._entry(number).to_bytes(8, "little"))
         found = sums(page)
-        if found[1] == adler:  # the page is as it was: its entry is what was changed
+        if found[0] == crc or found[1] == adler:  # one changed byte in the page would change both: it is the entry
             self._set(number, _ENTRY.pack(*found))
             result.healed.append(number)
             return
