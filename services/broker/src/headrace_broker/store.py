@@ -50,15 +50,19 @@ class Store:
     def connect(self) -> sqlite3.Connection:
         """A connection in autocommit mode. It belongs to one thread at a time."""
         db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=30)
-        db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # decides only for an empty file, and before WAL
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute(f"PRAGMA synchronous = {'FULL' if self._fsync else 'NORMAL'}")
-        db.execute("PRAGMA fullfsync = 1")  # macOS: fsync alone does not reach the disk
-        db.execute("PRAGMA wal_autocheckpoint = 0")  # the guard makes them
-        db.execute("PRAGMA cache_size = -16000")
-        if self._file_bytes_max:
-            page_bytes = db.execute("PRAGMA page_size").fetchone()[0]
-            db.execute(f"PRAGMA max_page_count = {max(1, self._file_bytes_max // page_bytes)}")
+        try:
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # decides only for an empty file, and before WAL
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute(f"PRAGMA synchronous = {'FULL' if self._fsync else 'NORMAL'}")
+            db.execute("PRAGMA fullfsync = 1")  # macOS: fsync alone does not reach the disk
+            db.execute("PRAGMA wal_autocheckpoint = 0")  # the guard makes them
+            db.execute("PRAGMA cache_size = -16000")
+            if self._file_bytes_max:
+                page_bytes = db.execute("PRAGMA page_size").fetchone()[0]
+                db.execute(f"PRAGMA max_page_count = {max(1, self._file_bytes_max // page_bytes)}")
+        except sqlite3.Error:
+            db.close()
+            raise
         return db
 
     def committed(self, db: sqlite3.Connection) -> None:
@@ -79,20 +83,19 @@ class Store:
     def _opened(self) -> sqlite3.Connection:
         """A connection that stays: SQLite makes a checkpoint of its own when the last one is closed."""
         found = self._mended()
-        db = self.connect()
         try:
-            if found.unguarded or found.damaged_pages or self._suspicion.exists():
-                db = self._inspected(db, found)
-            else:
+            db = self.connect()
+            try:
+                if found.unguarded or found.damaged_pages or self._suspicion.exists():
+                    return self._inspected(db, found)
                 self._prepare(db)
-                self._guard.checkpoint(db)
+            except BaseException:
+                db.close()
+                raise
         except sqlite3.DatabaseError as error:
-            db.close()
             remedy = f"cannot be read: {error}; put a backup in its place, or move it away to begin anew"
             raise SettingError("data_dir", str(self.path), remedy) from None
-        except BaseException:
-            db.close()
-            raise
+        self._guard.checkpoint(db)
         return db
 
     def _mended(self) -> Found:
