@@ -79,7 +79,7 @@ async def opened(store: Store, settings: BrokerSettings, clock: Clock) -> AsyncI
 
 def assemble(store: Store, db: sqlite3.Connection, settings: BrokerSettings, clock: Clock, port: int) -> Broker:
     """Build the parts on what the file holds. `db` becomes the writer's."""
-    stats, catalog = Stats(), Catalog()
+    stats, catalog = Stats(mended=store.mended, lost_batches=len(store.lost)), Catalog()
     log_, offsets = Log(db), Offsets(db)
     topics, transactions = Topics(db, log_, settings.partitions_max), Transactions(db, log_, offsets)
     writer = Writer(db, (topics, log_, transactions), catalog.apply, stats, committed=store.committed)
