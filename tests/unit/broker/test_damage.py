@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from aiokafka.record.default_records import DefaultRecordBatch
 
 from headrace_broker import guard, page_sums, reads
 from headrace_broker.errors import Damaged
@@ -16,6 +17,9 @@ from headrace_broker.guard import Guard
 from headrace_broker.reads import Want
 from headrace_broker.store import Store
 from headrace_broker.store_format import position
+from headrace_schemas import DeadLetter
+from tests.support.record_batches import batch
+from tests.unit.broker.conftest import Run
 from tests.unit.broker.harness import ALL, Harness
 
 SEED = random.SystemRandom().randrange(2**32)
@@ -148,6 +152,27 @@ def test_a_reader_serves_nothing_that_is_damaged(written: tuple[Harness, int]) -
     broker.open()  # the next start
     assert [lost.first_offset for lost in broker.store.lost] == [5]
     assert [row.offset for row in broker.rows(partition)] == [n for n in range(BATCHES) if n != 5]
+
+
+async def test_what_is_lost_has_a_dead_letter(run: Run, tmp_path: Path) -> None:
+    async with run() as live:
+        await live.create("t")
+        await live.create("dead-letters")
+        async with live.client() as client:
+            for number in range(3):
+                await client.produce("t", batch([(b"k", b"%d" % number)]))
+    with sqlite3.connect(tmp_path / "broker.sqlite") as db:
+        db.execute("UPDATE batches SET payload = zeroblob(70) WHERE last_offset = 1")
+    (tmp_path / "broker.suspicion").touch()
+    for name in ("broker.sums", "broker.frames"):
+        (tmp_path / name).unlink()
+    for _ in range(2):
+        async with run() as live, live.client() as client:
+            assert await client.base_offsets("t") == [0, 2]
+            _, data = await client.fetch("dead-letters")
+    (letter,) = [DeadLetter.from_json(bytes(entry.value)) for entry in DefaultRecordBatch(bytearray(data))]
+    assert (letter.service, letter.source_topic, letter.source_offset) == ("broker", "t", 1)
+    assert letter.reason == "damaged_on_disk"
 
 
 def test_a_file_of_an_older_broker_is_taken_in(written: tuple[Harness, int]) -> None:

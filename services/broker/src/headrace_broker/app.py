@@ -16,6 +16,7 @@ from headrace_broker.catalog import Catalog
 from headrace_broker.coordinator import TICK_S, Coordinator
 from headrace_broker.errors import Damaged
 from headrace_broker.log import Log
+from headrace_broker.lost import dead_letter
 from headrace_broker.maintenance import Maintenance
 from headrace_broker.offsets import Offsets
 from headrace_broker.readers import Readers
@@ -68,6 +69,8 @@ async def opened(store: Store, settings: BrokerSettings, clock: Clock) -> AsyncI
     server = Server(broker)
     broker.writer.start()
     try:
+        if store.lost:
+            await dead_letter(broker, store.lost)
         await server.serve(listener)
         yield broker, server
     finally:
