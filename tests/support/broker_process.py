@@ -31,7 +31,7 @@ class BrokerProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "headrace_broker"], stdout=log, stderr=log, env={**os.environ, **environ}
         )
-        wait_open(self.port, 20)
+        wait_open(self.port, 60)
 
     def kill(self) -> None:
         assert self._process is not None

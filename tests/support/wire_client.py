@@ -13,7 +13,7 @@ from headrace_broker.dispatch import APIS
 from headrace_broker.protocol.fetch import FetchPartition, FetchRequest, FetchResponse, FetchTopic
 from headrace_broker.protocol.produce import ProducePartition, ProduceRequest, ProduceResponse, ProduceTopic
 from headrace_broker.protocol.versions import RequestHeader
-from headrace_broker.wire import Source, decode, encode
+from headrace_broker.wire import PLAIN, Source, decode, encode, skip_tagged
 
 M = TypeVar("M", bound=NamedTuple)
 READY_TIMEOUT_S = 20.0
@@ -29,9 +29,10 @@ class WireClient:
         self._reader = reader
         self.writer = writer
         self._correlation = 0
+        self._form = PLAIN
 
-    async def ask(self, request: NamedTuple, answer: type[M]) -> M:
-        self.send(request)
+    async def ask(self, request: NamedTuple, answer: type[M], version: int | None = None) -> M:
+        self.send(request, version)
         return await self.receive(answer)
 
     async def ask_ready(self, request: NamedTuple, answer: type[M]) -> M:
@@ -43,19 +44,26 @@ class WireClient:
                     return response
                 await asyncio.sleep(0.1)
 
-    def send(self, request: NamedTuple) -> None:
+    def send(self, request: NamedTuple, version: int | None = None) -> None:
+        """In the newest version that is served, or in another one."""
         api = _API_OF[type(request)]
         self._correlation += 1
-        frame = encode(RequestHeader(api.key, api.version, self._correlation, "wire-test"))
-        encode(request, frame)
+        self._form = api.form(api.version if version is None else version)
+        frame = encode(RequestHeader(api.key, self._form.version, self._correlation, "wire-test"))
+        if self._form.flexible:
+            frame.append(0)  # no tagged fields
+        encode(request, frame, self._form)
         self.send_raw(bytes(frame))
 
     def send_raw(self, frame: bytes) -> None:
         self.writer.write(struct.pack(">i", len(frame)) + frame)
 
     async def receive(self, answer: type[M]) -> M:
-        body = await self.receive_raw()
-        return decode(answer, Source(memoryview(body)[4:]))
+        """The next answer, in the version of the last request."""
+        source = Source(memoryview(await self.receive_raw())[4:])
+        if self._form.flexible:
+            skip_tagged(source)
+        return decode(answer, source, self._form)
 
     async def receive_raw(self) -> bytes:
         """The next answer, correlation id in front. Raises `EOFError` when the other side closed."""

@@ -5,13 +5,18 @@ import java.util.Map;
 import java.util.Properties;
 import java.util.concurrent.ExecutionException;
 import org.apache.kafka.clients.admin.Admin;
+import org.apache.kafka.clients.admin.AlterConfigOp;
+import org.apache.kafka.clients.admin.ConfigEntry;
+import org.apache.kafka.clients.admin.NewPartitions;
 import org.apache.kafka.clients.admin.NewTopic;
 import org.apache.kafka.clients.admin.OffsetSpec;
+import org.apache.kafka.clients.admin.RecordsToDelete;
 import org.apache.kafka.clients.consumer.ConsumerRecord;
 import org.apache.kafka.clients.consumer.KafkaConsumer;
 import org.apache.kafka.clients.producer.KafkaProducer;
 import org.apache.kafka.clients.producer.ProducerRecord;
 import org.apache.kafka.common.TopicPartition;
+import org.apache.kafka.common.config.ConfigResource;
 
 /** Kafka's own client: topics, an idempotent producer, a transaction, a consumer group, lag. Arguments: address, name. */
 public class JavaClient {
@@ -28,11 +33,39 @@ public class JavaClient {
             check(values.size() == RECORDS + 1, values.size() + " records");
             check(values.contains("committed") && !values.contains("aborted"), "the transaction");
             check(lag(admin, name) == 0, "lag");
+            administer(admin, name);
             check(admin.describeConsumerGroups(List.of(name)).all().get().containsKey(name), "the group");
             admin.deleteConsumerGroups(List.of(name)).all().get();
             admin.deleteTopics(List.of(name)).all().get();
         }
         System.out.println("ok");
+    }
+
+    /** Settings, partitions, sizes, transactions, and the start of a log, as administrators look at and change them. */
+    static void administer(Admin admin, String name) throws Exception {
+        ConfigResource topic = new ConfigResource(ConfigResource.Type.TOPIC, name);
+        admin.incrementalAlterConfigs(Map.of(topic, List.of(
+            new AlterConfigOp(new ConfigEntry("retention.ms", "3600000"), AlterConfigOp.OpType.SET),
+            new AlterConfigOp(new ConfigEntry("segment.bytes", "2000000"), AlterConfigOp.OpType.SET)))).all().get();
+        var config = admin.describeConfigs(List.of(topic)).all().get().get(topic);
+        check(config.get("retention.ms").value().equals("3600000"), "retention.ms");
+        check(config.get("segment.bytes").value().equals("2000000"), "segment.bytes");
+        admin.createPartitions(Map.of(name, NewPartitions.increaseTo(3))).all().get();
+        check(admin.describeTopics(List.of(name)).allTopicNames().get().get(name).partitions().size() == 3, "growth");
+        TopicPartition partition = new TopicPartition(name, 0);
+        long bytes = admin.describeLogDirs(List.of(1)).allDescriptions().get().get(1).values().stream()
+            .mapToLong(dir -> dir.replicaInfos().containsKey(partition) ? dir.replicaInfos().get(partition).size() : 0).sum();
+        check(bytes > 1000, bytes + " bytes");
+        check(admin.listTransactions().all().get().stream().anyMatch(t -> t.transactionalId().equals(name)), "transactions");
+        var described = admin.describeTransactions(List.of(name)).all().get().get(name);
+        check(described.transactionTimeoutMs() == 60_000, "the transaction: " + described);
+        var producers = admin.describeProducers(List.of(partition)).partitionResult(partition).get().activeProducers();
+        check(!producers.isEmpty(), "producers");
+        long low = admin.deleteRecords(Map.of(partition, RecordsToDelete.beforeOffset(3)))
+            .lowWatermarks().get(partition).get().lowWatermark();
+        check(low == 3, "low watermark " + low);
+        long first = admin.listOffsets(Map.of(partition, OffsetSpec.earliest())).all().get().get(partition).offset();
+        check(first == 3, "first offset " + first);
     }
 
     static Properties settings(String address) {

@@ -9,11 +9,15 @@ import pytest
 from confluent_kafka import Consumer, ConsumerGroupState, KafkaError, KafkaException, Message, Producer, TopicPartition
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
     ConfigResource,
+    NewPartitions,
     NewTopic,
     ResourceType,
 )
 
+from tests.contract.bus.clients import eventually, everything
 from tests.contract.bus.conftest import CreateTopic
 
 TIMEOUT_S = 20.0
@@ -180,3 +184,74 @@ def _until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_client_of_the_newer_group_protocol_hears_of_it_at_once(request: pytest.FixtureRequest, unique: str) -> None:
+    """The embedded broker has the classic protocol alone. (Kafka has both.)"""
+    consumer = Consumer(
+        {"bootstrap.servers": request.getfixturevalue("embedded_bus"), "group.id": unique, "group.protocol": "consumer"}
+    )
+    try:
+        consumer.subscribe([unique])
+        with pytest.raises(KafkaException) as caught:
+            _told(consumer)
+        assert caught.value.args[0].code() in (KafkaError.UNSUPPORTED_VERSION, KafkaError._FATAL)
+    finally:
+        consumer.close()
+
+
+def _told(consumer: Consumer) -> None:
+    """Poll until an error comes. Raises it."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        message = consumer.poll(0.2)
+        if message is not None and message.error():
+            raise KafkaException(message.error())
+
+
+async def test_an_administrator_changes_a_topic(bus: str, create: CreateTopic) -> None:
+    name = await create(retention_ms=1_000_000)
+    client = AdminClient({"bootstrap.servers": bus})
+    change = ConfigResource(
+        ResourceType.TOPIC,
+        name,
+        incremental_configs=[
+            ConfigEntry("retention.ms", "2000000", incremental_operation=AlterConfigOpType.SET),
+            ConfigEntry("segment.bytes", "3000000", incremental_operation=AlterConfigOpType.SET),
+            ConfigEntry("cleanup.policy", "compact", incremental_operation=AlterConfigOpType.APPEND),
+        ],
+    )
+    for future in client.incremental_alter_configs([change]).values():
+        future.result(TIMEOUT_S)
+    resource = ConfigResource(ResourceType.TOPIC, name)
+
+    async def changed() -> bool:
+        (configs,) = (future.result(TIMEOUT_S) for future in client.describe_configs([resource]).values())
+        return (configs["retention.ms"].value, configs["segment.bytes"].value) == ("2000000", "3000000") and set(
+            configs["cleanup.policy"].value.split(",")
+        ) == {"compact", "delete"}
+
+    await eventually(changed)
+    client.create_partitions([NewPartitions(name, 3)])[name].result(TIMEOUT_S)
+
+    async def grown() -> bool:
+        return len(client.list_topics(name, timeout=TIMEOUT_S).topics[name].partitions) == 3
+
+    await eventually(grown)
+    with pytest.raises(KafkaException):
+        client.create_partitions([NewPartitions(name, 2)])[name].result(TIMEOUT_S)
+
+
+async def test_records_before_an_offset_are_deleted(bus: str, create: CreateTopic) -> None:
+    name = await create()
+    producer = Producer({"bootstrap.servers": bus})
+    for number in range(10):
+        producer.produce(name, b"%d" % number)
+    producer.flush(TIMEOUT_S)
+    client = AdminClient({"bootstrap.servers": bus})
+    (future,) = client.delete_records([TopicPartition(name, 0, 4)]).values()
+    assert future.result(TIMEOUT_S).low_watermark == 4
+    assert [record.value for record in await everything(bus, name)] == [b"%d" % number for number in range(4, 10)]
+    (future,) = client.delete_records([TopicPartition(name, 0, 11)]).values()
+    with pytest.raises(KafkaException):
+        future.result(TIMEOUT_S)

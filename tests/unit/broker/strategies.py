@@ -38,14 +38,15 @@ RESPONSES = tuple(response_of(request) for request in REQUESTS)
 
 def messages(message: type[Any]) -> st.SearchStrategy[Any]:
     """Any value of a message class."""
-    hints = get_type_hints(message, include_extras=True)
+    hints = get_type_hints(message, include_extras=True)  # every field is there, as in the newest version
     return st.builds(message, *[_field(hints[name]) for name in message._fields])
 
 
 def _field(annotation: Any) -> st.SearchStrategy[Any]:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _VALUES[annotation]
+        bare = [mark for mark in arguments[1:] if not isinstance(mark, wire.Since)]
+        return _VALUES[Annotated[arguments[0], *bare]] if bare else _field(arguments[0])
     if origin is tuple:
         return st.lists(_field(arguments[0]), max_size=3).map(tuple)
     if origin in (Union, UnionType):

@@ -125,6 +125,32 @@ def test_a_second_member_has_everybody_join_again(clients: Clients) -> None:
     assert clients.synced[b].assignment == b"2"
 
 
+def test_who_waits_to_join_is_not_silent(clients: Clients) -> None:
+    """Its request waits with us: it cannot send a heartbeat, however long the others take."""
+    a = clients.join(rebalance_s=30, session_s=60)
+    clients.sync(a, {a: b"all"})
+    b = clients.join(session_s=10)
+    clients.pass_time(12)
+    assert b not in clients.joined
+    assert set(clients.group.members) == {a, b}
+    clients.join(a)
+    clients.pass_time(2)
+    assert clients.joined[b].error_code == Code.NONE
+    assert {m.member_id for m in clients.joined[a].members} == {a, b}
+
+
+def test_who_waits_for_its_assignment_is_not_silent(clients: Clients) -> None:
+    a = clients.join(rebalance_s=30, session_s=60)
+    clients.sync(a, {a: b"all"})
+    b = clients.join(session_s=10)
+    clients.join(a)
+    clients.sync(b)
+    clients.pass_time(12)
+    assert b not in clients.synced
+    clients.sync(a, {a: b"1", b: b"2"})
+    assert clients.synced[b].assignment == b"2"
+
+
 def test_who_does_not_join_again_in_time_is_out(clients: Clients) -> None:
     a = clients.join(rebalance_s=5, session_s=60)
     clients.sync(a, {a: b"all"})
@@ -386,3 +412,19 @@ class GroupMachine(RuleBasedStateMachine):
 
 GroupMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestAnyOrder = GroupMachine.TestCase
+
+
+def test_who_commits_in_a_transaction_is_a_member_of_this_generation(clients: Clients) -> None:
+    a = clients.join(instance="one")
+    clients.sync(a, {a: b"all"})
+    clients.group.check_member(a, 1, "one")
+    for member, generation, instance, code in (
+        (a, 0, "one", Code.ILLEGAL_GENERATION),
+        ("other", 1, None, Code.UNKNOWN_MEMBER_ID),
+        ("other", 1, "one", Code.FENCED_INSTANCE_ID),
+    ):
+        with pytest.raises(Rejected) as caught:
+            clients.group.check_member(member, generation, instance)
+        assert caught.value.code is code
+    clients.join()  # a rebalance on its way refuses nothing: who comes next waits for the transaction
+    clients.group.check_member(a, 1, "one")

@@ -14,7 +14,15 @@ from headrace_broker import compaction
 from headrace_broker.broker import Broker
 from headrace_broker.errors import Code
 from headrace_broker.maintenance import Maintenance
+from headrace_broker.protocol.produce import InitProducerIdRequest, InitProducerIdResponse
 from headrace_broker.protocol.topics import DeleteTopicsRequest, DeleteTopicsResponse
+from headrace_broker.protocol.transactions import (
+    AddedTopic,
+    AddPartitionsToTxnRequest,
+    AddPartitionsToTxnResponse,
+    EndTxnRequest,
+    EndTxnResponse,
+)
 from headrace_broker.readers import Readers
 from headrace_broker.records import records
 from tests.support.record_batches import Entry, batch, now_ms
@@ -123,16 +131,36 @@ async def test_compaction_that_is_interrupted_begins_again(live: Live) -> None:
         assert values == {b"%d" % key: 190 + key for key in range(10)}
 
 
-async def test_transactions_time_out(live: Live) -> None:
-    from headrace_broker.protocol.produce import InitProducerIdRequest, InitProducerIdResponse
-    from headrace_broker.protocol.transactions import (
-        AddedTopic,
-        AddPartitionsToTxnRequest,
-        AddPartitionsToTxnResponse,
-        EndTxnRequest,
-        EndTxnResponse,
-    )
+async def test_compaction_stays_below_what_is_undecided(live: Live) -> None:
+    """A record that an open transaction may yet take back supersedes nothing, nor does what lies behind it."""
+    await live.create("table", cleanup_policy="compact")
+    async with live.client() as client, _maintenance(live) as maintenance:
+        session = await client.ask(InitProducerIdRequest("tx", 60_000), InitProducerIdResponse)
+        who = ("tx", session.producer_id, session.producer_epoch)
+        await client.produce("table", batch([(b"key", b"decided")]))
+        await client.ask(AddPartitionsToTxnRequest(*who, (AddedTopic("table", (0,)),)), AddPartitionsToTxnResponse)
+        mine = {"producer_id": session.producer_id, "epoch": session.producer_epoch, "sequence": 0}
+        undecided = batch([(b"key", b"undecided")], transactional=True, **mine)
+        assert (await client.produce("table", undecided, transactional_id="tx"))[0] == Code.NONE
+        for number in range(10):
+            await client.produce("table", batch([(b"key", b"%d" % number)]))
+        await maintenance.round()
+        assert await client.base_offsets("table") == list(range(12))
+        await client.ask(EndTxnRequest(*who, False), EndTxnResponse)
+        await maintenance.round()
+        assert await client.base_offsets("table") == [11, 12]
 
+
+async def test_records_are_kept_whole_for_as_long_as_asked(live: Live) -> None:
+    await live.create("table", cleanup_policy="compact", min_compaction_lag_ms=HOUR_MS)
+    async with live.client() as client, _maintenance(live) as maintenance:
+        for age in (3 * HOUR_MS, 2 * HOUR_MS, HOUR_MS // 2, HOUR_MS // 4):
+            await client.produce("table", batch([(b"key", b"v")], timestamps=[now_ms() - age]))
+        await maintenance.round()
+        assert await client.base_offsets("table") == [1, 2, 3]
+
+
+async def test_transactions_time_out(live: Live) -> None:
     await live.create("t")
     async with live.client() as client, _maintenance(live) as maintenance:
         session = await client.ask(InitProducerIdRequest("tx", 1), InitProducerIdResponse)

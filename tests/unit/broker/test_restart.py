@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace_broker.batch import parse_produced
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.offsets import Offsets
 from headrace_broker.protocol.groups import (
@@ -148,6 +149,28 @@ async def test_a_full_disk_refuses_and_keeps(run: Run) -> None:
     async with run() as live, live.client() as client:
         assert live.broker.catalog.topics["t"].partitions[0].end == stored
         assert await client.produce("t", batch()) == (Code.NONE, stored)
+
+
+async def test_a_commit_that_fails_leaves_nothing_in_memory(live: Live) -> None:
+    """What the writer keeps in memory is a cache of the file: after a rollback it is read again."""
+    await live.create("t")
+    log, view = live.broker.log, live.broker.view("t", 0)
+    once = parse_produced(batch(producer_id=7, epoch=0, sequence=0))
+
+    def refused() -> None:
+        log.append(view.id, once, 0)
+        live.broker.transactions.begin_session("tx", 1_000, 0)
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with pytest.raises(Rejected):
+        await live.broker.writer.submit(refused)
+    assert log.partition(view.id).end == 0
+    assert log.producer(view.id, 7) is None
+    assert live.broker.transactions.all() == []
+    async with live.client() as client:
+        raw = batch(producer_id=7, epoch=0, sequence=0)
+        assert [await client.produce("t", raw) for _ in range(2)] == [(Code.NONE, 0)] * 2
+        assert await client.base_offsets("t") == [0]
 
 
 async def test_a_group_on_a_full_disk_is_told_to_come_again(run: Run) -> None:

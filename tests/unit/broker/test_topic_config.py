@@ -15,6 +15,7 @@ def test_defaults_are_kafkas() -> None:
         "retention.bytes": "-1",
         "max.message.bytes": "1048588",
         "delete.retention.ms": "86400000",
+        "min.compaction.lag.ms": "0",
     }
 
 
@@ -25,6 +26,21 @@ def test_both_policies(policy: str) -> None:
     assert config.deletes
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("segment.bytes", "52428800"), ("message.timestamp.type", "CreateTime"), ("min.insync.replicas", "1")],
+)
+def test_what_changes_nothing_is_taken_and_shown(name: str, value: str) -> None:
+    config = parse([(name, value), ("retention.ms", "-1")])
+    assert config.entries()[name] == value
+    assert config.given() == {name: value, "retention.ms": "-1"}
+    assert TopicConfig.unpacked(config.packed()) == config
+
+
+def test_settings_of_an_older_broker_are_read() -> None:
+    assert TopicConfig.unpacked('["compact", 1, 2, 3, 4]') == TopicConfig("compact", 1, 2, 3, 4)
+
+
 def test_none_means_the_default() -> None:
     assert parse([("retention.ms", None)]) == TopicConfig()
 
@@ -32,7 +48,10 @@ def test_none_means_the_default() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("segment.bytes", "1000"),
+        ("segment.byte", "1000"),
+        ("min.insync.replicas", "2"),
+        ("message.timestamp.type", "LogAppendTime"),
+        ("compression.type", "zstd"),
         ("retention_ms", "1000"),
         ("retention.msx", "1000"),
         ("cleanup.policy", ""),

@@ -10,6 +10,7 @@ import pytest
 from headrace_broker import reads
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.protocol.offsets import CommitPartition, CommitTopic
+from headrace_broker.transactions import Owner
 from tests.unit.broker.harness import Harness
 
 OFFSETS = (CommitTopic("t", (CommitPartition(0, 42, "m"),)),)
@@ -68,11 +69,11 @@ def test_offsets_become_the_groups_with_the_commit(broker: Harness) -> None:
     for commit, expected in ((False, {}), (True, {("t", 0): (42, "m")})):
         producer, epoch = _begin(broker, partition)
         broker.run(lambda p=producer, e=epoch: broker.transactions.commit_offsets("tx", p, e, "g", OFFSETS))  # type: ignore[misc]
-        assert reads.committed(broker.reader, "g") == {}
+        assert reads.committed(broker.reader, "g") == ({}, {("t", 0)})
         broker.run(
             lambda p=producer, e=epoch, c=commit: broker.transactions.end("tx", p, e, commit=c, now_ms=0)  # type: ignore[misc]
         )
-        assert reads.committed(broker.reader, "g") == expected
+        assert reads.committed(broker.reader, "g") == (expected, set())
 
 
 def test_epochs_run_out_into_a_new_producer_id(broker: Harness) -> None:
@@ -110,3 +111,21 @@ def test_a_transaction_outlives_one_of_its_topics(broker: Harness) -> None:
     assert len(broker.rows(kept, committed=True)) == 1
     broker.close()
     broker.open()
+
+
+def test_an_owner_gets_its_next_epoch_and_a_predecessor_none(broker: Harness) -> None:
+    producer, epoch = broker.run(lambda: broker.transactions.begin_session("tx", 1_000, 0))
+
+    def bump(epoch: int) -> tuple[int, int]:
+        return broker.run(lambda: broker.transactions.begin_session("tx", 1_000, 0, Owner(producer, epoch)))
+
+    assert bump(epoch) == (producer, epoch + 1)
+    assert bump(epoch) == (producer, epoch + 1)  # it did not hear the answer
+    broker.close()
+    broker.open()
+    assert bump(epoch) == (producer, epoch + 1)
+    assert broker.run(lambda: broker.transactions.begin_session("tx", 1_000, 0)) == (producer, epoch + 2)
+    for old in (epoch, epoch + 1):  # somebody else took it over
+        with pytest.raises(Rejected) as caught:
+            bump(old)
+        assert caught.value.code is Code.PRODUCER_FENCED

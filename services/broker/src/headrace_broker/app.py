@@ -14,7 +14,9 @@ from headrace_broker.broker import Broker
 from headrace_broker.budget import Budget
 from headrace_broker.catalog import Catalog
 from headrace_broker.coordinator import TICK_S, Coordinator
+from headrace_broker.errors import Damaged
 from headrace_broker.log import Log
+from headrace_broker.lost import dead_letter
 from headrace_broker.maintenance import Maintenance
 from headrace_broker.offsets import Offsets
 from headrace_broker.readers import Readers
@@ -45,7 +47,8 @@ async def run(common: Common, settings: BrokerSettings) -> None:
         async with opened(store, settings, SystemClock()) as (broker, server):
             log.info("listening", kafka=f"{settings.kafka_host}:{broker.port}", file=str(store.path))
             async with asyncio.TaskGroup() as group:
-                group.create_task(_until(broker.writer.failed))
+                group.create_task(_until(broker.writer.failed, store))
+                group.create_task(_until(broker.readers.failed, store))
                 group.create_task(_tick(broker))
                 group.create_task(_maintain(store, broker))
                 group.create_task(_late(broker, server))
@@ -66,6 +69,8 @@ async def opened(store: Store, settings: BrokerSettings, clock: Clock) -> AsyncI
     server = Server(broker)
     broker.writer.start()
     try:
+        if store.lost:
+            await dead_letter(broker, store.lost)
         await server.serve(listener)
         yield broker, server
     finally:
@@ -77,10 +82,10 @@ async def opened(store: Store, settings: BrokerSettings, clock: Clock) -> AsyncI
 
 def assemble(store: Store, db: sqlite3.Connection, settings: BrokerSettings, clock: Clock, port: int) -> Broker:
     """Build the parts on what the file holds. `db` becomes the writer's."""
-    stats, catalog = Stats(), Catalog()
+    stats, catalog = Stats(mended=store.mended, lost_batches=len(store.lost)), Catalog()
     log_, offsets = Log(db), Offsets(db)
     topics, transactions = Topics(db, log_, settings.partitions_max), Transactions(db, log_, offsets)
-    writer = Writer(db, (topics, log_, transactions), catalog.apply, stats)
+    writer = Writer(db, (topics, log_, transactions), catalog.apply, stats, committed=store.committed)
     coordinator = Coordinator(settings, writer, offsets, clock, stats)
     catalog.apply(topics.all())
     catalog.apply(log_.everything())
@@ -101,12 +106,19 @@ def assemble(store: Store, db: sqlite3.Connection, settings: BrokerSettings, clo
         clock=clock,
         stats=stats,
         fetch_memory=Budget(settings.fetches_bytes_max),
+        folder=str(store.path.parent),
         port=port,
     )
 
 
-async def _until(failed: asyncio.Future[None]) -> None:
-    await failed
+async def _until(failed: asyncio.Future[None], store: Store) -> None:
+    """Wait for the end of the process. Damage is put right by its next start, which is told to look for it."""
+    try:
+        await failed
+    except Damaged as error:
+        log.error("file_damaged", file=str(store.path), error=str(error), remedy="the next start puts it right")
+        store.note_damage()
+        raise
 
 
 async def _tick(broker: Broker) -> None:
@@ -119,7 +131,9 @@ async def _tick(broker: Broker) -> None:
 async def _maintain(store: Store, broker: Broker) -> None:
     readers = Readers(store, 1)
     try:
-        await Maintenance(broker, readers).run()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_until(readers.failed, store))
+            group.create_task(Maintenance(broker, readers).run())
     finally:
         readers.close()
 

@@ -79,6 +79,13 @@ def parse(raw: bytes | memoryview) -> Batch:
     return Batch(raw, base, attributes, delta, first, last, producer, epoch, sequence, count)
 
 
+def checksum_fits(raw: bytes | memoryview) -> bool:
+    """Whether stored bytes are a whole batch, as it was produced."""
+    length, checksum = struct.unpack_from(">i", raw, 8)[0], struct.unpack_from(">I", raw, _CRC_AT)[0]
+    whole = length + _LENGTH_FROM == len(raw) and raw[16] == 2
+    return whole and crc32c(memoryview(raw)[_CHECKED_FROM:]) == checksum
+
+
 def parse_produced(raw: bytes | memoryview) -> Batch:
     """The header of what a producer sent, checked as Kafka does. Raises `Rejected`."""
     if len(raw) > 16 and raw[16] != 2:

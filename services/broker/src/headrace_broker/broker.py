@@ -40,6 +40,8 @@ class Broker:
     clock: Clock
     stats: Stats
     fetch_memory: Budget
+    folder: str
+    """Where the file is."""
     port: int
     """Where Kafka clients find us."""
 
@@ -60,4 +62,5 @@ class Call:
 
     client_id: str
     client_host: str
+    version: int
     response_bytes: int = 0

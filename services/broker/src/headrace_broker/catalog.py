@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace_broker.log import Moved
 from headrace_broker.topic_config import TopicConfig
-from headrace_broker.topics import Created, Deleted
+from headrace_broker.topics import Altered, Created, Deleted, Event, Grown
 
-Change = Moved | Created | Deleted
+Change = Moved | Event
 
 
 @dataclass(eq=False, slots=True)
@@ -56,6 +56,10 @@ class Catalog:
             match change:
                 case Created():
                     self._add(change)
+                case Altered():
+                    self.topics[change.name] = replace(self.topics[change.name], config=change.config)
+                case Grown():
+                    self._grow(change)
                 case Deleted():
                     self._remove(change)
                 case Moved():
@@ -65,6 +69,13 @@ class Catalog:
         views = tuple(View(key, created.name, number) for number, key in enumerate(created.partition_ids))
         self._views.update({view.id: view for view in views})
         self.topics[created.name] = Topic(created.name, created.config, views)
+
+    def _grow(self, grown: Grown) -> None:
+        topic = self.topics[grown.name]
+        first = len(topic.partitions)
+        views = tuple(View(key, topic.name, first + number) for number, key in enumerate(grown.partition_ids))
+        self._views.update({view.id: view for view in views})
+        self.topics[topic.name] = replace(topic, partitions=topic.partitions + views)
 
     def _remove(self, deleted: Deleted) -> None:
         for view in self.topics.pop(deleted.name).partitions:

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from headrace_broker.batch import Batch, parse
 from headrace_broker.compression import GZIP, NONE, gzipped
-from headrace_broker.errors import Malformed
+from headrace_broker.errors import Damaged, Malformed
+from headrace_broker.inspection import fault
 from headrace_broker.records import Record, records
-from headrace_broker.store import position
+from headrace_broker.store_format import offset_of, position
 
 _STEP_BYTES = 64 * 1024
 """What is read at a time; with compressed records it may become many times that."""
@@ -120,12 +121,15 @@ def _rewritten(work: Pass, batch: Batch) -> bytes | None:
 def _next(db: sqlite3.Connection, work: Pass) -> list[Batch]:
     """The next batches below the limit; none when it is reached."""
     rows = db.execute(
-        "SELECT payload FROM batches WHERE position >= ? AND position < ? ORDER BY position",
+        "SELECT position, last_offset, payload FROM batches WHERE position >= ? AND position < ? ORDER BY position",
         (position(work.partition_id, work.at), position(work.partition_id, work.limit)),
     )
     found: list[Batch] = []
     size = 0
-    for (payload,) in rows:
+    for row_id, last_offset, payload in rows:
+        error = fault(offset_of(row_id), last_offset, payload)
+        if error is not None:  # written again, it would get a checksum that fits
+            raise Damaged(f"partition {work.partition_id}, offset {offset_of(row_id)}: {error}")
         found.append(parse(payload))
         size += len(payload)
         if size >= _STEP_BYTES:

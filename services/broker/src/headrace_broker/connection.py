@@ -10,9 +10,8 @@ from typing import Any
 
 from headrace_broker.broker import Broker, Call
 from headrace_broker.budget import Budget
-from headrace_broker.dispatch import Request, parse, respond
+from headrace_broker.dispatch import Request, encode_response, parse, respond
 from headrace_broker.errors import Malformed
-from headrace_broker.wire import encode
 from headrace_runtime.logs import get_logger
 
 log = get_logger(__name__)
@@ -82,7 +81,7 @@ class Connection:
             except BaseException:
                 self._memory.give(held_bytes)
                 raise
-            call = Call(request.client_id, self._host)
+            call = Call(request.client_id, self._host, request.form.version)
             task = asyncio.create_task(self._handle(call, request))
             pending = _Pending(call, request, held_bytes, task)
             self._started.add(pending)
@@ -127,7 +126,7 @@ class Connection:
             response = await pending.task
             if response is not None:
                 sink = bytearray(_RESPONSE_START.size)
-                encode(response, sink)
+                encode_response(pending.request, response, sink)
                 _RESPONSE_START.pack_into(sink, 0, len(sink) - _SIZE.size, pending.request.correlation_id)
                 self._writer.write(sink)
                 async with asyncio.timeout(self._settings.transfer_timeout_s):

@@ -20,6 +20,7 @@ from headrace_broker.protocol.groups import (
     SyncGroupResponse,
 )
 from headrace_broker.protocol.offsets import CommitTopic, OffsetCommitRequest
+from headrace_broker.protocol.transactions import TxnOffsetCommitRequest
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.stats import Stats
 from headrace_broker.writer import T, Writer
@@ -109,6 +110,18 @@ class Coordinator:
     def enlist(self, group_id: str) -> None:
         """A transaction will commit offsets for the group."""
         self._group(group_id, create=True).used_ms = epoch_ms(self._clock.now())
+
+    def check_transactional_commit(self, request: TxnOffsetCommitRequest) -> None:
+        """Whether who commits inside a transaction still consumes in the group. Raises `Rejected` (22, 25, 82).
+
+        A rebalance on its way refuses nothing: the successor waits until the transaction is decided.
+        """
+        if request.generation_id < 0 and not request.member_id:
+            return  # it does not say that it is a member
+        group = self._groups.get(request.group_id)
+        if group is None:
+            raise Rejected(Code.ILLEGAL_GENERATION, f"there is no group {request.group_id}")
+        group.check_member(request.member_id, request.generation_id, request.group_instance_id)
 
     async def delete(self, group_id: str) -> None:
         """The group and its offsets. Raises `Rejected` (68, 69)."""

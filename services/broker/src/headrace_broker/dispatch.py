@@ -1,8 +1,9 @@
-"""The whole API surface: one version of each request, who handles it, and how a refusal looks.
+"""The whole API surface: the versions of each request, who handles it, and how a refusal looks.
 
-The announced range ends at the version served, which is the one that clients then choose. It begins there too, but for
-a few APIs: librdkafka before 2.1 (Debian's kcat) switches record batches, consumer groups and lz4 off unless the range
-holds the version in which each first appeared, although it never sends that version.
+The announced range ends at the newest version served, which is the one that clients choose when they know it. Most APIs
+are served in this version alone; where clients need different ones, in all from `oldest` on. A few ranges begin below
+what is served: librdkafka before 2.1 (Debian's kcat) switches record batches, consumer groups and lz4 off unless the
+range holds the version in which each first appeared, although it never sends that version.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ from typing import Any, NamedTuple
 
 from headrace_broker.broker import Broker, Call
 from headrace_broker.errors import Code, Malformed, Rejected
-from headrace_broker.handlers import fetch, groups, list_offsets, metadata, offsets, produce, topics, transactions
+from headrace_broker.handlers import (
+    admin,
+    fetch,
+    groups,
+    list_offsets,
+    metadata,
+    offsets,
+    produce,
+    topics,
+    transaction_admin,
+    transactions,
+)
 from headrace_broker.protocol import fetch as fetch_messages
 from headrace_broker.protocol import groups as group_messages
 from headrace_broker.protocol import metadata as metadata_messages
@@ -28,7 +40,7 @@ from headrace_broker.protocol.versions import (
     RequestHeader,
     RequestStart,
 )
-from headrace_broker.wire import Source, codec, decode
+from headrace_broker.wire import PLAIN, Form, Source, codec, decode, encode, skip_tagged
 
 API_VERSIONS = 18
 
@@ -40,11 +52,22 @@ class Api:
     name: str
     key: int
     version: int
+    """The newest that is served."""
     request: type[Any]
     handle: Callable[[Broker, Call, Any], Awaitable[Any]]
     refuse: Callable[[Any, Code], Any] | None = None
     announced_from: int | None = None
-    """Low end of the announced range, when it is not `version`."""
+    """Low end of the announced range, when nothing so old is served."""
+    oldest: int | None = None
+    """The oldest that is served, when it is not `version`."""
+    flexible_from: int = 1000
+
+    @property
+    def served(self) -> range:
+        return range(self.version if self.oldest is None else self.oldest, self.version + 1)
+
+    def form(self, version: int) -> Form:
+        return Form(version, version >= self.flexible_from)
 
 
 async def _api_versions(broker: Broker, call: Call, request: ApiVersionsRequest) -> ApiVersionsResponse:
@@ -62,8 +85,8 @@ APIS = (
     Api("Metadata", 3, 4, metadata_messages.MetadataRequest, metadata.metadata),
     Api("OffsetCommit", 8, 3, offset_messages.OffsetCommitRequest, offsets.offset_commit, announced_from=2),
     Api(
-        "OffsetFetch", 9, 3, offset_messages.OffsetFetchRequest, offsets.offset_fetch,
-        lambda _, code: offset_messages.OffsetFetchResponse(0, (), code), announced_from=1,
+        "OffsetFetch", 9, 7, offset_messages.OffsetFetchRequest, offsets.offset_fetch,
+        lambda _, code: offset_messages.OffsetFetchResponse(0, (), code), oldest=1, flexible_from=6,
     ),
     Api(
         "FindCoordinator", 10, 1, metadata_messages.FindCoordinatorRequest, metadata.find_coordinator,
@@ -85,11 +108,12 @@ APIS = (
     Api("DescribeGroups", 15, 2, group_messages.DescribeGroupsRequest, groups.describe_groups),
     Api("ListGroups", 16, 1, group_messages.ListGroupsRequest, groups.list_groups),
     Api("ApiVersions", API_VERSIONS, 0, ApiVersionsRequest, _api_versions),
-    Api("CreateTopics", 19, 3, topic_messages.CreateTopicsRequest, topics.create_topics),
+    Api("CreateTopics", 19, 4, topic_messages.CreateTopicsRequest, topics.create_topics, oldest=3),
     Api("DeleteTopics", 20, 1, topic_messages.DeleteTopicsRequest, topics.delete_topics),
+    Api("DeleteRecords", 21, 1, topic_messages.DeleteRecordsRequest, admin.delete_records, oldest=0),
     Api(
-        "InitProducerId", 22, 0, produce_messages.InitProducerIdRequest, produce.init_producer_id,
-        lambda _, code: produce_messages.InitProducerIdResponse(0, code, -1, -1),
+        "InitProducerId", 22, 4, produce_messages.InitProducerIdRequest, produce.init_producer_id,
+        lambda _, code: produce_messages.InitProducerIdResponse(0, code, -1, -1), oldest=0, flexible_from=2,
     ),
     Api("AddPartitionsToTxn", 24, 0, transaction_messages.AddPartitionsToTxnRequest, transactions.add_partitions),
     Api(
@@ -100,9 +124,31 @@ APIS = (
         "EndTxn", 26, 0, transaction_messages.EndTxnRequest, transactions.end_txn,
         lambda _, code: transaction_messages.EndTxnResponse(0, code),
     ),
-    Api("TxnOffsetCommit", 28, 0, transaction_messages.TxnOffsetCommitRequest, transactions.txn_offset_commit),
+    Api(
+        "TxnOffsetCommit", 28, 3, transaction_messages.TxnOffsetCommitRequest, transactions.txn_offset_commit,
+        oldest=0, flexible_from=3,
+    ),
     Api("DescribeConfigs", 32, 1, topic_messages.DescribeConfigsRequest, topics.describe_configs),
+    Api("DescribeLogDirs", 35, 1, topic_messages.DescribeLogDirsRequest, admin.describe_log_dirs),
+    Api("CreatePartitions", 37, 1, topic_messages.CreatePartitionsRequest, admin.create_partitions, oldest=0),
     Api("DeleteGroups", 42, 1, group_messages.DeleteGroupsRequest, groups.delete_groups),
+    Api("IncrementalAlterConfigs", 44, 0, topic_messages.IncrementalAlterConfigsRequest, admin.alter_configs),
+    Api(
+        "DescribeProducers", 61, 0, transaction_messages.DescribeProducersRequest,
+        transaction_admin.describe_producers, flexible_from=0,
+    ),
+    Api(
+        "DescribeTransactions", 65, 0, transaction_messages.DescribeTransactionsRequest,
+        transaction_admin.describe_transactions, flexible_from=0,
+    ),
+    Api(
+        "ListTransactions", 66, 1, transaction_messages.ListTransactionsRequest,
+        transaction_admin.list_transactions, oldest=0, flexible_from=0,
+    ),
+    Api(
+        "ConsumerGroupHeartbeat", 68, 1, group_messages.ConsumerGroupHeartbeatRequest,
+        groups.consumer_group_heartbeat, oldest=0, flexible_from=0,
+    ),
 )  # fmt: skip
 _BY_KEY = {api.key: api for api in APIS}
 
@@ -114,6 +160,7 @@ class Request(NamedTuple):
     client_id: str
     api: Api | None
     message: Any
+    form: Form = PLAIN
 
 
 def announced(code: Code) -> ApiVersionsResponse:
@@ -121,7 +168,7 @@ def announced(code: Code) -> ApiVersionsResponse:
     return ApiVersionsResponse(
         code,
         tuple(
-            ApiVersion(api.key, api.version if api.announced_from is None else api.announced_from, api.version)
+            ApiVersion(api.key, api.served.start if api.announced_from is None else api.announced_from, api.version)
             for api in APIS
         ),
     )
@@ -131,13 +178,24 @@ def parse(frame: bytes) -> Request:
     """Raises `Malformed`, also for what is not served: the form of an answer to it would be unknown, as in Kafka."""
     start = codec(RequestStart).read(Source(frame))
     api = _BY_KEY.get(start.api_key)
-    if api is None or api.version != start.api_version:
+    if api is None or start.api_version not in api.served:
         if start.api_key == API_VERSIONS:
             return Request(start.correlation_id, "", None, None)
         raise Malformed(f"API {start.api_key} version {start.api_version} is not served")
     source = Source(frame)
     header = codec(RequestHeader).read(source)
-    return Request(header.correlation_id, header.client_id or "", api, decode(api.request, source))
+    form = api.form(header.api_version)
+    if form.flexible:
+        skip_tagged(source)
+    message = decode(api.request, source, form)
+    return Request(header.correlation_id, header.client_id or "", api, message, form)
+
+
+def encode_response(request: Request, response: Any, sink: bytearray) -> None:
+    """Append the response in the version of its request."""
+    if request.form.flexible:
+        sink.append(0)  # the header's tagged fields
+    encode(response, sink, request.form)
 
 
 async def respond(broker: Broker, call: Call, request: Request) -> Any:

@@ -52,6 +52,9 @@ class Code(IntEnum):
     GROUP_MAX_SIZE_REACHED = 81
     FENCED_INSTANCE_ID = 82
     INVALID_RECORD = 87
+    UNSTABLE_OFFSET_COMMIT = 88
+    PRODUCER_FENCED = 90
+    TRANSACTIONAL_ID_NOT_FOUND = 105
 
 
 class Rejected(HeadraceError):
@@ -64,3 +67,7 @@ class Rejected(HeadraceError):
 
 class Malformed(HeadraceError):
     """Bytes that are not what the protocol says. The connection that sent them is closed."""
+
+
+class Damaged(HeadraceError):
+    """What is stored is not what was written. The process ends; its next start puts that right, or takes it out."""

@@ -144,6 +144,14 @@ class Group:
         if self.phase is Phase.COMPLETING:
             raise Rejected(Code.REBALANCE_IN_PROGRESS)
 
+    def check_member(self, member_id: str, generation: int, instance_id: str | None) -> None:
+        """Raises `Rejected` (22, 25, 82) unless it is a member of this generation."""
+        if instance_id is not None:
+            static = self._static(instance_id)
+            if static is not None and static.id != member_id:
+                raise Rejected(Code.FENCED_INSTANCE_ID)
+        self._checked(member_id, generation)
+
     def tick(self, now_s: float) -> None:
         """Remove members that went silent, and end a rebalance that somebody holds up. Called a few times a second."""
         for member_id in [key for key, until in self.awaited.items() if until < now_s]:

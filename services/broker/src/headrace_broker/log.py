@@ -15,7 +15,7 @@ from typing import NamedTuple
 from headrace_broker.batch import NO_PRODUCER, Batch, marker
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.idempotence import Producer
-from headrace_broker.store import OFFSET_MAX, position
+from headrace_broker.store_format import OFFSET_MAX, position
 
 _PRODUCERS_CACHED = 10_000
 

@@ -82,6 +82,9 @@ class Maintenance:
         dirty_bytes = view.bytes - clean_bytes
         last = await self._read(retention.last_batch, view.id)
         limit = min(view.stable, view.end if last is None else last)
+        if config.min_compaction_lag_ms:
+            young_ms = self._broker.now_ms() - config.min_compaction_lag_ms
+            limit = await self._read(retention.first_younger, view.id, cleaned_to, limit, young_ms)
         if dirty_bytes < max(clean_bytes, 1) or cleaned_to >= limit:
             return
         work = compaction.Pass(

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Concatenate, ParamSpec, TypeVar
 
-from headrace_broker.errors import Code, Rejected
+from headrace_broker.errors import Code, Damaged, Rejected
+from headrace_broker.inspection import is_damage
 from headrace_broker.store import Store
 
 P = ParamSpec("P")
@@ -24,6 +25,8 @@ class Readers:
         for _ in range(count):
             self._connections.put(store.connect())
         self._count = count
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets `Damaged` when the file is; the process is to end then."""
         self._pool = ThreadPoolExecutor(count, "reader")
 
     async def run(self, read: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -38,8 +41,18 @@ class Readers:
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        except Damaged as error:
+            self._damaged(error)
+            raise Rejected(Code.STORAGE_ERROR, str(error)) from error
         except sqlite3.Error as error:
+            if is_damage(error):
+                self._damaged(Damaged(f"the broker's file: {error}"))
             raise Rejected(Code.STORAGE_ERROR, f"the broker's file: {error}") from error
+
+    def _damaged(self, error: Damaged) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+            self.failed.exception()  # seen, also when nobody waits
 
     def close(self) -> None:
         """Wait for running reads and close the connections."""

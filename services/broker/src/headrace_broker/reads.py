@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
 from headrace_broker.batch import parse
-from headrace_broker.errors import Malformed
+from headrace_broker.errors import Damaged, Malformed
+from headrace_broker.idempotence import Producer
+from headrace_broker.inspection import fault
 from headrace_broker.protocol.fetch import AbortedTransaction
+from headrace_broker.protocol.transactions import ActiveProducer
 from headrace_broker.records import records
-from headrace_broker.store import offset_of, position
+from headrace_broker.store_format import offset_of, position
 
 
 class Want(NamedTuple):
@@ -65,10 +68,26 @@ def offset_at_time(db: sqlite3.Connection, partition_id: int, start: int, end: i
     return -1, -1
 
 
-def committed(db: sqlite3.Connection, group_id: str) -> dict[tuple[str, int], tuple[int, str | None]]:
-    """A group's offsets and their metadata, by topic and partition."""
+def committed(
+    db: sqlite3.Connection, group_id: str
+) -> tuple[dict[tuple[str, int], tuple[int, str | None]], Set[tuple[str, int]]]:
+    """A group's offsets and metadata by topic and partition; and for which of them a transaction may bring others."""
     query = "SELECT topic, partition, committed, metadata FROM offsets WHERE group_id = ? ORDER BY topic, partition"
-    return {(row[0], row[1]): (row[2], row[3]) for row in db.execute(query, (group_id,))}
+    pending = "SELECT topic, partition FROM pending_offsets WHERE group_id = ?"
+    with _snapshot(db):
+        found = {(row[0], row[1]): (row[2], row[3]) for row in db.execute(query, (group_id,))}
+        return found, set(db.execute(pending, (group_id,)))
+
+
+def producers(db: sqlite3.Connection, partition_id: int) -> tuple[ActiveProducer, ...]:
+    """What a partition remembers of its producers."""
+    query = "SELECT producer_id, epoch, recent, open_from, seen_ms FROM producers WHERE partition = ?"
+    found = []
+    for producer_id, epoch, recent, open_from, seen_ms in db.execute(query, (partition_id,)):
+        sent = Producer.unpacked(epoch, recent, open_from, seen_ms).recent
+        last = sent[-1][1] if sent else -1
+        found.append(ActiveProducer(producer_id, epoch, last, seen_ms, -1, -1 if open_from is None else open_from))
+    return tuple(found)
 
 
 @contextlib.contextmanager
@@ -87,7 +106,7 @@ def _read(db: sqlite3.Connection, want: Want, bytes_max: int, *, first: bool) ->
         return b"", end
     at = position(want.partition_id, want.offset)
     rows = db.execute(
-        "SELECT last_offset, payload FROM batches WHERE position < :before AND position >= coalesce("
+        "SELECT position, last_offset, payload FROM batches WHERE position < :before AND position >= coalesce("
         " (SELECT max(position) FROM batches WHERE position BETWEEN :begin AND :at), :at) ORDER BY position",
         {
             "before": position(want.partition_id, want.before),
@@ -97,7 +116,10 @@ def _read(db: sqlite3.Connection, want: Want, bytes_max: int, *, first: bool) ->
     )
     found: list[bytes] = []
     size = 0
-    for last_offset, payload in rows:
+    for row_id, last_offset, payload in rows:
+        error = fault(offset_of(row_id), last_offset, payload)
+        if error is not None:
+            raise Damaged(f"partition {want.partition_id}, offset {offset_of(row_id)}: {error}")
         if last_offset < want.offset:
             continue
         size += len(payload)

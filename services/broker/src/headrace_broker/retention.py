@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from typing import NamedTuple
 
-from headrace_broker.store import offset_of, partition_of, position
+from headrace_broker.store_format import offset_of, partition_of, position
 from headrace_broker.topic_config import TopicConfig
 
 _STEP_ROWS = 500
@@ -43,6 +43,16 @@ def expired(db: sqlite3.Connection, log: Bounds, config: TopicConfig, now_ms: in
         excess -= size
         taken += size
     return cut
+
+
+def first_younger(db: sqlite3.Connection, partition_id: int, start: int, limit: int, timestamp: int) -> int:
+    """Base offset of the first batch in [start, limit) with a record younger than `timestamp`; `limit` without one."""
+    row = db.execute(
+        "SELECT position FROM batches WHERE position >= ? AND position < ? AND max_timestamp > ?"
+        " ORDER BY position LIMIT 1",
+        (position(partition_id, start), position(partition_id, limit), timestamp),
+    ).fetchone()
+    return limit if row is None else offset_of(row[0])
 
 
 def deleted_partition(db: sqlite3.Connection) -> int | None:

@@ -30,6 +30,10 @@ class Stats:
     commit_seconds: float = 0.0
     commit_failures: int = 0
     rebalances: int = 0
+    mended: int = 0
+    """Pages and log frames that the start put right."""
+    lost_batches: int = 0
+    """Batches, or runs of them, that the start found damaged beyond repair."""
     expired_bytes: int = 0
     """Deleted by retention."""
     compacted_bytes: int = 0

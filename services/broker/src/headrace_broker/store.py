@@ -1,8 +1,4 @@
-"""The broker's one file: a SQLite database in WAL mode, held by one process.
-
-A batch's row id is `position(partition, base offset)`, so the table itself is the index: a partition's batches lie side
-by side in offset order, and retention frees whole runs of pages.
-"""
+"""The broker's one file: a SQLite database in WAL mode, held by one process."""
 
 from __future__ import annotations
 
@@ -10,66 +6,17 @@ import contextlib
 import fcntl
 import os
 import sqlite3
+import time
 from pathlib import Path
 
+from headrace_broker import inspection
+from headrace_broker.guard import Found, Guard
+from headrace_broker.inspection import Lost
+from headrace_broker.store_format import FORMAT, FROM_1, TABLES
 from headrace_runtime.errors import SettingError
+from headrace_runtime.logs import get_logger
 
-FORMAT = 1
-_OFFSET_BITS = 44
-OFFSET_MAX = (1 << _OFFSET_BITS) - 1
-PARTITION_ID_MAX = (1 << (63 - _OFFSET_BITS)) - 1
-_WAL_PAGES = 4_000
-"""The log is folded into the file past 16 MB: seldom enough to be cheap, small enough to be quick."""
-
-_TABLES = """
-CREATE TABLE meta (name TEXT PRIMARY KEY, value ANY) WITHOUT ROWID;
-INSERT INTO meta VALUES ('cluster_id', lower(hex(randomblob(16)))), ('next_producer_id', 1000);
-CREATE TABLE topics (name TEXT PRIMARY KEY, config TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE partitions (
-  id INTEGER PRIMARY KEY AUTOINCREMENT, topic TEXT NOT NULL, number INTEGER NOT NULL,
-  log_start INTEGER NOT NULL DEFAULT 0, log_end INTEGER NOT NULL DEFAULT 0, bytes INTEGER NOT NULL DEFAULT 0,
-  max_timestamp INTEGER NOT NULL DEFAULT -1, cleaned_to INTEGER NOT NULL DEFAULT 0,
-  clean_bytes INTEGER NOT NULL DEFAULT 0, UNIQUE (topic, number)
-);
-CREATE TABLE batches (
-  position INTEGER PRIMARY KEY, last_offset INTEGER NOT NULL, max_timestamp INTEGER NOT NULL,
-  reached_timestamp INTEGER NOT NULL, payload BLOB NOT NULL
-);
-CREATE TABLE producers (
-  partition INTEGER NOT NULL, producer_id INTEGER NOT NULL, epoch INTEGER NOT NULL, recent BLOB NOT NULL,
-  open_from INTEGER, seen_ms INTEGER NOT NULL, PRIMARY KEY (partition, producer_id)
-) WITHOUT ROWID;
-CREATE TABLE aborted (
-  partition INTEGER NOT NULL, last_offset INTEGER NOT NULL, first_offset INTEGER NOT NULL, producer_id INTEGER NOT NULL,
-  PRIMARY KEY (partition, last_offset)
-) WITHOUT ROWID;
-CREATE TABLE transactions (
-  id TEXT PRIMARY KEY, producer_id INTEGER NOT NULL, epoch INTEGER NOT NULL, timeout_ms INTEGER NOT NULL,
-  started_ms INTEGER, seen_ms INTEGER NOT NULL, partitions TEXT NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE offsets (
-  group_id TEXT NOT NULL, topic TEXT NOT NULL, partition INTEGER NOT NULL, committed INTEGER NOT NULL, metadata TEXT,
-  PRIMARY KEY (group_id, topic, partition)
-) WITHOUT ROWID;
-CREATE TABLE pending_offsets (
-  transaction_id TEXT NOT NULL, group_id TEXT NOT NULL, topic TEXT NOT NULL, partition INTEGER NOT NULL,
-  committed INTEGER NOT NULL, metadata TEXT, PRIMARY KEY (transaction_id, group_id, topic, partition)
-) WITHOUT ROWID;
-CREATE TABLE groups (id TEXT PRIMARY KEY, state BLOB NOT NULL, used_ms INTEGER NOT NULL) WITHOUT ROWID;
-"""
-
-
-def position(partition_id: int, offset: int) -> int:
-    """The row id of a batch. Offsets have 44 bits: five years at 100,000 records a second."""
-    return partition_id << _OFFSET_BITS | offset
-
-
-def partition_of(row_id: int) -> int:
-    return row_id >> _OFFSET_BITS
-
-
-def offset_of(row_id: int) -> int:
-    return row_id & OFFSET_MAX
+log = get_logger(__name__)
 
 
 class Store:
@@ -87,30 +34,111 @@ class Store:
             self._lock = self._locked(folder)
         except OSError as error:
             raise SettingError("data_dir", str(folder), f"cannot be used: {error.strerror}") from None
+        self._guard = Guard(self.path)
+        self._suspicion = folder / "broker.suspicion"
+        self.mended = 0
+        """Pages and frames that the start put right."""
+        self.lost: list[Lost] = []
+        """What it could not."""
         try:
-            with contextlib.closing(self.connect()) as db:
-                self._prepare(db)
-        except sqlite3.DatabaseError as error:
-            self.close()
-            remedy = f"cannot be read: {error}; put a backup in its place, or move it away to begin anew"
-            raise SettingError("data_dir", str(self.path), remedy) from None
+            self._keeper = self._opened()
+        except BaseException:
+            self._guard.close()
+            os.close(self._lock)
+            raise
 
     def connect(self) -> sqlite3.Connection:
         """A connection in autocommit mode. It belongs to one thread at a time."""
         db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=30)
-        db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # decides only for an empty file, and before WAL
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute(f"PRAGMA synchronous = {'FULL' if self._fsync else 'NORMAL'}")
-        db.execute("PRAGMA fullfsync = 1")  # macOS: fsync alone does not reach the disk
-        db.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
-        db.execute("PRAGMA cache_size = -16000")
-        if self._file_bytes_max:
-            page_bytes = db.execute("PRAGMA page_size").fetchone()[0]
-            db.execute(f"PRAGMA max_page_count = {max(1, self._file_bytes_max // page_bytes)}")
+        try:
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # decides only for an empty file, and before WAL
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute(f"PRAGMA synchronous = {'FULL' if self._fsync else 'NORMAL'}")
+            db.execute("PRAGMA fullfsync = 1")  # macOS: fsync alone does not reach the disk
+            db.execute("PRAGMA wal_autocheckpoint = 0")  # the guard makes them
+            db.execute("PRAGMA cache_size = -16000")
+            if self._file_bytes_max:
+                page_bytes = db.execute("PRAGMA page_size").fetchone()[0]
+                db.execute(f"PRAGMA max_page_count = {max(1, self._file_bytes_max // page_bytes)}")
+        except sqlite3.Error:
+            db.close()
+            raise
         return db
 
+    def committed(self, db: sqlite3.Connection) -> None:
+        """Called after each commit, before anybody is told of it."""
+        self._guard.committed(db)
+
     def close(self) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            self._guard.checkpoint(self._keeper)
+        self._keeper.close()
+        self._guard.close()
         os.close(self._lock)
+
+    def note_damage(self) -> None:
+        """Have the next start look at every row: called when a reader met damage, before the process ends."""
+        self._suspicion.touch()
+
+    def _opened(self) -> sqlite3.Connection:
+        """A connection that stays: SQLite makes a checkpoint of its own when the last one is closed."""
+        found = self._mended()
+        try:
+            db = self.connect()
+            try:
+                if found.unguarded or found.damaged_pages or self._suspicion.exists():
+                    return self._inspected(db, found)
+                self._prepare(db)
+            except BaseException:
+                db.close()
+                raise
+        except sqlite3.DatabaseError as error:
+            remedy = f"cannot be read: {error}; put a backup in its place, or move it away to begin anew"
+            raise SettingError("data_dir", str(self.path), remedy) from None
+        self._guard.checkpoint(db)
+        return db
+
+    def _mended(self) -> Found:
+        try:
+            found = self._guard.mend()
+        except OSError as error:
+            raise SettingError("data_dir", str(self.path), f"cannot be read: {error.strerror}") from None
+        self.mended = len(found.healed_pages) + len(found.healed_frames)
+        if self.mended:
+            log.error("file_mended", file=str(self.path), pages=found.healed_pages, log_frames=found.healed_frames,
+                      remedy="nothing is lost, but bytes changed on the disk by themselves: check it")  # fmt: skip
+        return found
+
+    def _inspected(self, db: sqlite3.Connection, found: Found) -> sqlite3.Connection:
+        """Take out what is damaged, into a new file if the structure is; then take the file for what it is."""
+        if not inspection.sound(db):
+            log.error("file_broken", file=str(self.path), pages=found.damaged_pages, remedy="it is read into a new one")
+            db = self._copied(db)
+        self._prepare(db)
+        self.lost += inspection.take_out(db)
+        if self._guard.checkpoint(db):
+            self._guard.adopt()
+            self._suspicion.unlink(missing_ok=True)
+        for lost in self.lost:
+            log.error("records_lost", **lost._replace(raw=b"")._asdict())
+        return db
+
+    def _copied(self, db: sqlite3.Connection) -> sqlite3.Connection:
+        """What can be read, in a new file of the same name; the damaged one stays beside it."""
+        fresh = self.path.with_name("broker.sqlite.new")
+        fresh.unlink(missing_ok=True)
+        with contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as target:
+            target.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            self._prepare(target)
+            self.lost += inspection.copy(db, target)
+        db.close()
+        aside = self.path.with_name(f"broker.sqlite.damaged-{time.time_ns()}")
+        for suffix in ("-wal", "-shm"):
+            Path(f"{self.path}{suffix}").unlink(missing_ok=True)  # closing folded it into the file
+        self.path.rename(aside)
+        fresh.rename(self.path)
+        log.error("file_copied", damaged=str(aside), remedy="keep it until you know that nothing of it is missed")
+        return self.connect()
 
     def _locked(self, folder: Path) -> int:
         handle = os.open(folder / "broker.lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -126,9 +154,10 @@ class Store:
     def _prepare(self, db: sqlite3.Connection) -> None:
         found = db.execute("PRAGMA user_version").fetchone()[0]
         if found == 0:
-            db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
+            db.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
+        elif found == 1:
+            db.executescript(f"BEGIN; {FROM_1} PRAGMA user_version = {FORMAT}; COMMIT;")
         elif found != FORMAT:
-            self.close()
             raise SettingError(
                 "data_dir",
                 str(self.path),

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.log import Log
@@ -17,9 +18,19 @@ from headrace_broker.protocol.offsets import CommitTopic
 _EPOCH_MAX = 32_767
 
 
+class Owner(NamedTuple):
+    """A producer that says it has the transactional id."""
+
+    producer_id: int
+    epoch: int
+
+
 @dataclass(slots=True)
 class Transaction:
-    """One transactional id. `started_ms` is None while nothing is open."""
+    """One transactional id. `started_ms` is None while nothing is open.
+
+    `bumped_from` is the epoch that its owner gave up for the present one: it may ask again when it missed the answer.
+    """
 
     id: str
     producer_id: int
@@ -28,6 +39,7 @@ class Transaction:
     started_ms: int | None
     seen_ms: int
     partitions: set[int]
+    bumped_from: int | None = None
 
 
 class Transactions:
@@ -43,19 +55,28 @@ class Transactions:
 
     def reload(self) -> None:
         rows = self._db.execute(
-            "SELECT id, producer_id, epoch, timeout_ms, started_ms, seen_ms, partitions FROM transactions"
+            "SELECT id, producer_id, epoch, timeout_ms, started_ms, seen_ms, partitions, bumped_from FROM transactions"
         )
         self._known = {
-            name: Transaction(name, producer_id, epoch, timeout_ms, started_ms, seen_ms, set(json.loads(partitions)))
-            for name, producer_id, epoch, timeout_ms, started_ms, seen_ms, partitions in rows
+            name: Transaction(name, producer_id, epoch, timeout_ms, started_ms, seen_ms, set(json.loads(parts)), bumped)
+            for name, producer_id, epoch, timeout_ms, started_ms, seen_ms, parts, bumped in rows
         }
         self._changed.clear()
 
     def flush(self) -> tuple[()]:
         self._db.executemany(
-            "INSERT OR REPLACE INTO transactions VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO transactions VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             [
-                (t.id, t.producer_id, t.epoch, t.timeout_ms, t.started_ms, t.seen_ms, json.dumps(sorted(t.partitions)))
+                (
+                    t.id,
+                    t.producer_id,
+                    t.epoch,
+                    t.timeout_ms,
+                    t.started_ms,
+                    t.seen_ms,
+                    json.dumps(sorted(t.partitions)),
+                    t.bumped_from,
+                )
                 for name in self._changed
                 if (t := self._known.get(name))
             ],
@@ -69,15 +90,25 @@ class Transactions:
         ).fetchone()
         return int(row[0])
 
-    def begin_session(self, name: str, timeout_ms: int, now_ms: int) -> tuple[int, int]:
-        """A producer took `name` over: abort what its predecessor left open, fence it, return producer id and epoch."""
+    def all(self) -> list[Transaction]:
+        """Every transactional id that is known, as it is now."""
+        return [replace(found, partitions=set(found.partitions)) for found in self._known.values()]
+
+    def begin_session(self, name: str, timeout_ms: int, now_ms: int, owner: Owner | None = None) -> tuple[int, int]:
+        """A producer took `name` over: abort what its predecessor left open, fence it, return producer id and epoch.
+
+        An `owner` asks for its next epoch, after an error of its own. Raises `Rejected` (90) when it no longer is one.
+        """
         found = self._known.get(name)
         if found is None:
             found = Transaction(name, self.new_producer_id(), 0, timeout_ms, None, now_ms, set())
             self._known[name] = found
-        else:
+        elif owner is None or owner == (found.producer_id, found.epoch):
             self._fence(found, now_ms)
             found.timeout_ms = timeout_ms
+            found.bumped_from = owner.epoch if owner else None
+        elif owner != (found.producer_id, found.bumped_from) or found.started_ms is not None:
+            raise Rejected(Code.PRODUCER_FENCED, f"epoch {owner.epoch} of {name}, now {found.epoch}")
         self._touch(found, now_ms)
         return found.producer_id, found.epoch
 
@@ -140,6 +171,7 @@ class Transactions:
             found.epoch += 1
         else:
             found.producer_id, found.epoch = self.new_producer_id(), 0
+        found.bumped_from = None
         self._changed.add(found.id)
 
     def _finish(self, found: Transaction, *, commit: bool, now_ms: int) -> None:

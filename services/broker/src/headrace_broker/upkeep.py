@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from headrace_broker.compaction import Replacement
 from headrace_broker.log import Log
-from headrace_broker.store import position
+from headrace_broker.store_format import position
 
 _FREE_PAGES_KEPT = 4_000
 """Free pages are written again by and by; more than this, and than a quarter of the file, is given back."""
@@ -21,12 +21,20 @@ class Upkeep:
         self._log = log
 
     def cut(self, partition_id: int, before: int) -> int:
-        """Delete the batches below an offset, which becomes the log's start. Returns the bytes freed."""
+        """Delete the batches below an offset, which becomes the log's start. Returns the bytes freed.
+
+        A batch around the offset stays. Raises `Rejected` (3).
+        """
         partition = self._log.partition(partition_id)
-        span = (position(partition_id, 0), position(partition_id, before))
-        query = "SELECT coalesce(sum(length(payload)), 0) FROM batches WHERE position >= ? AND position < ?"
+        if before <= partition.start:
+            return 0
+        span = (position(partition_id, 0), position(partition_id, before), before)
+        query = (
+            "SELECT coalesce(sum(length(payload)), 0) FROM batches"
+            " WHERE position >= ? AND position < ? AND last_offset < ?"
+        )
         freed = int(self._db.execute(query, span).fetchone()[0])
-        self._db.execute("DELETE FROM batches WHERE position >= ? AND position < ?", span)
+        self._db.execute("DELETE FROM batches WHERE position >= ? AND position < ? AND last_offset < ?", span)
         self._db.execute("DELETE FROM aborted WHERE partition = ? AND last_offset < ?", (partition_id, before))
         statement = "UPDATE partitions SET clean_bytes = max(clean_bytes - ?, 0) WHERE id = ?"
         self._db.execute(statement, (freed, partition_id))

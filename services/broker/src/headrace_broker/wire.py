@@ -1,7 +1,8 @@
-"""Kafka's non-flexible wire format: big-endian numbers, length-prefixed strings, bytes and arrays.
+"""Kafka's wire format: big-endian numbers, length-prefixed strings, bytes and arrays.
 
 A message is a `NamedTuple` whose annotations are the wire types below, so that its definition reads like the protocol
-guide (https://kafka.apache.org/protocol). `codec(Message)` compiles the annotations once.
+guide (https://kafka.apache.org/protocol). `codec(Message, form)` compiles the annotations once for each form: fields
+marked `Since` a later version are left out, and in a flexible version lengths are varints and tagged fields follow.
 """
 
 from __future__ import annotations
@@ -49,6 +50,23 @@ class Source:
         return items
 
 
+class Form(NamedTuple):
+    """How a version of a message is written."""
+
+    version: int = 0
+    flexible: bool = False
+
+
+PLAIN = Form()
+
+
+class Since(NamedTuple):
+    """Marks a field that is there from a version on; before it has the default."""
+
+    version: int
+    default: Any
+
+
 class Codec(Generic[T]):
     """Reads and writes one wire type."""
 
@@ -71,14 +89,47 @@ class _Number(Codec[int]):
         sink += self._struct.pack(value)
 
 
+class _Varint(Codec[int]):
+    """An unsigned varint of at most five bytes."""
+
+    def read(self, source: Source) -> int:
+        value = 0
+        for shift in range(0, 35, 7):
+            byte = source.take(1)[0]
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+        raise Malformed("a varint of more than five bytes")
+
+    def write(self, sink: bytearray, value: int) -> None:
+        while value >= 0x80:
+            sink.append(value & 0x7F | 0x80)
+            value >>= 7
+        sink.append(value)
+
+
+_VARINT = _Varint()
+
+
+class _CompactLength(Codec[int]):
+    """A length in a flexible version: one more than it is, so that null is 0."""
+
+    def read(self, source: Source) -> int:
+        return _VARINT.read(source) - 1
+
+    def write(self, sink: bytearray, value: int) -> None:
+        _VARINT.write(sink, value + 1)
+
+
 _INT16 = _Number(">h")
 _INT32 = _Number(">i")
+_COMPACT = _CompactLength()
 
 
 class _Nullable(Codec[T | None]):
     """A length, -1 for null, and that many bytes. With `required`, null is malformed."""
 
-    def __init__(self, length: _Number, *, required: bool) -> None:
+    def __init__(self, length: Codec[int], *, required: bool) -> None:
         self._length = length
         self._required = required
 
@@ -133,35 +184,55 @@ class _View(_Nullable[memoryview | bytes]):
 
 
 class _Array(Codec[tuple[Any, ...] | None]):
-    def __init__(self, item: Codec[Any], *, required: bool) -> None:
+    def __init__(self, item: Codec[Any], length: Codec[int], *, required: bool) -> None:
         self._item = item
+        self._length = length
         self._required = required
 
     def read(self, source: Source) -> tuple[Any, ...] | None:
-        count = _INT32.read(source)
+        count = self._length.read(source)
         if count == -1 and not self._required:
             return None
         read = self._item.read
         return tuple([read(source) for _ in range(source.count(count))])
 
     def write(self, sink: bytearray, value: tuple[Any, ...] | None) -> None:
-        _INT32.write(sink, -1 if value is None else len(value))
+        self._length.write(sink, -1 if value is None else len(value))
         for item in value or ():
             self._item.write(sink, item)
 
 
+class _Absent(Codec[Any]):
+    """A field that this version does not have yet."""
+
+    def __init__(self, default: Any) -> None:
+        self._default = default
+
+    def read(self, source: Source) -> Any:
+        return self._default
+
+    def write(self, sink: bytearray, value: Any) -> None:
+        pass
+
+
 class _Struct(Codec[M]):
-    def __init__(self, message: type[M]) -> None:
+    def __init__(self, message: type[M], form: Form) -> None:
         hints = get_type_hints(message, include_extras=True)
         self._message = message
-        self._fields = [_codec_of(hints[name]) for name in message._fields]
+        self._flexible = form.flexible
+        self._fields = [_codec_of(hints[name], form) for name in message._fields]
 
     def read(self, source: Source) -> M:
-        return self._message._make([field.read(source) for field in self._fields])
+        value = self._message._make([field.read(source) for field in self._fields])
+        if self._flexible:
+            skip_tagged(source)
+        return value
 
     def write(self, sink: bytearray, value: M) -> None:
         for field, item in zip(self._fields, value, strict=True):
             field.write(sink, item)
+        if self._flexible:
+            sink.append(0)
 
 
 Bool = Annotated[bool, _Number(">?")]
@@ -169,44 +240,55 @@ Int8 = Annotated[int, _Number(">b")]
 Int16 = Annotated[int, _INT16]
 Int32 = Annotated[int, _INT32]
 Int64 = Annotated[int, _Number(">q")]
-String = Annotated[str, _Text(_INT16, required=True)]
-NullableString = Annotated[str | None, _Text(_INT16, required=False)]
-Bytes = Annotated[bytes, _Blob(_INT32, required=True)]
-Records = Annotated[memoryview | bytes | None, _View(_INT32, required=False)]
+String = Annotated[str, _Text(_INT16, required=True), _Text(_COMPACT, required=True)]
+NullableString = Annotated[str | None, _Text(_INT16, required=False), _Text(_COMPACT, required=False)]
+Bytes = Annotated[bytes, _Blob(_INT32, required=True), _Blob(_COMPACT, required=True)]
+Records = Annotated[memoryview | bytes | None, _View(_INT32, required=False), _View(_COMPACT, required=False)]
 
 
-def codec(message: type[M]) -> Codec[M]:
-    """The codec of a message class."""
-    return _compiled(message)
+def codec(message: type[M], form: Form = PLAIN) -> Codec[M]:
+    """The codec of a message class in one of its forms."""
+    return _compiled(message, form)
 
 
 @cache
-def _compiled(message: type[Any]) -> _Struct[Any]:
-    return _Struct(message)
+def _compiled(message: type[Any], form: Form) -> _Struct[Any]:
+    return _Struct(message, form)
 
 
-def decode(message: type[M], source: Source) -> M:
+def decode(message: type[M], source: Source, form: Form = PLAIN) -> M:
     """Raises `Malformed`, also when bytes are left over."""
-    value = codec(message).read(source)
+    value = codec(message, form).read(source)
     if source.left:
         raise Malformed(f"{source.left} bytes after {message.__name__}")
     return value
 
 
-def encode(value: M, sink: bytearray | None = None) -> bytearray:
+def encode(value: M, sink: bytearray | None = None, form: Form = PLAIN) -> bytearray:
     """Append the message to `sink` (default: a new one) and return it."""
     sink = bytearray() if sink is None else sink
-    codec(type(value)).write(sink, value)
+    codec(type(value), form).write(sink, value)
     return sink
 
 
-def _codec_of(annotation: Any) -> Codec[Any]:
+def skip_tagged(source: Source) -> None:
+    """Read over tagged fields: what a flexible version may add without being a new one."""
+    for _ in range(source.count(_VARINT.read(source))):
+        _VARINT.read(source)
+        source.take(_VARINT.read(source))
+
+
+def _codec_of(annotation: Any, form: Form) -> Codec[Any]:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        found: Codec[Any] = arguments[1]
-        return found
+        since = next((mark for mark in arguments[1:] if isinstance(mark, Since)), None)
+        if since is not None and form.version < since.version:
+            return _Absent(since.default)
+        found = [mark for mark in arguments[1:] if isinstance(mark, Codec)]
+        return found[-1 if form.flexible else 0] if found else _codec_of(arguments[0], form)
+    length: Codec[int] = _COMPACT if form.flexible else _INT32
     if origin is tuple:
-        return _Array(_codec_of(arguments[0]), required=True)
+        return _Array(_codec_of(arguments[0], form), length, required=True)
     if origin in (Union, UnionType) and NoneType in arguments:
-        return _Array(_codec_of(get_args(arguments[0])[0]), required=False)
-    return codec(annotation)
+        return _Array(_codec_of(get_args(arguments[0])[0], form), length, required=False)
+    return codec(annotation, form)

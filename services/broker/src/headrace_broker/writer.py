@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from headrace_broker.errors import Code, Rejected
+from headrace_broker.errors import Code, Damaged, Rejected
+from headrace_broker.inspection import is_damage
 from headrace_broker.stats import Stats
 from headrace_runtime.logs import get_logger
 
@@ -51,12 +52,13 @@ class Writer:
 
     def __init__(
         self, db: sqlite3.Connection, state: Sequence[Stored], publish: Callable[[Sequence[Any]], None], stats: Stats,
-        *, batch_max: int = 1000,
+        *, committed: Callable[[sqlite3.Connection], None] = lambda db: None, batch_max: int = 1000,
     ) -> None:  # fmt: skip
         self._db = db
         self._state = state
         self._publish = publish
         self._stats = stats
+        self._committed = committed
         self._batch_max = batch_max
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
@@ -110,9 +112,12 @@ class Writer:
             for state in self._state:
                 changes += state.flush()
             self._db.execute("COMMIT")
+            self._committed(self._db)
             if self._db.total_changes > written:
                 self._count(len(jobs), time.perf_counter() - started)
         except sqlite3.Error as error:
+            if is_damage(error):
+                raise Damaged(f"the broker's file: {error}") from error
             self._roll_back(error)
             failure = Rejected(Code.STORAGE_ERROR, f"the broker's file: {error}")
             outcomes = [_Outcome(job.done, None, failure) for job in jobs]

@@ -6,6 +6,8 @@ from headrace_broker.broker import Broker, Call
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.group import Group, Phase
 from headrace_broker.protocol.groups import (
+    ConsumerGroupHeartbeatRequest,
+    ConsumerGroupHeartbeatResponse,
     DeletedGroup,
     DeleteGroupsRequest,
     DeleteGroupsResponse,
@@ -67,6 +69,15 @@ async def delete_groups(broker: Broker, call: Call, request: DeleteGroupsRequest
         except Rejected as error:
             results.append(DeletedGroup(group_id, error.code))
     return DeleteGroupsResponse(0, tuple(results))
+
+
+async def consumer_group_heartbeat(
+    broker: Broker, call: Call, request: ConsumerGroupHeartbeatRequest
+) -> ConsumerGroupHeartbeatResponse:
+    """Always refused, so that the client fails with a sentence: librdkafka waits for ever where this API is missing."""
+    text = "this broker serves the classic group protocol alone: set group.protocol=classic, or run Apache Kafka"
+    broker.stats.errors[Code.UNSUPPORTED_VERSION] += 1
+    return ConsumerGroupHeartbeatResponse(0, Code.UNSUPPORTED_VERSION, text, None, -1, 0, -1)
 
 
 def _described(group: Group) -> DescribedGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from itertools import groupby
 
 from headrace_broker import reads
@@ -36,18 +37,32 @@ async def offset_commit(broker: Broker, call: Call, request: OffsetCommitRequest
 
 async def offset_fetch(broker: Broker, call: Call, request: OffsetFetchRequest) -> OffsetFetchResponse:
     """Partitions without an offset have -1, as in Kafka."""
-    found = await broker.readers.run(reads.committed, request.group_id)
+    if request.require_stable:
+        await broker.writer.submit(_nothing)  # what a predecessor sent before us is to be seen
+    found, unstable = await broker.readers.run(reads.committed, request.group_id)
+    if not request.require_stable:
+        unstable = frozenset()
     topics = request.topics
     if topics is None:
         by_topic = groupby(found, key=lambda key: key[0])
         topics = tuple(OffsetFetchTopic(name, tuple(number for _, number in keys)) for name, keys in by_topic)
-    answers = tuple(FetchedOffsets(t.name, tuple(_fetched(found, t.name, n) for n in t.partitions)) for t in topics)
+    answers = tuple(
+        FetchedOffsets(t.name, tuple(_fetched(found, unstable, t.name, n) for n in t.partitions)) for t in topics
+    )
     return OffsetFetchResponse(0, answers, Code.NONE)
 
 
-def _fetched(found: dict[tuple[str, int], tuple[int, str | None]], topic: str, number: int) -> FetchedOffset:
+def _nothing() -> None:
+    """An operation that only waits for its turn."""
+
+
+def _fetched(
+    found: dict[tuple[str, int], tuple[int, str | None]], unstable: Set[tuple[str, int]], topic: str, number: int
+) -> FetchedOffset:
+    if (topic, number) in unstable:
+        return FetchedOffset(number, -1, -1, "", Code.UNSTABLE_OFFSET_COMMIT)
     offset, metadata = found.get((topic, number), (-1, ""))
-    return FetchedOffset(number, offset, metadata, Code.NONE)
+    return FetchedOffset(number, offset, -1, metadata, Code.NONE)
 
 
 def check(broker: Broker, topic: str, partition: CommitPartition) -> Code:

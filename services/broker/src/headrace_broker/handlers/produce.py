@@ -6,7 +6,7 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-from headrace_broker.batch import Batch, parse_produced
+from headrace_broker.batch import NO_PRODUCER, Batch, parse_produced
 from headrace_broker.broker import Broker, Call
 from headrace_broker.errors import Code, Malformed, Rejected
 from headrace_broker.log import Appended
@@ -20,6 +20,10 @@ from headrace_broker.protocol.produce import (
     ProduceResponse,
 )
 from headrace_broker.records import records
+from headrace_broker.transactions import Owner
+
+_FENCED_SINCE = 4
+"""The version of InitProducerId in which PRODUCER_FENCED is known."""
 
 
 class _Item(NamedTuple):
@@ -74,8 +78,14 @@ async def init_producer_id(broker: Broker, call: Call, request: InitProducerIdRe
         raise Rejected(Code.INVALID_REQUEST, "an empty transactional id")
     if not 0 < timeout_ms <= broker.settings.transaction_timeout_max_s * 1000:
         raise Rejected(Code.INVALID_TRANSACTION_TIMEOUT, f"{timeout_ms} ms")
-    begin = partial(broker.transactions.begin_session, name, timeout_ms, broker.now_ms())
-    return InitProducerIdResponse(0, Code.NONE, *await broker.writer.submit(begin))
+    owner = Owner(request.producer_id, request.producer_epoch) if request.producer_id != NO_PRODUCER else None
+    begin = partial(broker.transactions.begin_session, name, timeout_ms, broker.now_ms(), owner)
+    try:
+        return InitProducerIdResponse(0, Code.NONE, *await broker.writer.submit(begin))
+    except Rejected as error:
+        if error.code is Code.PRODUCER_FENCED and call.version < _FENCED_SINCE:
+            raise Rejected(Code.INVALID_PRODUCER_EPOCH, str(error)) from error
+        raise
 
 
 def _checked(broker: Broker, request: ProduceRequest, topic: str, partition: ProducePartition) -> _Item:

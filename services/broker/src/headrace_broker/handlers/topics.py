@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterable
 from functools import partial
 
 from headrace_broker import topic_config
@@ -22,6 +23,7 @@ from headrace_broker.protocol.topics import (
     DescribedResource,
     NewTopic,
 )
+from headrace_broker.topic_config import TopicConfig
 
 _TOPIC, _BROKER = 2, 4
 _FROM_TOPIC, _FROM_BROKER_FILE, _FROM_DEFAULT = 1, 4, 5
@@ -64,11 +66,17 @@ def _create(broker: Broker, topic: NewTopic, times: int, validate_only: bool) ->
     """On the writer's thread."""
     if times > 1:
         raise Rejected(Code.INVALID_REQUEST, f"topic {topic.name} is named {times} times in one request")
-    config = topic_config.parse((entry.name, entry.value) for entry in topic.configs)
+    config = parsed(broker, ((entry.name, entry.value) for entry in topic.configs))
+    broker.topics.create(topic.name, _partition_count(topic), config, validate_only=validate_only)
+
+
+def parsed(broker: Broker, entries: Iterable[tuple[str, str | None]]) -> TopicConfig:
+    """Settings of a topic that this broker can keep. Raises `Rejected` (40)."""
+    config = topic_config.parse(entries)
     if config.max_message_bytes > broker.settings.request_bytes_max:
         limit = f"broker.request_bytes_max = {broker.settings.request_bytes_max}"
         raise Rejected(Code.INVALID_CONFIG, f"max.message.bytes {config.max_message_bytes} passes {limit}")
-    broker.topics.create(topic.name, _partition_count(topic), config, validate_only=validate_only)
+    return config
 
 
 def _partition_count(topic: NewTopic) -> int:
@@ -81,7 +89,7 @@ def _partition_count(topic: NewTopic) -> int:
         return len(numbers)
     if topic.replication_factor not in (1, -1):
         raise Rejected(Code.INVALID_REPLICATION_FACTOR, f"{topic.replication_factor} replicas; there is one broker")
-    return topic.partitions
+    return 1 if topic.partitions == -1 else topic.partitions
 
 
 def _described(broker: Broker, resource: ConfigResource) -> DescribedResource:
@@ -101,7 +109,7 @@ def _configs(broker: Broker, resource: ConfigResource) -> list[DescribedConfig]:
         default = topic_config.TopicConfig().entries()
         entries = topic.config.entries().items()
         return [
-            DescribedConfig(name, value, True, _FROM_DEFAULT if value == default[name] else _FROM_TOPIC, False, ())
+            DescribedConfig(name, value, False, _FROM_DEFAULT if value == default.get(name) else _FROM_TOPIC, False, ())
             for name, value in entries
         ]
     if resource.type == _BROKER and resource.name == str(NODE_ID):

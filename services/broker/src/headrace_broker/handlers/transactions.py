@@ -7,7 +7,7 @@ from functools import partial
 from headrace_broker.broker import Broker, Call
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.handlers.offsets import answers, check, valid
-from headrace_broker.protocol.offsets import CommittedPartition, CommittedTopic
+from headrace_broker.protocol.offsets import CommitPartition, CommittedPartition, CommittedTopic, CommitTopic
 from headrace_broker.protocol.transactions import (
     AddOffsetsToTxnRequest,
     AddOffsetsToTxnResponse,
@@ -65,23 +65,26 @@ async def add_offsets(broker: Broker, call: Call, request: AddOffsetsToTxnReques
 
 
 async def txn_offset_commit(broker: Broker, call: Call, request: TxnOffsetCommitRequest) -> TxnOffsetCommitResponse:
-    codes = {
-        (topic.name, p.partition): check(broker, topic.name, p) for topic in request.topics for p in topic.partitions
-    }
+    topics = tuple(
+        CommitTopic(topic.name, tuple(CommitPartition(p.partition, p.offset, p.metadata) for p in topic.partitions))
+        for topic in request.topics
+    )
+    codes = {(topic.name, p.partition): check(broker, topic.name, p) for topic in topics for p in topic.partitions}
     commit = partial(
         broker.transactions.commit_offsets,
         request.transactional_id,
         request.producer_id,
         request.producer_epoch,
         request.group_id,
-        valid(request.topics, codes),
+        valid(topics, codes),
     )
     failure = Code.NONE
     try:
+        broker.coordinator.check_transactional_commit(request)
         await broker.writer.submit(commit)
     except Rejected as error:
         failure = error.code
-    return TxnOffsetCommitResponse(0, answers(request.topics, codes, failure))
+    return TxnOffsetCommitResponse(0, answers(topics, codes, failure))
 
 
 async def end_txn(broker: Broker, call: Call, request: EndTxnRequest) -> EndTxnResponse:

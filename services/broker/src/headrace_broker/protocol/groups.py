@@ -1,10 +1,14 @@
-"""JoinGroup 5, SyncGroup 3, Heartbeat 1, LeaveGroup 1, ListGroups 1, DescribeGroups 2 and DeleteGroups 1."""
+"""JoinGroup 5, SyncGroup 3, Heartbeat 1, LeaveGroup 1, ListGroups 1, DescribeGroups 2 and DeleteGroups 1.
+
+ConsumerGroupHeartbeat is known as far as it takes to refuse it: a client of the newer group protocol would otherwise
+wait for ever.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from headrace_broker.wire import Bytes, Int16, Int32, NullableString, String
+from headrace_broker.wire import Bytes, Int8, Int16, Int32, Int64, NullableString, Since, String
 
 
 class Protocol(NamedTuple):
@@ -171,3 +175,38 @@ class DeleteGroupsResponse(NamedTuple):
 
     throttle_time_ms: Int32
     results: tuple[DeletedGroup, ...]
+
+
+class OwnedTopic(NamedTuple):
+    """Part of the newer group protocol: a topic by its id, two halves of a UUID."""
+
+    id_high: Int64
+    id_low: Int64
+    partitions: tuple[Int32, ...]
+
+
+class ConsumerGroupHeartbeatRequest(NamedTuple):
+    """Key 68 (KIP-848)."""
+
+    group_id: String
+    member_id: String
+    member_epoch: Int32
+    instance_id: NullableString
+    rack_id: NullableString
+    rebalance_timeout_ms: Int32
+    subscribed_topics: tuple[String, ...] | None
+    subscribed_pattern: Annotated[NullableString, Since(1, None)]
+    assignor: NullableString
+    owned: tuple[OwnedTopic, ...] | None
+
+
+class ConsumerGroupHeartbeatResponse(NamedTuple):
+    """Answers key 68; here always with an error. -1 says that no assignment follows."""
+
+    throttle_time_ms: Int32
+    error_code: Int16
+    error_message: NullableString
+    member_id: NullableString
+    member_epoch: Int32
+    heartbeat_interval_ms: Int32
+    assignment: Int8

@@ -1,10 +1,10 @@
-"""OffsetCommit 3 and OffsetFetch 3."""
+"""OffsetCommit 3 and OffsetFetch 1 to 7."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from headrace_broker.wire import Int16, Int32, Int64, NullableString, String
+from headrace_broker.wire import Bool, Int16, Int32, Int64, NullableString, Since, String
 
 
 class CommitPartition(NamedTuple):
@@ -61,17 +61,22 @@ class OffsetFetchTopic(NamedTuple):
 
 
 class OffsetFetchRequest(NamedTuple):
-    """Key 9. No list asks for all that the group has."""
+    """Key 9. No list asks for all that the group has (from version 2 on).
+
+    With `require_stable`, an offset that an open transaction may still replace is refused (88).
+    """
 
     group_id: String
     topics: tuple[OffsetFetchTopic, ...] | None
+    require_stable: Annotated[Bool, Since(7, False)] = False
 
 
 class FetchedOffset(NamedTuple):
-    """A committed offset; -1 when there is none."""
+    """A committed offset; -1 when there is none. Leader epochs are between brokers and always -1."""
 
     partition: Int32
     offset: Int64
+    leader_epoch: Annotated[Int32, Since(5, -1)]
     metadata: NullableString
     error_code: Int16
 
@@ -86,6 +91,6 @@ class FetchedOffsets(NamedTuple):
 class OffsetFetchResponse(NamedTuple):
     """Answers key 9."""
 
-    throttle_time_ms: Int32
+    throttle_time_ms: Annotated[Int32, Since(3, 0)]
     topics: tuple[FetchedOffsets, ...]
-    error_code: Int16
+    error_code: Annotated[Int16, Since(2, 0)]

@@ -1,10 +1,10 @@
-"""Produce 7 and InitProducerId 0."""
+"""Produce 7 and InitProducerId 0 to 4."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from headrace_broker.wire import Int16, Int32, Int64, NullableString, Records, String
+from headrace_broker.wire import Int16, Int32, Int64, NullableString, Records, Since, String
 
 
 class ProducePartition(NamedTuple):
@@ -55,10 +55,15 @@ class ProduceResponse(NamedTuple):
 
 
 class InitProducerIdRequest(NamedTuple):
-    """Key 22. A transactional id takes over from, and fences, whoever had it."""
+    """Key 22. A transactional id takes over from, and fences, whoever had it.
+
+    With producer id and epoch it is the owner, who asks for its next epoch (KIP-360).
+    """
 
     transactional_id: NullableString
     transaction_timeout_ms: Int32
+    producer_id: Annotated[Int64, Since(3, -1)] = -1
+    producer_epoch: Annotated[Int16, Since(3, -1)] = -1
 
 
 class InitProducerIdResponse(NamedTuple):

@@ -1,0 +1,92 @@
+"""What administrators ask about transactions and producers."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from headrace_broker import reads
+from headrace_broker.broker import Broker, Call
+from headrace_broker.errors import Code, Rejected
+from headrace_broker.protocol.transactions import (
+    DescribedPartition,
+    DescribedProducersTopic,
+    DescribedTransaction,
+    DescribeProducersRequest,
+    DescribeProducersResponse,
+    DescribeTransactionsRequest,
+    DescribeTransactionsResponse,
+    ListedTransaction,
+    ListTransactionsRequest,
+    ListTransactionsResponse,
+    TransactionTopic,
+)
+from headrace_broker.transactions import Transaction
+
+_ONGOING, _EMPTY = "Ongoing", "Empty"
+_STATES = (_ONGOING, _EMPTY)
+
+
+async def list_transactions(broker: Broker, call: Call, request: ListTransactionsRequest) -> ListTransactionsResponse:
+    """A transaction ends in one step here, so that of Kafka's states there are two."""
+    now_ms = broker.now_ms()
+    found = [
+        ListedTransaction(t.id, t.producer_id, _state(t))
+        for t in await broker.writer.submit(broker.transactions.all)
+        if (not request.states or _state(t) in request.states)
+        and (not request.producer_ids or t.producer_id in request.producer_ids)
+        and (request.duration_ms < 0 or (t.started_ms is not None and now_ms - t.started_ms >= request.duration_ms))
+    ]
+    unknown = tuple(state for state in request.states if state not in _STATES)
+    return ListTransactionsResponse(0, Code.NONE, unknown, tuple(found))
+
+
+async def describe_transactions(
+    broker: Broker, call: Call, request: DescribeTransactionsRequest
+) -> DescribeTransactionsResponse:
+    known = {transaction.id: transaction for transaction in await broker.writer.submit(broker.transactions.all)}
+    missing = DescribedTransaction(Code.TRANSACTIONAL_ID_NOT_FOUND, "", "", 0, -1, -1, -1, ())
+    found = [
+        _described(broker, known[name]) if name in known else missing._replace(transactional_id=name)
+        for name in request.transactional_ids
+    ]
+    return DescribeTransactionsResponse(0, tuple(found))
+
+
+async def describe_producers(
+    broker: Broker, call: Call, request: DescribeProducersRequest
+) -> DescribeProducersResponse:
+    topics = []
+    for topic in request.topics:
+        partitions = [await _partition(broker, topic.name, number) for number in topic.partitions]
+        topics.append(DescribedProducersTopic(topic.name, tuple(partitions)))
+    return DescribeProducersResponse(0, tuple(topics))
+
+
+async def _partition(broker: Broker, topic: str, number: int) -> DescribedPartition:
+    try:
+        found = await broker.readers.run(reads.producers, broker.view(topic, number).id)
+    except Rejected as error:
+        broker.stats.errors[error.code] += 1
+        return DescribedPartition(number, error.code, str(error), ())
+    return DescribedPartition(number, Code.NONE, None, found)
+
+
+def _state(transaction: Transaction) -> str:
+    return _EMPTY if transaction.started_ms is None else _ONGOING
+
+
+def _described(broker: Broker, found: Transaction) -> DescribedTransaction:
+    views = sorted((v.topic, v.number) for v in broker.catalog.views() if v.id in found.partitions)
+    topics = tuple(
+        TransactionTopic(name, tuple(number for _, number in keys)) for name, keys in groupby(views, lambda key: key[0])
+    )
+    return DescribedTransaction(
+        Code.NONE,
+        found.id,
+        _state(found),
+        found.timeout_ms,
+        -1 if found.started_ms is None else found.started_ms,
+        found.producer_id,
+        found.epoch,
+        topics,
+    )

@@ -1,0 +1,167 @@
+"""Damage that the checksums could not put right: found row by row, taken out, and named by its place.
+
+A damaged batch is a gap in its log, which every client passes as it passes what compaction took away. Nothing of it is
+served: a record is delivered as it was produced, or it is named in `Lost`.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from headrace_broker.batch import HEADER_BYTES, checksum_fits, parse
+from headrace_broker.errors import Malformed
+from headrace_broker.group_state import SavedGroup
+from headrace_broker.idempotence import Producer
+from headrace_broker.store_format import TABLE_NAMES, offset_of, partition_of, position
+from headrace_broker.topic_config import TopicConfig
+from headrace_broker.wire import Source, decode
+from headrace_runtime.logs import get_logger
+
+log = get_logger(__name__)
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+class Lost(NamedTuple):
+    """Offsets that are gone, and what was left of them."""
+
+    topic: str
+    partition: int
+    first_offset: int
+    last_offset: int
+    error: str
+    raw: bytes = b""
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether SQLite says that the file is broken, rather than full or busy."""
+    code: int = getattr(error, "sqlite_errorcode", 0) or 0
+    return code & 0xFF in _DAMAGED
+
+
+def fault(offset: int, last_offset: int, payload: bytes) -> str | None:
+    """What is wrong with a stored batch."""
+    if len(payload) < HEADER_BYTES:
+        return f"only {len(payload)} bytes are left"
+    batch = parse(payload)
+    if batch.base_offset != offset or batch.last_offset != last_offset:
+        return f"it says that it has offsets {batch.base_offset} to {batch.last_offset}"
+    return None if checksum_fits(payload) else "its checksum does not match"
+
+
+def sound(db: sqlite3.Connection) -> bool:
+    """Whether the file's structure is as SQLite wants it. Raises `sqlite3.DatabaseError` for what is no database."""
+    try:
+        return [row[0] for row in db.execute("PRAGMA quick_check(1)")] == ["ok"]
+    except sqlite3.DatabaseError as error:
+        if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_NOTADB:
+            raise
+        return False
+
+
+def take_out(db: sqlite3.Connection) -> list[Lost]:
+    """Delete the batches that are damaged. One transaction."""
+    places = {key: (topic, number) for key, topic, number in db.execute("SELECT id, topic, number FROM partitions")}
+    lost = []
+    db.execute("BEGIN IMMEDIATE")
+    for row_id, last_offset, payload in db.execute("SELECT position, last_offset, payload FROM batches"):
+        error = fault(offset_of(row_id), last_offset, payload)
+        place = places.get(partition_of(row_id))
+        if error is not None:
+            db.execute("DELETE FROM batches WHERE position = ?", (row_id,))
+            statement = "UPDATE partitions SET bytes = max(bytes - ?, 0) WHERE id = ?"
+            db.execute(statement, (len(payload), partition_of(row_id)))
+            if place is not None:
+                lost.append(Lost(*place, offset_of(row_id), max(last_offset, offset_of(row_id)), error, bytes(payload)))
+    for table, key, column, read, remedy in _SMALL:
+        for found, value in db.execute(f"SELECT {key}, {column} FROM {table}").fetchall():  # noqa: S608 (our names)
+            if not _readable(read, value):
+                db.execute(f"{remedy} WHERE {key} = ? AND {column} = ?", (found, value))
+                log.error("row_taken_out", table=table, key=found, remedy=remedy)
+    db.execute("COMMIT")
+    return lost
+
+
+def _readable(read: Callable[[Any], object], value: object) -> bool:
+    try:
+        read(value)
+    except (ValueError, TypeError, struct.error, Malformed):
+        return False
+    return True
+
+
+def _state(value: bytes) -> object:
+    return decode(SavedGroup, Source(value)) if value else None
+
+
+def _sent(value: bytes) -> object:
+    return Producer.unpacked(0, value, None, 0)
+
+
+_SMALL: tuple[tuple[str, str, str, Callable[[Any], object], str], ...] = (
+    ("topics", "name", "config", TopicConfig.unpacked, "UPDATE topics SET config = '[]'"),
+    ("transactions", "id", "partitions", json.loads, "DELETE FROM transactions"),
+    ("groups", "id", "state", _state, "UPDATE groups SET state = x''"),
+    ("producers", "producer_id", "recent", _sent, "DELETE FROM producers"),
+)
+"""What the broker decodes at its start, and what becomes of a value that it cannot: members join again, a producer
+begins anew, a topic has the settings of a new one."""
+
+
+def copy(damaged: sqlite3.Connection, fresh: sqlite3.Connection) -> list[Lost]:
+    """Bring what can be read of a broken file into a new one. Returns the offsets that are missing."""
+    fresh.execute("BEGIN IMMEDIATE")
+    for table in TABLE_NAMES:
+        if table != "batches":
+            _insert(fresh, table, _both_ways(damaged, table, "", ()))
+    for (partition_id,) in fresh.execute("SELECT id FROM partitions").fetchall():
+        span = (position(partition_id, 0), position(partition_id + 1, 0))
+        rows = _both_ways(damaged, "batches", "WHERE position >= ? AND position < ?", span)
+        _insert(fresh, "batches", rows)
+    fresh.execute(
+        "INSERT OR IGNORE INTO topics SELECT DISTINCT topic, '[]' FROM partitions"  # with the settings of new topics
+    )
+    fresh.execute(
+        "UPDATE partitions SET bytes = (SELECT coalesce(sum(length(payload)), 0) FROM batches"
+        " WHERE position >= id << 44 AND position < (id + 1) << 44), cleaned_to = 0, clean_bytes = 0"
+    )
+    lost = list(_gaps(fresh))
+    fresh.execute("COMMIT")
+    return lost
+
+
+def _both_ways(db: sqlite3.Connection, table: str, where: str, values: tuple[int, ...]) -> Iterator[tuple[object, ...]]:
+    """The rows from the front up to what cannot be read, and then those from the back."""
+    keys = [row[1] for row in db.execute(f"PRAGMA table_info({table})") if row[5]]
+    for direction in ("", " DESC"):
+        order = ", ".join(f"{key}{direction}" for key in keys)
+        try:
+            yield from db.execute(f"SELECT * FROM {table} {where} ORDER BY {order}", values)  # noqa: S608 (our names)
+        except sqlite3.DatabaseError:
+            continue
+        return
+
+
+def _insert(db: sqlite3.Connection, table: str, rows: Iterable[tuple[object, ...]]) -> None:
+    for row in rows:
+        marks = ", ".join("?" * len(row))
+        db.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", row)  # noqa: S608 (our names)
+
+
+def _gaps(db: sqlite3.Connection) -> Iterator[Lost]:
+    """Offsets without a batch, where compaction makes no gaps of its own."""
+    query = (
+        "SELECT id, topic, number, log_start, log_end FROM partitions JOIN topics ON topic = name"
+        " WHERE config NOT LIKE '%compact%'"
+    )
+    for partition_id, topic, number, start, end in db.execute(query).fetchall():
+        expected = start
+        span = (position(partition_id, 0), position(partition_id + 1, 0))
+        rows = db.execute("SELECT position, last_offset FROM batches WHERE position >= ? AND position < ?", span)
+        for row_id, last_offset in [*rows, (position(partition_id, end), end - 1)]:
+            if offset_of(row_id) > expected:
+                yield Lost(topic, number, expected, offset_of(row_id) - 1, "the part of the file cannot be read")
+            expected = max(expected, last_offset + 1)

@@ -1,0 +1,153 @@
+"""Checksums of the frames in SQLite's write-ahead log: a flipped byte in it is put right before SQLite sees it.
+
+SQLite takes the first frame with a wrong checksum for the end of the log, as it has to after a power cut, and what was
+acknowledged behind it would be gone without a word. Its checksum cannot tell which byte is wrong (the highest bytes of
+many words look alike to it). So `broker.frames` has, for each frame, its header and both checksums of its page. It is
+written before an acknowledgement and not synced: after a power cut a part may be missing, and is then not used.
+
+https://www.sqlite.org/walformat.html describes both files that are read here.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace_broker.page_sums import PAGE_BYTES, corrected, differ, sums
+
+_HEADER_BYTES = 32
+_FRAME_HEADER_BYTES = 24
+_FRAME_BYTES = _FRAME_HEADER_BYTES + PAGE_BYTES
+_ENTRY = struct.Struct("<24s3I")
+_TOP = struct.Struct("<32sI")
+_LAST_FRAME_AT = 16
+"""Where SQLite's index of the log says how many frames are committed."""
+_SALT_AT = 16
+"""Where the log's header has the eight bytes that its frames repeat."""
+_READ_FRAMES = 64
+
+
+class _Entry(NamedTuple):
+    header: bytes
+    crc: int
+    adler: int
+    check: int
+
+    @property
+    def intact(self) -> bool:
+        return self.check == _check(self.header, self.crc, self.adler)
+
+
+class WalSums:
+    """`mend` before the file is opened, `note` after each commit, on the writer's thread."""
+
+    def __init__(self, database: Path, path: Path) -> None:
+        self._wal = Path(f"{database}-wal")
+        self._index = Path(f"{database}-shm")
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._log = -1
+        self._shared = -1
+        self._top = b""
+        self.frames = 0
+        """Committed frames that are noted."""
+        self.pages: dict[int, tuple[int, int]] = {}
+        """The checksums of the pages in the log, by number: of each one the newest."""
+
+    def close(self) -> None:
+        for handle in (self._file, self._log, self._shared):
+            if handle >= 0:
+                os.close(handle)
+
+    def mend(self) -> tuple[list[int], set[int]]:
+        """Put right what one flipped byte changed in each frame. Returns these frames, and all pages in the log."""
+        healed: list[int] = []
+        try:
+            handle = os.open(self._wal, os.O_RDWR)
+        except FileNotFoundError:
+            return healed, set()
+        try:
+            pages = self._mend_frames(handle, healed) if self._mend_header(handle, healed) else set()
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        return healed, pages
+
+    def note(self) -> None:
+        """Take in the frames of the last commit. Raises `OSError`."""
+        if self._log < 0:
+            self._log, self._shared = os.open(self._wal, os.O_RDONLY), os.open(self._index, os.O_RDONLY)
+        top = os.pread(self._log, _HEADER_BYTES, 0)
+        if top != self._top:  # SQLite began the log anew
+            self.frames, self._top = 0, top
+            self.pages.clear()
+            os.pwrite(self._file, _TOP.pack(top, zlib.crc32(top)), 0)
+        committed = int.from_bytes(os.pread(self._shared, 4, _LAST_FRAME_AT), sys.byteorder)
+        while self.frames < committed:
+            self._note(min(committed - self.frames, _READ_FRAMES))
+
+    def _note(self, count: int) -> None:
+        data = memoryview(os.pread(self._log, count * _FRAME_BYTES, _HEADER_BYTES + self.frames * _FRAME_BYTES))
+        entries = []
+        for at in range(0, count * _FRAME_BYTES, _FRAME_BYTES):
+            header, page = (
+                bytes(data[at : at + _FRAME_HEADER_BYTES]),
+                data[at + _FRAME_HEADER_BYTES : at + _FRAME_BYTES],
+            )
+            found = sums(page)
+            entries.append(_ENTRY.pack(header, *found, _check(header, *found)))
+            self.pages[int.from_bytes(header[:4], "big")] = found
+        os.pwrite(self._file, b"".join(entries), _TOP.size + self.frames * _ENTRY.size)
+        self.frames += count
+
+    def _mend_header(self, handle: int, healed: list[int]) -> bool:
+        """Whether the checksums are of this log."""
+        top = os.pread(self._file, _TOP.size, 0)
+        found = os.pread(handle, _HEADER_BYTES, 0)
+        if len(top) != _TOP.size or len(found) != _HEADER_BYTES:
+            return False
+        header, check = _TOP.unpack(top)
+        if zlib.crc32(header) != check:
+            return differ(header, found) <= 1 or zlib.crc32(found) == check
+        if header != found:
+            if differ(header, found) != 1:
+                return False
+            os.pwrite(handle, header, 0)
+            healed.append(0)
+        return True
+
+    def _mend_frames(self, handle: int, healed: list[int]) -> set[int]:
+        pages = set()
+        salt = os.pread(handle, 8, _SALT_AT)
+        number, at = 0, _HEADER_BYTES
+        while len(frame := os.pread(handle, _FRAME_BYTES, at)) == _FRAME_BYTES:
+            raw = os.pread(self._file, _ENTRY.size, _TOP.size + number * _ENTRY.size)
+            if len(raw) != _ENTRY.size:
+                break
+            entry = _Entry(*_ENTRY.unpack(raw))
+            mended = _mended(frame, entry) if entry.intact else frame
+            if mended is None or mended[8:16] != salt:
+                break
+            number += 1
+            if mended != frame:
+                os.pwrite(handle, mended, at)
+                healed.append(number)
+            pages.add(int.from_bytes(mended[:4], "big"))
+            at += _FRAME_BYTES
+        return pages
+
+
+def _mended(frame: bytes, entry: _Entry) -> bytes | None:
+    """The frame as it was written; None when the entry is not of this frame, or the damage too large."""
+    header, page = frame[:_FRAME_HEADER_BYTES], frame[_FRAME_HEADER_BYTES:]
+    if sums(page) == (entry.crc, entry.adler):
+        return entry.header + page if differ(header, entry.header) <= 1 else None
+    restored = corrected(page, entry.crc, entry.adler) if header == entry.header else None
+    return None if restored is None else header + restored
+
+
+def _check(header: bytes, crc: int, adler: int) -> int:
+    return zlib.crc32(struct.pack("<2I", crc, adler), zlib.crc32(header))

@@ -1,0 +1,148 @@
+"""Single bytes of the broker's files are flipped while it is down, in 20 rounds of 25, each on a fresh copy.
+
+The files are those that a kill -9 leaves after real traffic: several topics, transactions, committed offsets, some of
+it still in SQLite's log. In each round a real broker starts on them and real consumers read everything. Some rounds
+flip the files of checksums instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+
+from tests.attack.line import Line, none_of
+from tests.support.broker_process import BrokerProcess
+
+TITLE = "a flipped byte in the broker's files costs one record at most"
+ROUNDS, FLIPS = 20, 25
+TOPICS = {"plain": 3, "keyed": 1, "transacted": 1}
+GROUP, PAGE_BYTES = "readers", 4096
+Records = dict[tuple[str, int, int], tuple[bytes | None, bytes | None]]
+
+
+class Content(NamedTuple):
+    """Everything that clients can read: records by topic, partition and offset, and committed offsets."""
+
+    records: Records
+    committed: dict[TopicPartition, int | None]
+
+
+async def attack(folder: Path, rng: random.Random) -> list[Line]:
+    origin, original = await _traffic(folder / "origin", rng)
+    changed = lost = moved = failed_starts = flips = mended = 0
+    for number in range(ROUNDS):
+        copy = folder / f"round-{number}"
+        shutil.copytree(origin, copy)
+        flips += _flip(copy / "broker", rng, checksums=number % 5 == 4)
+        broker = BrokerProcess(copy)
+        try:
+            broker.start()
+            found = await _content(broker.address)
+        except (TimeoutError, OSError, RuntimeError, AssertionError):
+            failed_starts += 1
+            continue
+        finally:
+            broker.stop()
+        lost += len(original.records.keys() - found.records.keys())
+        changed += sum(original.records.get(key) != value for key, value in found.records.items())
+        moved += found.committed != original.committed
+        mended += (copy / "broker.log").read_text().count('"event": "file_mended"')
+        shutil.rmtree(copy)
+    return [
+        none_of("flips that changed a record in silence", changed, flips),
+        none_of("flips that lost a record", lost, flips),
+        none_of("rounds with other committed offsets", moved, ROUNDS),
+        none_of("rounds in which the broker did not serve", failed_starts, ROUNDS),
+        Line("rounds in which the damage was seen and named", f"{mended}", f"{ROUNDS}", mended == ROUNDS),
+    ]
+
+
+async def _traffic(folder: Path, rng: random.Random) -> tuple[Path, Content]:
+    """A broker's folder after traffic, as kill -9 left it, and what is in it."""
+    broker = BrokerProcess(folder)
+    broker.start()
+    try:
+        admin = AIOKafkaAdminClient(bootstrap_servers=broker.address)
+        await admin.start()
+        await admin.create_topics([NewTopic(name, partitions, 1) for name, partitions in TOPICS.items()])
+        await admin.close()
+        await _produce(broker.address, rng, 300)
+        broker.stop()
+        broker.start()  # what came before is in the file now, what comes next stays in the log
+        await _produce(broker.address, rng, 150)
+        await _commit(broker.address)
+        content = await _content(broker.address)
+        broker.kill()
+    finally:
+        broker.stop()
+    return folder, content
+
+
+async def _produce(address: str, rng: random.Random, count: int) -> None:
+    plain = AIOKafkaProducer(bootstrap_servers=address, enable_idempotence=True)
+    transacted = AIOKafkaProducer(bootstrap_servers=address, transactional_id="attack")
+    await plain.start()
+    await transacted.start()
+    for number in range(count):
+        value = rng.randbytes(rng.choice((20, 300, 3_000, 12_000)))
+        await plain.send_and_wait("plain", value, partition=number % 3)
+        await plain.send("keyed", value[:500], key=b"%d" % (number % 20))
+        if number % 10 == 0:
+            await transacted.begin_transaction()
+            await transacted.send("transacted", value)
+            await (transacted.abort_transaction() if number % 30 == 0 else transacted.commit_transaction())
+    await plain.stop()
+    await transacted.stop()
+
+
+async def _commit(address: str) -> None:
+    consumer = AIOKafkaConsumer(bootstrap_servers=address, group_id=GROUP, enable_auto_commit=False)
+    await consumer.start()
+    consumer.assign(_partitions())
+    await consumer.commit({partition: 7 + partition.partition for partition in _partitions()})
+    await consumer.stop()
+
+
+async def _content(address: str) -> Content:
+    consumer = AIOKafkaConsumer(
+        bootstrap_servers=address, group_id=GROUP, enable_auto_commit=False, isolation_level="read_committed"
+    )
+    records: Records = {}
+    async with asyncio.timeout(60):
+        await consumer.start()
+        try:
+            consumer.assign(_partitions())
+            committed = {partition: await consumer.committed(partition) for partition in _partitions()}
+            ends = await consumer.end_offsets(_partitions())
+            await consumer.seek_to_beginning(*_partitions())
+            while any([await consumer.position(partition) < end for partition, end in ends.items()]):
+                for partition, batch in (await consumer.getmany(timeout_ms=200)).items():
+                    for record in batch:
+                        records[partition.topic, partition.partition, record.offset] = (record.key, record.value)
+        finally:
+            await consumer.stop()
+    return Content(records, committed)
+
+
+def _partitions() -> list[TopicPartition]:
+    return [TopicPartition(name, number) for name, count in TOPICS.items() for number in range(count)]
+
+
+def _flip(folder: Path, rng: random.Random, *, checksums: bool) -> int:
+    """Flip bytes, each in a page of its own: anywhere in the data, or anywhere in its checksums."""
+    names = ("broker.sums", "broker.frames") if checksums else ("broker.sqlite", "broker.sqlite-wal")
+    files = [(folder / name, (folder / name).stat().st_size) for name in names]
+    places = [(path, page) for path, size in files for page in range(max(1, size // PAGE_BYTES))]
+    chosen = rng.sample(places, min(FLIPS, len(places)))
+    for path, page in chosen:
+        data = bytearray(path.read_bytes())
+        at = page * PAGE_BYTES + rng.randrange(min(PAGE_BYTES, len(data) - page * PAGE_BYTES))
+        data[at] ^= rng.randrange(1, 256)
+        path.write_bytes(data)
+    return len(chosen)
