@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
+from headrace_runtime import liveness
 from headrace_runtime.errors import HeadraceError, SettingError
 from headrace_runtime.settings import CONFIG_VARIABLE, Common, ServiceSettings, load
 
@@ -43,6 +44,7 @@ class Service(Generic[S]):
         parser.add_argument("--check-config", action="store_true", help="read the settings, start nothing")
         parser.add_argument("--describe-settings", action="store_true", help="print every setting as JSON and stop")
         arguments = parser.parse_args()
+        pipe = liveness.handed_over(os.environ)
         if arguments.describe_settings:
             return self._describe()
         try:
@@ -58,7 +60,7 @@ class Service(Generic[S]):
         log = logs.get_logger(f"headrace_{self.name}")
         module, function = self.run.split(":")
         try:
-            asyncio.run(_until_stopped(getattr(import_module(module), function), common, own))
+            asyncio.run(_until_stopped(getattr(import_module(module), function), common, own, pipe))
         except SettingError as error:
             log.error("refused_to_start", error=str(error))
             return 2
@@ -82,10 +84,14 @@ class Service(Generic[S]):
         return 0
 
 
-async def _until_stopped(run: Run[S], common: Common, own: S) -> None:
-    """Run; SIGTERM and SIGINT cancel, and whatever `run` does in its `finally` blocks is the clean stop."""
+async def _until_stopped(run: Run[S], common: Common, own: S, pipe: int | None) -> None:
+    """Run; SIGTERM and SIGINT cancel, and whatever `run` does in its `finally` blocks is the clean stop.
+
+    `pipe` hears that the loop turns, from before the first step to after the last (`liveness`).
+    """
     task = asyncio.ensure_future(run(common, own))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
-    await task
+    async with liveness.beating(pipe):
+        await task

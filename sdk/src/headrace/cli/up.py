@@ -39,14 +39,17 @@ def up(
         bool, typer.Option("--auto-ports", help="Take free ports where none is set, instead of the usual ones.")
     ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds until every service has to answer.", min=1)] = 120.0,
+    hang_timeout: Annotated[
+        float, typer.Option(help="Seconds without a sign of life after which a service is killed.", min=6)
+    ] = 30.0,
 ) -> None:
     """Start every installed service on this machine and keep them running until Ctrl-C.
 
     The broker is left out when [bold]bus.address[/] is set, the judge without [bold]judge.endpoint.base_url[/], the
     trainer without [bold]trainer.base[/]. Each service is a process with a log of its own and is started again when it
-    dies. Stopping is clean; nothing is left running.
+    dies or hangs. Stopping is clean; nothing is left running.
     """
-    from headrace.supervisor import Supervisor
+    from headrace.supervisor import Limits, Supervisor
     from headrace.supervisor.overrides import parse_assignments
 
     out = console()
@@ -57,6 +60,7 @@ def up(
         only=only or (),
         without=without or (),
         auto_ports=auto_ports,
+        limits=Limits(hang_timeout_s=hang_timeout),
         report=lambda line: out.print(f"[yellow]{line}[/]"),
     )
     stopping = _stop_on_signals(supervisor)
