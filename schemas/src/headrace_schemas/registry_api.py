@@ -18,6 +18,8 @@ class ModelState(Model):
     champion: Version | None = None
     previous: Version | None = None
     candidate: Version | None = None
+    pinned: Version | None = None
+    paused: bool = False
     revision: int
 
 
@@ -61,6 +63,21 @@ class WithdrawRequest(Model):
     """`POST /v1/models/{name}/withdraw`."""
 
     version: Version
+    reason: Annotated[str, Field(max_length=4096)] = ""
+
+
+class PinRequest(Model):
+    """`POST /v1/models/{name}/pin`. Without a version the champion stays champion. Another version becomes champion as
+    soon as replicas have probed it, past the gate, and then stays.
+    """
+
+    version: Version | None = None
+    reason: Annotated[str, Field(max_length=4096)] = ""
+
+
+class HoldRequest(Model):
+    """`POST /v1/models/{name}/unpin`, `.../pause` and `.../resume`; an empty body does."""
+
     reason: Annotated[str, Field(max_length=4096)] = ""
 
 

@@ -23,7 +23,8 @@ from tests.unit.sdk.http_fake import HttpFake
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 COMMANDS = [
     ["up"], ["demo"], ["status"], ["logs"], ["feedback"], ["models", "list"], ["models", "show"], ["models", "promote"],
-    ["models", "rollback"], ["models", "withdraw"], ["replay", "events"], ["replay", "plan"], ["replay", "run"],
+    ["models", "rollback"], ["models", "withdraw"], ["models", "pin"], ["models", "unpin"], ["models", "pause"],
+    ["models", "resume"], ["replay", "events"], ["replay", "plan"], ["replay", "run"],
     ["replay", "resume"], ["replay", "offer"], ["replay", "list"], ["replay", "remove"], ["dead-letters", "list"],
     ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"], ["mirror"],
     ["config", "check"], ["config", "reference"],
@@ -187,7 +188,7 @@ def registry(up: Path, http: HttpFake) -> HttpFake:
 def test_models_list_and_show(registry: HttpFake, up: Path) -> None:
     status, text = headrace("models", "list", data_dir=up)
     assert status == 0
-    assert text.split()[-5:] == ["m", OLD, "-", NEW, "3"]
+    assert text.split()[-6:] == ["m", OLD, "-", NEW, "-", "3"]
     status, text = headrace("models", "show", "m", data_dir=up)
     assert status == 0
     rows = {line.split()[0]: line.split(maxsplit=1)[1].rstrip() for line in text.splitlines() if "@" in line}
@@ -222,6 +223,32 @@ def test_rollback_and_withdraw(registry: HttpFake, up: Path) -> None:
     assert (status, OLD in text) == (0, True)
     assert headrace("models", "withdraw", "m", NEW, data_dir=up)[0] == 0
     assert registry.bodies == [{"reason": "why"}, {"version": NEW, "reason": ""}]
+
+
+def test_pin_and_pause(registry: HttpFake, up: Path) -> None:
+    for word in ("pin", "unpin", "pause", "resume"):
+        registry.answer("POST", f"/v1/models/m/{word}", {"id": "m", "revision": 4, "champion": OLD})
+    status, text = headrace("models", "pin", "m", data_dir=up)
+    assert (status, text) == (0, f"m is pinned to {OLD}\n"), "a registry that says less is understood"
+    registry.answer("POST", "/v1/models/m/pin", {"id": "m", "revision": 4, "champion": OLD, "pinned": NEW})
+    status, text = headrace("models", "pin", "m", "0f", "--reason", "why", data_dir=up)
+    assert (status, text) == (0, f"m is pinned to {NEW}\n")
+    for word in ("unpin", "pause", "resume"):
+        status, text = headrace("models", word, "m", "--reason", word, data_dir=up)
+        assert (status, text.startswith("m ")) == (0, True)
+    assert registry.bodies == [
+        {"version": None, "reason": ""}, {"version": NEW, "reason": "why"},
+        {"reason": "unpin"}, {"reason": "pause"}, {"reason": "resume"},
+    ]  # fmt: skip
+
+
+def test_what_is_held_is_shown(registry: HttpFake, up: Path) -> None:
+    model = {"id": "m", "champion": OLD, "pinned": OLD, "paused": True, "revision": 3}
+    registry.answer("GET", "/v1/models", {"object": "list", "data": [model]})
+    registry.answer("GET", "/v1/models/m", model)
+    for command in ("list", "show m"):
+        text = headrace("models", *command.split(), data_dir=up)[1]
+        assert f"pinned to {OLD}, paused" in " ".join(text.split())
 
 
 def test_a_refusal_of_the_registry_is_shown(registry: HttpFake, up: Path) -> None:
