@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -270,6 +271,37 @@ def test_status_without_the_account(registry: HttpFake, up: Path) -> None:
     assert found["run"]["services"]["registry"]["status"] == "ready"
     assert found["models"][0]["candidate"] == NEW
     assert found["account"] is None
+
+
+def test_status_asks_the_living(http: HttpFake, data_dir: Path) -> None:
+    lock = Lock(data_dir)
+    lock.take()
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        port = hung.getsockname()[1]
+        service = ServiceState(status="ready", pid=1, url=http.url, port=1, log="x.log", since=NOW)
+        silent = service.model_copy(update={"url": f"http://127.0.0.1:{port}"})
+        services = {"scorer": service, "collector": silent}
+        RunState(pid=77, data_dir=str(data_dir), started_at=NOW, bus="-", services=services).write(data_dir)
+        failing = {"id": "function:concise", "outcomes": {"failed": 12, "scored": 3}, "failing": 12,
+                   "last_error": "KeyError: 'expected' [rewards.py:7]"}  # fmt: skip
+        fine = {"id": "function:right", "outcomes": {"scored": 15}, "later": "unknown to us"}
+        http.answer("GET", "/sources", {"data": [failing, fine]})
+        status, text = headrace("status", "--no-account", data_dir=data_dir)
+        said = " ".join(text.split())
+        assert status == 0
+        assert "collector ready no answer in 3 s" in said
+        assert "scorer ready yes" in said
+        assert "function:concise fails (12 in a row; 12 failed, 3 scored), the last error: KeyError: 'expected'" in said
+        assert "[rewards.py:7]" in said
+        assert "function:right" not in said
+        assert "supervisor (pid 77)" not in said
+        found = json.loads(headrace("status", "--no-account", "--json", data_dir=data_dir)[1])
+        assert found["alive"] == {"scorer": "yes", "collector": "no answer in 3 s"}
+        assert [source["id"] for source in found["sources"]] == ["function:concise", "function:right"]
+        os.utime(data_dir / "run" / "state.json", (0, 0))
+        said = " ".join(headrace("status", "--no-account", data_dir=data_dir)[1].split())
+        assert "the supervisor (pid 77) has not looked for" in said
+    lock.release()
 
 
 # config
