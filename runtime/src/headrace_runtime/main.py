@@ -33,6 +33,8 @@ class Service(Generic[S]):
     summary: str
     settings: type[S]
     run: str
+    check: str = ""
+    """Where the service tries what a start would find wrong, `module:function`; see `headrace_runtime.check`."""
 
     def main(self) -> NoReturn:
         """The whole life of the process. Never returns."""
@@ -42,6 +44,8 @@ class Service(Generic[S]):
         parser = argparse.ArgumentParser(prog=f"headrace_{self.name}", description=self.summary)
         parser.add_argument("--config", type=Path, default=os.environ.get(CONFIG_VARIABLE), help="a TOML file")
         parser.add_argument("--check-config", action="store_true", help="read the settings, start nothing")
+        parser.add_argument("--check", action="store_true", help="try all that a start would, and start nothing")
+        parser.add_argument("--check-bus", action="store_true", help="the same, with a look at the bus")
         parser.add_argument("--describe-settings", action="store_true", help="print every setting as JSON and stop")
         arguments = parser.parse_args()
         pipe = liveness.handed_over(os.environ)
@@ -54,6 +58,8 @@ class Service(Generic[S]):
             return 2
         if arguments.check_config:
             return 0
+        if arguments.check or arguments.check_bus:
+            return self._check(common, own, bus=arguments.check_bus)
         from headrace_runtime import logs
 
         logs.configure(self.name, common.logs)
@@ -63,6 +69,7 @@ class Service(Generic[S]):
             asyncio.run(_until_stopped(getattr(import_module(module), function), common, own, pipe))
         except SettingError as error:
             log.error("refused_to_start", error=str(error))
+            print(f"headrace {self.name}: {error}", file=sys.stderr)  # noqa: T201 (for who started it, as a sentence)
             return 2
         except (asyncio.CancelledError, KeyboardInterrupt):
             log.info("stopped")
@@ -74,6 +81,16 @@ class Service(Generic[S]):
             log.error("crashed", error=repr(group.exceptions), exc_info=group)
             return 1
         return 0
+
+    def _check(self, common: Common, own: S, *, bus: bool) -> int:
+        """A sentence on standard output for each thing that is wrong; exit status 2 when there is one."""
+        from headrace_runtime import check
+
+        module, _, function = self.check.partition(":")
+        try_own = getattr(import_module(module), function) if module else None
+        found = asyncio.run(check.problems(self.name, common, own, try_own, bus=bus))
+        sys.stdout.write("".join(f"{sentence}\n" for sentence in found))
+        return 2 if found else 0
 
     def _describe(self) -> int:
         from headrace_runtime.reference import describe

@@ -191,8 +191,7 @@ class Supervisor:
         self._stop.wait(_TICK_S)
 
     def _give_up(self, name: str, process: ManagedProcess) -> None:
-        said = next((line for line in reversed(process.log.tail) if line.strip()), "it said nothing")
-        self._failure = f"{name} refuses its settings: {said}"
+        self._failure = f"{name} refuses its settings: {_refusal(name, process.log.tail)}"
         self._stop.set()
 
     def _stop_all(self) -> None:
@@ -265,6 +264,13 @@ class Supervisor:
 
 def _only(state: RunState, name: str) -> RunState:
     return state.model_copy(update={"services": {name: state.services[name]}})
+
+
+def _refusal(name: str, tail: Iterable[str]) -> str:
+    """The sentence that a service says last, for people; its log may have more."""
+    said = [line for line in tail if line.strip()]
+    marked = [line for line in said if line.startswith(f"headrace {name}: ")]
+    return (marked or said or ["it said nothing"])[-1].removeprefix(f"headrace {name}: ")
 
 
 def _cause(status: int) -> str:
