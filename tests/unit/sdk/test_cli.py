@@ -19,6 +19,7 @@ from headrace.cli import app
 from headrace.supervisor.state import Lock, RunState, ServiceState
 from headrace_schemas import ModelEvent
 from headrace_schemas.registry_api import ModelList, ModelState, VersionList, VersionState
+from tests.support.ports import free_port
 from tests.unit.sdk.http_fake import HttpFake
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -317,6 +318,45 @@ def test_config_check_says_who_objects(tmp_path: Path, monkeypatch: pytest.Monke
     assert "setting registry.prot = 1: unknown; did you mean 'port'?" in text
     assert text.count("unknown") == 1, "the other does not mind"
     assert "not started: judge.endpoint.base_url is not set" in text
+
+
+CHECKED = """
+data_dir = "{folder}/data"
+[broker]
+port = {ports[0]}
+kafka_port = {ports[1]}
+[scorer]
+port = {ports[2]}
+functions = ["{folder}/rewards.py:score"]
+[registry]
+port = {ports[3]}
+gate = {{ command = ["{{python}}", "{folder}/gate.py"] }}
+"""
+
+
+def test_config_check_tries_what_a_start_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {name: f"headrace_{name}" for name in ("broker", "scorer", "registry")}
+    monkeypatch.setattr("headrace.supervisor.plan.installed", lambda: chosen)
+    ports = [free_port() for _ in range(4)]
+    path = tmp_path / "c.toml"
+    path.write_text(CHECKED.format(folder=tmp_path, ports=ports))
+    (tmp_path / "rewards.py").write_text("def score(trajectory):\n    return 1.0\n")
+    (tmp_path / "gate.py").write_text('print("{\\"task\\": \\"a\\", \\"score\\": 0.5}")')
+    status, text = headrace("config", "check", str(path))
+    assert (status, text.split().count("ok")) == (0, 4), text
+    assert not (tmp_path / "data").exists(), "nothing was started"
+
+    (tmp_path / "rewards.py").write_text("def score(weather):\n    return 1.0\n")
+    (tmp_path / "gate.py").write_text("import nothing_of_that_name")
+    (tmp_path / "data").touch()
+    with socket.create_server(("127.0.0.1", ports[2])):
+        status, text = headrace("config", "check", str(path))
+    said = " ".join(text.split())
+    assert status == 1
+    assert "parameter weather" in said
+    assert "No module named 'nothing_of_that_name'" in said
+    assert said.count("setting data_dir =") == 1, "once, though all mind"
+    assert f"scorer.port = {ports[2]}" in said
 
 
 def test_config_reference_of_one_service(tmp_path: Path) -> None:
