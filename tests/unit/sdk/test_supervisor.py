@@ -304,6 +304,31 @@ def test_the_supervisor_itself_is_seen_to_look(make: Make, data_dir: Path) -> No
     wait_until(lambda: unwatched_s(data_dir) < 1e6, 20, "the next look")
 
 
+SHARED_DESCRIPTORS = """
+import os, socket, sys
+from headrace.supervisor import leash
+listener = socket.create_server(("127.0.0.1", 0))
+reading, writing = os.pipe()
+handed_over = os.dup(listener.fileno())
+os.dup2(writing, 3)  # where the socket has to go
+os.set_inheritable(handed_over, True)
+os.environ["LIVENESS_FD"] = "3"
+inner = (
+    "import os, socket; assert socket.socket(fileno=3).getsockname(); os.write(int(os.environ['LIVENESS_FD']), b'.');"
+)
+if os.fork() == 0:
+    os.execv(sys.executable, leash.leashed([sys.executable, "-c", inner], handed_over)[:4]
+             + [str(os.getppid()), str(handed_over), sys.executable, "-c", inner])
+assert os.wait()[1] == 0
+assert os.read(reading, 10) == b"."
+"""
+
+
+def test_the_socket_and_the_pipe_do_not_take_each_others_place() -> None:
+    done = subprocess.run([sys.executable, "-c", SHARED_DESCRIPTORS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_stopping_before_anything_is_ready(make: Make, dummies: Dummies) -> None:
     dummies.tell("broker", "never answer")
     supervisor = make()
