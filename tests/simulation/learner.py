@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_runtime.blobs import BlobStore
+from headrace_schemas import ModelEvent
 from headrace_schemas.base import Model
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import File, Fingerprint, Manifest

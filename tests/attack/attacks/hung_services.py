@@ -151,7 +151,7 @@ async def _stop(made: Stack, name: str, delay_s: float) -> Fate:
 
 
 def _worst(fates: list[Fate], figure: str) -> float:
-    return max(getattr(fate, figure) for fate in fates)
+    return max(float(getattr(fate, figure)) for fate in fates)
 
 
 async def _all_ready(made: Stack) -> None:
