@@ -6,7 +6,7 @@ Runs every few seconds beside the service, so it imports little and, with `pytho
 import http.client
 import sys
 
-connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=3)
+connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=2)
 try:
     connection.request("GET", "/health")
     answer = connection.getresponse()

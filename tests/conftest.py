@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.support import kafka_node, postgres_node, presence
+from tests.support import kafka_node, postgres_node, presence, reaper
 from tests.support.broker_process import BrokerProcess
+
+reaper.start()
 
 
 @pytest.fixture(scope="session")

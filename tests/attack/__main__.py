@@ -21,12 +21,14 @@ from pathlib import Path
 
 from tests.attack import attacks
 from tests.attack.line import Line
+from tests.support import reaper
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(attacks.__path__))
 TIMEOUT_S = 900.0
 
 
 def main() -> int:
+    reaper.start()
     arguments = _arguments()
     seed = random.SystemRandom().randrange(2**32) if arguments.seed is None else arguments.seed
     print(f"attack: SEED={seed}, {len(arguments.only)} attacks", flush=True)

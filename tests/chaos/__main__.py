@@ -16,10 +16,11 @@ from tests.chaos import report
 from tests.chaos.nemeses import NEMESES
 from tests.chaos.run import Options, Outcome, run
 from tests.chaos.victims import BUS
-from tests.support import kafka_node
+from tests.support import kafka_node, reaper
 
 
 def main() -> int:
+    reaper.start()
     arguments = _arguments()
     seed = random.SystemRandom().randrange(2**32) if arguments.seed is None else arguments.seed
     buses = list(BUS) if arguments.bus == "both" else [arguments.bus]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_runtime.blobs import BlobStore
+from headrace_schemas import ModelEvent
 from headrace_schemas.base import Model
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import File, Fingerprint, Manifest
@@ -183,6 +184,8 @@ class Silent:
     def step(self, measured: Mapping[str, float], ledger: Ledger) -> None: ...
 
     def published(self, version: str, number: int, step: int) -> None: ...
+
+    def decided(self, event: ModelEvent, number: int, step: int) -> None: ...
 
     def close(self) -> None: ...
 

@@ -8,6 +8,7 @@ SERVICE = Service(
     "The OpenAI-compatible door: serves agents from the replicas and captures every model call.",
     GatewaySettings,
     "headrace_gateway.app:run",
+    "headrace_gateway.check:check",
 )
 
 if __name__ == "__main__":

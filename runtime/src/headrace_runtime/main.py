@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
+from headrace_runtime import liveness
 from headrace_runtime.errors import HeadraceError, SettingError
 from headrace_runtime.settings import CONFIG_VARIABLE, Common, ServiceSettings, load
 
@@ -32,6 +33,8 @@ class Service(Generic[S]):
     summary: str
     settings: type[S]
     run: str
+    check: str = ""
+    """Where the service tries what a start would find wrong, `module:function`; see `headrace_runtime.check`."""
 
     def main(self) -> NoReturn:
         """The whole life of the process. Never returns."""
@@ -41,8 +44,11 @@ class Service(Generic[S]):
         parser = argparse.ArgumentParser(prog=f"headrace_{self.name}", description=self.summary)
         parser.add_argument("--config", type=Path, default=os.environ.get(CONFIG_VARIABLE), help="a TOML file")
         parser.add_argument("--check-config", action="store_true", help="read the settings, start nothing")
+        parser.add_argument("--check", action="store_true", help="try all that a start would, and start nothing")
+        parser.add_argument("--check-bus", action="store_true", help="the same, with a look at the bus")
         parser.add_argument("--describe-settings", action="store_true", help="print every setting as JSON and stop")
         arguments = parser.parse_args()
+        pipe = liveness.handed_over(os.environ)
         if arguments.describe_settings:
             return self._describe()
         try:
@@ -52,15 +58,18 @@ class Service(Generic[S]):
             return 2
         if arguments.check_config:
             return 0
+        if arguments.check or arguments.check_bus:
+            return self._check(common, own, bus=arguments.check_bus)
         from headrace_runtime import logs
 
         logs.configure(self.name, common.logs)
         log = logs.get_logger(f"headrace_{self.name}")
         module, function = self.run.split(":")
         try:
-            asyncio.run(_until_stopped(getattr(import_module(module), function), common, own))
+            asyncio.run(_until_stopped(getattr(import_module(module), function), common, own, pipe))
         except SettingError as error:
             log.error("refused_to_start", error=str(error))
+            print(f"headrace {self.name}: {error}", file=sys.stderr)  # noqa: T201 (for who started it, as a sentence)
             return 2
         except (asyncio.CancelledError, KeyboardInterrupt):
             log.info("stopped")
@@ -73,6 +82,16 @@ class Service(Generic[S]):
             return 1
         return 0
 
+    def _check(self, common: Common, own: S, *, bus: bool) -> int:
+        """A sentence on standard output for each thing that is wrong; exit status 2 when there is one."""
+        from headrace_runtime import check
+
+        module, _, function = self.check.partition(":")
+        try_own = getattr(import_module(module), function) if module else None
+        found = asyncio.run(check.problems(self.name, common, own, try_own, bus=bus))
+        sys.stdout.write("".join(f"{sentence}\n" for sentence in found))
+        return 2 if found else 0
+
     def _describe(self) -> int:
         from headrace_runtime.reference import describe
 
@@ -82,10 +101,14 @@ class Service(Generic[S]):
         return 0
 
 
-async def _until_stopped(run: Run[S], common: Common, own: S) -> None:
-    """Run; SIGTERM and SIGINT cancel, and whatever `run` does in its `finally` blocks is the clean stop."""
+async def _until_stopped(run: Run[S], common: Common, own: S, pipe: int | None) -> None:
+    """Run; SIGTERM and SIGINT cancel, and whatever `run` does in its `finally` blocks is the clean stop.
+
+    `pipe` hears that the loop turns, from before the first step to after the last (`liveness`).
+    """
     task = asyncio.ensure_future(run(common, own))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
-    await task
+    async with liveness.beating(pipe):
+        await task

@@ -72,6 +72,24 @@ async def ensure(settings: BusSettings, names: tuple[str, ...] | None = None) ->
         await asyncio.sleep(0.2)
 
 
+async def check(settings: BusSettings, timeout_s: float) -> None:
+    """Whether a start could make do with the bus as it is; creates nothing. Raises `SettingError` or `Unavailable`."""
+    wanted = list(catalogue().values())
+    try:
+        async with asyncio.timeout(timeout_s):
+            admin = AIOKafkaAdminClient(bootstrap_servers=settings.address, request_timeout_ms=10_000)
+            try:
+                await admin.start()
+                existing = set(await admin.list_topics())
+                present = [topic for topic in wanted if topic.name in existing]
+                await _check(admin, settings, present, [topic for topic in wanted if topic.name not in existing])
+            finally:
+                await admin.close()
+    except (KafkaError, OSError, ValueError) as error:
+        cause = f"no answer in {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+        raise Unavailable(f"setting bus.address = {settings.address!r}: {cause}; is it running there?") from None
+
+
 async def _create(settings: BusSettings, wanted: list[Topic]) -> None:
     admin = AIOKafkaAdminClient(bootstrap_servers=settings.address, request_timeout_ms=10_000)
     await admin.start()

@@ -11,8 +11,10 @@ import httpx2
 from headrace.retries import Retries, checked
 from headrace_schemas.base import Model
 from headrace_schemas.registry_api import (
+    HoldRequest,
     ModelList,
     ModelState,
+    PinRequest,
     PromoteRequest,
     RollbackRequest,
     VersionList,
@@ -65,6 +67,22 @@ class Registry:
     def withdraw(self, name: str, version: str, *, reason: str = "") -> ModelState:
         """No turn goes to this version any more."""
         return self._change(name, "withdraw", WithdrawRequest(version=version, reason=reason))
+
+    def pin(self, name: str, version: str | None = None, *, reason: str = "") -> ModelState:
+        """A version stays champion until it is unpinned: the present champion, or another once it is probed."""
+        return self._change(name, "pin", PinRequest(version=version, reason=reason))
+
+    def unpin(self, name: str, *, reason: str = "") -> ModelState:
+        """Candidates may take over again."""
+        return self._change(name, "unpin", HoldRequest(reason=reason))
+
+    def pause(self, name: str, *, reason: str = "") -> ModelState:
+        """New versions are registered and wait; what an operator asks for goes on."""
+        return self._change(name, "pause", HoldRequest(reason=reason))
+
+    def resume(self, name: str, *, reason: str = "") -> ModelState:
+        """What waited has its turn."""
+        return self._change(name, "resume", HoldRequest(reason=reason))
 
     def close(self) -> None:
         self._http.close()

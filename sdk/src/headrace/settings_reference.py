@@ -8,7 +8,6 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from pydantic import BaseModel, JsonValue, TypeAdapter
 
@@ -16,6 +15,8 @@ from headrace.errors import HeadraceError
 
 _WIDTH = 120
 _TIMEOUT_S = 60.0
+_CHECK_TIMEOUT_S = 240.0
+"""A gate may take its minute in a dry run, and reward functions may import much."""
 _HEADER = """# Headrace settings. Everything is optional: what is commented out shows the default.
 #
 # `headrace up --config FILE` reads this. An environment variable overrides a line (HEADRACE_GATEWAY__PORT=8100), and so
@@ -41,20 +42,26 @@ _DESCRIBED = TypeAdapter(Described)
 def ask(services: Mapping[str, str]) -> Described:
     """Section to settings: those that all services share under `common`, then one section for each service."""
     found: Described = {}
-    for name, done in _run_all(services, "--describe-settings").items():
+    for name, done in _run_all(services, dict.fromkeys(services, "--describe-settings")).items():
         if done.returncode:
             raise HeadraceError(f"{name} cannot describe its settings: {done.stderr.strip()[-500:]}")
         found |= _DESCRIBED.validate_json(done.stdout)
     return found
 
 
-def refusals(services: Mapping[str, str], config: Path) -> dict[str, str]:
-    """Service to what it has against the settings in `config`; empty text when nothing."""
-    done = _run_all(services, "--check-config", "--config", str(config))
-    return {
-        name: "" if not result.returncode else result.stderr.strip() or f"exit status {result.returncode}"
-        for name, result in done.items()
-    }
+def refusals(services: Mapping[str, str], environ: Mapping[str, str], *, bus: bool) -> dict[str, list[str]]:
+    """Service to what it found wrong when it tried what its start would; one of them looks at the `bus` as well."""
+    asked = {name: "--check-bus" if bus and name == min(services) else "--check" for name in services}
+    done = _run_all(services, asked, environ=environ, timeout_s=_CHECK_TIMEOUT_S)
+    return {name: _sentences(name, result) for name, result in done.items()}
+
+
+def _sentences(name: str, result: subprocess.CompletedProcess[str]) -> list[str]:
+    """What is wrong stands on standard output; what stopped the attempt itself is the end of standard error."""
+    if not result.returncode:
+        return []
+    said = result.stdout.splitlines() or result.stderr.splitlines()[-1:] or [f"exit status {result.returncode}"]
+    return [line.removeprefix(f"headrace {name}: ") for line in said]
 
 
 def as_toml(described: Described, *, only: str | None = None) -> str:
@@ -93,12 +100,27 @@ def toml(value: JsonValue) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _run_all(services: Mapping[str, str], *arguments: str) -> dict[str, subprocess.CompletedProcess[str]]:
+def _run_all(
+    services: Mapping[str, str],
+    arguments: Mapping[str, str],
+    *,
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float = _TIMEOUT_S,
+) -> dict[str, subprocess.CompletedProcess[str]]:
     with ThreadPoolExecutor(max_workers=4) as pool:
-        done = {name: pool.submit(_run, module, arguments) for name, module in services.items()}
+        done = {
+            name: pool.submit(_run, module, arguments[name], environ, timeout_s) for name, module in services.items()
+        }
     return {name: future.result() for name, future in done.items()}
 
 
-def _run(module: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+def _run(
+    module: str, argument: str, environ: Mapping[str, str] | None, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, argument]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environ and dict(environ)
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"is not done after {timeout_s:g} s")

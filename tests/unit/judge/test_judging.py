@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
 from prometheus_client import REGISTRY
 
 from headrace_judge import app, rubric
 from headrace_judge.endpoint import OWN_SESSIONS
 from headrace_judge.intake import sampled
+from headrace_runtime import web
 from headrace_runtime.errors import SettingError
 from headrace_schemas import DeadLetter
+from headrace_schemas.source_api import SourceList
 from tests.support import fake_llm
 from tests.support.fake_llm import FakeLLM
 from tests.support.judge_rig import judge, said, settings, trajectory
@@ -360,3 +363,15 @@ async def test_what_happens_is_counted(llm: FakeLLM, data_dir: Path) -> None:
     assert sample("judge_endpoint_up") == 1
     assert sample("judge_budget_left", setting="calls_per_day") == 8
     assert sample("jobs", kind="verdict") == 0
+
+
+async def test_how_each_rubric_fares_is_told(llm: FakeLLM, data_dir: Path) -> None:
+    llm.usual = fake_llm.status(400)
+    async with judge(settings(llm), data_dir) as rig:
+        await rig.bench.deliver(trajectory("t1"))
+        await rig.judged()
+        application = web.app({}, rig.service.routes(rig.bench.processor))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://judge") as http:
+            (source,) = SourceList.model_validate_json((await http.get("/sources")).content).data
+    assert (source.id, source.failing, source.outcomes) == ("judge:helpfulness", 1, {"failed": 1})
+    assert "400" in (source.last_error or "")

@@ -273,3 +273,16 @@ async def test_feedback_and_rewards_for_nothing_are_kept_and_hurt_nobody(open_sc
     async with open_scorer() as rig:
         await rig.deliver(feedback("s", ghost), feedback("nobody"), reward(closed(), "x"))
         assert (rig.rewards(), rig.experiences(), rig.stream.sent(DeadLetter)) == ([], [], [])
+
+
+async def test_how_each_function_fares_is_known(open_scorer: Open) -> None:
+    def broken() -> float:
+        raise KeyError("expected")
+
+    async with open_scorer(half, broken) as rig:
+        await rig.deliver(closed(session="a"))
+        await rig.deliver(closed(session="b"))
+        found = {source.id: source for source in rig.scoring.sources.listed().data}
+    assert found["function:half"].outcomes == {"scored": 2}
+    assert (found["function:broken"].outcomes, found["function:broken"].failing) == ({"failed": 2}, 2)
+    assert "KeyError: 'expected'" in (found["function:broken"].last_error or "")

@@ -38,6 +38,8 @@ if told == "leave a child":
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        if self.path == "/stuck":
+            time.sleep(600)
         self.send_response(503 if told == "unready" else 200)
         self.end_headers()
         self.wfile.write(json.dumps({"checks": {"bus": True, "model": told != "unready"}}).encode())
@@ -46,10 +48,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 held = os.environ.get("LISTEN_PID") == str(os.getpid())
 port = int(os.environ[f"HEADRACE_{name.upper()}__PORT"])
+pipe = int(os.environ.pop("LIVENESS_FD"))
+if told != "answer only":
+    http.server.HTTPServer.service_actions = lambda _server: os.write(pipe, b".")
 server = http.server.HTTPServer(("127.0.0.1", port), Handler, bind_and_activate=not held)
 if held:
     server.socket = socket.socket(fileno=3)
-server.serve_forever()
+server.serve_forever(0.05)
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,12 +19,14 @@ from headrace.cli import app
 from headrace.supervisor.state import Lock, RunState, ServiceState
 from headrace_schemas import ModelEvent
 from headrace_schemas.registry_api import ModelList, ModelState, VersionList, VersionState
+from tests.support.ports import free_port
 from tests.unit.sdk.http_fake import HttpFake
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 COMMANDS = [
     ["up"], ["demo"], ["status"], ["logs"], ["feedback"], ["models", "list"], ["models", "show"], ["models", "promote"],
-    ["models", "rollback"], ["models", "withdraw"], ["replay", "events"], ["replay", "plan"], ["replay", "run"],
+    ["models", "rollback"], ["models", "withdraw"], ["models", "pin"], ["models", "unpin"], ["models", "pause"],
+    ["models", "resume"], ["replay", "events"], ["replay", "plan"], ["replay", "run"],
     ["replay", "resume"], ["replay", "offer"], ["replay", "list"], ["replay", "remove"], ["dead-letters", "list"],
     ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"], ["mirror"],
     ["config", "check"], ["config", "reference"],
@@ -187,7 +190,7 @@ def registry(up: Path, http: HttpFake) -> HttpFake:
 def test_models_list_and_show(registry: HttpFake, up: Path) -> None:
     status, text = headrace("models", "list", data_dir=up)
     assert status == 0
-    assert text.split()[-5:] == ["m", OLD, "-", NEW, "3"]
+    assert text.split()[-6:] == ["m", OLD, "-", NEW, "-", "3"]
     status, text = headrace("models", "show", "m", data_dir=up)
     assert status == 0
     rows = {line.split()[0]: line.split(maxsplit=1)[1].rstrip() for line in text.splitlines() if "@" in line}
@@ -224,6 +227,32 @@ def test_rollback_and_withdraw(registry: HttpFake, up: Path) -> None:
     assert registry.bodies == [{"reason": "why"}, {"version": NEW, "reason": ""}]
 
 
+def test_pin_and_pause(registry: HttpFake, up: Path) -> None:
+    for word in ("pin", "unpin", "pause", "resume"):
+        registry.answer("POST", f"/v1/models/m/{word}", {"id": "m", "revision": 4, "champion": OLD})
+    status, text = headrace("models", "pin", "m", data_dir=up)
+    assert (status, text) == (0, f"m is pinned to {OLD}\n"), "a registry that says less is understood"
+    registry.answer("POST", "/v1/models/m/pin", {"id": "m", "revision": 4, "champion": OLD, "pinned": NEW})
+    status, text = headrace("models", "pin", "m", "0f", "--reason", "why", data_dir=up)
+    assert (status, text) == (0, f"m is pinned to {NEW}\n")
+    for word in ("unpin", "pause", "resume"):
+        status, text = headrace("models", word, "m", "--reason", word, data_dir=up)
+        assert (status, text.startswith("m ")) == (0, True)
+    assert registry.bodies == [
+        {"version": None, "reason": ""}, {"version": NEW, "reason": "why"},
+        {"reason": "unpin"}, {"reason": "pause"}, {"reason": "resume"},
+    ]  # fmt: skip
+
+
+def test_what_is_held_is_shown(registry: HttpFake, up: Path) -> None:
+    model = {"id": "m", "champion": OLD, "pinned": OLD, "paused": True, "revision": 3}
+    registry.answer("GET", "/v1/models", {"object": "list", "data": [model]})
+    registry.answer("GET", "/v1/models/m", model)
+    for command in ("list", "show m"):
+        text = headrace("models", *command.split(), data_dir=up)[1]
+        assert f"pinned to {OLD}, paused" in " ".join(text.split())
+
+
 def test_a_refusal_of_the_registry_is_shown(registry: HttpFake, up: Path) -> None:
     refusal = {"error": {"message": "no previous version", "code": "no_previous"}}
     registry.answer("POST", "/v1/models/m/rollback", refusal, status=409)
@@ -245,6 +274,37 @@ def test_status_without_the_account(registry: HttpFake, up: Path) -> None:
     assert found["account"] is None
 
 
+def test_status_asks_the_living(http: HttpFake, data_dir: Path) -> None:
+    lock = Lock(data_dir)
+    lock.take()
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        port = hung.getsockname()[1]
+        service = ServiceState(status="ready", pid=1, url=http.url, port=1, log="x.log", since=NOW)
+        silent = service.model_copy(update={"url": f"http://127.0.0.1:{port}"})
+        services = {"scorer": service, "collector": silent}
+        RunState(pid=77, data_dir=str(data_dir), started_at=NOW, bus="-", services=services).write(data_dir)
+        failing = {"id": "function:concise", "outcomes": {"failed": 12, "scored": 3}, "failing": 12,
+                   "last_error": "KeyError: 'expected' [rewards.py:7]"}  # fmt: skip
+        fine = {"id": "function:right", "outcomes": {"scored": 15}, "later": "unknown to us"}
+        http.answer("GET", "/sources", {"data": [failing, fine]})
+        status, text = headrace("status", "--no-account", data_dir=data_dir)
+        said = " ".join(text.split())
+        assert status == 0
+        assert "collector ready no answer in 3 s" in said
+        assert "scorer ready yes" in said
+        assert "function:concise fails (12 in a row; 12 failed, 3 scored), the last error: KeyError: 'expected'" in said
+        assert "[rewards.py:7]" in said
+        assert "function:right" not in said
+        assert "supervisor (pid 77)" not in said
+        found = json.loads(headrace("status", "--no-account", "--json", data_dir=data_dir)[1])
+        assert found["alive"] == {"scorer": "yes", "collector": "no answer in 3 s"}
+        assert [source["id"] for source in found["sources"]] == ["function:concise", "function:right"]
+        os.utime(data_dir / "run" / "state.json", (0, 0))
+        said = " ".join(headrace("status", "--no-account", data_dir=data_dir)[1].split())
+        assert "the supervisor (pid 77) has not looked for" in said
+    lock.release()
+
+
 # config
 
 
@@ -258,6 +318,45 @@ def test_config_check_says_who_objects(tmp_path: Path, monkeypatch: pytest.Monke
     assert "setting registry.prot = 1: unknown; did you mean 'port'?" in text
     assert text.count("unknown") == 1, "the other does not mind"
     assert "not started: judge.endpoint.base_url is not set" in text
+
+
+CHECKED = """
+data_dir = "{folder}/data"
+[broker]
+port = {ports[0]}
+kafka_port = {ports[1]}
+[scorer]
+port = {ports[2]}
+functions = ["{folder}/rewards.py:score"]
+[registry]
+port = {ports[3]}
+gate = {{ command = ["{{python}}", "{folder}/gate.py"] }}
+"""
+
+
+def test_config_check_tries_what_a_start_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {name: f"headrace_{name}" for name in ("broker", "scorer", "registry")}
+    monkeypatch.setattr("headrace.supervisor.plan.installed", lambda: chosen)
+    ports = [free_port() for _ in range(4)]
+    path = tmp_path / "c.toml"
+    path.write_text(CHECKED.format(folder=tmp_path, ports=ports))
+    (tmp_path / "rewards.py").write_text("def score(trajectory):\n    return 1.0\n")
+    (tmp_path / "gate.py").write_text('print("{\\"task\\": \\"a\\", \\"score\\": 0.5}")')
+    status, text = headrace("config", "check", str(path))
+    assert (status, text.split().count("ok")) == (0, 4), text
+    assert not (tmp_path / "data").exists(), "nothing was started"
+
+    (tmp_path / "rewards.py").write_text("def score(weather):\n    return 1.0\n")
+    (tmp_path / "gate.py").write_text("import nothing_of_that_name")
+    (tmp_path / "data").touch()
+    with socket.create_server(("127.0.0.1", ports[2])):
+        status, text = headrace("config", "check", str(path))
+    said = " ".join(text.split())
+    assert status == 1
+    assert "parameter weather" in said
+    assert "No module named 'nothing_of_that_name'" in said
+    assert said.count("setting data_dir =") == 1, "once, though all mind"
+    assert f"scorer.port = {ports[2]}" in said
 
 
 def test_config_reference_of_one_service(tmp_path: Path) -> None:

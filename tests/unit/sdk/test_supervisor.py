@@ -15,6 +15,8 @@ import pytest
 
 from headrace.errors import NotRunning, UsageError
 from headrace.supervisor import Limits, StartFailed, Supervisor, read
+from headrace.supervisor.pulse import Pulse
+from headrace.supervisor.state import unwatched_s
 from tests.support.ports import is_open
 from tests.support.processes import alive, wait_until
 from tests.unit.sdk.dummies import Dummies
@@ -217,6 +219,114 @@ def test_a_state_file_that_cannot_be_written_stops_nothing(make: Make, dummies: 
     wait_until(lambda: (data_dir / "run" / "state.json").is_file(), 10, "the next attempt")
     assert len(said) == 1
     assert "cannot say what runs" in said[0]
+
+
+# hung is not dead
+
+WATCHFUL = Limits(
+    first_pause_s=0.05, stop_timeout_s=5.0, health_interval_s=0.02, health_timeout_s=0.3, hung_s=1.0, hang_timeout_s=3.0
+)
+
+
+@pytest.mark.parametrize("told", ["", "answer only"])
+def test_a_stopped_service_is_hung_then_killed_and_started_again(make: Make, dummies: Dummies, told: str) -> None:
+    said: list[str] = []
+    dummies.tell("alpha", told)
+    supervisor = make(WATCHFUL, report=said.append)
+    supervisor.start()
+    before = supervisor.wait_ready(20).services["alpha"]
+    assert before.pid is not None
+    os.kill(before.pid, signal.SIGSTOP)
+    wait_until(lambda: supervisor.state.services["alpha"].status == "hung", 20, "it is seen to hang")
+    assert alive(before.pid)
+    assert supervisor.state.services["beta"].status == "ready", "nobody else is touched"
+    wait_until(lambda: supervisor.state.services["alpha"].restarts == 1, 20, "the restart")
+    after = supervisor.wait_ready(20).services["alpha"]
+    assert (after.port, after.pid != before.pid, alive(before.pid)) == (before.port, True, False)
+    words = [line.split(" for ")[0] for line in said]
+    assert words[:2] == ["alpha hangs: no sign of life"] * 2
+    assert "killing it" in said[1]
+    assert said[2] == "alpha ended (signal 9); starting it again in 0.05 s"
+    assert dummies.starts.count("beta") == dummies.starts.count("broker") == 1
+
+
+def test_a_loop_that_is_stuck_hangs_too(make: Make, dummies: Dummies) -> None:
+    supervisor = make(WATCHFUL)
+    supervisor.start()
+    supervisor.wait_ready(20)
+    with pytest.raises(OSError, match="timed out"):
+        urllib.request.urlopen(f"{supervisor.url('alpha')}/stuck", timeout=0.1)
+    wait_until(lambda: supervisor.state.services["alpha"].restarts == 1, 20, "the restart")
+    assert supervisor.wait_ready(20).ready
+
+
+def test_who_goes_on_in_time_is_left_alone(make: Make, dummies: Dummies) -> None:
+    supervisor = make(Limits(health_interval_s=0.02, health_timeout_s=0.3, hung_s=0.5, hang_timeout_s=600))
+    supervisor.start()
+    pid = supervisor.wait_ready(20).services["alpha"].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: supervisor.state.services["alpha"].status == "hung", 20, "it is seen to hang")
+    os.kill(pid, signal.SIGCONT)
+    assert supervisor.wait_ready(20).services["alpha"].pid == pid
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: supervisor.state.services["alpha"].status == "hung", 20, "it is seen to hang again")
+    supervisor.stop()
+    assert not alive(pid), "what hangs is not asked to stop"
+
+
+def test_silence_that_nobody_watched_does_not_count() -> None:
+    pulse = Pulse()
+    writing = os.dup(pulse.open())
+    pulse.started(0.0)
+    pulse.look(1.0)
+    assert (pulse.silent_s, pulse.beats) == (1.0, False)
+    pulse.look(3600.0)
+    assert pulse.silent_s < 10.0, "the watcher was away, or the machine asleep"
+    os.write(writing, b"..")
+    pulse.look(3601.0)
+    assert (pulse.silent_s, pulse.beats) == (0.0, True)
+    pulse.look(3602.0)
+    assert pulse.silent_s == 1.0
+    os.close(writing)
+    pulse.look(3603.0)
+    assert pulse.silent_s == 2.0, "an end that is closed says nothing"
+    pulse.close()
+
+
+def test_the_supervisor_itself_is_seen_to_look(make: Make, data_dir: Path) -> None:
+    supervisor = make()
+    supervisor.start()
+    supervisor.wait_ready(20)
+    state = data_dir / "run" / "state.json"
+    os.utime(state, (0, 0))
+    assert unwatched_s(data_dir) > 1e6
+    wait_until(lambda: unwatched_s(data_dir) < 1e6, 20, "the next look")
+
+
+SHARED_DESCRIPTORS = """
+import os, socket, sys
+from headrace.supervisor import leash
+listener = socket.create_server(("127.0.0.1", 0))
+reading, writing = os.pipe()
+handed_over = os.dup(listener.fileno())
+os.dup2(writing, 3)  # where the socket has to go
+os.set_inheritable(handed_over, True)
+os.environ["LIVENESS_FD"] = "3"
+inner = (
+    "import os, socket; assert socket.socket(fileno=3).getsockname(); os.write(int(os.environ['LIVENESS_FD']), b'.');"
+)
+if os.fork() == 0:
+    os.execv(sys.executable, leash.leashed([sys.executable, "-c", inner], handed_over)[:4]
+             + [str(os.getppid()), str(handed_over), sys.executable, "-c", inner])
+assert os.wait()[1] == 0
+assert os.read(reading, 10) == b"."
+"""
+
+
+def test_the_socket_and_the_pipe_do_not_take_each_others_place() -> None:
+    done = subprocess.run([sys.executable, "-c", SHARED_DESCRIPTORS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_stopping_before_anything_is_ready(make: Make, dummies: Dummies) -> None:

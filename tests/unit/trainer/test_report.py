@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from headrace_trainer.report import Reporter
 from tests.unit.trainer.conftest import Make
-from tests.unit.trainer.world import World, experience
+from tests.unit.trainer.world import World, decision, experience
 
 
 async def test_steps_and_versions_reach_tensorboard_and_prometheus(tmp_path: Path, make: Make) -> None:
@@ -19,6 +19,8 @@ async def test_steps_and_versions_reach_tensorboard_and_prometheus(tmp_path: Pat
     await world.run(make())
     version = world.bus.checkpoints[0].version
     world.bus.produce(*(experience(n, version, reward=n % 2, task="t") for n in range(8)))
+    measured = decision(version, "evaluated").model_copy(update={"statistics": {"score": 0.75, "tasks": 20.0}})
+    world.bus.produce(measured, decision(version, "promoted"), decision("m@0123456789ab", "rejected", number=9))
     reporter = Reporter(tmp_path / "board")
     world.reporter = reporter  # type: ignore[assignment]
     await world.run(make())
@@ -27,6 +29,9 @@ async def test_steps_and_versions_reach_tensorboard_and_prometheus(tmp_path: Pat
     assert {"step/reward_mean", "step/loss", "step/entropy", "reward/default/t", "staleness/0", "version"} <= tags
     assert [point.step for point in events.Scalars("step/loss")] == [1, 2]
     assert [point.value for point in events.Scalars("version")] == [1.0, 2.0]
+    assert [point.value for point in events.Scalars("registry/score")] == [0.75]
+    assert [point.value for point in events.Scalars("registry/promoted")] == [0.0]
+    assert "registry/rejected" not in tags, "that version is not of this lineage"
     assert REGISTRY.get_sample_value("headrace_trainer_steps") == 2
     assert REGISTRY.get_sample_value("headrace_trainer_measure", {"measure": "reward_mean"}) == 0.5
     assert REGISTRY.get_sample_value("headrace_trainer_measure", {"measure": "reward/default/t"}) is None, "no bound"

@@ -20,8 +20,15 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, help="Every setting there 
 
 
 def check(file: Annotated[Path, typer.Argument(help="A settings file (TOML).", exists=True, dir_okay=False)]) -> None:
-    """Let each service that `up` would start read the file; exit status 1 when one of them refuses it."""
+    """Try all that `headrace up` would, without starting anything; exit status 1 when something is wrong.
+
+    Each service reads the file and tries what is its own: the base folder and its chat template, reward functions and
+    their arguments, rubrics, the gate's program (in a dry run, against answers without meaning), keys, the database,
+    the bus and its topics, and whether the ports are free.
+    """
     import os
+
+    from rich.markup import escape
 
     from headrace.settings_reference import refusals
     from headrace.supervisor.overrides import Overrides
@@ -30,13 +37,48 @@ def check(file: Annotated[Path, typer.Argument(help="A settings file (TOML).", e
     services = installed()
     overrides = Overrides(file, {}, os.environ)
     left_out = {name: reason for name in services if (reason := why_not(name, overrides))}
+    chosen = {name: module for name, module in services.items() if name not in left_out}
     with console().status("asking the services"):
-        found = refusals({name: module for name, module in services.items() if name not in left_out}, file)
-    rows = [(name, f"[red]{text}[/]" if text else "[green]ok[/]") for name, text in found.items()]
-    rows += [(name, f"[dim]not started: {reason}[/]") for name, reason in left_out.items()]
+        found = refusals(chosen, overrides.environ, bus="broker" in left_out)
+    found = _shared_once(found) | {"ports": _ports(file, chosen)}
+    rows = [
+        (name, "[red]" + escape("\n".join(wrong)) + "[/]" if wrong else "[green]ok[/]") for name, wrong in found.items()
+    ]
+    rows += [(name, f"[dim]not started: {escape(reason)}[/]") for name, reason in left_out.items()]
     console().print(table(["service", "settings"], rows))
     if any(found.values()):
         raise typer.Exit(1)
+
+
+def _shared_once(found: dict[str, list[str]]) -> dict[str, list[str]]:
+    """What several say stands with all of them in one row, not once for each."""
+    by_sentence: dict[str, list[str]] = {}
+    for name, wrong in found.items():
+        for sentence in wrong:
+            by_sentence.setdefault(sentence, []).append(name)
+    shared = [sentence for sentence, names in by_sentence.items() if len(names) > 1]
+    own = {name: [one for one in wrong if one not in shared] for name, wrong in found.items()}
+    return ({"all": shared} if shared else {}) | own
+
+
+def _ports(file: Path, services: dict[str, str]) -> list[str]:
+    """What keeps `up` from its ports; nothing when it is up already on this data directory, and so has them."""
+    import os
+
+    from headrace.errors import NotRunning, UsageError
+    from headrace.supervisor.overrides import Overrides
+    from headrace.supervisor.plan import data_dir_of, make
+    from headrace.supervisor.state import read
+
+    overrides = Overrides(file, {}, os.environ)
+    try:
+        read(data_dir_of(None, overrides))
+    except NotRunning:
+        try:
+            make(None, overrides, services, only=services)
+        except UsageError as error:
+            return [str(error)]
+    return []
 
 
 def reference(

@@ -1,4 +1,4 @@
-"""`headrace models`: versions, aliases, promotion, rollback."""
+"""`headrace models`: versions, aliases, promotion, rollback, and holding on to a version."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def _models() -> list[str]:
 
 Name = Annotated[str, typer.Argument(help="The model's name.", metavar="MODEL", autocompletion=_models)]
 VersionName = Annotated[str, typer.Argument(help="MODEL@DIGEST; the digest's first letters do.", metavar="VERSION")]
-app = typer.Typer(cls=Commands, no_args_is_help=True, help="Versions and who serves: list, promote, roll back.")
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Versions and who serves: list, promote, roll back, pin.")
+Reason = Annotated[str, typer.Option(help="Kept with the decision.")]
 
 
 def list_models(data_dir: DataDir = None, registry: Url = None, key: Key = None, json: AsJson = False) -> None:
@@ -44,8 +45,8 @@ def list_models(data_dir: DataDir = None, registry: Url = None, key: Key = None,
     if json:
         typer.echo("[" + ", ".join(model.model_dump_json() for model in found) + "]")
         return
-    rows = [(m.id, m.champion or "-", m.previous or "-", m.candidate or "-", str(m.revision)) for m in found]
-    console().print(table(["model", "champion", "previous", "candidate", "routing>"], rows))
+    rows = [(m.id, m.champion or "-", m.previous or "-", m.candidate or "-", held(m), str(m.revision)) for m in found]
+    console().print(table(["model", "champion", "previous", "candidate", "held", "routing>"], rows))
 
 
 def show(
@@ -64,6 +65,8 @@ def show(
         return
     rows = [_row(model, version) for version in versions]
     console().print(table(["version", "step>", "state", "score>", "tasks>", "vs champion", "why"], rows, name))
+    if held(model) != "-":
+        console().print(f"[yellow]{name} is {held(model)}: no candidate takes over by itself[/]")
 
 
 def promote(
@@ -94,7 +97,7 @@ def promote(
 
 def rollback(
     name: Name,
-    reason: Annotated[str, typer.Option(help="Kept with the decision.")] = "",
+    reason: Reason = "",
     data_dir: DataDir = None,
     registry: Url = None,
     key: Key = None,
@@ -108,7 +111,7 @@ def rollback(
 def withdraw(
     name: Name,
     version: VersionName,
-    reason: Annotated[str, typer.Option(help="Kept with the decision.")] = "",
+    reason: Reason = "",
     data_dir: DataDir = None,
     registry: Url = None,
     key: Key = None,
@@ -118,6 +121,49 @@ def withdraw(
         full = _full(api, name, version)
         api.withdraw(name, full, reason=reason)
     console().print(f"{full} is withdrawn")
+
+
+def pin(
+    name: Name,
+    version: Annotated[
+        str | None, typer.Argument(help="MODEL@DIGEST or its first letters; the champion if left out.")
+    ] = None,
+    reason: Reason = "",
+    data_dir: DataDir = None,
+    registry: Url = None,
+    key: Key = None,
+) -> None:
+    """Keep a version as champion, whatever is trained, until `unpin`. Another one than the champion is probed first."""
+    with _registry(data_dir, registry, key) as api:
+        model = api.pin(name, _full(api, name, version) if version else None, reason=reason)
+    console().print(f"{name} is pinned to [bold]{model.pinned or model.champion}[/]")
+
+
+def unpin(name: Name, reason: Reason = "", data_dir: DataDir = None, registry: Url = None, key: Key = None) -> None:
+    """Let candidates take over again."""
+    with _registry(data_dir, registry, key) as api:
+        api.unpin(name, reason=reason)
+    console().print(f"{name} is not pinned: the next version that passes takes over")
+
+
+def pause(name: Name, reason: Reason = "", data_dir: DataDir = None, registry: Url = None, key: Key = None) -> None:
+    """Let new versions wait: none is probed, measured or promoted until `resume`. Training goes on."""
+    with _registry(data_dir, registry, key) as api:
+        api.pause(name, reason=reason)
+    console().print(f"{name} is paused: new versions wait")
+
+
+def resume(name: Name, reason: Reason = "", data_dir: DataDir = None, registry: Url = None, key: Key = None) -> None:
+    """Give those versions their turn that waited during a `pause`."""
+    with _registry(data_dir, registry, key) as api:
+        api.resume(name, reason=reason)
+    console().print(f"{name} goes on: versions have their turn")
+
+
+def held(model: ModelState) -> str:
+    """What keeps candidates from taking over, in words."""
+    words = [f"pinned to {model.pinned}"] if model.pinned else []
+    return ", ".join([*words, *(["paused"] if model.paused else [])]) or "-"
 
 
 def _registry(data_dir: DataDir, url: str | None, key: str | None) -> Registry:
@@ -191,4 +237,10 @@ def add_to(parent: typer.Typer) -> None:
     )
     command(app, rollback, 'headrace models rollback email-agent --reason "complaints since Tuesday"')
     command(app, withdraw, "headrace models withdraw email-agent 3f9c2d")
+    command(
+        app, pin, "headrace models pin email-agent   [dim]# its champion[/]", "headrace models pin email-agent 3f9c2d"
+    )
+    command(app, unpin, "headrace models unpin email-agent")
+    command(app, pause, 'headrace models pause email-agent --reason "a demonstration until Friday"')
+    command(app, resume, "headrace models resume email-agent")
     parent.add_typer(app, name="models")

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.shared import AsJson, DataDir, command, condition, console, running, table
+from headrace.cli.shared import AsJson, DataDir, command, condition, console, folder, running, table
 
 if TYPE_CHECKING:
     from headrace.account import Account
     from headrace.supervisor import RunState
     from headrace_schemas.registry_api import ModelState
+    from headrace_schemas.source_api import SourceState
+
+_UNWATCHED_S = 10.0
+"""A supervisor looks every second; after so long without a look what it wrote is not believed."""
 
 
 def status(
@@ -24,20 +28,31 @@ def status(
         typer.Option(help="Account for this lineage instead of the last one.", metavar="MODEL=LINEAGE"),
     ] = None,
     bus: Annotated[str | None, typer.Option(help="Account for this bus; nothing needs to run here.")] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(envvar="HEADRACE_SECURITY__INTERNAL_KEY", help="security.internal_key, when one is set."),
+    ] = None,
     data_dir: DataDir = None,
     json: AsJson = False,
 ) -> None:
-    """What runs, who serves, and what became of every captured turn: trained, waiting, or dropped and why.
+    """What runs and answers, who serves, and what became of every captured turn: trained, waiting, or dropped and why.
 
     The account is computed from the topics alone. Exit status 1 when it does not add up.
     """
+    from headrace import living
+
     state = None if bus else running(data_dir)
+    alive = living.alive(state) if state else {}
+    sources = living.sources(state, key) if state else ()
     models = _models(state) if state else ()
     found = _account(bus or (state.bus if state else ""), lineage or []) if account else None
     if json:
-        typer.echo(jsonlib.dumps(_as_json(state, models, found), indent=1))
+        typer.echo(jsonlib.dumps(_as_json(state, models, found, alive, sources), indent=1))
     else:
-        _print(state, models, found)
+        if state is not None:
+            _print_unwatched(state, data_dir)
+        _print(state, models, found, alive)
+        _print_sources(sources)
     if found is not None and not found.consistent:
         raise typer.Exit(1)
 
@@ -77,16 +92,38 @@ def _account(bus: str, lineage: list[str]) -> Account:
         )
 
 
-def _print(state: RunState | None, models: tuple[ModelState, ...], account: Account | None) -> None:
+def _print_unwatched(state: RunState, data_dir: DataDir) -> None:
+    from headrace.supervisor.state import unwatched_s
+
+    silent_s = unwatched_s(folder(data_dir))
+    if silent_s > _UNWATCHED_S:
+        console().print(
+            f"[red]the supervisor (pid {state.pid}) has not looked for {_age(silent_s)}: it is stopped or stuck. "
+            "States are what it saw last, nobody restarts what ends, and only `alive` is true now[/]"
+        )
+
+
+def _print_sources(sources: tuple[SourceState, ...]) -> None:
+    """Those that have just failed, with the last error."""
+    failing = [source for source in sources if source.failing]
+    for source in failing:
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(source.outcomes.items()))
+        console().print(f"[red]{source.id} fails[/] ({source.failing} in a row; {counts}), the last error:", end=" ")
+        console().print(source.last_error or "", markup=False)
+
+
+def _print(
+    state: RunState | None, models: tuple[ModelState, ...], account: Account | None, alive: dict[str, str]
+) -> None:
     out = console()
     if state is not None:
         now = datetime.now(UTC)
         rows = [
-            (name, condition(one), one.url, str(one.pid or "-"),
+            (name, condition(one), _alive(alive.get(name, "-")), one.url, str(one.pid or "-"),
              str(one.restarts), _age((now - one.since).total_seconds()))
             for name, one in state.services.items()
         ]  # fmt: skip
-        out.print(table(["service", "state", "address", "pid>", "restarts>", "for>"], rows))
+        out.print(table(["service", "state", "alive", "address", "pid>", "restarts>", "for>"], rows))
         out.print(f"bus {state.bus}   base_url {state.base_url or '-'}   data {state.data_dir}")
     if models:
         roles = [(model.id, model.champion or "-", model.previous or "-", model.candidate or "-") for model in models]
@@ -110,6 +147,10 @@ def _print_account(account: Account) -> None:
         out.print(f"  {problem}", markup=False)
 
 
+def _alive(answer: str) -> str:
+    return answer if answer in ("yes", "-") else f"[red]{answer}[/]"
+
+
 def _age(seconds: float) -> str:
     for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= 2 * size:
@@ -117,9 +158,17 @@ def _age(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _as_json(state: RunState | None, models: tuple[ModelState, ...], account: Account | None) -> dict[str, Any]:
+def _as_json(
+    state: RunState | None,
+    models: tuple[ModelState, ...],
+    account: Account | None,
+    alive: dict[str, str],
+    sources: tuple[SourceState, ...],
+) -> dict[str, Any]:
     return {
         "run": state.model_dump(mode="json") if state else None,
+        "alive": alive,
+        "sources": [source.model_dump(mode="json", exclude_none=True) for source in sources],
         "models": [model.model_dump(mode="json") for model in models],
         "account": asdict(account) if account else None,
     }

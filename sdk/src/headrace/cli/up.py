@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +14,7 @@ from headrace.cli.shared import Config, DataDir, command, condition, console, ta
 
 if TYPE_CHECKING:
     from headrace.supervisor import RunState, Supervisor
+    from headrace_schemas import ModelEvent
 
 
 def _services() -> list[str]:
@@ -39,14 +42,17 @@ def up(
         bool, typer.Option("--auto-ports", help="Take free ports where none is set, instead of the usual ones.")
     ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds until every service has to answer.", min=1)] = 120.0,
+    hang_timeout: Annotated[
+        float, typer.Option(help="Seconds without a sign of life after which a service is killed.", min=6)
+    ] = 30.0,
 ) -> None:
     """Start every installed service on this machine and keep them running until Ctrl-C.
 
     The broker is left out when [bold]bus.address[/] is set, the judge without [bold]judge.endpoint.base_url[/], the
     trainer without [bold]trainer.base[/]. Each service is a process with a log of its own and is started again when it
-    dies. Stopping is clean; nothing is left running.
+    dies or hangs. Stopping is clean; nothing is left running.
     """
-    from headrace.supervisor import Supervisor
+    from headrace.supervisor import Limits, Supervisor
     from headrace.supervisor.overrides import parse_assignments
 
     out = console()
@@ -57,6 +63,7 @@ def up(
         only=only or (),
         without=without or (),
         auto_ports=auto_ports,
+        limits=Limits(hang_timeout_s=hang_timeout),
         report=lambda line: out.print(f"[yellow]{line}[/]"),
     )
     stopping = _stop_on_signals(supervisor)
@@ -66,8 +73,9 @@ def up(
             state = _up(supervisor, stopping, timeout)
         if state is not None:
             _announce(state)
-        while not supervisor.wait(0.2) and not stopping.is_set():
-            state = _tell_changes(state, supervisor.state) if state is not None else None
+        with _decisions(state):
+            while not supervisor.wait(0.2) and not stopping.is_set():
+                state = _tell_changes(state, supervisor.state) if state is not None else None
     finally:
         with out.status("stopping"):
             supervisor.stop()
@@ -85,6 +93,33 @@ def _up(supervisor: Supervisor, stopping: threading.Event, timeout_s: float) -> 
         if stopping.is_set():
             return None
         raise
+
+
+@contextlib.contextmanager
+def _decisions(state: RunState | None) -> Iterator[None]:
+    """While the body runs: a line for each version that is measured, takes over or is refused."""
+    from importlib.util import find_spec
+
+    able = find_spec("aiokafka") is not None  # the extra `topics`
+    if state is None or "registry" not in state.services or not able:
+        yield
+        return
+
+    from rich.markup import escape
+
+    from headrace.decisions import Listener, line
+
+    def tell(event: ModelEvent) -> None:
+        if (said := line(event)) is not None:
+            colour = {"promoted": "green", "evaluated": "default"}.get(event.decision, "yellow")
+            console().print(f"[{colour}]{escape(said)}[/]")
+
+    listener = Listener(state.bus, tell)
+    listener.start()
+    try:
+        yield
+    finally:
+        listener.stop()
 
 
 def _stop_on_signals(supervisor: Supervisor) -> threading.Event:

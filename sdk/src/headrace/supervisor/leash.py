@@ -15,6 +15,8 @@ from collections.abc import Sequence
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
 _FIRST_HANDED_OVER = 3  # SD_LISTEN_FDS_START
+_LIVENESS = "LIVENESS_FD"
+"""`pulse.VARIABLE`; a script imports nothing of ours."""
 
 
 def leashed(command: Sequence[str], listener: int | None = None) -> list[str]:
@@ -30,6 +32,9 @@ def _main(parent: int, listener: int, command: list[str]) -> None:
         if os.getppid() != parent:  # it died before we asked
             os._exit(1)
     if listener >= 0:
+        if os.environ.get(_LIVENESS) == str(_FIRST_HANDED_OVER):  # in the way of the socket
+            os.environ[_LIVENESS] = str(pipe := os.dup(_FIRST_HANDED_OVER))
+            os.set_inheritable(pipe, True)
         os.dup2(listener, _FIRST_HANDED_OVER)
         if listener != _FIRST_HANDED_OVER:
             os.close(listener)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import sys
 import threading
 from collections import deque
 from pathlib import Path
@@ -10,6 +12,14 @@ from typing import IO
 
 _LINE_BYTES_MAX = 65_536
 _TAIL_LINES = 20
+_PIPE_BYTES = 1 << 20
+
+
+def wide(pipe: IO[bytes]) -> None:
+    """Let a process say more before it has to wait for a reader that is stopped. Linux can, others need not."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 class LogFile:

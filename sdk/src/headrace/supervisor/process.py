@@ -17,8 +17,9 @@ from datetime import UTC, datetime
 
 from headrace.supervisor.door import Door
 from headrace.supervisor.leash import leashed
-from headrace.supervisor.log_file import LogFile
+from headrace.supervisor.log_file import LogFile, wide
 from headrace.supervisor.plan import ServicePlan
+from headrace.supervisor.pulse import VARIABLE, Pulse
 from headrace.supervisor.state import ServiceState, Status
 
 _HEALTH_BYTES_MAX = 65_536
@@ -38,6 +39,14 @@ class Limits:
     health_interval_s: float = 0.2
     """Pause between two looks at a service that is not ready; at one that is, ten times as long."""
     health_timeout_s: float = 1.0
+    unanswered_s: float = 8.0
+    """A service that lives and has not answered its health check for so long is `unready`."""
+    hung_s: float = 5.0
+    """A service without a sign of life for so long is `hung`."""
+    hang_timeout_s: float = 30.0
+    """One that hangs for so long is killed and started again."""
+    start_timeout_s: float = 180.0
+    """The same for one that has not answered yet in this life: it may import and load."""
     log_bytes_max: int = 20_000_000
     log_backups: int = 3
 
@@ -51,6 +60,7 @@ class ManagedProcess:
         self._environ = environ
         self._limits = limits
         self._door = Door(plan.host, plan.port) if plan.held else None
+        self._pulse = Pulse()
         self._process: subprocess.Popen[bytes] | None = None
         self._copier: threading.Thread | None = None
         self._status: Status = "stopped"
@@ -59,6 +69,7 @@ class ManagedProcess:
         self._started_s = 0.0
         self._restart_s = 0.0
         self._check_s = 0.0
+        self._answered_s: float | None = None
         self._quick_deaths = 0
         self._restarts = 0
 
@@ -85,18 +96,22 @@ class ManagedProcess:
 
     def start(self) -> None:
         listener = self._door.open() if self._door else None
+        pulse = self._pulse.open()
         self._process = subprocess.Popen(
             leashed([sys.executable, "-m", self.plan.module], listener),
-            pass_fds=() if listener is None else (listener,),
-            env=dict(self._environ),
+            pass_fds=(pulse,) if listener is None else (pulse, listener),
+            env={**self._environ, VARIABLE: str(pulse)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         assert self._process.stdout is not None
+        wide(self._process.stdout)
         self._copier = self.log.follow(self._process.stdout)
         self._started_s = time.monotonic()
+        self._pulse.started(self._started_s)
+        self._answered_s = None
         self._become("starting")
 
     def died(self) -> int | None:
@@ -122,20 +137,50 @@ class ManagedProcess:
     def restart_is_due(self) -> bool:
         return self._process is None and self._status == "restarting" and time.monotonic() >= self._restart_s
 
+    def check_pulse(self) -> str | None:
+        """What there is to say when it has begun to hang, or is killed for it. SIGTERM would not reach it."""
+        if self._process is None:
+            return None
+        self._pulse.look(time.monotonic())
+        silent_s, was_hung = self._pulse.silent_s, self._status == "hung"
+        if silent_s > (self._limits.start_timeout_s if self._answered_s is None else self._limits.hang_timeout_s):
+            self._pulse.sign()  # the next life has all its time
+            self._become("hung")
+            self.kill()
+            return f"hangs: no sign of life for {silent_s:.0f} s; killing it (pid {self._process.pid})"
+        if self._answered_s is None:
+            return None
+        if silent_s <= self._limits.hung_s:
+            if was_hung:
+                self._become("unready", "answer")  # until it says more itself
+                self._check_s = 0.0
+            return None
+        self._become("hung")
+        return None if was_hung else f"hangs: no sign of life for {silent_s:.0f} s"
+
     def check_health(self) -> None:
-        """Ask its `/health`, unless that was done just now."""
+        """Ask its `/health`, unless that was done just now, or it has just shown that it does not answer anybody."""
         if self._process is None or time.monotonic() < self._check_s:
             return
-        answer = self._health()
+        silent = self._pulse.beats and self._pulse.silent_s > self._limits.health_timeout_s * 2
+        answer = None if silent else self._health()
+        now_s = time.monotonic()
         if answer is not None:
-            ok, self._lacks = answer
-            self._become("ready" if ok else "unready")
-        self._check_s = time.monotonic() + self._limits.health_interval_s * (10 if self.ready else 1)
+            ok, lacks = answer
+            self._pulse.sign()
+            self._answered_s = now_s
+            self._become("ready" if ok else "unready", *lacks)
+        elif self._is_overdue(now_s) and self._status != "hung":
+            self._become("unready", "answer")
+        seldom = self.ready or (answer is None and self._answered_s is not None)
+        self._check_s = now_s + self._limits.health_interval_s * (10 if seldom else 1)
 
     def terminate(self) -> None:
-        """Ask it to stop; `kill` what has not after a while."""
+        """Ask it to stop; `kill` what has not after a while. What hangs does not hear it."""
         if self._door is not None:
             self._door.close()
+        if self._status == "hung":
+            self.kill()
         self._signal(signal.SIGTERM, group=False)
 
     def kill(self) -> None:
@@ -147,8 +192,11 @@ class ManagedProcess:
             self._become("stopped")
         return self._process is None
 
-    def _become(self, status: Status) -> None:
-        self._lacks = self._lacks if status == "unready" else ()
+    def _is_overdue(self, now_s: float) -> bool:
+        return self._answered_s is not None and now_s - self._answered_s > self._limits.unanswered_s
+
+    def _become(self, status: Status, *lacks: str) -> None:
+        self._lacks = lacks if status == "unready" else ()
         if self._status != status:
             self._status = status
             self._since = datetime.now(UTC)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -15,8 +16,8 @@ from headrace.errors import NotRunning, UsageError
 
 _TRIES = 5
 _TRY_INTERVAL_S = 0.05
-Status = Literal["starting", "unready", "ready", "restarting", "stopped"]
-"""`unready`: it answers, and says itself what it lacks."""
+Status = Literal["starting", "unready", "ready", "hung", "restarting", "stopped"]
+"""`unready`: it lives, and says itself what it lacks. `hung`: its process is there and shows no sign of life."""
 
 
 class ServiceState(BaseModel):
@@ -102,6 +103,17 @@ def read(data_dir: Path) -> RunState:
             f"Headrace is not up in {data_dir.absolute()}; start it with `headrace up`, or name its --data-dir"
         )
     return RunState.model_validate_json(state.read_text(encoding="utf-8"))
+
+
+def touch(data_dir: Path) -> None:
+    """The supervisor still looks; `unwatched_s` tells when it last did. Needs no room on the disk."""
+    with contextlib.suppress(OSError):
+        os.utime(_folder(data_dir) / "state.json")
+
+
+def unwatched_s(data_dir: Path) -> float:
+    """For how long the supervisor has not looked. Far over a second: it is stopped, and what it wrote is old."""
+    return max(0.0, time.time() - (_folder(data_dir) / "state.json").stat().st_mtime)
 
 
 def _folder(data_dir: Path) -> Path:

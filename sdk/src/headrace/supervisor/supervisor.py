@@ -16,9 +16,10 @@ from headrace.supervisor import plan as planning
 from headrace.supervisor.log_file import LogFile
 from headrace.supervisor.overrides import Overrides
 from headrace.supervisor.process import Limits, ManagedProcess
-from headrace.supervisor.state import Lock, RunState
+from headrace.supervisor.state import Lock, RunState, touch
 
 _TICK_S = 0.05
+_TOUCH_S = 1.0
 _WRONG_SETTINGS = 2
 """Exit status of a service that refuses its settings: starting it again cannot help."""
 
@@ -71,6 +72,7 @@ class Supervisor:
         self._failure: str | None = None
         self._over = False
         self._unwritten = False
+        self._touch_s = 0.0
 
     # what the owner calls
 
@@ -174,6 +176,8 @@ class Supervisor:
             elif status is not None:
                 pause_s = process.plan_restart()
                 self._report(f"{name} ended ({_cause(status)}); starting it again in {pause_s:g} s")
+            if (said := process.check_pulse()) is not None:
+                self._report(f"{name} {said}")
             if process.restart_is_due():
                 process.start()
             process.check_health()
@@ -181,11 +185,13 @@ class Supervisor:
             process.state != self._state.services[name] for name, process in self._processes.items()
         ):
             self._publish()
+        if time.monotonic() > self._touch_s:
+            self._touch_s = time.monotonic() + _TOUCH_S
+            touch(self.data_dir)
         self._stop.wait(_TICK_S)
 
     def _give_up(self, name: str, process: ManagedProcess) -> None:
-        said = next((line for line in reversed(process.log.tail) if line.strip()), "it said nothing")
-        self._failure = f"{name} refuses its settings: {said}"
+        self._failure = f"{name} refuses its settings: {_refusal(name, process.log.tail)}"
         self._stop.set()
 
     def _stop_all(self) -> None:
@@ -258,6 +264,13 @@ class Supervisor:
 
 def _only(state: RunState, name: str) -> RunState:
     return state.model_copy(update={"services": {name: state.services[name]}})
+
+
+def _refusal(name: str, tail: Iterable[str]) -> str:
+    """The sentence that a service says last, for people; its log may have more."""
+    said = [line for line in tail if line.strip()]
+    marked = [line for line in said if line.startswith(f"headrace {name}: ")]
+    return (marked or said or ["it said nothing"])[-1].removeprefix(f"headrace {name}: ")
 
 
 def _cause(status: int) -> str:

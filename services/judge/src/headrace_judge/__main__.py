@@ -3,7 +3,13 @@
 from headrace_judge.settings import JudgeSettings
 from headrace_runtime.main import Service
 
-SERVICE = Service("judge", "An LLM judge: trajectories to rewards.", JudgeSettings, "headrace_judge.app:run")
+SERVICE = Service(
+    "judge",
+    "An LLM judge: trajectories to rewards.",
+    JudgeSettings,
+    "headrace_judge.app:run",
+    "headrace_judge.check:check",
+)
 
 if __name__ == "__main__":
     SERVICE.main()

@@ -27,6 +27,7 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.jobs import Jobs
 from headrace_runtime.processor import Limits, Processor
 from headrace_runtime.settings import Common
+from headrace_runtime.sources import Sources
 from headrace_runtime.stream_service import StreamService, Timer
 from headrace_schemas import Reward
 
@@ -38,7 +39,7 @@ _UPKEEP_S = 10.0
 async def run(common: Common, settings: JudgeSettings) -> None:
     """Run until cancelled. Raises `SettingError` for what can only be seen once it runs, too."""
     try:
-        await stream_service.run(service(settings), common, settings)
+        await stream_service.run(service(settings, common), common, settings)
     except BaseExceptionGroup as group:
         refusal = _refusal(group)
         if refusal is not None:
@@ -46,7 +47,7 @@ async def run(common: Common, settings: JudgeSettings) -> None:
         raise
 
 
-def service(settings: JudgeSettings) -> StreamService:
+def service(settings: JudgeSettings, common: Common | None = None) -> StreamService:
     """All of the judge but the bus and the database. Raises `SettingError`."""
     rubrics = load_all(settings.rubrics)
     prompts = Prompts(settings.templates_dir)
@@ -57,13 +58,15 @@ def service(settings: JudgeSettings) -> StreamService:
     jobs = Jobs(STREAM)
     contests = Contests(jobs, settings.pairs)
     ledger = Ledger(settings.budget)
+    sources = Sources()
+    sources.expect(rubric.source for rubric in rubrics.values())
 
     async def work(processor: Processor) -> None:
         endpoint = Endpoint(settings.endpoint, key, settings.retry.retry_after_max_s)
         breaker = Breaker(processor.clock, settings.retry.backoff_s)
         jury = Jury(settings, prompts, ledger, processor, endpoint, breaker)
         try:
-            await Worker(settings, rubrics, judged_by, jobs, contests, processor, jury, breaker).run()
+            await Worker(settings, rubrics, judged_by, jobs, contests, processor, jury, breaker, sources).run()
         finally:
             await endpoint.close()
 
@@ -94,6 +97,7 @@ def service(settings: JudgeSettings) -> StreamService:
         handlers={"trajectories": Intake(settings, rubrics, judged_by, jobs, contests)},
         timers=(Timer(_DEADLINES_S, deadlines), Timer(_UPKEEP_S, upkeep)),
         workers=workers,
+        routes=lambda _processor: [sources.route(common or Common())],
         limits=Limits(retry_s=settings.retry_s),
     )
 

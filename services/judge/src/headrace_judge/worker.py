@@ -30,6 +30,7 @@ from headrace_runtime.errors import HeadraceError
 from headrace_runtime.jobs import Job, Jobs
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor
+from headrace_runtime.sources import RETRIED, Sources
 from headrace_schemas import Reward
 
 log = get_logger(__name__)
@@ -50,6 +51,7 @@ class Worker:
         processor: Processor,
         jury: Jury,
         breaker: Breaker,
+        sources: Sources,
     ) -> None:
         self._settings = settings
         self._rubrics = rubrics
@@ -59,6 +61,7 @@ class Worker:
         self._processor = processor
         self._jury = jury
         self._breaker = breaker
+        self._sources = sources
         self._lease = timedelta(seconds=settings.lease_s)
         self._running: set[Job] = set()
         self._freed = asyncio.Event()
@@ -130,6 +133,7 @@ class Worker:
         if job.attempts + 1 >= limit:
             return Judgement(outcome="failed", reason=f"{reason}; given up after {limit} tries")
         log.warning("judging_postponed", reason=reason, attempt=job.attempts + 1)
+        self._sources.note(f"judge:{task.rubric}", RETRIED, reason)
         return timedelta(seconds=backoff_s(self._settings.retry, job.attempts, wait_s))
 
     async def _judge(self, task: Task) -> Judgement:
@@ -165,6 +169,7 @@ class Worker:
             return rewards
 
         await self._processor.step(finish)
+        self._sources.note(f"judge:{task.rubric}", judgement.outcome, judgement.reason)
         for reward in rewards:
             OUTCOMES.labels(reward.source, reward.outcome).inc()
         if rewards and isinstance(task, PairTask) and judgement.reason == "order":

@@ -3,7 +3,13 @@
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime.main import Service
 
-SERVICE = Service("registry", "Versions, aliases, gates and routing.", RegistrySettings, "headrace_registry.app:run")
+SERVICE = Service(
+    "registry",
+    "Versions, aliases, gates and routing.",
+    RegistrySettings,
+    "headrace_registry.app:run",
+    "headrace_registry.check:check",
+)
 
 if __name__ == "__main__":
     SERVICE.main()

@@ -28,6 +28,10 @@ _ERROR_TAIL = 500
 class GateFailed(HeadraceError):
     """The gate gave no verdict: exit status, time-out, or output that is not what it should be. Never a score."""
 
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
+
 
 class Score(BaseModel):
     """One line of the gate's output; further fields are its own business."""
@@ -75,7 +79,8 @@ class Gate:
                     _read(process.stdout, self._settings.output_bytes_max), _tail(process.stderr), process.wait()
                 )
         except TimeoutError:
-            raise GateFailed(f"not done after gate.timeout_s = {self._settings.timeout_s:g}") from None
+            message = f"not done after gate.timeout_s = {self._settings.timeout_s:g}"
+            raise GateFailed(message, timed_out=True) from None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -3,7 +3,13 @@
 from headrace_runtime.main import Service
 from headrace_scorer.settings import Settings
 
-SERVICE = Service("scorer", "Trajectories, rewards and feedback to experiences.", Settings, "headrace_scorer.app:run")
+SERVICE = Service(
+    "scorer",
+    "Trajectories, rewards and feedback to experiences.",
+    Settings,
+    "headrace_scorer.app:run",
+    "headrace_scorer.check:check",
+)
 
 if __name__ == "__main__":
     SERVICE.main()

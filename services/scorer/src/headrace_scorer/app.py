@@ -42,6 +42,7 @@ def service(common: Common, settings: Settings, pool: Pool) -> StreamService:
     library = Library()
     book = Book(library)
     scoring = Scoring(pool, settings, library, book)
+    scoring.sources.expect(function.source for function in scoring.functions)
     scorer = Scorer(settings, library, book, scoring)
 
     async def end_waiting(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
@@ -63,5 +64,5 @@ def service(common: Common, settings: Settings, pool: Pool) -> StreamService:
         },
         timers=[Timer(_SETTLE_INTERVAL_S, end_waiting), Timer(_UPKEEP_INTERVAL_S, keep)],
         workers=scoring.tasks,
-        routes=lambda processor: api.routes(common, pool, processor.database),
+        routes=lambda processor: [*api.routes(common, pool, processor.database), scoring.sources.route(common)],
     )

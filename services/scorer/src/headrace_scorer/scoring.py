@@ -21,6 +21,7 @@ from headrace_runtime.errors import Unavailable
 from headrace_runtime.jobs import Job, Jobs
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor, Step
+from headrace_runtime.sources import Sources
 from headrace_schemas import Event, Reward, Trajectory
 from headrace_scorer import ledger, schema, store
 from headrace_scorer.accounts import Account, Book
@@ -71,6 +72,8 @@ class Scoring:
         self._settings = settings
         self._library = library
         self._book = book
+        self.sources = Sources()
+        """How each function fares."""
         self._jobs = Jobs(schema.stream)
         self._lease = timedelta(seconds=settings.lease_s)
         self._held: set[str] = set()
@@ -128,7 +131,8 @@ class Scoring:
         for name in work.order.functions:
             if any(function.name == name for function in self.functions):
                 call = Call(function=name, feedback=work.feedback, context=work.context)
-                outcomes[name] = await self._pool.call(call, work.trajectory)
+                outcomes[name] = outcome = await self._pool.call(call, work.trajectory)
+                self.sources.note(f"function:{name}", outcome.outcome, outcome.reason)
         return work, outcomes
 
     async def _collect(self, processor: Processor) -> None:

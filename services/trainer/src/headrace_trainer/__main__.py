@@ -3,7 +3,13 @@
 from headrace_runtime.main import Service
 from headrace_trainer.settings import TrainerSettings
 
-SERVICE = Service("trainer", "Learns from the stream of experiences.", TrainerSettings, "headrace_trainer.app:run")
+SERVICE = Service(
+    "trainer",
+    "Learns from the stream of experiences.",
+    TrainerSettings,
+    "headrace_trainer.app:run",
+    "headrace_trainer.check:check",
+)
 
 if __name__ == "__main__":
     SERVICE.main()

@@ -10,6 +10,7 @@ from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
 from headrace_runtime.logs import get_logger
+from headrace_schemas import ModelEvent
 from headrace_trainer.ledger import Ledger
 from headrace_trainer.metrics import MEASURES, STEP_SECONDS, STEPS, VERSION_NUMBER
 
@@ -23,6 +24,10 @@ _LINE = {
     "gradient_norm": "gradient {:.2f}",
     "tokens_per_second": "{:,.0f} tokens/s",
 }
+
+
+_DECISIONS = frozenset({"evaluated", "promoted", "rejected", "rolled_back", "withdrawn"})
+_STATISTICS = frozenset({"score", "champion_score", "difference", "standard_error"})
 
 
 class Reporter:
@@ -61,6 +66,19 @@ class Reporter:
             log.info("version", version=version, number=number)
         else:
             self._console.print(f"[bold green]version {number}[/]  {version}", highlight=False)
+
+    def decided(self, event: ModelEvent, number: int, step: int) -> None:
+        """After a decision of the registry about the lineage's version `number`: a point where training was then."""
+        if event.decision not in _DECISIONS:
+            return
+        self._board.add_scalar(f"registry/{event.decision}", number, step)
+        for name, value in event.statistics.items():
+            if name in _STATISTICS:
+                self._board.add_scalar(f"registry/{name}", value, step)
+        self._board.flush()
+        if self._console is not None:
+            reason = f": {event.reason}" if event.reason else ""
+            self._console.print(f"[bold]{event.decision}[/] v{number} {event.version}{reason}", highlight=False)
 
     def close(self) -> None:
         self._board.close()

@@ -62,7 +62,8 @@ class Trainer:
         self._sink = sink
         self._refuse = refuse
         self._clock = clock
-        self._open_reporter = reporter
+        self._make_reporter = reporter
+        self._reporter: Reporter | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._stop = threading.Event()
         self._saved_at_s = 0.0
@@ -184,8 +185,19 @@ class Trainer:
                 await self._admit(event, record, lineage)
             elif isinstance(event, ModelEvent) and event.model == self._settings.model:
                 await self._do(lambda: lineage.control(event))
+                await self._in_thread(lambda: self._tell(event, lineage))
         noted = record.topic == self._settings.topic
         lineage.ledger.passed(record.topic, record.partition, record.offset, noted=noted)
+
+    def _open_reporter(self) -> Reporter:
+        self._reporter = self._make_reporter()
+        return self._reporter
+
+    def _tell(self, event: ModelEvent, lineage: Lineage) -> None:
+        """A point where training was when the registry decided about one of our versions."""
+        ours = next((one for one in lineage.ledger.history.versions if one.version == event.version), None)
+        if ours is not None and self._reporter is not None:
+            self._reporter.decided(event, ours.number, lineage.ledger.steps)
 
     async def _admit(self, experience: Experience, record: Record, lineage: Lineage) -> None:
         if experience.model != self._settings.model:

@@ -1,0 +1,88 @@
+"""What a start would find wrong, found without starting: for `python -m headrace_<service> --check`.
+
+Nothing is created and nothing is changed. What is a service's own is tried by its own function, `Service.check`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from importlib.util import find_spec
+from typing import Any
+
+from headrace_runtime.errors import HeadraceError, SettingError
+from headrace_runtime.settings import Common
+
+Check = Callable[[Common, Any], Awaitable[list[str]]]
+"""Returns sentences about what is wrong; what it raises of our errors is one more."""
+_CONNECT_S = 5.0
+
+
+async def problems(name: str, common: Common, own: object, check: Check | None, *, bus: bool) -> list[str]:
+    """Everything that is wrong for this service, a sentence each."""
+    found: list[str] = []
+    tried: list[Awaitable[list[str]]] = [_data_dir(common), _blobs(common)]
+    if find_spec(f"headrace_{name}.migrations") is not None:  # who has a schema has a database
+        tried.append(_database(common))
+    if bus:
+        tried.append(_bus(common))
+    if check is not None:
+        tried.append(check(common, own))
+    for attempt in tried:
+        try:
+            found += await attempt
+        except HeadraceError as error:
+            found.append(str(error))
+    return [" ".join(sentence.split()) for sentence in found]
+
+
+async def _data_dir(common: Common) -> list[str]:
+    """The folder itself, or the one in which it would be made, takes files."""
+    folder = common.data_dir.absolute()
+    nearest = next(one for one in (folder, *folder.parents) if one.exists())
+    if not nearest.is_dir():
+        raise SettingError("data_dir", str(folder), f"{nearest} is not a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise SettingError("data_dir", str(folder), f"{nearest} cannot be written to")
+    return []
+
+
+async def _blobs(common: Common) -> list[str]:
+    from headrace_runtime.blobs import BlobStore
+
+    try:
+        BlobStore.open(common)
+    except HeadraceError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a file system's library makes of its address
+        raise SettingError("blobs.url", common.blobs.url, f"{type(error).__name__}: {error}") from None
+    return []
+
+
+async def _database(common: Common) -> list[str]:
+    from sqlalchemy import text
+
+    from headrace_runtime.database import Database
+
+    if common.database.url == "sqlite":  # a file under data_dir
+        return []
+    database = Database.open("check", common)
+    try:
+        async with asyncio.timeout(_CONNECT_S), database.engine.connect() as connection:
+            await connection.execute(text("SELECT 1"))
+    except TimeoutError:
+        return [f"setting database.url: the server does not answer within {_CONNECT_S:g} s; is it running?"]
+    except Exception as error:  # noqa: BLE001 - drivers have their own trees; the URL has a password and is not told
+        cause = getattr(error, "orig", None) or error
+        return [f"setting database.url: {type(cause).__name__}: {cause}"]
+    finally:
+        await database.close()
+    return []
+
+
+async def _bus(common: Common) -> list[str]:
+    from headrace_runtime import topics
+
+    await topics.check(common.bus, _CONNECT_S)
+    return []

@@ -1,0 +1,70 @@
+"""What the services themselves say right now: whether they answer, and how the sources of rewards fare.
+
+The supervisor's file says what it saw last; a supervisor that is stopped saw it long ago.
+"""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from headrace.supervisor.state import RunState, ServiceState
+from headrace_schemas.source_api import SourceList, SourceState
+
+TIMEOUT_S = 3.0
+_BODY_BYTES_MAX = 1_048_576
+_WITH_SOURCES = ("scorer", "judge")
+T = TypeVar("T")
+
+
+def alive(state: RunState) -> dict[str, str]:
+    """Each service asked at the same time: `yes` (it answered, whatever it said), or what it did instead."""
+    return _each(state.services, _alive)
+
+
+def sources(state: RunState, key: str | None) -> tuple[SourceState, ...]:
+    """How reward functions and rubrics fare, as far as their services say. `key` is `security.internal_key`."""
+    asked = {name: service for name, service in state.services.items() if name in _WITH_SOURCES}
+    return tuple(one for found in _each(asked, lambda service: _sources(service, key)).values() for one in found)
+
+
+def _each(services: Mapping[str, ServiceState], ask: Callable[[ServiceState], T]) -> dict[str, T]:
+    if not services:
+        return {}
+    with ThreadPoolExecutor(max_workers=len(services)) as pool:
+        asked = {name: pool.submit(ask, service) for name, service in services.items()}
+        return {name: future.result() for name, future in asked.items()}
+
+
+def _alive(service: ServiceState) -> str:
+    try:
+        _get(service, "/health", {})
+    except TimeoutError:
+        return f"no answer in {TIMEOUT_S:g} s"
+    except ConnectionRefusedError:
+        return "nobody listens"
+    except (OSError, http.client.HTTPException) as error:
+        return type(error).__name__
+    return "yes"
+
+
+def _sources(service: ServiceState, key: str | None) -> tuple[SourceState, ...]:
+    try:
+        status, body = _get(service, "/sources", {"Authorization": f"Bearer {key}"} if key else {})
+        return SourceList.model_validate_json(body, extra="ignore").data if status == 200 else ()
+    except (OSError, http.client.HTTPException, ValidationError):
+        return ()
+
+
+def _get(service: ServiceState, path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", path, headers=dict(headers))
+        answer = connection.getresponse()
+        return answer.status, answer.read(_BODY_BYTES_MAX)
+    finally:
+        connection.close()

@@ -1,0 +1,190 @@
+"""What would stop the trainer's start, found without torch: the base folder, its tokenizer, and its chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from headrace_runtime.errors import SettingError
+from headrace_runtime.settings import Common
+from headrace_runtime.versions import TEMPLATE_FILE, TOKENIZER_FILE
+from headrace_trainer.settings import TrainerSettings
+
+_CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+_HEADER_BYTES_MAX = 100_000_000
+_MESSAGES = [
+    {"role": "user", "content": "What is the weather in Paris?"},
+    {"role": "assistant", "content": "Sunny."},
+    {"role": "user", "content": "And tomorrow?"},
+]
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a place.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        },
+    }
+]
+_TOOL_CALL = [
+    _MESSAGES[0],
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "call-1", "type": "function", "function": {"name": "weather", "arguments": {"place": "Paris"}}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call-1", "name": "weather", "content": "sunny"},
+]
+
+
+async def check(_common: Common, settings: TrainerSettings) -> list[str]:
+    """Everything that is wrong with `trainer.base`, as `SettingError` says it."""
+    folder = Path(settings.base)
+    found = await asyncio.to_thread(lambda: list(_problems(folder)))
+    return [_said(folder, remedy) for remedy in found]
+
+
+def _said(folder: Path, remedy: str) -> str:
+    return str(SettingError("trainer.base", str(folder), remedy))
+
+
+def _problems(folder: Path) -> Iterator[str]:
+    if not folder.is_dir():
+        yield "is not a folder"
+        return
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        yield "has no weights in safetensors; convert the model first"
+    for path in weights:
+        if (why := _broken(path)) is not None:
+            yield f"{path.name} is no safetensors file: {why}"
+    if not isinstance(_json(folder / _CONFIG), dict):
+        yield f"has no {_CONFIG} that can be read; convert the model first"
+    if not (folder / TOKENIZER_FILE).exists():
+        yield f"has no {TOKENIZER_FILE}; save a fast tokenizer there"
+    elif (why := _tokenizer_trouble(folder / TOKENIZER_FILE)) is not None:
+        yield f"{TOKENIZER_FILE} cannot be used: {why}"
+    yield from _template_problems(folder)
+
+
+def _broken(path: Path) -> str | None:
+    """The format's own rule: eight bytes with the length of a JSON header, then as many bytes as that says."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _HEADER_BYTES_MAX:
+                return "its header has an impossible length"
+            header = json.loads(file.read(length))
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    except (OSError, ValueError, struct.error, KeyError, TypeError, IndexError, AttributeError) as error:
+        return str(error)
+    missing = 8 + length + end - path.stat().st_size
+    return f"{missing} bytes are missing" if missing > 0 else None
+
+
+def _tokenizer_trouble(path: Path) -> str | None:
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - the library raises plain `Exception`
+        return str(error)
+    return None
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _template_problems(folder: Path) -> Iterator[str]:
+    found = _template(folder)
+    if found is None:
+        yield f"has no chat template; save one as {TEMPLATE_FILE}"
+        return
+    tokens = _special_tokens(folder)
+    try:
+        template = _environment().from_string(found)
+    except TemplateError as error:
+        yield f"its chat template is not valid: {error}"
+        return
+    for what, messages, tools in (
+        ("messages", _MESSAGES, None),
+        ("tools", _MESSAGES, _TOOLS),
+        ("a tool call and its result", _TOOL_CALL, _TOOLS),
+    ):
+        try:
+            text = template.render(messages=messages, tools=tools, add_generation_prompt=True, **tokens)
+        except Exception as error:  # noqa: BLE001 - a template may raise whatever its expressions raise
+            yield f"its chat template does not take {what}: {type(error).__name__}: {error}"
+            return
+        if what == "messages" and "tomorrow" not in text:
+            yield "its chat template leaves out what the user says"
+
+
+def _template(folder: Path) -> str | None:
+    """The file of that name, else what older folders have in the tokenizer's configuration: a text, or named ones."""
+    path = folder / TEMPLATE_FILE
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    config = _json(folder / _TOKENIZER_CONFIG)
+    given = config.get("chat_template") if isinstance(config, dict) else None
+    if isinstance(given, list):
+        named = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}
+        given = named.get("default")
+    return given if isinstance(given, str) else None
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    config = _json(folder / _TOKENIZER_CONFIG)
+    found = {}
+    for name, value in (config if isinstance(config, dict) else {}).items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+class _Generation(Extension):
+    """`{% generation %}`, with which templates mark what an assistant said; it changes no text."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> Node | list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """As Hugging Face's own renders chat templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # noqa: DTZ005 (local, as there)
+    return environment
+
+
+def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **_: object) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)

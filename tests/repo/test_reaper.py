@@ -1,0 +1,60 @@
+"""Tests that are killed with -9 leave no server behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import postgres_node
+from tests.support.processes import alive, naming, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+INNER = """
+import os, subprocess, sys, threading, time, pathlib, pytest
+
+def test_something({fixtures}, tmp_path):
+    started = []
+    def in_a_thread():  # whose end must end nothing
+        command = [sys.executable, "-c", "import os, time; os.fork() or os.setsid(); time.sleep(600)"]
+        started.append(subprocess.Popen(command, start_new_session=True))
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    time.sleep(0.5)
+    assert started[0].poll() is None
+    pathlib.Path({told!r}).write_text("up")
+    {then}
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no /proc to find them in")
+@pytest.mark.parametrize(("then", "status"), [("time.sleep(600)", -9), ("return", 0)], ids=["killed", "forgotten"])
+def test_nothing_remains(tmp_path: Path, then: str, status: int) -> None:
+    fixtures = ["embedded_bus", *([] if postgres_node.missing() else ["postgres"])]
+    told = tmp_path / "told"
+    (tmp_path / "test_inner.py").write_text(INNER.format(fixtures=", ".join(fixtures), told=str(told), then=then))
+    name = f"RUN_OF_{tmp_path.name}"  # finds them here, and is not what the reaper looks for
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.conftest"]
+    inner = subprocess.Popen(
+        [*command, "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path / "test_inner.py")],
+        cwd=ROOT,
+        env={**os.environ, name: "1", "PYTEST_DEBUG_TEMPROOT": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(lambda: told.exists() or inner.poll() is not None, 90, "the inner test runs")
+        assert told.exists(), f"the inner test ended with {inner.poll()}"
+        servers = " ".join(naming(name).values())
+        assert "headrace_broker" in servers
+        assert ("postgres" in fixtures) == ("initdb" in servers or "postgres" in servers)
+        if status:
+            inner.kill()
+        assert inner.wait(60) == status
+        wait_until(lambda: not [pid for pid in naming(name) if alive(pid)], 30, "nothing remains")
+    finally:
+        inner.kill()

@@ -1,0 +1,81 @@
+"""What tests start ends with them, however they end: a process of its own waits for their end and kills what is left.
+
+`start` marks the environment, which everything that is started inherits, whoever starts it and however deep; so nobody
+has to register, and no thread's life is mistaken for the process's, as it is by a parent-death signal. Linux only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+_MARK = "STARTED_BY_TESTS"
+_ROUNDS_MAX = 100
+_PAUSE_S = 0.1
+_started: list[int] = []
+"""The end of the pipe that lives as long as this process."""
+
+
+def start() -> None:
+    """Once per process; again does nothing. Call it before anything is started."""
+    if _started or sys.platform != "linux":
+        return
+    mark = f"{_MARK}={uuid.uuid4().hex}"
+    reading, writing = os.pipe()
+    environ = {name: text for name, text in os.environ.items() if name != _MARK}
+    subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, str(reading), mark],
+        pass_fds=(reading,),
+        env=environ,
+        start_new_session=True,  # a signal to our whole group must not end it
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    os.close(reading)
+    _started.append(writing)
+    os.environ[_MARK] = mark.partition("=")[2]
+
+
+def _main(pipe: int, mark: str) -> None:
+    while os.read(pipe, 1):
+        pass
+    for _ in range(_ROUNDS_MAX):
+        left = _left(mark.encode())
+        if not left:
+            return
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:  # gone, or not ours to end
+                continue
+        time.sleep(_PAUSE_S)
+
+
+def _left(mark: bytes) -> set[int]:
+    """Who has the mark, and their descendants: a server may write its title over its environment."""
+    parents: dict[int, int] = {}
+    found: set[int] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            marked = mark in (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if state in "ZX":
+            continue
+        parents[int(folder.name)] = int(parent)
+        if marked:
+            found.add(int(folder.name))
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {os.getpid()}
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), sys.argv[2])

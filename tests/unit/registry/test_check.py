@@ -1,0 +1,75 @@
+"""A gate is tried once before anything is trained: against a stand-in for the gateway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from headrace_registry.check import check
+from headrace_registry.dry_run import answering
+from headrace_registry.settings import RegistrySettings
+from headrace_runtime.errors import SettingError
+from headrace_runtime.settings import Common
+
+GATE = """
+import json, sys, urllib.request
+base_url, model = sys.argv[1:]
+body = {"model": model, "messages": [{"role": "user", "content": "q"}]}
+request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode())
+with urllib.request.urlopen(request) as answer:
+    text = json.load(answer)["choices"][0]["message"]["content"]
+print(json.dumps({"task": "a", "score": float(text == "42")}))
+"""
+
+
+async def problems(tmp_path: Path, source: str, *, timeout_s: float = 60.0) -> list[str]:
+    (tmp_path / "gate.py").write_text(source)
+    command = ["{python}", str(tmp_path / "gate.py"), "{base_url}", "{model}"]
+    settings = RegistrySettings.model_validate({"gate": {"command": command, "timeout_s": timeout_s}})
+    return await check(Common(), settings)
+
+
+async def test_a_gate_that_prints_scores_is_fine_whatever_they_are(tmp_path: Path) -> None:
+    assert await problems(tmp_path, GATE) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
+        ("print('score: 7')", "line 1 of its output is not"),
+        ("", "it printed no score"),
+    ],
+)
+async def test_a_gate_that_does_not_run_is_refused_with_what_it_said(tmp_path: Path, source: str, said: str) -> None:
+    with pytest.raises(SettingError, match=r"registry\.gate\.command.*in a dry run") as refused:
+        await problems(tmp_path, source)
+    assert said in str(refused.value)
+
+
+async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    settings = RegistrySettings.model_validate({"gate": {"command": [str(tmp_path / "nothing")]}})
+    with pytest.raises(SettingError, match="No such file"):
+        await check(Common(), settings)
+
+
+async def test_a_gate_that_takes_its_time_has_started_well(tmp_path: Path) -> None:
+    assert await problems(tmp_path, "import time; time.sleep(600)", timeout_s=1.0) == []
+
+
+async def test_without_a_gate_there_is_nothing_to_try() -> None:
+    assert await check(Common(), RegistrySettings()) == []
+
+
+def test_the_stand_in_streams_and_takes_feedback() -> None:
+    with answering() as base_url:
+        body = {"model": "m", "messages": [], "n": 2}
+        whole = httpx.post(f"{base_url}/chat/completions", json=body).json()
+        assert [choice["index"] for choice in whole["choices"]] == [0, 1]
+        streamed = httpx.post(f"{base_url}/chat/completions", json=body | {"stream": True})
+        assert streamed.headers["content-type"] == "text/event-stream"
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        assert httpx.post(f"{base_url}/feedback", json={}).status_code == 202
+        assert httpx.get(f"{base_url}/models").json()["data"] == []

@@ -1,0 +1,80 @@
+"""What the registry decides is heard from a real bus, as it happens, and said in a line."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from headrace.decisions import Listener, line
+from headrace_runtime import topics
+from headrace_runtime.settings import BusSettings
+from headrace_schemas import ModelEvent
+from tests.support.broker_process import BrokerProcess
+from tests.support.gateway_process import bus_view
+from tests.support.processes import wait_until
+
+NEW, OLD = "m@0fffffffffff", "m@0123456789ab"
+
+
+def event(decision: str, reason: str | None = None, number: int = 0, **statistics: float) -> ModelEvent:
+    given = {"time": datetime(2026, 1, 1, tzinfo=UTC), "decision_id": f"{decision}-{number}", "model": "m"}
+    return ModelEvent.model_validate(
+        {**given, "version": NEW, "previous": OLD, "decision": decision, "reason": reason, "statistics": statistics}
+    )
+
+
+@pytest.mark.parametrize(
+    ("decided", "said"),
+    [
+        (
+            event("evaluated", score=0.75, tasks=20, difference=0.25, standard_error=0.1),
+            f"{NEW} is measured: score 0.750 on 20 tasks (+0.250 ± 0.100 against the champion)",
+        ),
+        (event("evaluated", score=0.5, tasks=3), f"{NEW} is measured: score 0.500 on 3 tasks"),
+        (event("promoted", "not inferior"), f"{NEW} takes over from {OLD}: not inferior"),
+        (event("rejected", "inferior"), f"{NEW} is refused: inferior"),
+        (event("rolled_back", "complaints"), f"{NEW} is taken back, {OLD} serves again: complaints"),
+        (event("withdrawn"), f"{NEW} is withdrawn"),
+        (event("registered"), None),
+        (event("probed"), None),
+    ],
+)
+def test_a_decision_is_a_line(decided: ModelEvent, said: str | None) -> None:
+    assert line(decided) == said
+
+
+def test_what_is_decided_from_now_on_is_heard_once_also_over_an_outage(tmp_path: Path) -> None:
+    broker = BrokerProcess(tmp_path / "broker")
+    broker.start()
+    heard: list[str] = []
+
+    async def publish(*events: ModelEvent) -> None:
+        async with bus_view(broker.address, tmp_path) as view:
+            for one in events:
+                await view.producer.send(one)
+
+    listener = Listener(broker.address, lambda decided: heard.append(decided.decision_id))
+    try:
+        asyncio.run(topics.ensure(BusSettings(address=broker.address)))
+        asyncio.run(publish(event("promoted", number=0)))
+        listener.start()
+        wait_until(lambda: listener._at is not None, 30, "it has seen the ends")
+        asyncio.run(publish(event("promoted", number=1), event("rejected", number=2)))
+        wait_until(lambda: len(heard) == 2, 30, "two decisions")
+        broker.kill()
+        broker.start()
+        asyncio.run(publish(event("promoted", number=3)))
+        wait_until(lambda: len(heard) == 3, 60, "the one after the outage")
+        assert heard == ["promoted-1", "rejected-2", "promoted-3"]
+    finally:
+        listener.stop()
+        broker.stop()
+
+
+def test_stopping_before_there_is_a_bus() -> None:
+    listener = Listener("127.0.0.1:1", lambda _decided: None)
+    listener.start()
+    listener.stop()
