@@ -43,7 +43,9 @@ async def run(common: Common, settings: GatewaySettings) -> None:
     limits = Limits(settings.limits_total, clock)
     metrics.IN_PROGRESS.set_function(lambda: limits.in_progress)
     async with (
-        Spool(spool_folder(common, settings), settings.capture.spool_bytes_max) as spool,
+        Spool(
+            spool_folder(common, settings), settings.capture.spool_bytes_max, settings.capture.spool_reserve_bytes
+        ) as spool,
         Engines(settings.upstream, common.security.internal_key) as engines,
         asyncio.TaskGroup() as group,
     ):

@@ -49,7 +49,7 @@ def application(parts: Parts) -> ASGIApp:
     models = ModelsApi(parts.door, parts.catalog)
     publisher = parts.door.publisher
     starlette = web.app(
-        {"routing": lambda: parts.catalog.known, "capture": lambda: publisher.has_room},
+        {"routing": lambda: parts.catalog.known, "capture": lambda: publisher.lacks_room or True},
         [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/models", models.list),

@@ -52,6 +52,9 @@ class CaptureSettings(Section):
     """Folder of the spool, one gateway process each; empty for `gateway/spool` under `data_dir`."""
     spool_bytes_max: Annotated[int, Field(ge=1024)] = 1_073_741_824
     """At this size, with the bus still away, new requests are refused with 503 rather than a turn lost."""
+    spool_reserve_bytes: Annotated[int, Field(ge=131_072)] = 16_777_216
+    """Room on the disk that the spool holds ahead, for the turns of calls that are under way when the disk fills up.
+    While it cannot be had and the bus is away, new requests are refused with 503."""
     drain_batch: Annotated[int, Field(ge=1, le=10_000)] = 200
     """Spooled events that are sent to the bus at one time."""
     undelivered_wait_s: Positive = 10.0

@@ -17,6 +17,10 @@ class Unavailable(HeadraceError):
     """Something that we depend on is away or slow; trying again later may help."""
 
 
+class DiskFull(Unavailable):
+    """A disk has no room. Somebody has to make some, however long that takes: it is waited for and ends nobody."""
+
+
 class CorruptBlob(HeadraceError):
     """Stored bytes do not hash to their name. Never loaded, never repaired by guessing."""
 
@@ -31,4 +35,4 @@ class Refused(HeadraceError):
         self.param = param
 
 
-__all__ = ["CorruptBlob", "HeadraceError", "InvalidEvent", "Refused", "SettingError", "Unavailable"]
+__all__ = ["CorruptBlob", "DiskFull", "HeadraceError", "InvalidEvent", "Refused", "SettingError", "Unavailable"]

@@ -107,7 +107,9 @@ class Common(Section):
     """What all services share."""
 
     data_dir: Path = Path(".headrace")
-    """Everything that this machine keeps: databases, blobs, logs, the gateway's spool."""
+    """Everything that this machine keeps: databases, blobs, logs, the gateway's spool. For its owner alone."""
+    disk_free_bytes_min: Annotated[int, Field(ge=4096)] = 1_048_576
+    """Room that `data_dir` has to have for a service to be ready; it says so when there is less."""
     bus: BusSettings = BusSettings()
     database: DatabaseSettings = DatabaseSettings()
     blobs: BlobSettings = BlobSettings()

@@ -13,6 +13,7 @@ import inspect
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -22,22 +23,37 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
+from headrace_runtime import disk
 from headrace_runtime.errors import Refused, SettingError, Unavailable
 from headrace_runtime.settings import Common, ServiceSettings, is_loopback
 
 _FIRST_HANDED_OVER = 3  # SD_LISTEN_FDS_START
-Check = Callable[[], bool | Awaitable[bool]]
+Holds = bool | str
+Check = Callable[[], Holds | Awaitable[Holds]]
+"""Whether something holds: True, or False or the reason why it does not."""
 
 
-def app(checks: Mapping[str, Check], routes: Sequence[BaseRoute] = ()) -> Starlette:
-    """An application with the common pages. `/health` is 200 when every check holds, else 503 and says which do not."""
+def app(checks: Mapping[str, Check], routes: Sequence[BaseRoute] = (), common: Common | None = None) -> Starlette:
+    """An application with the common pages. `/health` is 200 when every check holds, else 503 and says which do not.
+
+    With `common`, the disk under `data_dir` is one of the checks, and `/metrics` needs the internal key where one is
+    set: its labels name models, tenants' keys and replicas.
+    """
+    checks = {**checks, "disk": partial(_disk, common)} if common else checks
 
     async def health(_request: Request) -> Response:
         results = {name: await _hold(check) for name, check in checks.items()}
-        healthy = all(results.values())
-        return JSONResponse({"status": "ok" if healthy else "unready", "checks": results}, 200 if healthy else 503)
+        healthy = all(result is True for result in results.values())
+        said = {
+            "status": "ok" if healthy else "unready",
+            "checks": {name: result is True for name, result in results.items()},
+            "reasons": {name: result for name, result in results.items() if isinstance(result, str)},
+        }
+        return JSONResponse(said, 200 if healthy else 503)
 
-    async def metrics(_request: Request) -> Response:
+    async def metrics(request: Request) -> Response:
+        if common is not None:
+            require_internal_key(request, common)
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
     return Starlette(
@@ -121,9 +137,13 @@ class _Server(uvicorn.Server):
         yield  # the service's own main handles signals
 
 
-async def _hold(check: Check) -> bool:
+async def _hold(check: Check) -> Holds:
     result = check()
-    return bool(await result) if inspect.isawaitable(result) else bool(result)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def _disk(common: Common) -> Holds:
+    return await asyncio.to_thread(disk.trouble, common.data_dir.absolute(), common.disk_free_bytes_min) or True
 
 
 async def _refused(_request: Request, error: Exception) -> Response:
