@@ -65,9 +65,8 @@ async def run(common: Common, settings: GatewaySettings) -> None:
         catalog = Catalog(settings.model_aliases, routing.loaded.is_set, lambda: fleet.changed())
         fleet = Fleet(clock, replicas.loaded.is_set)
         beside = [group.create_task(work) for work in (publisher.run(), routing.run(), replicas.run())]
-        app = application(
-            Parts(settings, Door(ring, limits, publisher, settings.body_timeout_s), catalog, fleet, engines, clock)
-        )
+        door = Door(ring, limits, publisher, settings.body_timeout_s)
+        app = application(Parts(settings, door, catalog, fleet, engines, clock, common))
         try:
             async with web.serve(app, settings) as port:
                 log.info("listening", host=settings.host, port=port, keys=len(keys))

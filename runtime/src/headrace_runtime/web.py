@@ -13,7 +13,6 @@ import inspect
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -33,21 +32,30 @@ Check = Callable[[], Holds | Awaitable[Holds]]
 """Whether something holds: True, or False or the reason why it does not."""
 
 
-def app(checks: Mapping[str, Check], routes: Sequence[BaseRoute] = (), common: Common | None = None) -> Starlette:
+def app(
+    checks: Mapping[str, Check],
+    routes: Sequence[BaseRoute] = (),
+    common: Common | None = None,
+    *,
+    needs_disk: bool = True,
+) -> Starlette:
     """An application with the common pages. `/health` is 200 when every check holds, else 503 and says which do not.
 
-    With `common`, the disk under `data_dir` is one of the checks, and `/metrics` needs the internal key where one is
+    With `common`, the disk under `data_dir` is one of the checks, where the service does its work without it
+    (`needs_disk`) only among the reasons, and `/metrics` needs the internal key where one is
     set: its labels name models, tenants' keys and replicas.
     """
-    checks = {**checks, "disk": partial(_disk, common)} if common else checks
 
     async def health(_request: Request) -> Response:
         results = {name: await _hold(check) for name, check in checks.items()}
+        room = await _disk(common) if common else True
+        if needs_disk and common:
+            results["disk"] = room
         healthy = all(result is True for result in results.values())
         said = {
             "status": "ok" if healthy else "unready",
             "checks": {name: result is True for name, result in results.items()},
-            "reasons": {name: result for name, result in results.items() if isinstance(result, str)},
+            "reasons": {name: text for name, text in {**results, "disk": room}.items() if isinstance(text, str)},
         }
         return JSONResponse(said, 200 if healthy else 503)
 

@@ -31,7 +31,9 @@ def status(
 
     The account is computed from the topics alone. Exit status 1 when it does not add up.
     """
-    state = None if bus else running(data_dir)
+    from headrace.supervisor.asking import asked
+
+    state = None if bus else asked(running(data_dir))
     models = _models(state) if state else ()
     found = _account(bus or (state.bus if state else ""), lineage or []) if account else None
     if json:

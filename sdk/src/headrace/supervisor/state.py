@@ -26,7 +26,7 @@ class ServiceState(BaseModel):
 
     status: Status
     lacks: tuple[str, ...] = ()
-    """Which of its own checks do not hold, while it is `unready`."""
+    """What it complains of: why it is `unready`, or what it does without although it is `ready`."""
     pid: int | None = None
     url: str
     port: int
@@ -66,8 +66,12 @@ class RunState(BaseModel):
     def write(self, data_dir: Path) -> None:
         target = _folder(data_dir) / "state.json"
         draft = target.with_name(f".state.json.{os.getpid()}")
-        draft.write_text(self.model_dump_json(indent=1), encoding="utf-8")
-        draft.replace(target)
+        try:
+            draft.write_text(self.model_dump_json(indent=1), encoding="utf-8")
+            draft.replace(target)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
 
 
 class Lock:
@@ -97,7 +101,10 @@ def read(data_dir: Path) -> RunState:
     """What runs in `data_dir`. Raises `NotRunning`."""
     folder = _folder(data_dir)
     lock, state = folder / "lock", folder / "state.json"
-    if not lock.exists() or not state.exists() or not _held(lock):
+    held = lock.exists() and _held(lock)
+    if held and not state.exists():
+        raise NotRunning(f"Headrace is starting in {data_dir.absolute()}, or its disk had no room for {state}")
+    if not held:
         raise NotRunning(
             f"Headrace is not up in {data_dir.absolute()}; start it with `headrace up`, or name its --data-dir"
         )

@@ -12,6 +12,7 @@ import os
 import sqlite3
 from pathlib import Path
 
+from headrace_runtime import disk
 from headrace_runtime.errors import SettingError
 
 FORMAT = 1
@@ -73,7 +74,7 @@ def offset_of(row_id: int) -> int:
 
 
 class Store:
-    """Opens the file for this process alone. Raises `SettingError` when it cannot be this broker's.
+    """Opens the file for this process alone. Raises `SettingError` when it cannot be this broker's, `DiskFull`.
 
     `connect` may be called from any thread; `close` releases the file once all connections are closed.
     """
@@ -86,12 +87,16 @@ class Store:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = self._locked(folder)
         except OSError as error:
+            if disk.is_full(error):
+                raise disk.no_room(folder) from error
             raise SettingError("data_dir", str(folder), f"cannot be used: {error.strerror}") from None
         try:
             with contextlib.closing(self.connect()) as db:
                 self._prepare(db)
         except sqlite3.DatabaseError as error:
             self.close()
+            if disk.is_full(error):
+                raise disk.no_room(folder) from error
             remedy = f"cannot be read: {error}; put a backup in its place, or move it away to begin anew"
             raise SettingError("data_dir", str(self.path), remedy) from None
 

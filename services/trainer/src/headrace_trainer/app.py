@@ -48,7 +48,7 @@ async def run(common: Common, settings: TrainerSettings) -> None:
         lambda: Reporter(folder),
     )
     checks: dict[str, web.Check] = {"bus": lambda: source.started, "lineage": lambda: trainer.lineage is not None}
-    async with web.serve(web.app(checks), settings) as port:
+    async with web.serve(web.app(checks, common=common), settings) as port:
         log.info("listening", port=port)
         try:
             await topics.ensure(common.bus)
