@@ -37,7 +37,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
     """Serve until cancelled; then open requests end first, and what the bus did not take stays in the spool."""
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     keys = read_keys(settings)
-    ring = KeyRing(keys, settings.limits_per_key, common.security.internal_key)
+    ring = KeyRing(keys, settings.limits_per_key, common.security.internal_key.get_secret_value())
     blobs = BlobStore.open(common)
     clock = SystemClock()
     limits = Limits(settings.limits_total, clock)
@@ -46,7 +46,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
         Spool(
             spool_folder(common, settings), settings.capture.spool_bytes_max, settings.capture.spool_reserve_bytes
         ) as spool,
-        Engines(settings.upstream, common.security.internal_key) as engines,
+        Engines(settings.upstream, common.security.internal_key.get_secret_value()) as engines,
         asyncio.TaskGroup() as group,
     ):
         publisher = Publisher(

@@ -16,6 +16,7 @@ from headrace_runtime import disk
 from headrace_runtime.errors import SettingError, Unavailable
 from headrace_runtime.settings import Common, DatabaseSettings
 from headrace_runtime.sqlite_driver import Driver
+from headrace_schemas.redaction import HIDDEN
 
 _BUSY_TIMEOUT_MS = 30_000
 
@@ -33,13 +34,13 @@ class Database:
     def open(cls, service: str, common: Common) -> Database:
         """Connects lazily; `headrace_runtime.migrations.upgrade` makes the tables. Raises `SettingError`."""
         settings = common.database
-        if settings.url == "sqlite":
+        if settings.url.get_secret_value() == "sqlite":
             folder = common.data_dir.absolute() / "db"
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             return cls(_sqlite(folder / f"{service}.sqlite"), None)
         url = _url(settings)
         if url.get_backend_name() != "postgresql":
-            raise SettingError("database.url", settings.url, "must be `sqlite` or start with postgresql://")
+            raise SettingError("database.url", url.render_as_string(), "must be `sqlite` or start with postgresql://")
         return cls(_postgresql(url, service, settings), service)
 
     @property
@@ -90,9 +91,9 @@ class Database:
 
 def _url(settings: DatabaseSettings) -> URL:
     try:
-        return make_url(settings.url)
-    except SQLAlchemyError:
-        raise SettingError("database.url", settings.url, "is not a database URL") from None
+        return make_url(settings.url.get_secret_value())
+    except (SQLAlchemyError, ValueError):
+        raise SettingError("database.url", HIDDEN, "is not a database URL") from None
 
 
 def _sqlite(path: Path) -> AsyncEngine:

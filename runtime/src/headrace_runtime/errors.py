@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace_schemas import redaction
 from headrace_schemas.errors import HeadraceError, InvalidEvent
 
 
@@ -9,7 +10,7 @@ class SettingError(HeadraceError):
     """A setting is unknown, of the wrong type or unsupported. Stops the start-up (P11), exit status 2."""
 
     def __init__(self, name: str, value: object, remedy: str) -> None:
-        super().__init__(f"setting {name} = {value!r}: {remedy}")
+        super().__init__(f"setting {name} = {redaction.shown(name, value)}: {remedy}")
         self.name = name
 
 

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 from headrace_runtime import disk
 from headrace_runtime.errors import Refused, SettingError, Unavailable
 from headrace_runtime.settings import Common, ServiceSettings, is_loopback
+from headrace_schemas.redaction import redacted
 
 _FIRST_HANDED_OVER = 3  # SD_LISTEN_FDS_START
 Holds = bool | str
@@ -55,7 +56,9 @@ def app(
         said = {
             "status": "ok" if healthy else "unready",
             "checks": {name: result is True for name, result in results.items()},
-            "reasons": {name: text for name, text in {**results, "disk": room}.items() if isinstance(text, str)},
+            "reasons": {
+                name: redacted(text) for name, text in {**results, "disk": room}.items() if isinstance(text, str)
+            },
         }
         return JSONResponse(said, 200 if healthy else 503)
 
@@ -133,7 +136,7 @@ def _handed_over(settings: ServiceSettings) -> socket.socket | None:
 
 def require_internal_key(request: Request, common: Common) -> None:
     """Raises `Refused` unless the request carries `security.internal_key`, when one is set."""
-    expected = common.security.internal_key
+    expected = common.security.internal_key.get_secret_value()
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
     if expected and not hmac.compare_digest(expected.encode(), given.encode()):
         raise Refused(401, "invalid_api_key", "this endpoint needs the bearer token of security.internal_key")
