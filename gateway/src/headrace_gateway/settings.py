@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from headrace_runtime.settings import Port, Section, ServiceSettings
+from headrace_schemas.base import ModelName
 
 Scope = Literal["chat", "feedback", "admin"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -37,6 +38,8 @@ class KeySettings(Section):
     """Whose data this key reads and writes; tenants never share a session."""
     scopes: tuple[Scope, ...] = ("chat", "feedback")
     """`chat` calls models, `feedback` judges and ends sessions, `admin` also ingests trajectories."""
+    models: tuple[ModelName, ...] = ()
+    """Models that this key may list, call and send trajectories of; for it there are no others. Empty: all."""
     session_id: str = ""
     """Binds the key to one session; empty: calls say or imply their session."""
     limits: LimitSettings | None = None

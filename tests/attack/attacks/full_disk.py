@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import random
 import subprocess
@@ -50,6 +51,7 @@ class Ledger:
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # this process produces to the broker that is full, too
     with SmallDisk(folder / "disk", _SIZE_MB) as disk:
         (folder / "rewards.py").write_text(_REWARDS)
         events: list[str] = []

@@ -9,6 +9,8 @@ from collections import deque
 from pathlib import Path
 from typing import IO
 
+from headrace.supervisor.private import owner_alone, private_folder
+
 _LINE_BYTES_MAX = 65_536
 _TAIL_LINES = 20
 
@@ -28,7 +30,7 @@ class LogFile:
         self._cause = ""
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         """The last lines, to say why a process ended."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(path.parent)
 
     def follow(self, pipe: IO[bytes]) -> threading.Thread:
         """Copy in a thread of its own until the pipe's writers are gone."""
@@ -58,7 +60,7 @@ class LogFile:
         if size and size + len(line) > self._bytes_max:
             self._rotate()
             size = 0
-        with self.path.open("ab", buffering=0) as file:
+        with open(self.path, "ab", buffering=0, opener=owner_alone) as file:
             try:
                 if file.write(line) < len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

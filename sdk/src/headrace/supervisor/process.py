@@ -90,6 +90,7 @@ class ManagedProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            umask=0o077,
         )
         assert self._process.stdout is not None
         self._copier = self.log.follow(self._process.stdout)

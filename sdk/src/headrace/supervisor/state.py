@@ -12,6 +12,7 @@ from typing import IO, Literal
 from pydantic import BaseModel, ConfigDict
 
 from headrace.errors import NotRunning, UsageError
+from headrace.supervisor.private import owner_alone, private_folder
 
 _TRIES = 5
 _TRY_INTERVAL_S = 0.05
@@ -67,7 +68,8 @@ class RunState(BaseModel):
         target = _folder(data_dir) / "state.json"
         draft = target.with_name(f".state.json.{os.getpid()}")
         try:
-            draft.write_text(self.model_dump_json(indent=1), encoding="utf-8")
+            with open(draft, "w", encoding="utf-8", opener=owner_alone) as file:
+                file.write(self.model_dump_json(indent=1))
             draft.replace(target)
         except OSError:
             draft.unlink(missing_ok=True)
@@ -79,8 +81,9 @@ class Lock:
 
     def __init__(self, data_dir: Path) -> None:
         self._path = _folder(data_dir) / "lock"
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[bytes] = self._path.open("ab")
+        private_folder(data_dir)
+        private_folder(self._path.parent)
+        self._file: IO[bytes] = open(self._path, "ab", opener=owner_alone)  # noqa: SIM115 (held while we live)
 
     def take(self) -> None:
         """Raises `UsageError` when another supervisor has it."""
