@@ -19,7 +19,6 @@ from tests.attack.line import Line, none_of
 from tests.support.gateway_process import bus_view
 from tests.support.processes import wait_until
 from tests.support.trajectories import closed
-from tests.support.turns import ask
 
 TITLE = "planted secrets: in URLs, keys, files and the environment"
 _SERVICES = ("broker", "gateway", "collector", "scorer", "registry")
@@ -99,10 +98,10 @@ def _refused_starts(folder: Path, planted: Planted) -> None:
         "blobs": f'[blobs]\nurl = "nonsense://me:{planted.word()}@store/x"\n',
         "bus": f'[bus]\nstart_timeout_s = 1\naddress = "kafka://me:{planted.word()}@127.0.0.1:1"\n',
     }
-    for name, text in texts.items():
+    for number, (name, text) in enumerate(texts.items()):
         file.write_text(text)
-        for service in ("collector", "gateway"):
-            planted.outputs[f"{service}: {name}"] = _said(folder, service, {"HEADRACE_CONFIG": str(file)})
+        service = ("collector", "registry")[number % 2]
+        planted.outputs[f"{service}: {name}"] = _said(folder, service, {"HEADRACE_CONFIG": str(file)})
     away = f"postgresql://me:{planted.word()}@127.0.0.1:1/x"
     environments: dict[str, dict[str, str]] = {
         "a section": {"HEADRACE_SECURITY__INTERNAL_KEY": planted.digits(), "HEADRACE_COLLECTOR__HOST": "nowhere"},
@@ -163,7 +162,7 @@ async def _stack(folder: Path, data_dir: Path, planted: Planted, answers: dict[s
             for one in state.services.values():
                 planted.outputs[f"{one.url}/health"] = (await http.get(f"{one.url}/health")).text
         async with bus_view(state.bus, data_dir) as view:
-            await view.producer.send(closed(ask("what?")))
+            await view.producer.send(closed())
             await asyncio.to_thread(wait_until, lambda: _spied(data_dir), 60, "the reward function has looked")
             assert await view.read(Trajectory)
         command = [str(Path(sys.executable).with_name("headrace")), "status", "--json", "--data-dir", str(data_dir)]
