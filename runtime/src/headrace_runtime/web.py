@@ -53,12 +53,11 @@ def app(
         if needs_disk and common:
             results["disk"] = room
         healthy = all(result is True for result in results.values())
-        said = {
+        reasons = {name: redacted(why) for name, why in {**results, "disk": room}.items() if isinstance(why, str)}
+        said: dict[str, object] = {
             "status": "ok" if healthy else "unready",
             "checks": {name: result is True for name, result in results.items()},
-            "reasons": {
-                name: redacted(text) for name, text in {**results, "disk": room}.items() if isinstance(text, str)
-            },
+            **({"reasons": reasons} if reasons else {}),
         }
         return JSONResponse(said, 200 if healthy else 503)
 
