@@ -32,7 +32,9 @@ def _redact(redactor: Redactor) -> Processor:
             return {key: clean(item) for key, item in value.items()}
         if isinstance(value, list | tuple | set):
             return [clean(item) for item in value]
-        return value if isinstance(value, int | float | bool | None) else redactor(str(value))
+        text = str(value)
+        clean_text = redactor(text)  # a key may consist of digits
+        return value if isinstance(value, int | float | bool | None) and clean_text == text else clean_text
 
     def process(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
         return {key: value if key.startswith("_") else clean(value) for key, value in event.items()}

@@ -43,10 +43,9 @@ def _sqlite_full() -> sqlite3.Error:
 )
 def test_the_errors_of_a_full_disk(error: BaseException, full: bool) -> None:
     assert disk.is_full(error) is full
-    try:
-        raise RuntimeError("a library's own") from error
-    except RuntimeError as wrapped:
-        assert disk.is_full(wrapped) is full
+    wrapped = RuntimeError("a library's own")
+    wrapped.__cause__ = error
+    assert disk.is_full(wrapped) is full
 
 
 async def test_work_is_done_as_soon_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:

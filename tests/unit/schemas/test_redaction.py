@@ -69,7 +69,7 @@ def test_a_value_is_shown_without_the_secrets_inside_it() -> None:
     assert shown("database", {"url": "postgresql://me:PLANTED@db/x", "pool": 3}) == (
         "{'url': 'postgresql://me:(hidden)@db/x', 'pool': 3}"
     )
-    assert shown("security", {"internal_key": "PLANTED"}) == "{'internal_key': '(hidden)'}"
+    assert shown("gateway", {"port": 1, "api_key": "PLANTED"}) == "{'port': 1, 'api_key': '(hidden)'}"
 
 
 def test_known_secrets_are_hidden_wherever_they_stand() -> None:
