@@ -15,7 +15,7 @@ class HeadraceError(Exception):
     """Root of the tree. The message names the thing, the value and the remedy, and never a secret."""
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(redacted(message))
+        super().__init__(redacted(str(message)))
 
 
 class InvalidEvent(HeadraceError):

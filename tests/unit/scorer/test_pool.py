@@ -121,9 +121,7 @@ async def test_a_function_that_hangs_is_killed_with_all_it_started(
 ) -> None:
     monkeypatch.setenv("PID_FILE", str(tmp_path / "pid"))
     passed_on = ("PID_FILE",)
-    async with started(
-        code, "hangs", "dies", "pid", function_timeout_s=2.0, function_environment=passed_on
-    ) as pool:
+    async with started(code, "hangs", "dies", "pid", function_timeout_s=2.0, function_environment=passed_on) as pool:
         before = await verdict(pool, "pid")
         assert await verdict(pool, "hangs") == ("timed_out", None)
         child = int((tmp_path / "pid").read_text())
