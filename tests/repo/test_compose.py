@@ -81,9 +81,9 @@ def test_every_setting_is_one_that_the_service_starts_with(name: str) -> None:
     common, own = settings_of(name, JUDGE_BASE_URL="http://judge/v1", JUDGE_MODEL="1")
     assert own.host == "0.0.0.0"
     assert common.bus.address == "kafka:9092"
-    assert common.security.internal_key == SECRETS["INTERNAL_KEY"], "a key of digits is still text"
+    assert common.security.internal_key.get_secret_value() == SECRETS["INTERNAL_KEY"], "a key of digits is still text"
     has_state = service_of(name) in {"collector", "scorer", "judge", "registry"}
-    assert common.database.url.startswith("postgresql://" if has_state else "sqlite")
+    assert common.database.url.get_secret_value().startswith("postgresql://" if has_state else "sqlite")
     assert ("postgres" in services()[name]["depends_on"]) == has_state
 
 

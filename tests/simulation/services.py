@@ -82,7 +82,7 @@ class Gateway:
     async def main(self) -> None:
         """As `headrace_gateway.app.run` puts it together."""
         process, blobs = current(), BlobStore.open(self._common)
-        spool = Spool(self._folder, 1 << 24)
+        spool = Spool(self._folder, 1 << 24, 1 << 20)
         process.at_death.append(lambda: self._close(spool))
         capture = CaptureSettings(bus_wait_s=1.0)
         bus = self._common.bus
@@ -110,9 +110,7 @@ class Gateway:
     def _close(self, spool: Spool) -> None:
         """What the system does with the files of the dead."""
         self._publisher = None
-        for name in ("_db", "_lock"):
-            if hasattr(spool, name):
-                getattr(spool, name).close()
+        spool._log.close()
 
     async def version(self) -> str:
         while True:

@@ -69,6 +69,9 @@ class ListProducer(EventProducer):
     async def stop(self) -> None:
         pass
 
+    async def abandon(self) -> None:
+        pass
+
     async def send_raw(self, records: Iterable[Outgoing]) -> None:
         await self._bus.back.wait()
         self._bus.records += records
@@ -132,7 +135,7 @@ async def gateway(folder: Path, *replicas: FakeReplica, **settings: Any) -> Asyn
     clock = SystemClock()
     bus = ListBus()
     async with (
-        Spool(folder / "spool", own.capture.spool_bytes_max) as spool,
+        Spool(folder / "spool", own.capture.spool_bytes_max, own.capture.spool_reserve_bytes) as spool,
         Engines(own.upstream) as engines,
     ):
         publisher = Publisher(lambda: ListProducer(bus, blobs), spool, own.capture, send_timeout_s=1)

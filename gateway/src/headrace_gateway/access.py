@@ -28,6 +28,11 @@ class Caller:
     scopes: frozenset[Scope]
     session_id: str | None
     limits: LimitSettings
+    models: frozenset[str] = frozenset()
+
+    def may_use(self, model: str) -> bool:
+        """Whether `model` is one of the key's, which has all when it names none."""
+        return not self.models or model in self.models
 
     def need(self, scope: Scope) -> None:
         """Raises `ApiError` 403 when the key lacks `scope`; `admin` has every scope."""
@@ -98,7 +103,9 @@ def _read_file(path: Path) -> tuple[KeySettings, ...]:
 
 def _caller(key: KeySettings, default_limits: LimitSettings) -> Caller:
     limits = key.limits or default_limits
-    return Caller(key.sha256, key.name, key.tenant, frozenset(key.scopes), key.session_id or None, limits)
+    return Caller(
+        key.sha256, key.name, key.tenant, frozenset(key.scopes), key.session_id or None, limits, frozenset(key.models)
+    )
 
 
 def _digest(key: str) -> str:

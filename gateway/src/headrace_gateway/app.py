@@ -37,14 +37,16 @@ async def run(common: Common, settings: GatewaySettings) -> None:
     """Serve until cancelled; then open requests end first, and what the bus did not take stays in the spool."""
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     keys = read_keys(settings)
-    ring = KeyRing(keys, settings.limits_per_key, common.security.internal_key)
+    ring = KeyRing(keys, settings.limits_per_key, common.security.internal_key.get_secret_value())
     blobs = BlobStore.open(common)
     clock = SystemClock()
     limits = Limits(settings.limits_total, clock)
     metrics.IN_PROGRESS.set_function(lambda: limits.in_progress)
     async with (
-        Spool(spool_folder(common, settings), settings.capture.spool_bytes_max) as spool,
-        Engines(settings.upstream, common.security.internal_key) as engines,
+        Spool(
+            spool_folder(common, settings), settings.capture.spool_bytes_max, settings.capture.spool_reserve_bytes
+        ) as spool,
+        Engines(settings.upstream, common.security.internal_key.get_secret_value()) as engines,
         asyncio.TaskGroup() as group,
     ):
         publisher = Publisher(
@@ -63,9 +65,8 @@ async def run(common: Common, settings: GatewaySettings) -> None:
         catalog = Catalog(settings.model_aliases, routing.loaded.is_set, lambda: fleet.changed())
         fleet = Fleet(clock, replicas.loaded.is_set)
         beside = [group.create_task(work) for work in (publisher.run(), routing.run(), replicas.run())]
-        app = application(
-            Parts(settings, Door(ring, limits, publisher, settings.body_timeout_s), catalog, fleet, engines, clock)
-        )
+        door = Door(ring, limits, publisher, settings.body_timeout_s)
+        app = application(Parts(settings, door, catalog, fleet, engines, clock, common))
         try:
             async with web.serve(app, settings) as port:
                 log.info("listening", host=settings.host, port=port, keys=len(keys))

@@ -12,6 +12,10 @@ from headrace_schemas import Routing
 CHAMPION = "champion"
 
 
+def _anything(_model: str) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """What a request's `model` names: an alias of a model (its champion unless said), or one exact version."""
@@ -46,16 +50,18 @@ class Catalog:
         """False until there is a model to route to."""
         return self._loaded() and bool(self._rows)
 
-    def resolve(self, requested: str) -> Target:
-        """Raises `ApiError` 404 for a model, alias or version that no routing names."""
+    def resolve(self, requested: str, may_use: Callable[[str], bool] = _anything) -> Target:
+        """Raises `ApiError` 404 for a model, alias or version that no routing names, or that the caller may not use."""
         name = self._aliases.get(requested, requested)
         model, _, digest = name.partition("@")
         if digest:
-            return self._exact(requested, model, name)
+            if not may_use(model) or not self.usable(model, name):
+                raise self._unknown(requested, may_use)
+            return Target(model, version=name)
         model, _, alias = name.partition(":")
         routing = self._rows.get(model)
-        if routing is None or (alias and alias not in routing.aliases):
-            raise self._unknown(requested)
+        if routing is None or (alias and alias not in routing.aliases) or not may_use(model):
+            raise self._unknown(requested, may_use)
         return Target(model, alias or CHAMPION)
 
     def version_of(self, target: Target) -> str | None:
@@ -70,22 +76,18 @@ class Catalog:
         routing = self._rows.get(model)
         return routing is not None and version in _versions(routing) and version not in routing.withdrawn
 
-    def names(self) -> list[tuple[str, Routing]]:
-        """Everything that a request's `model` may be, with the routing that it leads to."""
+    def names(self, may_use: Callable[[str], bool] = _anything) -> list[tuple[str, Routing]]:
+        """Everything that a caller's `model` may be, with the routing that it leads to."""
         listed = []
-        for model, routing in sorted(self._rows.items()):
+        for model in sorted(filter(may_use, self._rows)):
+            routing = self._rows[model]
             usable = [version for version in _versions(routing) if version not in routing.withdrawn]
             listed += [(name, routing) for name in (model, *(f"{model}:{a}" for a in routing.aliases), *usable)]
         known = dict(listed)
         return listed + [(foreign, known[ours]) for foreign, ours in self._aliases.items() if ours in known]
 
-    def _exact(self, requested: str, model: str, version: str) -> Target:
-        if not self.usable(model, version):
-            raise self._unknown(requested)
-        return Target(model, version=version)
-
-    def _unknown(self, requested: str) -> ApiError:
-        names = [name for name, _ in self.names()]
+    def _unknown(self, requested: str, may_use: Callable[[str], bool]) -> ApiError:
+        names = [name for name, _ in self.names(may_use)]
         close = difflib.get_close_matches(requested, names, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "GET /v1/models lists what is served"
         return ApiError(404, "model_not_found", f"the model {requested!r} does not exist here; {hint}", "model")

@@ -49,7 +49,7 @@ class Chat:
         started_at = self.clock.now()
         request = parse_chat(entered.body, self.settings.choices_max)
         await self._routing_is_known()
-        target = self.catalog.resolve(request.model)
+        target = self.catalog.resolve(request.model, entered.caller.may_use)
         messages = tuple(message.event() for message in request.messages)
         sampling = request.sampling
         said = Said(entered.headers, request.metadata or {})

@@ -67,5 +67,5 @@ class Door:
         try:
             await self.publisher.publish(*events)
         except Unavailable as error:
-            message = "neither the bus nor the spool could take this; nothing was recorded, try again"
+            message = f"neither the bus nor the spool took this ({error}); it was withdrawn, send it again"
             raise ApiError(503, "not_recorded", message, retry_after_s=5) from error

@@ -25,6 +25,7 @@ from headrace_gateway.settings import GatewaySettings
 from headrace_runtime import web
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
+from headrace_runtime.settings import Common
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Parts:
     fleet: Fleet
     engines: Engines
     clock: Clock
+    common: Common | None = None
 
 
 def application(parts: Parts) -> ASGIApp:
@@ -49,7 +51,7 @@ def application(parts: Parts) -> ASGIApp:
     models = ModelsApi(parts.door, parts.catalog)
     publisher = parts.door.publisher
     starlette = web.app(
-        {"routing": lambda: parts.catalog.known, "capture": lambda: publisher.has_room},
+        {"routing": lambda: parts.catalog.known, "capture": lambda: publisher.lacks_room or True},
         [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/models", models.list),
@@ -60,6 +62,8 @@ def application(parts: Parts) -> ASGIApp:
             Route("/feedback", sessions.trinity_feedback, methods=["POST"]),
             Route("/commit", sessions.trinity_commit, methods=["POST"]),
         ],
+        parts.common,
+        needs_disk=False,
     )
     for refusal in (Refused, HTTPException):
         starlette.add_exception_handler(refusal, refused)

@@ -22,14 +22,14 @@ class ModelsApi:
     catalog: Catalog
 
     async def list(self, request: Request) -> Response:
-        self.door.caller(request.scope, headers_of(request.scope), "chat")
-        models = [self._model(name, routing) for name, routing in self.catalog.names()]
+        caller = self.door.caller(request.scope, headers_of(request.scope), "chat")
+        models = [self._model(name, routing) for name, routing in self.catalog.names(caller.may_use)]
         return JSONResponse({"object": "list", "data": models})
 
     async def one(self, request: Request) -> Response:
-        self.door.caller(request.scope, headers_of(request.scope), "chat")
+        caller = self.door.caller(request.scope, headers_of(request.scope), "chat")
         wanted = request.path_params["model"]
-        self.catalog.resolve(wanted)  # raises 404
+        self.catalog.resolve(wanted, caller.may_use)  # raises 404
         routing = dict(self.catalog.names())[wanted]
         return JSONResponse(self._model(wanted, routing))
 

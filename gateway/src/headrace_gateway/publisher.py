@@ -22,6 +22,8 @@ from headrace_schemas import EVENTS, Event, SessionEnd
 log = get_logger(__name__)
 _STOP_TIMEOUT_S = 1.0
 _RECONNECT_S = 0.5
+_DAMAGED_BYTES_MAX = 700_000
+"""What of a damaged record goes into its dead letter."""
 
 
 class Publisher:
@@ -53,17 +55,24 @@ class Publisher:
         return self._producer is not None
 
     @property
-    def has_room(self) -> bool:
-        """False when the bus is away and the spool has reached its bound."""
-        return not self._spool.full
+    def lacks_room(self) -> str | None:
+        """Why nothing more could be made durable, None when it could: the spool has reached its bound, or its disk."""
+        if self._spool.full:
+            return "the bus is away and the spool is full; capture.spool_bytes_max bounds it"
+        away = self._producer is None or self._spool.events > 0
+        return self._spool.trouble if away else None
 
     def admit(self) -> None:
         """Raises `ApiError` 503 when nothing more could be made durable. Called before work begins."""
-        if not self.has_room:
-            raise overloaded("the bus is away and the spool is full; capture.spool_bytes_max bounds it")
+        lack = self.lacks_room
+        if lack is not None:
+            raise overloaded(lack)
 
     async def publish(self, *events: Event) -> None:
-        """Returns once all are durable. Raises `Unavailable` when neither the bus nor the disk takes them."""
+        """Returns once all are durable. Raises `Unavailable` when neither the bus nor the disk takes them.
+
+        Then nothing of them is sent any more: what the connection to the bus still held back is given up with it.
+        """
         if self._spool.events == 0 and self._producer is not None:
             try:
                 async with asyncio.timeout(self._settings.bus_wait_s):
@@ -72,8 +81,19 @@ class Publisher:
                 return
             except (Unavailable, TimeoutError) as error:
                 log.warning("bus_away", error=repr(error), remedy="events go to the spool until it is back")
-        await self._spool.append([Spooled(event.topic, event.to_json(), tracing.current()) for event in events])
+        try:
+            await self._spool.append([Spooled(event.topic, event.to_json(), tracing.current()) for event in events])
+        except Unavailable:
+            await self._give_up_producer()
+            raise
         self._count(events, "spool")
+        self._spooled.set()
+
+    async def _give_up_producer(self) -> None:
+        """aiokafka would go on trying with what a client has just been told was not recorded."""
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            await producer.abandon()
         self._spooled.set()
 
     async def run(self) -> None:
@@ -105,6 +125,8 @@ class Publisher:
     async def _drain(self, producer: EventProducer) -> None:
         while True:
             self._spooled.clear()
+            if self._producer is not producer:
+                raise Unavailable("the connection was given up, with what it had not yet sent")
             while self._spool.events:
                 batch = await self._spool.oldest(self._settings.drain_batch)
                 if not batch:  # still on its way to the disk
@@ -159,6 +181,9 @@ async def _records(producer: EventProducer, event: Event) -> list[Outgoing]:
 
 
 def _event(item: Spooled) -> Event:
+    if item.damage:
+        record = Record("spool", -1, -1, None, item.value[:_DAMAGED_BYTES_MAX])
+        return dead_letter("gateway", record, "spool_damaged", item.damage)
     try:
         return EVENTS[item.topic].from_json(item.value)
     except InvalidEvent as error:  # written by a release with another schema

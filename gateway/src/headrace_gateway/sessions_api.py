@@ -59,6 +59,8 @@ class SessionsApi:
     async def trajectories(self, request: Request) -> Response:
         async with self.door.enter(request.scope, request.receive, "admin") as entered:
             event = trajectory_of(entered.body, entered.caller.tenant, self.clock.now())
+            if not entered.caller.may_use(event.model):
+                raise ApiError(403, "wrong_model", f"model: this API key does not train {event.model!r}", "model")
             await self.door.publish(event)
             return _accepted([event], trajectory_id=event.trajectory_id)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from headrace_runtime.settings import Port, Section, ServiceSettings
+from headrace_schemas.base import ModelName
 
 Scope = Literal["chat", "feedback", "admin"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -37,6 +38,8 @@ class KeySettings(Section):
     """Whose data this key reads and writes; tenants never share a session."""
     scopes: tuple[Scope, ...] = ("chat", "feedback")
     """`chat` calls models, `feedback` judges and ends sessions, `admin` also ingests trajectories."""
+    models: tuple[ModelName, ...] = ()
+    """Models that this key may list, call and send trajectories of; for it there are no others. Empty: all."""
     session_id: str = ""
     """Binds the key to one session; empty: calls say or imply their session."""
     limits: LimitSettings | None = None
@@ -52,6 +55,9 @@ class CaptureSettings(Section):
     """Folder of the spool, one gateway process each; empty for `gateway/spool` under `data_dir`."""
     spool_bytes_max: Annotated[int, Field(ge=1024)] = 1_073_741_824
     """At this size, with the bus still away, new requests are refused with 503 rather than a turn lost."""
+    spool_reserve_bytes: Annotated[int, Field(ge=131_072)] = 16_777_216
+    """Room on the disk that the spool holds ahead, for the turns of calls that are under way when the disk fills up.
+    While it cannot be had and the bus is away, new requests are refused with 503."""
     drain_batch: Annotated[int, Field(ge=1, le=10_000)] = 200
     """Spooled events that are sent to the bus at one time."""
     undelivered_wait_s: Positive = 10.0

@@ -1,42 +1,28 @@
-"""Events that the bus could not take yet, in one SQLite file: durable, in order, bounded, one process at a time."""
+"""Events that the bus could not take yet: durable, in order, bounded, one process at a time, each with a digest.
+
+The room for work that is under way is allocated before that work begins (`has_reserve`), so that a disk that fills up
+meanwhile refuses new requests at the door and none whose answer somebody waits for.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from headrace_gateway import metrics
-from headrace_runtime.errors import HeadraceError, SettingError, Unavailable
+from headrace_gateway.spool_file import Spooled
+from headrace_gateway.spool_log import SpoolBroken, SpoolLog
+from headrace_runtime import disk
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.logs import get_logger
 
 T = TypeVar("T")
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS events (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    topic TEXT NOT NULL,
-    traceparent TEXT,
-    value BLOB NOT NULL
-)
-"""
-
-
-class SpoolBroken(HeadraceError):
-    """The spool's file cannot be read. It may hold turns: it is never removed by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spooled:
-    """One event as it waits. `value` is its bare JSON."""
-
-    topic: str
-    value: bytes
-    traceparent: str | None = None
-    seq: int = 0
+log = get_logger(__name__)
+RESERVE_BYTES = 16 * 1024 * 1024
+_ALLOCATE_INTERVAL_S = 0.5
 
 
 class Spool:
@@ -45,112 +31,112 @@ class Spool:
     `append` returns after fsync; appends that come together share one. `oldest` and `remove` are the drain's.
     """
 
-    def __init__(self, folder: Path, bytes_max: int) -> None:
+    def __init__(self, folder: Path, bytes_max: int, reserve_bytes: int = RESERVE_BYTES) -> None:
         self._folder = folder
         self._bytes_max = bytes_max
+        self._log = SpoolLog(folder, reserve_bytes)
         self._thread = ThreadPoolExecutor(1, "spool")
         self._waiting: list[tuple[Sequence[Spooled], asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
-        self.events = 0
-        """How many wait, those being written included."""
-        self.bytes = 0
+        self._allocator: asyncio.Task[None] | None = None
+        self._coming_events = 0
+        self._coming_bytes = 0
 
     async def __aenter__(self) -> Spool:
-        """Raises `SettingError` when another process has this spool, `SpoolBroken` when it cannot be read."""
-        await self._run(self._open)
-        self._measure(0, 0)
+        """Raises `SettingError` when another process has this spool, `SpoolBroken`. Waits for a disk without room."""
+        await disk.with_room(lambda: self._run(self._log.open))
+        self._measure()
+        self._want_room()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._allocator is not None:
+            self._allocator.cancel()
         while self._writer is not None:
             await asyncio.wait([self._writer])
-        await self._run(self._close)
+        await self._run(self._log.close)
         self._thread.shutdown()
+
+    @property
+    def events(self) -> int:
+        """How many wait, those being written included."""
+        return self._log.events + self._coming_events
+
+    @property
+    def bytes(self) -> int:
+        return self._log.bytes + self._coming_bytes
 
     @property
     def full(self) -> bool:
         """No room for new work. What is already under way is still taken: that much is bounded by concurrency."""
         return self.bytes >= self._bytes_max
 
+    @property
+    def trouble(self) -> str | None:
+        """Why the disk gives no room ahead for work that has yet to begin; None while it does."""
+        return self._log.trouble
+
     async def append(self, events: Sequence[Spooled]) -> None:
-        """Returns once they are on the disk. Raises `Unavailable` when the disk refuses."""
+        """Returns once they are on the disk. Raises `Unavailable` when the disk refuses: then none of them is there."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((events, done))
-        self._measure(len(events), sum(len(event.value) for event in events))
+        self._coming_events += len(events)
+        self._coming_bytes += sum(len(event.value) for event in events)
+        self._measure()
         if self._writer is None:
             self._writer = asyncio.create_task(self._write_all())
         try:
             await asyncio.shield(done)
-        except sqlite3.Error as error:
-            raise Unavailable(f"spool {self._folder}: {error}") from error
+        except OSError as error:
+            if disk.is_full(error):
+                raise disk.no_room(self._folder) from error
+            raise Unavailable(f"disk: {self._folder}: {error.strerror}") from error
 
     async def oldest(self, limit: int) -> list[Spooled]:
-        return await self._run(lambda: self._oldest(limit))
+        return await self._run(lambda: self._log.oldest(limit))
 
     async def remove(self, events: Sequence[Spooled]) -> None:
         """Forget events that `oldest` returned: the bus has them."""
-        await self._run(lambda: self._remove(events[-1].seq))
-        self._measure(-len(events), -sum(len(event.value) for event in events))
+        await self._run(lambda: self._log.remove(events))
+        self._measure()
 
     async def _write_all(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting, []
             events = [event for group, _ in batch for event in group]
             try:
-                await self._run(lambda events=events: self._insert(events))  # type: ignore[misc]
-            except sqlite3.Error as error:
-                self._measure(-len(events), -sum(len(event.value) for event in events))
+                await self._run(lambda events=events: self._log.append(events))  # type: ignore[misc]
+            except OSError as error:
                 for _, done in batch:
                     done.set_exception(error)
+                    done.exception()  # seen, also when its caller has gone
             else:
                 for _, done in batch:
                     done.set_result(None)
+            self._coming_events -= len(events)
+            self._coming_bytes -= sum(len(event.value) for event in events)
+            self._measure()
         self._writer = None
+        self._want_room()
 
-    def _measure(self, events: int, size_bytes: int) -> None:
-        self.events += events
-        self.bytes += size_bytes
+    def _want_room(self) -> None:
+        if self.trouble is not None and self._allocator is None:
+            self._allocator = asyncio.create_task(self._allocate_ahead())
+
+    async def _allocate_ahead(self) -> None:
+        log.error("spool_refuses_new_work", error=self.trouble)
+        while self.trouble is not None:
+            await asyncio.sleep(_ALLOCATE_INTERVAL_S)
+            await self._run(self._log.allocate_ahead)
+        self._allocator = None
+        log.info("spool_takes_new_work")
+
+    def _measure(self) -> None:
         metrics.SPOOL_EVENTS.set(self.events)
         metrics.SPOOL_BYTES.set(self.bytes)
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _open(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self._folder / "lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise SettingError(
-                "gateway.capture.spool_dir", str(self._folder), "belongs to another gateway process; give each its own"
-            ) from None
-        path = self._folder / "spool.db"
-        try:
-            self._db = sqlite3.connect(path, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")
-            self._db.execute(_SCHEMA)
-            self.events, self.bytes = self._db.execute("SELECT count(*), total(length(value)) FROM events").fetchone()
-        except sqlite3.Error as error:
-            raise SpoolBroken(
-                f"spool {path}: {error}; it may hold turns, so move it aside rather than delete it"
-            ) from None
-        self.bytes = int(self.bytes)
 
-    def _close(self) -> None:
-        self._db.close()
-        self._lock.close()
-
-    def _insert(self, events: Sequence[Spooled]) -> None:
-        rows = [(event.topic, event.traceparent, event.value) for event in events]
-        with self._db:
-            self._db.executemany("INSERT INTO events (topic, traceparent, value) VALUES (?, ?, ?)", rows)
-
-    def _oldest(self, limit: int) -> list[Spooled]:
-        query = "SELECT topic, value, traceparent, seq FROM events ORDER BY seq LIMIT ?"
-        return [Spooled(*row) for row in self._db.execute(query, (limit,))]
-
-    def _remove(self, last_seq: int) -> None:
-        with self._db:
-            self._db.execute("DELETE FROM events WHERE seq <= ?", (last_seq,))
+__all__ = ["RESERVE_BYTES", "Spool", "SpoolBroken", "Spooled"]

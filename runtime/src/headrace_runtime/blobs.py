@@ -19,6 +19,7 @@ from typing import Any
 
 import fsspec
 
+from headrace_runtime import disk
 from headrace_runtime.errors import CorruptBlob, SettingError, Unavailable
 from headrace_runtime.settings import Common
 from headrace_schemas.blobs import BlobRef
@@ -60,7 +61,7 @@ class BlobStore:
             if not self._fs.exists(path):
                 self._write(path, data)
         except OSError as error:
-            raise Unavailable(f"blob store {self.url}: {error}") from error
+            raise self._refused(error) from error
         return ref
 
     def get(self, ref: BlobRef) -> bytes:
@@ -90,7 +91,7 @@ class BlobStore:
         try:
             self._write(f"{self._root}/pointers/{name}", data)
         except OSError as error:
-            raise Unavailable(f"blob store {self.url}: {error}") from error
+            raise self._refused(error) from error
 
     def pointer(self, name: str) -> bytes | None:
         """What `set_pointer` last wrote, None when it never did. Raises `Unavailable`."""
@@ -158,6 +159,9 @@ class BlobStore:
     async def aget(self, ref: BlobRef) -> bytes:
         return await asyncio.to_thread(self.get, ref)
 
+    def _refused(self, error: OSError) -> Unavailable:
+        return disk.no_room(self._root) if disk.is_full(error) else Unavailable(f"blob store {self.url}: {error}")
+
     def _path(self, digest: str) -> str:
         return f"{self._root}/sha256/{digest[:2]}/{digest}"
 
@@ -187,7 +191,11 @@ class BlobStore:
             return
         target = Path(path)
         draft, folders = _drafted(target, data)
-        draft.replace(target)
+        try:
+            draft.replace(target)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
         for folder in folders:
             _sync_folder(folder)
 
@@ -250,10 +258,14 @@ def _drafted(target: Path, data: bytes) -> tuple[Path, list[Path]]:
     missing = [folder for folder in target.parents if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        draft.unlink(missing_ok=True)  # on a full disk, half a blob would take the room of a whole one
+        raise
     return draft, [target.parent, *(folder.parent for folder in missing)]
 
 

@@ -17,6 +17,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from pydantic import SecretStr
 from sqlalchemy import Boolean, Connection, MetaData, RowMapping, Select, Table, column, func, insert, select, table
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -95,8 +96,8 @@ async def _digest(connection: AsyncConnection, known: Table) -> tuple[int, int]:
 
 async def copy_all(common: Common, url: str) -> dict[str, dict[str, int]]:
     """Every installed service that has a file under `data_dir`."""
-    files = common.model_copy(update={"database": common.database.model_copy(update={"url": "sqlite"})})
-    server = common.model_copy(update={"database": common.database.model_copy(update={"url": url})})
+    files = common.model_copy(update={"database": common.database.model_copy(update={"url": SecretStr("sqlite")})})
+    server = common.model_copy(update={"database": common.database.model_copy(update={"url": SecretStr(url)})})
     done = {}
     for entry in sorted(entry_points(group="headrace.services")):
         if not (common.data_dir / "db" / f"{entry.name}.sqlite").exists():

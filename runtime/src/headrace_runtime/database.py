@@ -12,9 +12,11 @@ from sqlalchemy import URL, event, make_url, text
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
+from headrace_runtime import disk
 from headrace_runtime.errors import SettingError, Unavailable
 from headrace_runtime.settings import Common, DatabaseSettings
 from headrace_runtime.sqlite_driver import Driver
+from headrace_schemas.redaction import HIDDEN
 
 _BUSY_TIMEOUT_MS = 30_000
 
@@ -26,18 +28,19 @@ class Database:
         self.engine = engine
         self.schema = schema
         self._one_writer = asyncio.Lock() if self.sqlite else None
+        self._trouble: str | None = None
 
     @classmethod
     def open(cls, service: str, common: Common) -> Database:
         """Connects lazily; `headrace_runtime.migrations.upgrade` makes the tables. Raises `SettingError`."""
         settings = common.database
-        if settings.url == "sqlite":
+        if settings.url.get_secret_value() == "sqlite":
             folder = common.data_dir.absolute() / "db"
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             return cls(_sqlite(folder / f"{service}.sqlite"), None)
         url = _url(settings)
         if url.get_backend_name() != "postgresql":
-            raise SettingError("database.url", settings.url, "must be `sqlite` or start with postgresql://")
+            raise SettingError("database.url", url.render_as_string(), "must be `sqlite` or start with postgresql://")
         return cls(_postgresql(url, service, settings), service)
 
     @property
@@ -51,18 +54,33 @@ class Database:
             try:
                 async with self.engine.begin() as connection:
                     yield connection
-            except (OperationalError, ConnectionError, TimeoutError) as error:
-                raise Unavailable(f"database: {error.__class__.__name__}: {error}") from error
-            except DBAPIError as error:
-                if error.connection_invalidated or _serialization(error):
-                    raise Unavailable(f"database: {error}") from error
-                raise
+                self._trouble = None
+            except (DBAPIError, ConnectionError, TimeoutError) as error:
+                unavailable = self._unavailable(error)
+                if unavailable is None:
+                    raise
+                raise unavailable from error
+
+    def _unavailable(self, error: Exception) -> Unavailable | None:
+        """None for what no other try would mend."""
+        if disk.is_full(error):
+            place = self.engine.url.database if self.sqlite else f"the disk of database server {self.engine.url.host}"
+            full = disk.no_room(str(place))
+            self._trouble = str(full)
+            return full
+        if not isinstance(error, DBAPIError) or isinstance(error, OperationalError):
+            return Unavailable(f"database: {error.__class__.__name__}: {error}")
+        if error.connection_invalidated or _serialization(error):
+            return Unavailable(f"database: {error}")
+        return None
 
     async def close(self) -> None:
         await self.engine.dispose()
 
-    async def ready(self) -> bool:
-        """Whether a trivial query works now (for the health page)."""
+    async def ready(self) -> bool | str:
+        """Whether a trivial query works now and the last transaction found room, or why not (for the health page)."""
+        if self._trouble is not None:
+            return self._trouble
         try:
             async with self.engine.connect() as connection:
                 await connection.execute(text("SELECT 1"))
@@ -73,9 +91,9 @@ class Database:
 
 def _url(settings: DatabaseSettings) -> URL:
     try:
-        return make_url(settings.url)
-    except SQLAlchemyError:
-        raise SettingError("database.url", settings.url, "is not a database URL") from None
+        return make_url(settings.url.get_secret_value())
+    except (SQLAlchemyError, ValueError):
+        raise SettingError("database.url", HIDDEN, "is not a database URL") from None
 
 
 def _sqlite(path: Path) -> AsyncEngine:

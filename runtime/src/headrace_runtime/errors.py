@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace_schemas import redaction
 from headrace_schemas.errors import HeadraceError, InvalidEvent
 
 
@@ -9,12 +10,16 @@ class SettingError(HeadraceError):
     """A setting is unknown, of the wrong type or unsupported. Stops the start-up (P11), exit status 2."""
 
     def __init__(self, name: str, value: object, remedy: str) -> None:
-        super().__init__(f"setting {name} = {value!r}: {remedy}")
+        super().__init__(f"setting {name} = {redaction.shown(name, value)}: {remedy}")
         self.name = name
 
 
 class Unavailable(HeadraceError):
     """Something that we depend on is away or slow; trying again later may help."""
+
+
+class DiskFull(Unavailable):
+    """A disk has no room. Somebody has to make some, however long that takes: it is waited for and ends nobody."""
 
 
 class CorruptBlob(HeadraceError):
@@ -31,4 +36,4 @@ class Refused(HeadraceError):
         self.param = param
 
 
-__all__ = ["CorruptBlob", "HeadraceError", "InvalidEvent", "Refused", "SettingError", "Unavailable"]
+__all__ = ["CorruptBlob", "DiskFull", "HeadraceError", "InvalidEvent", "Refused", "SettingError", "Unavailable"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import faust
 
+from headrace_runtime import disk
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import QUEUE_LENGTH
@@ -60,7 +61,8 @@ class FaustHost:
         try:
             await self._offsets.start()
             self._processor.ends = self._offsets.ends
-            await self._processor.recover(await self._offsets.starts(self._topics))
+            starts = await self._offsets.starts(self._topics)
+            await disk.with_room(lambda: self._processor.recover(starts))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._work())
                 group.create_task(self._prune())

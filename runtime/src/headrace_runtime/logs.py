@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from headrace_runtime import tracing
 from headrace_runtime.settings import LogSettings
+from headrace_schemas.redaction import Redactor
 
 
 def _add_trace(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
@@ -19,7 +22,27 @@ def _add_trace(_logger: WrappedLogger, _method: str, event: EventDict) -> EventD
     return event
 
 
-def configure(service: str, settings: LogSettings) -> None:
+def _redact(redactor: Redactor) -> Processor:
+    """Everything that is text, tracebacks and what libraries say included."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, str):
+            return redactor(value)
+        if isinstance(value, Mapping):
+            return {key: clean(item) for key, item in value.items()}
+        if isinstance(value, list | tuple | set):
+            return [clean(item) for item in value]
+        text = str(value)
+        clean_text = redactor(text)  # a key may consist of digits
+        return value if isinstance(value, int | float | bool | None) and clean_text == text else clean_text
+
+    def process(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        return {key: value if key.startswith("_") else clean(value) for key, value in event.items()}
+
+    return process
+
+
+def configure(service: str, settings: LogSettings, secrets: Iterable[str] = ()) -> None:
     """Route our logs and those of libraries through one renderer on stderr. Called once, before anything logs."""
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -28,6 +51,7 @@ def configure(service: str, settings: LogSettings) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
         _add_trace,
         structlog.processors.format_exc_info,
+        _redact(Redactor(secrets)),
     ]
     renderer: Processor = (
         structlog.processors.JSONRenderer()

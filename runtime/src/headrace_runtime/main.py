@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -19,9 +20,13 @@ from typing import Generic, NoReturn, TypeVar
 
 from headrace_runtime import liveness
 from headrace_runtime.errors import HeadraceError, SettingError
-from headrace_runtime.settings import CONFIG_VARIABLE, Common, ServiceSettings, load
+from headrace_runtime.settings import CONFIG_VARIABLE, Common, ServiceSettings, load, secrets_of, secrets_of_url
+from headrace_schemas.redaction import is_secret
 
 S = TypeVar("S", bound=ServiceSettings)
+_OWNER_ALONE = 0o077
+_SECRET_LENGTH_MIN = 8
+"""Of variables that are not settings of ours: shorter ones are more likely words."""
 Run = Callable[[Common, S], Awaitable[None]]
 
 
@@ -60,9 +65,11 @@ class Service(Generic[S]):
             return 0
         if arguments.check or arguments.check_bus:
             return self._check(common, own, bus=arguments.check_bus)
+        os.umask(_OWNER_ALONE)
+        _make_private(common.data_dir)
         from headrace_runtime import logs
 
-        logs.configure(self.name, common.logs)
+        logs.configure(self.name, common.logs, {*secrets_of(common, own), *_environment_secrets(os.environ)})
         log = logs.get_logger(f"headrace_{self.name}")
         module, function = self.run.split(":")
         try:
@@ -79,6 +86,9 @@ class Service(Generic[S]):
             return 1
         except BaseExceptionGroup as group:
             log.error("crashed", error=repr(group.exceptions), exc_info=group)
+            return 1
+        except Exception as error:
+            log.error("crashed", error=repr(error), exc_info=error)
             return 1
         return 0
 
@@ -99,6 +109,20 @@ class Service(Generic[S]):
         text = json.dumps({name: [doc.model_dump() for doc in docs] for name, docs in described.items()})
         sys.stdout.write(text + "\n")
         return 0
+
+
+def _make_private(data_dir: Path) -> None:
+    """What lies in `data_dir` is for its owner alone, also where an earlier release made it."""
+    with contextlib.suppress(OSError):  # somebody else's folder, or a full disk: what needs it will say so
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if data_dir.stat().st_uid == os.geteuid():
+            data_dir.chmod(data_dir.stat().st_mode & ~_OWNER_ALONE)
+
+
+def _environment_secrets(environ: Mapping[str, str]) -> set[str]:
+    """What the environment holds under names of secrets, for us or for others, and the passwords of its URLs."""
+    named = {value for name, value in environ.items() if len(value) >= _SECRET_LENGTH_MIN and is_secret(name)}
+    return named.union(*(secrets_of_url(value) for value in environ.values() if "://" in value))
 
 
 async def _until_stopped(run: Run[S], common: Common, own: S, pipe: int | None) -> None:

@@ -21,7 +21,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock, epoch_ms
 from headrace_runtime.database import Database
 from headrace_runtime.dead_letters import dead_letter
-from headrace_runtime.errors import HeadraceError, InvalidEvent, Unavailable
+from headrace_runtime.errors import DiskFull, HeadraceError, InvalidEvent, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import BATCH_SECONDS, EVENT_AGE_SECONDS, EVENTS_HANDLED, RETRIES
 from headrace_runtime.outbox import Outbox
@@ -149,13 +149,14 @@ class Processor:
             await self.outbox.adopt()
 
     async def _persist(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Until it works or `retry_s` is over; a restart would not make room on a full disk, so that is waited for."""
         deadline = self.clock.monotonic_s() + self.limits.retry_s
         attempt = 0
         while True:
             try:
                 return await work()
             except Unavailable as error:
-                if self.clock.monotonic_s() > deadline:
+                if self.clock.monotonic_s() > deadline and not isinstance(error, DiskFull):
                     raise
                 RETRIES.labels(self.service).inc()
                 log.warning("retrying", error=str(error), attempt=attempt)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable
 
 from aiokafka import AIOKafkaProducer
-from aiokafka.errors import KafkaError, MessageSizeTooLargeError
+from aiokafka.errors import KafkaConnectionError, KafkaError, MessageSizeTooLargeError
 
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import InvalidEvent, Unavailable
@@ -49,6 +49,21 @@ class EventProducer:
         if self._producer is not None:
             await self._producer.stop()
             self._producer = None
+
+    async def abandon(self) -> None:
+        """Stop without sending what is held back: nothing leaves this process any more.
+
+        aiokafka has no public way to; ending its sender first leaves `stop` nothing to flush.
+        """
+        producer, self._producer = self._producer, None
+        if producer is None:
+            return
+        sending: asyncio.Task[None] | None = producer._sender.sender_task
+        if sending is not None:
+            sending.cancel()
+            await asyncio.wait([sending])
+        producer._message_accumulator.fail_all(KafkaConnectionError("given up"))
+        await producer.stop()
 
     async def encode(self, event: Event, partition: int | None = None) -> Outgoing:
         return await encode(event, self._source, self._blobs, partition=partition)

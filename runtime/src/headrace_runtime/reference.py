@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import BaseModel, JsonValue, TypeAdapter
+from pydantic import BaseModel, JsonValue, SecretStr, TypeAdapter
 from pydantic.fields import FieldInfo
 
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -47,10 +47,15 @@ def _doc(name: str, field: FieldInfo, value: object) -> SettingDoc:
     return SettingDoc(
         name=name,
         kind=_kind(adapter.json_schema()),
-        default=None if value is None else adapter.dump_python(value, mode="json"),
+        default=None if value is None else _shown(adapter, value),
         required=field.is_required(),
         description=" ".join((field.description or "").split()),
     )
+
+
+def _shown(adapter: TypeAdapter[Any], value: object) -> Any:
+    """A default is no secret, also where the setting is one."""
+    return value.get_secret_value() if isinstance(value, SecretStr) else adapter.dump_python(value, mode="json")
 
 
 def _kind(schema: dict[str, Any]) -> str:

@@ -19,10 +19,12 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import unquote, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from headrace_runtime.errors import SettingError
+from headrace_schemas.redaction import is_secret
 
 ENV_PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
@@ -74,7 +76,7 @@ class BusSettings(Section):
 class DatabaseSettings(Section):
     """Where a service's own state lives."""
 
-    url: str = "sqlite"
+    url: SecretStr = SecretStr("sqlite")
     """`sqlite` for a file per service under `data_dir`, or `postgresql://user:password@host/database`."""
     pool_size: Annotated[int, Field(ge=1, le=100)] = 5
     """Connections per service (PostgreSQL only)."""
@@ -99,15 +101,17 @@ class LogSettings(Section):
 class SecuritySettings(Section):
     """What services know about each other."""
 
-    internal_key: str = ""
-    """Bearer token between services; required as soon as one of them listens beyond loopback."""
+    internal_key: SecretStr = SecretStr("")
+    """Bearer token between services, and for their metrics; required as soon as one of them listens beyond loopback."""
 
 
 class Common(Section):
     """What all services share."""
 
     data_dir: Path = Path(".headrace")
-    """Everything that this machine keeps: databases, blobs, logs, the gateway's spool."""
+    """Everything that this machine keeps: databases, blobs, logs, the gateway's spool. For its owner alone."""
+    disk_free_bytes_min: Annotated[int, Field(ge=4096)] = 1_048_576
+    """Room that `data_dir` has to have for a service to be ready; it says so when there is less."""
     bus: BusSettings = BusSettings()
     database: DatabaseSettings = DatabaseSettings()
     blobs: BlobSettings = BlobSettings()
@@ -164,16 +168,44 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _override(table: dict[str, Any], name: str, text: str) -> None:
     path = name.removeprefix(ENV_PREFIX).lower().split("__")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
+    value = _value(path[-1], text)
     inner = table
     for part in path[:-1]:
         inner = inner.setdefault(part, {})
         if not isinstance(inner, dict):
             raise SettingError(name, text, f"{part!r} is a plain value, not a section")
     inner[path[-1]] = value
+
+
+def _value(name: str, text: str) -> Any:
+    """TOML, or the text as it stands: always for a secret, which may consist of digits."""
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return text if is_secret(name) and not isinstance(value, str) else value
+
+
+def secrets_of(*sections: BaseModel) -> set[str]:
+    """Every value that is typed as a secret, at any depth, and the passwords in those that are URLs."""
+    found: set[str] = set()
+    for section in sections:
+        for value in (getattr(section, name) for name in type(section).model_fields):
+            if isinstance(value, BaseModel):
+                found |= secrets_of(value)
+            elif isinstance(value, SecretStr):
+                text = value.get_secret_value()
+                found |= secrets_of_url(text) if "://" in text else {text}
+    return found - {"", "sqlite"}
+
+
+def secrets_of_url(url: str) -> set[str]:
+    """The password in a URL, as it stands and decoded."""
+    try:
+        password = urlsplit(url).password
+    except ValueError:
+        return set()
+    return {password, unquote(password)} if password else set()
 
 
 M = TypeVar("M", bound=Section)
@@ -188,6 +220,8 @@ def _validate(model: type[M], table: object, prefix: str) -> M:
         first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
         where = [str(part) for part in first["loc"]]
         remedy = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "string_type" and isinstance(first["input"], int | float):
+            remedy += "; put it in quotes"
         if first["type"] == "extra_forbidden":
             remedy = f"unknown{_hint(where[-1], _names_at(model, where[:-1]))}"
         raise SettingError(prefix + ".".join(where), first["input"], remedy) from None
@@ -211,7 +245,7 @@ def _hint(name: str, known: tuple[str, ...] | list[str]) -> str:
 
 
 def _check_bind(service: str, own: ServiceSettings, common: Common) -> None:
-    if not is_loopback(own.host) and not common.security.internal_key:
+    if not is_loopback(own.host) and not common.security.internal_key.get_secret_value():
         raise SettingError(
             f"{service}.host", own.host, "listens beyond this machine without a key; set security.internal_key"
         )

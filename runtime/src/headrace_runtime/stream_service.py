@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from starlette.routing import BaseRoute
 
-from headrace_runtime import migrations, topics, web
+from headrace_runtime import disk, migrations, topics, web
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.database import Database
@@ -57,7 +57,7 @@ async def run(service: StreamService, common: Common, settings: ServiceSettings)
     producer = EventProducer(common.bus, f"headrace/{service.name}", blobs)
     try:
         await topics.ensure(common.bus)
-        await migrations.upgrade(database, service.package)
+        await disk.with_room(lambda: migrations.upgrade(database, service.package))
         await producer.start()
         clock = SystemClock()
         processor = Processor(
@@ -75,7 +75,7 @@ async def run(service: StreamService, common: Common, settings: ServiceSettings)
         group_id, folder = f"headrace-{service.name}", common.data_dir / "faust"
         host = FaustHost(processor, tuple(service.handlers), common.bus, group=group_id, folder=folder)
         checks: dict[str, web.Check] = {"bus": host.assigned.is_set, "database": database.ready}
-        async with web.serve(web.app(checks, service.routes(processor)), settings) as port:
+        async with web.serve(web.app(checks, service.routes(processor), common), settings) as port:
             log.info("listening", port=port)
             async with asyncio.TaskGroup() as group:
                 group.create_task(host.run())

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from headrace_runtime import disk
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import CorruptBlob
 from headrace_schemas.blobs import BlobRef
@@ -162,7 +163,9 @@ class VersionCache:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(self._blobs.get(file.blob))
                 draft.rename(target)
-            except OSError:
+            except OSError as error:
+                if disk.is_full(error):
+                    raise disk.no_room(self._folder) from error
                 if not target.exists():  # another process may have been faster
                     raise
             finally:

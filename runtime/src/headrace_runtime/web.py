@@ -22,22 +22,48 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
+from headrace_runtime import disk
 from headrace_runtime.errors import Refused, SettingError, Unavailable
 from headrace_runtime.settings import Common, ServiceSettings, is_loopback
+from headrace_schemas.redaction import redacted
 
 _FIRST_HANDED_OVER = 3  # SD_LISTEN_FDS_START
-Check = Callable[[], bool | Awaitable[bool]]
+Holds = bool | str
+Check = Callable[[], Holds | Awaitable[Holds]]
+"""Whether something holds: True, or False or the reason why it does not."""
 
 
-def app(checks: Mapping[str, Check], routes: Sequence[BaseRoute] = ()) -> Starlette:
-    """An application with the common pages. `/health` is 200 when every check holds, else 503 and says which do not."""
+def app(
+    checks: Mapping[str, Check],
+    routes: Sequence[BaseRoute] = (),
+    common: Common | None = None,
+    *,
+    needs_disk: bool = True,
+) -> Starlette:
+    """An application with the common pages. `/health` is 200 when every check holds, else 503 and says which do not.
+
+    With `common`, the disk under `data_dir` is one of the checks, where the service does its work without it
+    (`needs_disk`) only among the reasons, and `/metrics` needs the internal key where one is
+    set: its labels name models, tenants' keys and replicas.
+    """
 
     async def health(_request: Request) -> Response:
         results = {name: await _hold(check) for name, check in checks.items()}
-        healthy = all(results.values())
-        return JSONResponse({"status": "ok" if healthy else "unready", "checks": results}, 200 if healthy else 503)
+        room = await _disk(common) if common else True
+        if needs_disk and common:
+            results["disk"] = room
+        healthy = all(result is True for result in results.values())
+        reasons = {name: redacted(why) for name, why in {**results, "disk": room}.items() if isinstance(why, str)}
+        said: dict[str, object] = {
+            "status": "ok" if healthy else "unready",
+            "checks": {name: result is True for name, result in results.items()},
+            **({"reasons": reasons} if reasons else {}),
+        }
+        return JSONResponse(said, 200 if healthy else 503)
 
-    async def metrics(_request: Request) -> Response:
+    async def metrics(request: Request) -> Response:
+        if common is not None:
+            require_internal_key(request, common)
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
     return Starlette(
@@ -109,7 +135,7 @@ def _handed_over(settings: ServiceSettings) -> socket.socket | None:
 
 def require_internal_key(request: Request, common: Common) -> None:
     """Raises `Refused` unless the request carries `security.internal_key`, when one is set."""
-    expected = common.security.internal_key
+    expected = common.security.internal_key.get_secret_value()
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
     if expected and not hmac.compare_digest(expected.encode(), given.encode()):
         raise Refused(401, "invalid_api_key", "this endpoint needs the bearer token of security.internal_key")
@@ -121,9 +147,13 @@ class _Server(uvicorn.Server):
         yield  # the service's own main handles signals
 
 
-async def _hold(check: Check) -> bool:
+async def _hold(check: Check) -> Holds:
     result = check()
-    return bool(await result) if inspect.isawaitable(result) else bool(result)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def _disk(common: Common) -> Holds:
+    return await asyncio.to_thread(disk.trouble, common.data_dir.absolute(), common.disk_free_bytes_min) or True
 
 
 async def _refused(_request: Request, error: Exception) -> Response:

@@ -8,9 +8,14 @@
 - `headrace_runtime.errors.Refused`: a caller's request is wrong; answer it, keep going.
 """
 
+from headrace_schemas.redaction import redacted
+
 
 class HeadraceError(Exception):
-    """Root of the tree. The message names the thing, the value and the remedy."""
+    """Root of the tree. The message names the thing, the value and the remedy, and never a secret."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redacted(str(message)))
 
 
 class InvalidEvent(HeadraceError):

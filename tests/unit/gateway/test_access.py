@@ -137,3 +137,10 @@ def test_a_place_is_given_back_when_the_work_fails() -> None:
     with pytest.raises(RuntimeError), limits.admit(caller):
         raise RuntimeError
     assert limits.in_progress == 0
+
+
+def test_a_key_may_name_its_models() -> None:
+    ring = KeyRing([key("all"), key("one", models=("tiny",))], LIMITS)
+    assert ring.identify(None, bearer("all")).may_use("other")
+    caller = ring.identify(None, bearer("one"))
+    assert (caller.may_use("tiny"), caller.may_use("other")) == (True, False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,17 +10,19 @@ from pathlib import Path
 import pytest
 
 from headrace_gateway.settings import CaptureSettings
+from headrace_gateway.spool_file import scan
 from headrace_schemas import Turn
 from tests.support.fake_replica import FakeReplica
+from tests.support.full_disk import no_room
 from tests.support.gateway import gateway, until
 
 
 def spooled(folder: Path) -> list[Turn]:
     """What lies in the spool's file, read as another process would."""
-    with sqlite3.connect(folder / "spool" / "spool.db") as db:
-        rows = db.execute("SELECT value FROM events WHERE topic = 'turns' ORDER BY seq").fetchall()
-    db.close()
-    return [Turn.from_json(value) for (value,) in rows]
+    found = [
+        found.event for path in sorted((folder / "spool").glob("*.spool")) for found in scan(path.read_bytes(), 0, "")
+    ]
+    return [Turn.from_json(event.value) for event in found if event is not None and event.topic == Turn.topic]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
@@ -113,11 +114,34 @@ async def test_without_bus_and_disk_the_client_does_not_see_an_end(tmp_path: Pat
     async with replica.running(), gateway(tmp_path, replica) as served:
         served.bus.back.clear()
         await served.chat()
-        served.spool._db.execute("PRAGMA query_only = ON")
-        answer = await served.chat(stream=stream)
+        with no_room(in_place=False):
+            answer = await served.chat("refused", stream=stream)
         if stream:
             assert "[DONE]" not in answer.text
             assert '"not_recorded"' in answer.text
         else:
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_recorded")
-        served.spool._db.execute("PRAGMA query_only = OFF")
+            assert f"no space left on {tmp_path / 'spool'}" in answer.json()["error"]["message"]
+        served.bus.back.set()
+        await until(lambda: served.spool.events == 0)
+        assert [turn.messages[0].text for turn in served.turns] == ["hello"], "what was refused does not come later"
+
+
+async def test_a_full_disk_refuses_new_work_and_not_what_is_under_way(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    capture = CaptureSettings(bus_wait_s=0.01, spool_reserve_bytes=1_048_576)
+    async with replica.running(), gateway(tmp_path, replica, capture=capture) as served:
+        served.bus.back.clear()
+        with no_room():
+            answers = [await served.chat(f"{number} " + "x" * 4000) for number in range(40)]
+            accepted = [answer.status_code for answer in answers].count(200)
+            assert 8 < accepted < 40, "what was allocated before holds these"
+            assert {answer.status_code for answer in answers[accepted:]} == {503}
+            assert "disk: no space left on" in answers[-1].json()["error"]["message"]
+            health = (await served.client.get("/health")).json()
+            assert "no space left" in health["reasons"]["capture"]
+        await until(lambda: served.spool.trouble is None)
+        assert (await served.chat()).status_code == 200
+        served.bus.back.set()
+        await until(lambda: served.spool.events == 0)
+        assert len({turn.turn_id for turn in served.turns}) == accepted + 1

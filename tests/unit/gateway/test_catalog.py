@@ -79,3 +79,17 @@ def test_nothing_is_known_before_the_topic_was_read_to_its_end() -> None:
     assert not known.known
     history_read = True
     assert known.known
+
+
+def test_a_key_with_models_of_its_own_knows_no_others() -> None:
+    known = catalog(routing(1, V2, V1, serve=(V1, V2)), foreign="tiny")
+
+    def other(model: str) -> bool:
+        return model == "other"
+
+    assert known.names(other) == []
+    for name in ("tiny", "tiny:champion", V2, "foreign", "tin"):
+        with pytest.raises(ApiError, match="GET /v1/models lists what is served") as caught:
+            known.resolve(name, other)
+        assert caught.value.status == 404
+    assert known.resolve("tiny", lambda model: model == "tiny") == Target("tiny")

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import os
+import random
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from headrace_gateway.spool import Spool, SpoolBroken, Spooled
-from headrace_runtime.errors import SettingError, Unavailable
+from headrace_runtime.errors import DiskFull, SettingError, Unavailable
+from tests.support.full_disk import no_room
+from tests.support.gateway import until
 
 _WRITER = """
 import asyncio, os, signal, sys
@@ -67,9 +75,11 @@ async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
         assert found == list(range(len(found)))
 
 
-async def test_what_is_appended_is_fsynced(tmp_path: Path) -> None:
+async def test_what_is_appended_is_synced(tmp_path: Path) -> None:
     async with Spool(tmp_path, 1000) as spool:
-        assert spool._db.execute("PRAGMA synchronous").fetchone() == (2,), "FULL: a power cut takes no committed row"
+        with mock.patch.object(os, "fdatasync") as sync:
+            await spool.append(items(1))
+        assert sync.call_count == 1
 
 
 async def test_its_bound_stops_admission_not_work_under_way(tmp_path: Path) -> None:
@@ -102,10 +112,126 @@ async def test_a_file_that_cannot_be_read_is_kept(tmp_path: Path) -> None:
 async def test_a_disk_that_refuses_is_an_error_and_not_a_loss_of_count(tmp_path: Path) -> None:
     async with Spool(tmp_path, 1000) as spool:
         await spool.append(items(1))
-        spool._db.execute("PRAGMA query_only = ON")  # what sqlite3 raises for a disk that is full, without filling one
-        with pytest.raises(Unavailable, match="spool"):
+        with no_room(in_place=False), pytest.raises(DiskFull, match=f"no space left on {tmp_path}"):
             await spool.append(items(2))
         assert spool.events == 1
-        spool._db.execute("PRAGMA query_only = OFF")
         await spool.append(items(3))
         assert await values(spool) == [1, 3]
+
+
+async def test_what_was_refused_is_not_found_by_a_later_process(tmp_path: Path) -> None:
+    """The bytes were written and only then could not be synced: nobody was told that they are there."""
+    async with Spool(tmp_path, 1000) as spool:
+        await spool.append(items(1))
+        refusal = OSError(errno.EIO, "Input/output error")
+        with mock.patch.object(os, "fdatasync", side_effect=refusal), pytest.raises(Unavailable, match="disk: "):
+            await spool.append(items(2))
+        await spool.append(items(3))
+    async with Spool(tmp_path, 1000) as spool:
+        assert await values(spool) == [1, 3]
+
+
+async def test_what_was_allocated_ahead_takes_work_while_the_disk_is_full(tmp_path: Path) -> None:
+    async with Spool(tmp_path, 1_000_000, reserve_bytes=8192) as spool:
+        with no_room():
+            for number in range(100):
+                await spool.append(items(number))
+                if spool.trouble:
+                    break
+            assert spool.trouble == f"disk: no space left on {tmp_path}; make room there, nothing has to be restarted"
+            for later in range(number + 1, number + 20):
+                await spool.append(items(later))
+            assert await values(spool) == list(range(number + 20))
+            await spool.remove(await spool.oldest(10_000))
+        await until(lambda: spool.trouble is None)
+        assert await values(spool) == []
+
+
+async def test_it_starts_on_a_full_disk_and_takes_work_when_there_is_room(tmp_path: Path) -> None:
+    with no_room():
+        spool = Spool(tmp_path, 1000)
+        await spool.__aenter__()
+        assert spool.trouble is not None
+        with pytest.raises(DiskFull):
+            await spool.append(items(1))
+    await until(lambda: spool.trouble is None)
+    await spool.append(items(2))
+    assert await values(spool) == [2]
+    await spool.__aexit__()
+
+
+async def test_files_that_are_done_go_and_their_numbers_do_not_come_again(tmp_path: Path) -> None:
+    for again in range(3):
+        async with Spool(tmp_path, 1_000_000, reserve_bytes=2048) as spool:
+            assert await values(spool) == []
+            for number in range(60):
+                await spool.append(items(number + again))
+            assert await values(spool) == list(range(again, 60 + again))
+            await spool.remove(await spool.oldest(10_000))
+            assert len(_files(tmp_path)) <= 3
+
+
+async def test_a_spool_that_was_a_database_is_taken_over(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "spool.db")) as db, db:
+        db.execute("CREATE TABLE events (seq INTEGER PRIMARY KEY, topic TEXT, traceparent TEXT, value BLOB)")
+        rows = [("turns", f"trace-{number}", b"%d" % number) for number in range(3)]
+        db.executemany("INSERT INTO events (topic, traceparent, value) VALUES (?, ?, ?)", rows)
+    for _ in range(2):
+        async with Spool(tmp_path, 1000) as spool:
+            assert await values(spool) == [0, 1, 2]
+            assert (await spool.oldest(1))[0].traceparent == "trace-0"
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["found at the start", "while it runs"])
+async def test_a_flipped_byte_costs_the_record_that_it_hits(tmp_path: Path, running: bool) -> None:
+    rng = random.Random(7)
+    written = [Spooled("turns", b'{"number": %d, "text": "%s"}' % (number, b"x" * 90)) for number in range(100)]
+    silent = lost = 0
+    for trial in range(150):
+        folder = tmp_path / str(trial)
+        async with Spool(folder, 1_000_000, reserve_bytes=65_536) as spool:
+            await spool.append(written)
+            if running:
+                _flip(folder, rng, spool._log._segments[0].end)
+                found = await spool.oldest(1000)
+            end = spool._log._segments[0].end
+        if not running:
+            _flip(folder, rng, end)
+            async with Spool(folder, 1_000_000, reserve_bytes=65_536) as spool:
+                found = await spool.oldest(1000)
+        whole = [item.value for item in found if not item.damage]
+        silent += len([value for value in whole if value not in {item.value for item in written}])
+        lost += len(written) - len(whole)
+        assert len(whole) >= len(written) - 1
+        assert all(".spool, byte " in item.damage for item in found if item.damage)
+        assert len(found) - len(whole) == len(written) - len(whole), "each loss is told"
+    assert (silent, lost) == (0, 150)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.spool"))
+
+
+def _flip(folder: Path, rng: random.Random, end: int) -> None:
+    path = min(folder.glob("*.spool"))
+    with path.open("r+b") as file:
+        at = rng.randrange(end)
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ (1 << rng.randrange(8))]))
+
+
+async def test_a_damaged_position_only_sends_again(tmp_path: Path) -> None:
+    async with Spool(tmp_path, 1000) as spool:
+        await spool.append(items(*range(10)))
+        for _ in range(3):
+            await spool.remove(await spool.oldest(2))
+    whole = (tmp_path / "position").read_bytes()
+    for at in range(len(whole)):
+        (tmp_path / "position").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        async with Spool(tmp_path, 1000) as spool:
+            assert await values(spool) in ([6, 7, 8, 9], [4, 5, 6, 7, 8, 9])
+    (tmp_path / "position").write_bytes(b"?" * 80)
+    async with Spool(tmp_path, 1000) as spool:
+        assert await values(spool) == list(range(10))

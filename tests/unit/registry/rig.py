@@ -10,6 +10,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
+from pydantic import SecretStr
+
 from headrace_registry import store
 from headrace_registry.director import Director
 from headrace_registry.gate import GateFailed
@@ -99,7 +101,7 @@ class Rig:
     """`start`, then publish checkpoints, move replicas, tick; look at `events`."""
 
     def __init__(self, folder: Path, database_url: str = "sqlite", settings: RegistrySettings | None = None) -> None:
-        common = Common(data_dir=folder, database=DatabaseSettings(url=database_url))
+        common = Common(data_dir=folder, database=DatabaseSettings(url=SecretStr(database_url)))
         self.clock = FakeClock()
         self.blobs = BlobStore.open(common)
         self.database = Database.open("registry", common)

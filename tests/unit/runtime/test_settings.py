@@ -9,7 +9,7 @@ import pytest
 from pydantic import AfterValidator
 
 from headrace_runtime.errors import SettingError
-from headrace_runtime.settings import Common, Section, ServiceSettings, is_loopback, load
+from headrace_runtime.settings import Common, Section, ServiceSettings, is_loopback, load, secrets_of
 
 
 class Inner(Section):
@@ -98,6 +98,37 @@ def test_mistakes_in_the_file_stop_the_start(tmp_path: Path, text: str, message:
 def test_mistakes_in_the_environment_stop_the_start(name: str, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         load("gateway", GatewaySettings, None, {name: "1"})
+
+
+@pytest.mark.parametrize("key", ["4711471147114711", "1_000", "1e5", "0x10", "true", '"4711"', "plain"])
+def test_a_key_from_the_environment_is_what_it_says(key: str) -> None:
+    common, _ = loaded(HEADRACE_SECURITY__INTERNAL_KEY=key)
+    assert common.security.internal_key.get_secret_value() == key.strip('"')
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[security]\ninternal_key = 4711471147114711\n",
+        "[security]\ninternal_kye = 'PLANTED'\n",
+        "security = 'PLANTED'\nbus = 3\n",
+        "[database]\nurl = 'postgresql://me:PLANTED@db/x'\nsize = 3\n",
+        "[database]\nurl = ['postgresql://me:PLANTED@db/x']\n",
+    ],
+)
+def test_a_mistake_about_a_secret_does_not_tell_it(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        loaded(config(tmp_path, text))
+    assert "PLANTED" not in str(caught.value)
+    assert "4711" not in str(caught.value)
+
+
+def test_every_secret_of_the_settings_is_known_to_the_logs() -> None:
+    common, own = loaded(
+        HEADRACE_SECURITY__INTERNAL_KEY="the-key", HEADRACE_DATABASE__URL="postgresql://me:p%40ss@db/x"
+    )
+    assert secrets_of(common, own) == {"the-key", "p@ss", "p%40ss"}
+    assert "the-key" not in repr(common)
 
 
 def test_a_missing_file_is_named() -> None:

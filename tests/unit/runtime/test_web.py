@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -17,6 +18,7 @@ from starlette.routing import Route
 from headrace_runtime import metrics, web
 from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.settings import Common, SecuritySettings, ServiceSettings
+from tests.support.full_disk import no_room
 
 
 async def _echo(request: Request) -> Response:
@@ -24,7 +26,7 @@ async def _echo(request: Request) -> Response:
 
 
 async def _guarded(request: Request) -> Response:
-    web.require_internal_key(request, Common(security=SecuritySettings(internal_key="secret")))
+    web.require_internal_key(request, Common(security=SecuritySettings.model_validate({"internal_key": "secret"})))
     return JSONResponse({})
 
 
@@ -43,6 +45,33 @@ async def test_health_says_which_check_does_not_hold() -> None:
         metrics.OUTBOX_ROWS.set(0)
         page = await client.get(f"http://127.0.0.1:{port}/metrics")
         assert "headrace_outbox_rows 0.0" in page.text
+
+
+async def test_health_gives_the_reason_where_there_is_one() -> None:
+    why = "disk: no space left on postgresql://me:PLANTED@db/x"
+    async with web.serve(web.app({"store": lambda: why}), ServiceSettings()) as port, httpx2.AsyncClient() as client:
+        answer = await client.get(f"http://127.0.0.1:{port}/health")
+    assert (answer.status_code, answer.json()["checks"]) == (503, {"store": False})
+    assert answer.json()["reasons"] == {"store": "disk: no space left on postgresql://me:(hidden)@db/x"}
+
+
+@pytest.mark.parametrize("needed", [True, False])
+async def test_health_tells_of_a_full_disk_also_where_work_goes_on_without_it(tmp_path: Path, needed: bool) -> None:
+    application = web.app({}, common=Common(data_dir=tmp_path), needs_disk=needed)
+    async with web.serve(application, ServiceSettings()) as port, httpx2.AsyncClient() as client:
+        assert (await client.get(f"http://127.0.0.1:{port}/health")).status_code == 200
+        with no_room():
+            answer = await client.get(f"http://127.0.0.1:{port}/health")
+    assert answer.status_code == (503 if needed else 200)
+    assert f"no space left on {tmp_path}" in answer.json()["reasons"]["disk"]
+
+
+async def test_metrics_need_the_internal_key_where_there_is_one(tmp_path: Path) -> None:
+    common = Common(data_dir=tmp_path, security=SecuritySettings.model_validate({"internal_key": "secret"}))
+    async with web.serve(web.app({}, common=common), ServiceSettings()) as port, httpx2.AsyncClient() as client:
+        page = f"http://127.0.0.1:{port}/metrics"
+        assert (await client.get(page)).status_code == 401
+        assert (await client.get(page, headers={"authorization": "Bearer secret"})).status_code == 200
 
 
 async def test_a_request_that_offers_h2c_keeps_its_body() -> None:

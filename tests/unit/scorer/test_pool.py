@@ -120,7 +120,8 @@ async def test_a_function_that_hangs_is_killed_with_all_it_started(
     code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PID_FILE", str(tmp_path / "pid"))
-    async with started(code, "hangs", "dies", "pid", function_timeout_s=2.0) as pool:
+    passed_on = ("PID_FILE",)
+    async with started(code, "hangs", "dies", "pid", function_timeout_s=2.0, function_environment=passed_on) as pool:
         before = await verdict(pool, "pid")
         assert await verdict(pool, "hangs") == ("timed_out", None)
         child = int((tmp_path / "pid").read_text())
@@ -170,3 +171,37 @@ async def test_no_functions_need_no_process() -> None:
     await pool.reload()
     assert (pool.functions, pool._members) == ((), set())
     await pool.close()
+
+
+async def test_functions_do_not_see_the_scorers_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+import os
+
+def secret():
+    return float("PLANTED_PASSWORD" in os.environ or "HEADRACE_SECURITY__INTERNAL_KEY" in os.environ)
+
+def given():
+    return float(os.environ["FOR_FUNCTIONS"])
+
+def descriptors():
+    return float(len([one for one in os.listdir("/proc/self/fd") if int(one) > 2]))
+"""
+    (tmp_path / "spy.py").write_text(code)
+    for name in ("PLANTED_PASSWORD", "HEADRACE_SECURITY__INTERNAL_KEY", "FOR_FUNCTIONS"):
+        monkeypatch.setenv(name, "7")
+    names = ("secret", "given", "descriptors")
+    settings = Settings(
+        functions=tuple(f"{tmp_path}/spy.py:{name}" for name in names), function_environment=("FOR_FUNCTIONS",)
+    )
+    secret = os.open(tmp_path / "secret", os.O_CREAT | os.O_RDONLY)
+    os.set_inheritable(secret, True)
+    pool = Pool(settings)
+    try:
+        await pool.reload()
+        found = {name: (await pool.call(Call(function=name), TRAJECTORY)).value for name in names}
+    finally:
+        await pool.close()
+        os.close(secret)
+    assert found["secret"] == 0.0
+    assert found["given"] == 7.0
+    assert found["descriptors"] == 3.0, "the two pipes to the scorer, and the folder that is being listed"

@@ -72,8 +72,10 @@ def console(*, stderr: bool = False) -> Console:
 
 def condition(service: ServiceState) -> str:
     """A service's state in words and colour."""
+    from rich.markup import escape
+
     colour = {"ready": "green", "starting": "yellow", "unready": "yellow"}.get(service.status, "red")
-    lacks = f" (lacks {', '.join(service.lacks)})" if service.lacks else ""
+    lacks = f" ({escape('lacks ' * (service.status == 'unready') + ', '.join(service.lacks))})" if service.lacks else ""
     return f"[{colour}]{service.status}[/]{lacks}"
 
 

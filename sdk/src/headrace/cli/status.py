@@ -27,11 +27,11 @@ def status(
         list[str] | None,
         typer.Option(help="Account for this lineage instead of the last one.", metavar="MODEL=LINEAGE"),
     ] = None,
-    bus: Annotated[str | None, typer.Option(help="Account for this bus; nothing needs to run here.")] = None,
     key: Annotated[
         str | None,
-        typer.Option(envvar="HEADRACE_SECURITY__INTERNAL_KEY", help="security.internal_key, when one is set."),
+        typer.Option("--key", envvar="HEADRACE_SECURITY__INTERNAL_KEY", help="security.internal_key, when one is set."),
     ] = None,
+    bus: Annotated[str | None, typer.Option(help="Account for this bus; nothing needs to run here.")] = None,
     data_dir: DataDir = None,
     json: AsJson = False,
 ) -> None:
@@ -40,11 +40,12 @@ def status(
     The account is computed from the topics alone. Exit status 1 when it does not add up.
     """
     from headrace import living
+    from headrace.supervisor.asking import asked
 
-    state = None if bus else running(data_dir)
+    state = None if bus else asked(running(data_dir))
     alive = living.alive(state) if state else {}
     sources = living.sources(state, key) if state else ()
-    models = _models(state) if state else ()
+    models = _models(state, key) if state else ()
     found = _account(bus or (state.bus if state else ""), lineage or []) if account else None
     if json:
         typer.echo(jsonlib.dumps(_as_json(state, models, found, alive, sources), indent=1))
@@ -57,7 +58,7 @@ def status(
         raise typer.Exit(1)
 
 
-def _models(state: RunState) -> tuple[ModelState, ...]:
+def _models(state: RunState, key: str | None) -> tuple[ModelState, ...]:
     from headrace.errors import HeadraceError
     from headrace.registry import Registry
     from headrace.retries import Retries
@@ -66,7 +67,7 @@ def _models(state: RunState) -> tuple[ModelState, ...]:
     if service is None or service.status != "ready":
         return ()
     try:
-        with Registry(service.url, timeout_s=5, retries=Retries(attempts=1)) as registry:
+        with Registry(service.url, key=key, timeout_s=5, retries=Retries(attempts=1)) as registry:
             return registry.models()
     except HeadraceError as error:
         console(stderr=True).print(f"[yellow]the registry does not say who serves: {error}[/]")

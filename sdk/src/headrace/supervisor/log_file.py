@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import os
 import sys
 import threading
 from collections import deque
 from pathlib import Path
 from typing import IO
+
+from headrace.supervisor.private import owner_alone, private_folder
 
 _LINE_BYTES_MAX = 65_536
 _TAIL_LINES = 20
@@ -23,15 +27,21 @@ def wide(pipe: IO[bytes]) -> None:
 
 
 class LogFile:
-    """Copies a process's output to `path`; at `bytes_max` that becomes `path.1` and so on, `backups` of them."""
+    """Copies a process's output to `path`; at `bytes_max` that becomes `path.1` and so on, `backups` of them.
+
+    What a full disk does not take is left out and counted: the service that writes is never held up, and the first line
+    that finds room again says how many are missing.
+    """
 
     def __init__(self, path: Path, bytes_max: int, backups: int) -> None:
         self.path = path
         self._bytes_max = bytes_max
         self._backups = backups
+        self._missing = 0
+        self._cause = ""
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         """The last lines, to say why a process ended."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(path.parent)
 
     def follow(self, pipe: IO[bytes]) -> threading.Thread:
         """Copy in a thread of its own until the pipe's writers are gone."""
@@ -43,15 +53,31 @@ class LogFile:
         with pipe:
             while line := pipe.readline(_LINE_BYTES_MAX):
                 self.tail.append(line.decode("utf-8", "replace").rstrip())
-                with contextlib.suppress(OSError):  # a full disk must not block the service that writes
-                    self._append(line)
+                self.write(line)
+
+    def write(self, line: bytes) -> None:
+        """Append a line, behind a note about those that are missing. Never raises for a disk that refuses."""
+        try:
+            if self._missing:
+                self._append(f"headrace: {self._missing} lines are missing here: {self._cause}\n".encode())
+                self._missing = 0
+            self._append(line)
+        except OSError as error:
+            self._missing += 1
+            self._cause = f"disk: {(error.strerror or str(error)).lower()} on {self.path.parent}"
 
     def _append(self, line: bytes) -> None:
         size = self.path.stat().st_size if self.path.exists() else 0
         if size and size + len(line) > self._bytes_max:
             self._rotate()
-        with self.path.open("ab") as file:
-            file.write(line)
+            size = 0
+        with open(self.path, "ab", buffering=0, opener=owner_alone) as file:
+            try:
+                if file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(size)  # half a line is none
+                raise
 
     def _rotate(self) -> None:
         for number in range(self._backups, 0, -1):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import os
 import signal
 import subprocess
@@ -15,14 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from headrace.supervisor.asking import ask
 from headrace.supervisor.door import Door
 from headrace.supervisor.leash import leashed
 from headrace.supervisor.log_file import LogFile, wide
 from headrace.supervisor.plan import ServicePlan
 from headrace.supervisor.pulse import VARIABLE, Pulse
 from headrace.supervisor.state import ServiceState, Status
-
-_HEALTH_BYTES_MAX = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +102,7 @@ class ManagedProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            umask=0o077,
         )
         assert self._process.stdout is not None
         wide(self._process.stdout)
@@ -163,7 +161,7 @@ class ManagedProcess:
         if self._process is None or time.monotonic() < self._check_s:
             return
         silent = self._pulse.beats and self._pulse.silent_s > self._limits.health_timeout_s * 2
-        answer = None if silent else self._health()
+        answer = None if silent else ask(self.plan.url, self._limits.health_timeout_s)
         now_s = time.monotonic()
         if answer is not None:
             ok, lacks = answer
@@ -196,7 +194,7 @@ class ManagedProcess:
         return self._answered_s is not None and now_s - self._answered_s > self._limits.unanswered_s
 
     def _become(self, status: Status, *lacks: str) -> None:
-        self._lacks = lacks if status == "unready" else ()
+        self._lacks = lacks if status in ("ready", "unready") else ()
         if self._status != status:
             self._status = status
             self._since = datetime.now(UTC)
@@ -205,25 +203,3 @@ class ManagedProcess:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 (os.killpg if group else os.kill)(self._process.pid, number)
-
-    def _health(self) -> tuple[bool, tuple[str, ...]] | None:
-        """Whether it is ready and what it lacks; None when it does not answer."""
-        address = self.plan.url.removeprefix("http://")
-        connection = http.client.HTTPConnection(address, timeout=self._limits.health_timeout_s)
-        try:
-            connection.request("GET", "/health")
-            answer = connection.getresponse()
-            return answer.status == 200, _lacking(answer.read(_HEALTH_BYTES_MAX))
-        except (OSError, http.client.HTTPException):
-            return None
-        finally:
-            connection.close()
-
-
-def _lacking(body: bytes) -> tuple[str, ...]:
-    """The names of the checks that do not hold (`headrace_runtime.web`)."""
-    try:
-        checks = json.loads(body)["checks"]
-        return tuple(name for name, holds in checks.items() if not holds)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return ()

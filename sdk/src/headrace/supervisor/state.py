@@ -13,6 +13,7 @@ from typing import IO, Literal
 from pydantic import BaseModel, ConfigDict
 
 from headrace.errors import NotRunning, UsageError
+from headrace.supervisor.private import owner_alone, private_folder
 
 _TRIES = 5
 _TRY_INTERVAL_S = 0.05
@@ -27,7 +28,7 @@ class ServiceState(BaseModel):
 
     status: Status
     lacks: tuple[str, ...] = ()
-    """Which of its own checks do not hold, while it is `unready`."""
+    """What it complains of: why it is `unready`, or what it does without although it is `ready`."""
     pid: int | None = None
     url: str
     port: int
@@ -67,8 +68,13 @@ class RunState(BaseModel):
     def write(self, data_dir: Path) -> None:
         target = _folder(data_dir) / "state.json"
         draft = target.with_name(f".state.json.{os.getpid()}")
-        draft.write_text(self.model_dump_json(indent=1), encoding="utf-8")
-        draft.replace(target)
+        try:
+            with open(draft, "w", encoding="utf-8", opener=owner_alone) as file:
+                file.write(self.model_dump_json(indent=1))
+            draft.replace(target)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
 
 
 class Lock:
@@ -76,8 +82,9 @@ class Lock:
 
     def __init__(self, data_dir: Path) -> None:
         self._path = _folder(data_dir) / "lock"
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[bytes] = self._path.open("ab")
+        private_folder(data_dir)
+        private_folder(self._path.parent)
+        self._file: IO[bytes] = open(self._path, "ab", opener=owner_alone)  # noqa: SIM115 (held while we live)
 
     def take(self) -> None:
         """Raises `UsageError` when another supervisor has it."""
@@ -98,7 +105,10 @@ def read(data_dir: Path) -> RunState:
     """What runs in `data_dir`. Raises `NotRunning`."""
     folder = _folder(data_dir)
     lock, state = folder / "lock", folder / "state.json"
-    if not lock.exists() or not state.exists() or not _held(lock):
+    held = lock.exists() and _held(lock)
+    if held and not state.exists():
+        raise NotRunning(f"Headrace is starting in {data_dir.absolute()}, or its disk had no room for {state}")
+    if not held:
         raise NotRunning(
             f"Headrace is not up in {data_dir.absolute()}; start it with `headrace up`, or name its --data-dir"
         )

@@ -14,7 +14,7 @@ from headrace_broker.broker import Broker
 from headrace_broker.budget import Budget
 from headrace_broker.catalog import Catalog
 from headrace_broker.coordinator import TICK_S, Coordinator
-from headrace_broker.errors import Damaged
+from headrace_broker.errors import Damaged, Rejected
 from headrace_broker.log import Log
 from headrace_broker.lost import dead_letter
 from headrace_broker.maintenance import Maintenance
@@ -28,12 +28,14 @@ from headrace_broker.topics import Topics
 from headrace_broker.transactions import Transactions
 from headrace_broker.upkeep import Upkeep
 from headrace_broker.writer import Writer
+from headrace_runtime import disk
 from headrace_runtime.clock import Clock, SystemClock
 from headrace_runtime.errors import SettingError
 from headrace_runtime.logs import get_logger
 from headrace_runtime.settings import Common
 
 log = get_logger(__name__)
+_TRY_INTERVAL_S = 1.0
 _SWITCH_INTERVAL_S = 0.0005
 """A tenth of Python's own: the event loop gets its turn sooner while another thread compacts or reads."""
 
@@ -42,7 +44,11 @@ async def run(common: Common, settings: BrokerSettings) -> None:
     """Serve until cancelled. Raises when a restart is the only remedy."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     folder = common.data_dir.absolute() / "broker"
-    store = Store(folder, fsync=settings.fsync, file_bytes_max=settings.file_bytes_max)
+
+    async def open_store() -> Store:
+        return Store(folder, fsync=settings.fsync, file_bytes_max=settings.file_bytes_max)
+
+    store = await disk.with_room(open_store)
     try:
         async with opened(store, settings, SystemClock()) as (broker, server):
             log.info("listening", kafka=f"{settings.kafka_host}:{broker.port}", file=str(store.path))
@@ -50,8 +56,9 @@ async def run(common: Common, settings: BrokerSettings) -> None:
                 group.create_task(_until(broker.writer.failed, store))
                 group.create_task(_until(broker.readers.failed, store))
                 group.create_task(_tick(broker))
+                group.create_task(_until_it_writes_again(broker))
                 group.create_task(_maintain(store, broker))
-                group.create_task(_late(broker, server))
+                group.create_task(_late(common, broker, server))
     finally:
         store.close()
 
@@ -128,6 +135,15 @@ async def _tick(broker: Broker) -> None:
         broker.coordinator.tick()
 
 
+async def _until_it_writes_again(broker: Broker) -> None:
+    """After a commit that failed: find out by itself when the next one succeeds, also while nobody writes."""
+    while True:
+        await broker.clock.sleep(_TRY_INTERVAL_S)
+        if broker.writer.trouble is not None:
+            with contextlib.suppress(Rejected):
+                await broker.writer.submit(broker.upkeep.touch)
+
+
 async def _maintain(store: Store, broker: Broker) -> None:
     readers = Readers(store, 1)
     try:
@@ -138,12 +154,13 @@ async def _maintain(store: Store, broker: Broker) -> None:
         readers.close()
 
 
-async def _late(broker: Broker, server: Server) -> None:
+async def _late(common: Common, broker: Broker, server: Server) -> None:
     """What takes longer to import than the broker to start, without holding up the event loop."""
     await asyncio.to_thread(crc.prepare)
     web = await asyncio.to_thread(import_module, "headrace_runtime.web")
     metrics = await asyncio.to_thread(import_module, "headrace_broker.metrics")
     metrics.register(broker, server)
-    async with web.serve(web.app({"store": lambda: broker.writer.healthy}), broker.settings) as port:
+    application = web.app({"store": lambda: broker.writer.trouble or True}, common=common)
+    async with web.serve(application, broker.settings) as port:
         log.info("metrics", port=port)
         await asyncio.Event().wait()

@@ -13,6 +13,7 @@ from headrace_broker import inspection
 from headrace_broker.guard import Found, Guard
 from headrace_broker.inspection import Lost
 from headrace_broker.store_format import FORMAT, FROM_1, TABLES
+from headrace_runtime import disk
 from headrace_runtime.errors import SettingError
 from headrace_runtime.logs import get_logger
 
@@ -20,7 +21,7 @@ log = get_logger(__name__)
 
 
 class Store:
-    """Opens the file for this process alone. Raises `SettingError` when it cannot be this broker's.
+    """Opens the file for this process alone. Raises `SettingError` when it cannot be this broker's, `DiskFull`.
 
     `connect` may be called from any thread; `close` releases the file once all connections are closed.
     """
@@ -33,6 +34,8 @@ class Store:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = self._locked(folder)
         except OSError as error:
+            if disk.is_full(error):
+                raise disk.no_room(folder) from error
             raise SettingError("data_dir", str(folder), f"cannot be used: {error.strerror}") from None
         self._guard = Guard(self.path)
         self._suspicion = folder / "broker.suspicion"
@@ -93,6 +96,8 @@ class Store:
                 db.close()
                 raise
         except sqlite3.DatabaseError as error:
+            if disk.is_full(error):
+                raise disk.no_room(self.path.parent) from error
             remedy = f"cannot be read: {error}; put a backup in its place, or move it away to begin anew"
             raise SettingError("data_dir", str(self.path), remedy) from None
         self._guard.checkpoint(db)
@@ -102,6 +107,8 @@ class Store:
         try:
             found = self._guard.mend()
         except OSError as error:
+            if disk.is_full(error):
+                raise disk.no_room(self.path.parent) from error
             raise SettingError("data_dir", str(self.path), f"cannot be read: {error.strerror}") from None
         self.mended = len(found.healed_pages) + len(found.healed_frames)
         if self.mended:

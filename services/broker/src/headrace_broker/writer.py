@@ -13,10 +13,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from headrace_broker.errors import Code, Damaged, Rejected
 from headrace_broker.inspection import is_damage
 from headrace_broker.stats import Stats
+from headrace_runtime import disk
 from headrace_runtime.logs import get_logger
 
 T = TypeVar("T")
 log = get_logger(__name__)
+_FULL_INTERVAL_S = 0.5
 
 
 class Stored(Protocol):
@@ -64,8 +66,8 @@ class Writer:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self.failed: asyncio.Future[None] = self._loop.create_future()
-        self.healthy = True
-        """Whether the last commit that had something to write succeeded."""
+        self.trouble: str | None = None
+        """Why the last commit that had something to write failed; None when it did not."""
 
     def start(self) -> None:
         self._thread.start()
@@ -119,7 +121,7 @@ class Writer:
             if is_damage(error):
                 raise Damaged(f"the broker's file: {error}") from error
             self._roll_back(error)
-            failure = Rejected(Code.STORAGE_ERROR, f"the broker's file: {error}")
+            failure = Rejected(Code.STORAGE_ERROR, self.trouble or "")
             outcomes = [_Outcome(job.done, None, failure) for job in jobs]
             changes = []
         self._loop.call_soon_threadsafe(self._deliver, changes, outcomes)
@@ -132,20 +134,34 @@ class Writer:
             return _Outcome(job.done, None, error)
 
     def _count(self, operations: int, seconds: float) -> None:
-        self.healthy = True
+        self.trouble = None
         self._stats.commits += 1
         self._stats.commit_operations += operations
         self._stats.commit_seconds += seconds
 
     def _roll_back(self, error: sqlite3.Error) -> None:
-        if self._db.in_transaction:
-            self._db.execute("ROLLBACK")
-        for state in self._state:
-            state.reload()
-        if self.healthy:
-            log.error("commit_failed", error=str(error), remedy="free disk space; acknowledged records are safe")
-        self.healthy = False
+        path = self._db.execute("PRAGMA database_list").fetchone()[2]
+        trouble = str(disk.no_room(path)) if disk.is_full(error) else f"the broker's file: {error}"
+        if self.trouble is None:
+            log.error("commit_failed", error=trouble, remedy="free disk space; acknowledged records are safe")
+        self.trouble = trouble
+        self._forget()
         self._stats.commit_failures += 1
+
+    def _forget(self) -> None:
+        """Go back to what the file says. Reading it needs room too, when its index in memory has to grow."""
+        while True:
+            try:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                for state in self._state:
+                    state.reload()
+            except sqlite3.Error as error:
+                if not disk.is_full(error):
+                    raise
+                time.sleep(_FULL_INTERVAL_S)
+            else:
+                return
 
     def _deliver(self, changes: Sequence[Any], outcomes: list[_Outcome]) -> None:
         self._publish(changes)

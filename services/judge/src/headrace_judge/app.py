@@ -114,7 +114,7 @@ def _refusal(group: BaseExceptionGroup) -> SettingError | None:
 def api_key(settings: EndpointSettings) -> str:
     """The bearer token. Raises `SettingError` when it is to come from a variable that is not set."""
     if not settings.api_key_env:
-        return settings.api_key
+        return settings.api_key.get_secret_value()
     key = os.environ.get(settings.api_key_env, "")
     if not key:
         raise SettingError("judge.endpoint.api_key_env", settings.api_key_env, "this environment variable is not set")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, JsonValue, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, JsonValue, SecretStr, ValidationInfo, field_validator
 
 from headrace_runtime.settings import Port, Section, ServiceSettings
 
@@ -40,7 +40,7 @@ class EndpointSettings(Section):
     """Root of an OpenAI-compatible API, up to and including its `/v1`."""
     model: Annotated[str, AfterValidator(_model)] = Field(default="", validate_default=True, max_length=256)
     """Name of the model there. A pinned version is best: the verdicts of two models are not comparable."""
-    api_key: str = Field(default="", repr=False)
+    api_key: SecretStr = SecretStr("")
     """Bearer token. Better kept in the environment: see `api_key_env`."""
     api_key_env: str = ""
     """Name of the environment variable that holds the bearer token, instead of `api_key`."""

@@ -40,6 +40,7 @@ log = get_logger(__name__)
 _BODY_BYTES_MAX = 65_536
 _LIST_MAX = 1000
 M = TypeVar("M", bound=Model)
+Page = Callable[[Request], Awaitable[Response]]
 Change = Callable[[Ledger, ModelRecord, AsyncConnection], Awaitable[None]]
 """Raises `Refused` before it has changed anything."""
 
@@ -65,17 +66,26 @@ class Api:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/models", self.models),
-            Route("/v1/models/{name}", self.model),
-            Route("/v1/models/{name}/versions", self.versions),
-            Route("/v1/models/{name}/promote", self.promote, methods=["POST"]),
-            Route("/v1/models/{name}/rollback", self.roll_back, methods=["POST"]),
-            Route("/v1/models/{name}/withdraw", self.withdraw, methods=["POST"]),
-            Route("/v1/models/{name}/pin", self.pin, methods=["POST"]),
-            Route("/v1/models/{name}/unpin", self.unpin, methods=["POST"]),
-            Route("/v1/models/{name}/pause", self.pause, methods=["POST"]),
-            Route("/v1/models/{name}/resume", self.resume, methods=["POST"]),
+            Route("/v1/models", self._for_insiders(self.models)),
+            Route("/v1/models/{name}", self._for_insiders(self.model)),
+            Route("/v1/models/{name}/versions", self._for_insiders(self.versions)),
+            Route("/v1/models/{name}/promote", self._for_insiders(self.promote), methods=["POST"]),
+            Route("/v1/models/{name}/rollback", self._for_insiders(self.roll_back), methods=["POST"]),
+            Route("/v1/models/{name}/withdraw", self._for_insiders(self.withdraw), methods=["POST"]),
+            Route("/v1/models/{name}/pin", self._for_insiders(self.pin), methods=["POST"]),
+            Route("/v1/models/{name}/unpin", self._for_insiders(self.unpin), methods=["POST"]),
+            Route("/v1/models/{name}/pause", self._for_insiders(self.pause), methods=["POST"]),
+            Route("/v1/models/{name}/resume", self._for_insiders(self.resume), methods=["POST"]),
         ]
+
+    def _for_insiders(self, page: Page) -> Page:
+        """Who reads which versions serve, and what they scored, has to hold the internal key, where there is one."""
+
+        async def guarded(request: Request) -> Response:
+            require_internal_key(request, self._common)
+            return await page(request)
+
+        return guarded
 
     async def models(self, _request: Request) -> Response:
         async with self._database.transaction() as tx:
@@ -183,7 +193,6 @@ class Api:
         return await self._change(request, change)
 
     async def _change(self, request: Request, change: Change, status: int = 200) -> Response:
-        require_internal_key(request, self._common)
         if not self._lease.held.is_set():
             raise _standby()
         name = request.path_params["name"]

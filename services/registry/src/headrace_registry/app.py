@@ -13,7 +13,7 @@ from headrace_registry.reader import CheckpointReader
 from headrace_registry.reconcile import Reconciler
 from headrace_registry.settings import RegistrySettings
 from headrace_registry.tables import STREAM
-from headrace_runtime import migrations, topics, web
+from headrace_runtime import disk, migrations, topics, web
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.consumer import Table
@@ -37,7 +37,7 @@ async def run(common: Common, settings: RegistrySettings) -> None:
     producer = EventProducer(common.bus, "headrace/registry", blobs)
     try:
         await topics.ensure(common.bus)
-        await migrations.upgrade(database, "headrace_registry")
+        await disk.with_room(lambda: migrations.upgrade(database, "headrace_registry"))
         await producer.start()
         await _Registry(common, settings, blobs, database, producer).run()
     finally:
@@ -51,6 +51,7 @@ class _Registry:
     ) -> None:
         clock = SystemClock()
         refuse = Refusals("registry", producer)
+        self._common = common
         self._settings = settings
         self._database = database
         self._lease = Lease(database, clock, settings.lease_s)
@@ -78,10 +79,10 @@ class _Registry:
 
     async def run(self) -> None:
         checks: dict[str, web.Check] = {"database": self._database.ready, "bus": self._connected}
-        async with web.serve(web.app(checks, self._api.routes()), self._settings) as port:
+        async with web.serve(web.app(checks, self._api.routes(), self._common), self._settings) as port:
             log.info("listening", port=port)
             try:
-                await self._lease.acquire()
+                await disk.with_room(self._lease.acquire)
                 await self._lead()
             finally:
                 await self._lease.release()
@@ -92,7 +93,7 @@ class _Registry:
             group.create_task(self._replicas.run())
             group.create_task(self._routings.run())
             await asyncio.gather(self._replicas.loaded.wait(), self._routings.loaded.wait())
-            await self._processor.recover()
+            await disk.with_room(self._processor.recover)
             group.create_task(self._reader.run())
             group.create_task(self._director.run())
             group.create_task(self._reconcile())
@@ -116,4 +117,4 @@ class _Registry:
     async def _prune(self) -> None:
         while True:
             await asyncio.sleep(_PRUNE_INTERVAL_S)
-            await self._processor.prune()
+            await disk.with_room(self._processor.prune)

@@ -19,7 +19,7 @@ from headrace_registry.tables import LEASE
 from headrace_runtime import holders
 from headrace_runtime.clock import Clock, epoch_ms
 from headrace_runtime.database import Database
-from headrace_runtime.errors import Unavailable
+from headrace_runtime.errors import DiskFull, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.upsert import upsert
 
@@ -72,6 +72,8 @@ class Lease:
                 renewed = self._clock.monotonic_s()
             except LostLeadership:
                 raise
+            except DiskFull as error:  # nobody else can take it either, and `check` fences whoever comes too late
+                log.warning("lease_not_renewed", error=str(error))
             except Unavailable as error:
                 if self._clock.monotonic_s() - renewed > self._lease_s:
                     raise self._lost() from error

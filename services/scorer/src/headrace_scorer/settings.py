@@ -29,6 +29,9 @@ class Settings(ServiceSettings):
     """Processes that run reward functions, each one call at a time."""
     function_memory_mb: Annotated[int, Field(ge=64)] | None = None
     """Address space of such a process; unlimited when not set. Linux only."""
+    function_environment: tuple[str, ...] = ()
+    """Environment variables that reward functions get besides the system's own (`PATH`, `HOME`, `LANG`, `TZ`, those of
+    Python). They do not see the scorer's: those hold keys and passwords."""
     lease_s: Annotated[float, Field(ge=1)] = 15.0
     """How long the calls of a scorer that has died wait before another makes them (several scorers on one database)."""
     weights: Annotated[dict[str, Weight], Field(min_length=1)] = Field(default_factory=lambda: {"*": 1.0})

@@ -51,7 +51,7 @@ async def run(common: Common, settings: TrainerSettings) -> None:
         "bus": lambda: source.started or trainer.stands_by,
         "lineage": lambda: trainer.lineage is not None or trainer.stands_by,
     }
-    async with web.serve(web.app(checks), settings) as port:
+    async with web.serve(web.app(checks, common=common), settings) as port:
         log.info("listening", port=port)
         try:
             await topics.ensure(common.bus)

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
+from headrace_runtime import disk
 from headrace_runtime.logs import get_logger
 from headrace_schemas import ModelEvent
 from headrace_trainer.ledger import Ledger
@@ -30,22 +31,54 @@ _DECISIONS = frozenset({"evaluated", "promoted", "rejected", "rolled_back", "wit
 _STATISTICS = frozenset({"score", "champion_score", "difference", "standard_error"})
 
 
+class _Board:
+    """TensorBoard's files. They show and decide nothing: on a full disk points are left out, and training goes on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+        self._left_out = 0
+
+    def points(self, values: Mapping[str, float], step: int) -> None:
+        try:
+            if self._writer is None:
+                self._writer = SummaryWriter(str(self._folder))
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+        except OSError as error:
+            if not disk.is_full(error):
+                raise
+            if not self._left_out:
+                log.error("tensorboard_left_out", error=str(disk.no_room(self._folder)))
+            self._left_out += len(values)
+            self._writer = None  # it cannot be used again after an error
+        else:
+            if self._left_out:
+                log.warning("tensorboard_goes_on", left_out=self._left_out)
+            self._left_out = 0
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
 class Reporter:
     """One per process. On a terminal the line is for people, otherwise it is a structured log line."""
 
     def __init__(self, folder: Path) -> None:
-        self._board = SummaryWriter(str(folder))
+        self._board = _Board(folder)
         self._console = Console(stderr=True) if sys.stderr.isatty() else None
 
     def step(self, measured: Mapping[str, float], ledger: Ledger) -> None:
         """After each step; `measured` as `Lineage.step` returned it."""
         STEPS.set(ledger.steps)
         STEP_SECONDS.observe(measured["step_seconds"])
+        points = {name if "/" in name else f"step/{name}": value for name, value in measured.items()}
+        self._board.points(points, ledger.steps)
         for name, value in measured.items():
-            self._board.add_scalar(name if "/" in name else f"step/{name}", value, ledger.steps)
             if not name.startswith("reward/"):  # task names have no bound
                 MEASURES.labels(name).set(value)
-        self._board.flush()
         number = ledger.history[ledger.history.head].number
         if self._console is None:
             shown = {name: round(value, 6) for name, value in measured.items() if "/" not in name}
@@ -61,7 +94,7 @@ class Reporter:
     def published(self, version: str, number: int, step: int) -> None:
         """After a new version is durable."""
         VERSION_NUMBER.set(number)
-        self._board.add_scalar("version", number, step)
+        self._board.points({"version": number}, step)
         if self._console is None:
             log.info("version", version=version, number=number)
         else:
@@ -71,11 +104,8 @@ class Reporter:
         """After a decision of the registry about the lineage's version `number`: a point where training was then."""
         if event.decision not in _DECISIONS:
             return
-        self._board.add_scalar(f"registry/{event.decision}", number, step)
-        for name, value in event.statistics.items():
-            if name in _STATISTICS:
-                self._board.add_scalar(f"registry/{name}", value, step)
-        self._board.flush()
+        points = {f"registry/{name}": value for name, value in event.statistics.items() if name in _STATISTICS}
+        self._board.points({f"registry/{event.decision}": number, **points}, step)
         if self._console is not None:
             reason = f": {event.reason}" if event.reason else ""
             self._console.print(f"[bold]{event.decision}[/] v{number} {event.version}{reason}", highlight=False)

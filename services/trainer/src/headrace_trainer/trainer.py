@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol, TypeVar
 
+from headrace_runtime import disk
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock
-from headrace_runtime.errors import InvalidEvent, Unavailable
+from headrace_runtime.errors import DiskFull, InvalidEvent, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import EVENTS_HANDLED, RETRIES
 from headrace_runtime.wire import Record, decode
@@ -103,8 +104,8 @@ class Trainer:
             await self._lease.release()
 
     async def _work(self) -> None:
-        self.lineage = lineage = await self._in_thread(
-            lambda: open_lineage(self._settings, self._blobs, self._clock, self._store)
+        self.lineage = lineage = await disk.with_room(
+            lambda: self._in_thread(lambda: open_lineage(self._settings, self._blobs, self._clock, self._store))
         )
         reporter = await self._in_thread(self._open_reporter)
         try:
@@ -225,14 +226,14 @@ class Trainer:
         return received.event
 
     async def _retry(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Until it works or `retry_s` is over, while something that we depend on is away."""
+        """Until it works or `retry_s` is over, while something that we depend on is away; a full disk is waited for."""
         deadline = self._clock.monotonic_s() + self._settings.retry_s
         attempt = 0
         while True:
             try:
                 return await work()
             except Unavailable as error:
-                if self._clock.monotonic_s() > deadline:
+                if self._clock.monotonic_s() > deadline and not isinstance(error, DiskFull):
                     raise
                 RETRIES.labels("trainer").inc()
                 log.warning("retrying", error=str(error), attempt=attempt)

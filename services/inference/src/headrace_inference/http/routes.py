@@ -66,7 +66,7 @@ class Api:
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
         ]
-        application = web.app(checks, routes)
+        application = web.app(checks, routes, self._common, needs_disk=False)
         for kind in (Refused, Overloaded, EngineFailed, HTTPException, Exception):
             application.add_exception_handler(kind, _answer_error)
         return application

@@ -84,5 +84,6 @@ class Pool:
 
     async def _start(self, sources: dict[str, str]) -> FunctionProcess:
         return await FunctionProcess.start(
-            Load(specs=self._settings.functions, sources=sources, memory_mb=self._settings.function_memory_mb)
+            Load(specs=self._settings.functions, sources=sources, memory_mb=self._settings.function_memory_mb),
+            self._settings.function_environment,
         )

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 from headrace_runtime.errors import HeadraceError, Unavailable
 from headrace_runtime.leash import leashed
@@ -14,6 +15,17 @@ from headrace_scorer.functions.protocol import LENGTH, Call, Load, Loaded
 from headrace_scorer.functions.verdicts import Outcome
 
 _LOAD_TIMEOUT_S = 60.0
+_SYSTEM = {"PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "TEMP", "TMP", "VIRTUAL_ENV", "LD_LIBRARY_PATH"}
+_SYSTEM_PREFIXES = ("LC_", "PYTHON")
+
+
+def environment(passed_on: Sequence[str]) -> dict[str, str]:
+    """What a process of somebody else's code may know: nothing of ours, in particular no key and no password."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in _SYSTEM or name.startswith(_SYSTEM_PREFIXES) or name in passed_on
+    }
 
 
 class FunctionsRefused(HeadraceError):
@@ -29,11 +41,16 @@ class FunctionProcess:
         self.dead = False
 
     @classmethod
-    async def start(cls, order: Load) -> FunctionProcess:
-        """Raises `FunctionsRefused` when the functions cannot be loaded, `Unavailable` when there is no process."""
+    async def start(cls, order: Load, passed_on: Sequence[str] = ()) -> FunctionProcess:
+        """`passed_on` names variables of our environment that it gets as well.
+
+        Raises `FunctionsRefused` when the functions cannot be loaded, `Unavailable` when there is no process.
+        """
         command = leashed([sys.executable, "-m", "headrace_scorer.functions.worker"])
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, start_new_session=True, close_fds=True, env=environment(passed_on)
+        )
         made = cls(process, Loaded())
         try:
             async with asyncio.timeout(_LOAD_TIMEOUT_S):

@@ -1,0 +1,112 @@
+"""How events lie in the spool's files, so that damage stays where it is.
+
+A segment is a file of a fixed size, allocated before it is used, with records one behind the other:
+
+    magic 4 | payload length 4 | sequence 8 | CRC of these 4 | payload | BLAKE2b-16 of sequence and payload
+
+The magic is no UTF-8 and payloads are, so no payload holds one. Behind a record whose header is damaged the next one
+is found by its magic and its header's CRC; a damaged payload is stepped over by its length. Either costs that record
+alone.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from zlib import crc32
+
+MAGIC = b"\xf5\xfeHR"
+_HEADER = struct.Struct("<4sIQ")
+_CRC = struct.Struct("<I")
+_HEADER_BYTES = _HEADER.size + _CRC.size
+_DIGEST_BYTES = 16
+OVERHEAD_BYTES = _HEADER_BYTES + _DIGEST_BYTES
+_STRAY_BYTES_MAX = OVERHEAD_BYTES // 2
+"""Fewer bytes than that in unused space are no remains of a record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spooled:
+    """One event as it waits. `value` is its bare JSON."""
+
+    topic: str
+    value: bytes
+    traceparent: str | None = None
+    seq: int = 0
+    damage: str = ""
+    """Why this is not the event that was written, and where it lies; `value` is then what is left of its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What lies in a segment from one byte to another. Without an event: bytes that never were a record."""
+
+    event: Spooled | None
+    end: int
+
+
+def packed(event: Spooled, seq: int) -> bytes:
+    about = json.dumps([event.topic, event.traceparent], ensure_ascii=False).encode()
+    payload = about + b"\n" + event.value
+    header = _HEADER.pack(MAGIC, len(payload), seq)
+    return header + _CRC.pack(crc32(header)) + payload + _digest(seq, payload)
+
+
+def scan(data: bytes, base: int, place: str) -> Iterator[Found]:
+    """Everything in `data`, in order; it begins at byte `base` of the file that `place` names for what is damaged."""
+    at = 0
+    while at < len(data):
+        header = _header(data, at)
+        if header is not None:
+            seq, length = header
+            end = at + OVERHEAD_BYTES + length
+            yield Found(_record(data[at:end], seq, f"{place}, byte {base + at}"), base + end)
+        else:
+            end = _next(data, at + 1)
+            rest = data[at:end].rstrip(b"\0")
+            if rest:
+                yield Found(_remains(rest, f"{place}, byte {base + at}"), base + at + len(rest))
+        at = end
+
+
+def _record(raw: bytes, seq: int, place: str) -> Spooled:
+    payload, digest = raw[_HEADER_BYTES:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
+    if digest != _digest(seq, payload):
+        return Spooled("", raw, seq=seq, damage=f"{place}: the record does not match its digest")
+    about, _, value = payload.partition(b"\n")
+    topic, traceparent = json.loads(about)
+    return Spooled(topic, value, traceparent, seq)
+
+
+def _remains(raw: bytes, place: str) -> Spooled | None:
+    if len(raw) - raw.count(0) < _STRAY_BYTES_MAX:
+        return None
+    return Spooled("", raw, damage=f"{place}: the record's header is damaged")
+
+
+def _header(data: bytes, at: int) -> tuple[int, int] | None:
+    """Sequence and payload length, when a whole record may lie here."""
+    if data[at : at + 4] != MAGIC or at + OVERHEAD_BYTES > len(data):
+        return None
+    header = data[at : at + _HEADER.size]
+    (crc,) = _CRC.unpack_from(data, at + _HEADER.size)
+    if crc != crc32(header):
+        return None
+    _, length, seq = _HEADER.unpack(header)
+    return (seq, length) if at + OVERHEAD_BYTES + length <= len(data) else None
+
+
+def _next(data: bytes, at: int) -> int:
+    """Where the next record that can be read begins; the end when there is none."""
+    while (at := data.find(MAGIC, at)) >= 0:
+        if _header(data, at) is not None:
+            return at
+        at += 1
+    return len(data)
+
+
+def _digest(seq: int, payload: bytes) -> bytes:
+    return blake2b(seq.to_bytes(8, "little") + payload, digest_size=_DIGEST_BYTES).digest()

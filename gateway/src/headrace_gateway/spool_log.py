@@ -1,0 +1,226 @@
+"""The spool's files together: append behind the last, read from the first, and one always allocated ahead.
+
+Everything here blocks and belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace_gateway.spool_file import Spooled, packed, scan
+from headrace_gateway.spool_segment import Place, Position, Segment
+from headrace_runtime import disk
+from headrace_runtime.errors import HeadraceError, SettingError
+
+_DATABASE = "spool.db"
+
+
+class SpoolBroken(HeadraceError):
+    """A file of the spool cannot be read at all. It may hold turns: it is never removed by itself."""
+
+
+class SpoolLog:
+    """About `reserve_bytes` are allocated ahead, so that `append` needs nothing of the disk.
+
+    `trouble` says why half of that could not be had.
+    """
+
+    def __init__(self, folder: Path, reserve_bytes: int) -> None:
+        self._folder = folder
+        self._reserve_bytes = reserve_bytes
+        self._segment_bytes = reserve_bytes // 2
+        self._segments: list[Segment] = []
+        self._spares: list[Segment] = []
+        self._number = 0
+        self._seq = 0
+        self._at = Place(0, 0)
+        self._position = Position(folder / "position")
+        self._lock: int | None = None
+        self._handed: list[tuple[Spooled, Place]] = []
+        self._refused: list[tuple[Segment, int, int]] = []
+        self.trouble: str | None = None
+        self.events = 0
+        self.bytes = 0
+
+    def open(self) -> None:
+        """Raises `SettingError` when another process has this folder, `SpoolBroken`, `DiskFull` without any room."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if disk.is_full(error):
+                raise disk.no_room(self._folder) from error
+            remedy = f"cannot be used: {error.strerror}"
+            raise SettingError("gateway.capture.spool_dir", str(self._folder), remedy) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._find()
+            self._adopt_database()
+        except BlockingIOError:
+            self.close()
+            remedy = "belongs to another gateway process; give each its own"
+            raise SettingError("gateway.capture.spool_dir", str(self._folder), remedy) from None
+        except BaseException:
+            self.close()
+            raise
+        self.allocate_ahead()
+
+    def close(self) -> None:
+        """Again is harmless."""
+        for segment in (*self._segments, *self._spares):
+            segment.close()
+        self._segments, self._spares = [], []
+        self._position.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def append(self, events: Sequence[Spooled]) -> None:
+        """All of them, on the disk. Raises `OSError`, and then none of them is there."""
+        self._blank_refused()
+        before: dict[Segment, int] = {}
+        reached: dict[Segment, int] = {}
+        try:
+            for event in events:
+                raw = packed(event, self._seq + 1)
+                segment = self._with_room(len(raw))
+                before.setdefault(segment, segment.end)
+                reached[segment] = segment.end + len(raw)
+                segment.write(raw)
+                self._seq += 1
+            for segment in before:
+                segment.sync()
+        except OSError:
+            for segment, end in before.items():
+                self._refused.append((segment, end, reached.get(segment, end)))
+                segment.end = end
+            with contextlib.suppress(OSError):
+                self._blank_refused()
+            raise
+        self.events += len(events)
+        self.bytes += sum(len(event.value) for event in events)
+        self.allocate_ahead()
+
+    def oldest(self, limit: int) -> list[Spooled]:
+        """The next ones; what is damaged is among them, as `damage`."""
+        self._handed = []
+        at = self._at
+        for segment in list(self._segments):
+            if segment.number < at.number:
+                continue
+            start = at.byte if segment.number == at.number else 0
+            for found in scan(segment.read(start), start, segment.path.name):
+                at = Place(segment.number, found.end)
+                if found.event is None:
+                    continue
+                self._handed.append((found.event, at))
+                if len(self._handed) == limit:
+                    return [event for event, _ in self._handed]
+        if not self._handed:  # damage may have made fewer of what was counted
+            self._passed(at)
+        return [event for event, _ in self._handed]
+
+    def remove(self, events: Sequence[Spooled]) -> None:
+        """Forget what `oldest` returned last, or the first part of it."""
+        handed, self._handed = self._handed[: len(events)], self._handed[len(events) :]
+        self.events = max(0, self.events - len(handed))
+        self.bytes = max(0, self.bytes - sum(len(event.value) for event, _ in handed))
+        self._passed(handed[-1][1])
+
+    def allocate_ahead(self) -> None:
+        """Have room for what is under way. Never raises: `trouble` says that there is too little."""
+        try:
+            while self._room() < self._reserve_bytes:
+                self._spares.append(self._allocate(self._segment_bytes))
+            self.trouble = None
+        except OSError as error:
+            full = disk.is_full(error)
+            said = str(disk.no_room(self._folder)) if full else f"disk: {self._folder}: {error.strerror}"
+            self.trouble = said if self._room() < self._reserve_bytes // 2 else None
+
+    def _room(self) -> int:
+        last = self._segments[-1] if self._segments else None
+        return sum(spare.size for spare in self._spares) + (last.size - last.end if last else 0)
+
+    def _passed(self, place: Place) -> None:
+        self._at = place
+        self._position.write(place)
+        while self._segments and self._is_done(self._segments[0]):
+            self._segments.pop(0).delete()
+        if not self._segments or place >= Place(self._segments[-1].number, self._segments[-1].end):
+            self.events = self.bytes = 0
+
+    def _is_done(self, segment: Segment) -> bool:
+        """Everything in it is on the bus, and nothing more will be written to it."""
+        if segment.number == self._at.number:
+            return self._at.byte >= segment.end and segment is not self._segments[-1]
+        return segment.number < self._at.number
+
+    def _with_room(self, size: int) -> Segment:
+        last = self._segments[-1] if self._segments else None
+        if last is not None and last.end + size <= last.size:
+            return last
+        while self._spares and self._spares[0].size < size:
+            self._spares.pop(0).delete()  # for a record that is larger than they are
+        segment = self._spares.pop(0) if self._spares else self._allocate(max(self._segment_bytes, size))
+        self._segments.append(segment)
+        return segment
+
+    def _allocate(self, size: int) -> Segment:
+        segment = Segment.allocate(self._folder, self._number + 1, size)
+        self._number += 1
+        return segment
+
+    def _blank_refused(self) -> None:
+        """Nobody was told that these are there, so nobody may find them. Raises `OSError` while that cannot be."""
+        while self._refused:
+            segment, start, stop = self._refused[0]
+            if segment in self._segments:
+                segment.blank(start, stop)
+            self._refused.pop(0)
+
+    def _find(self) -> None:
+        """Take over what an earlier process left."""
+        self._at = self._position.read()
+        found = Segment.found(self._folder)
+        self._number = max([self._at.number, *(segment.number for segment in found)])
+        for segment in found:
+            if segment.number >= self._at.number and self._count(segment):
+                self._segments.append(segment)
+            else:
+                segment.delete()
+
+    def _count(self, segment: Segment) -> bool:
+        """What waits in a segment of an earlier process; whether anything does. Sets where its next record goes."""
+        start = self._at.byte if segment.number == self._at.number else 0
+        end = start
+        for found in scan(segment.read(start), start, segment.path.name):
+            end = found.end
+            if found.event is not None:
+                self._seq = max(self._seq, found.event.seq)
+                self.events += 1
+                self.bytes += len(found.event.value)
+        segment.end = end
+        return end > start
+
+    def _adopt_database(self) -> None:
+        """Take over what a gateway left that kept its spool in SQLite."""
+        path = self._folder / _DATABASE
+        if not path.exists():
+            return
+        try:
+            with contextlib.closing(sqlite3.connect(path)) as db:
+                rows = db.execute("SELECT topic, value, traceparent FROM events ORDER BY seq").fetchall()
+        except sqlite3.Error as error:
+            remedy = "it may hold turns, so move it aside rather than delete it"
+            raise SpoolBroken(f"spool {path}: {error}; {remedy}") from None
+        try:
+            self.append([Spooled(*row) for row in rows])
+        except OSError as error:
+            raise disk.no_room(self._folder) from error
+        path.unlink()

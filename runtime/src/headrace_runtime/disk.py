@@ -1,0 +1,96 @@
+"""A disk without room: how the many errors that mean it are told from others, how it is probed, how it is waited for.
+
+A full disk mends itself as soon as somebody makes room, so nobody ends because of it: what needs the disk waits, says
+so, and goes on. Everything here names the folder, since that is what the reader has to look at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import sqlite3
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from headrace_runtime.errors import DiskFull
+from headrace_runtime.logs import get_logger
+
+T = TypeVar("T")
+log = get_logger(__name__)
+_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_SQLITE_CODES = {
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR_WRITE,
+    sqlite3.SQLITE_IOERR_SHMSIZE,  # the index of the write-ahead log could not grow
+    sqlite3.SQLITE_IOERR_TRUNCATE,
+}
+_POSTGRESQL_DISK_FULL = "53100"
+_WAIT_S = 1.0
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether `error`, or what it was raised for, is a disk (or a quota) without room."""
+    return any(_says_full(one) for one in _causes(error))
+
+
+def no_room(place: Path | str) -> DiskFull:
+    """The error that says it in our words."""
+    return DiskFull(f"disk: no space left on {place}; make room there, nothing has to be restarted")
+
+
+def trouble(folder: Path, free_bytes_min: int) -> str | None:
+    """Why `folder` cannot be written, None when it can: tried with a nameless file, so quotas count too. Blocks."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            _allocate(probe.fileno(), free_bytes_min)
+    except OSError as error:
+        return str(no_room(folder)) if is_full(error) else f"disk: {folder} cannot be written: {error.strerror}"
+    return None
+
+
+async def with_room(work: Callable[[], Awaitable[T]]) -> T:
+    """What `work` returns, once there is room for it. It is called again while it raises `DiskFull`."""
+    told = False
+    while True:
+        try:
+            return await work()
+        except DiskFull as error:
+            if not told:
+                log.error("disk_full", error=str(error))
+            told = True
+        await asyncio.sleep(_WAIT_S)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """`error` and what it was raised from; a driver's error hides in SQLAlchemy's `orig`."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        waiting += [one.__cause__, getattr(one, "orig", None)]
+        if isinstance(one, BaseExceptionGroup):
+            waiting += one.exceptions
+
+
+def _says_full(error: BaseException) -> bool:
+    if isinstance(error, DiskFull):
+        return True
+    if isinstance(error, OSError) and error.errno in _ERRNOS:
+        return True
+    if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", None) in _SQLITE_CODES:
+        return True
+    return getattr(error, "sqlstate", None) == _POSTGRESQL_DISK_FULL
+
+
+def _allocate(handle: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(handle, 0, size)
+    else:
+        os.write(handle, bytes(size))

@@ -1,0 +1,214 @@
+"""A disk that is full for a while under a stack that works: broker, gateway and the services of the stream on it.
+
+`ATTACK_FULL_DISK_S` says for how long (30 s when it does not).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from headrace.supervisor import Limits, Supervisor
+from headrace_runtime.producer import EventProducer
+from headrace_schemas import Trajectory, Turn
+from tests.attack.line import Line, none_of
+from tests.support.fake_replica import FakeReplica
+from tests.support.full_disk import SmallDisk
+from tests.support.gateway import routing
+from tests.support.gateway_process import BusView, bus_view
+
+TITLE = "a disk that is full while agents work"
+_SERVICES = ("broker", "gateway", "collector", "scorer", "registry")
+_SIZE_MB = 96
+_USERS = 6
+_BEFORE_S, _AFTER_S = 5.0, 8.0
+_FULL_S = float(os.environ.get("ATTACK_FULL_DISK_S", "30"))
+_SETTLE_S = 90.0
+_REWARDS = "def short(trajectory):\n    return 1.0\n"
+
+
+@dataclass
+class Ledger:
+    """What the users know. A question is its own name."""
+
+    acknowledged: dict[str, str] = field(default_factory=dict)
+    """Question to response id."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Question to what the gateway said."""
+    unknown: set[str] = field(default_factory=set)
+    sessions: set[str] = field(default_factory=set)
+    stopping: bool = False
+
+
+async def attack(folder: Path, rng: random.Random) -> list[Line]:
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # this process produces to the broker that is full, too
+    with SmallDisk(folder / "disk", _SIZE_MB) as disk:
+        (folder / "rewards.py").write_text(_REWARDS)
+        events: list[str] = []
+        settings = {
+            "gateway.capture.spool_reserve_bytes": 1 << 20,
+            "scorer.functions": [f"{folder}/rewards.py:short"],
+        }
+        supervisor = Supervisor(
+            disk.path / "data",
+            settings=settings,
+            only=_SERVICES,
+            auto_ports=True,
+            limits=Limits(health_timeout_s=5.0),
+            report=events.append,
+        )
+        supervisor.start()
+        try:
+            state = await asyncio.to_thread(supervisor.wait_up, 240)
+            async with bus_view(state.bus, disk.path / "data") as view, FakeReplica().running() as replica:
+                return await _play(disk, supervisor, view, replica, rng, events)
+        finally:
+            await asyncio.to_thread(supervisor.stop)
+
+
+async def _play(
+    disk: SmallDisk, supervisor: Supervisor, view: BusView, replica: FakeReplica, rng: random.Random, events: list[str]
+) -> list[Line]:
+    await view.producer.send(routing(replica.versions[0]))
+    beating = asyncio.create_task(_beat(view.producer, replica))
+    ledger, url = Ledger(), supervisor.url("gateway")
+    users = [asyncio.create_task(_use(url, ledger, number, rng.getrandbits(32))) for number in range(_USERS)]
+    try:
+        await asyncio.sleep(_BEFORE_S)
+        told, named = await _full_for(disk, _FULL_S, disk.path / "data")
+        disk.free()
+        before = len(ledger.acknowledged)
+        await asyncio.sleep(_AFTER_S)
+        ledger.stopping = True
+        await asyncio.gather(*users)
+        after = len(ledger.acknowledged) - before
+        turns = await _until_there(view, ledger)
+        await _end_all(url, ledger)
+        collected = await _collected(view, set(ledger.acknowledged.values()))
+        return _lines(supervisor, ledger, turns, collected, told, named, after, events)
+    finally:
+        ledger.stopping = True
+        beating.cancel()
+        await asyncio.gather(beating, *users, return_exceptions=True)
+
+
+def _lines(
+    supervisor: Supervisor,
+    ledger: Ledger,
+    turns: list[Turn],
+    collected: set[str],
+    told: int,
+    named: set[str],
+    after: int,
+    events: list[str],
+) -> list[Line]:
+    state = supervisor.state
+    ended = sum(one.restarts for one in state.services.values()) + sum(
+        one.pid is None for one in state.services.values()
+    )
+    present = {turn.turn_id for turn in turns}
+    asked = {turn.messages[-1].text for turn in turns if turn.delivered}
+    answered = set(ledger.acknowledged.values())
+    wordless = [text for text in ledger.refused.values() if "disk: no space left on" not in text]
+    return [
+        Line("services that ended", f"{ended} {'; '.join(events)}".strip(), "0", ended == 0),
+        none_of("acknowledged turns lost", len(answered - present), len(answered)),
+        none_of("refused turns recorded as delivered", len(asked & ledger.refused.keys()), len(ledger.refused)),
+        none_of("refusals that do not name the disk", len(wordless), len(ledger.refused)),
+        none_of("acknowledged turns in no trajectory afterwards", len(answered - collected), len(answered)),
+        Line("times that `headrace status` named the disk", f"{told}, for {', '.join(sorted(named))}", "1", told >= 1),
+        Line("turns acknowledged once there was room", str(after), "at least 1", after > 0),
+    ]
+
+
+async def _full_for(disk: SmallDisk, seconds: float, data_dir: Path) -> tuple[int, set[str]]:
+    """How often the status told of the disk, and for which services."""
+    loop = asyncio.get_running_loop()
+    deadline, told, named = loop.time() + seconds, 0, set[str]()
+    while loop.time() < deadline:
+        await asyncio.to_thread(disk.fill)
+        command = [str(Path(sys.executable).with_name("headrace")), "status", "--no-account", "--json"]
+        done = await asyncio.to_thread(
+            subprocess.run, [*command, "--data-dir", str(data_dir)], capture_output=True, text=True, timeout=120
+        )
+        if done.returncode == 0:
+            services = json.loads(done.stdout)["run"]["services"]
+            full = {name for name, one in services.items() if any("no space left" in lack for lack in one["lacks"])}
+            told, named = told + bool(full), named | full
+        await asyncio.sleep(0.2)
+    return told, named
+
+
+async def _use(url: str, ledger: Ledger, number: int, seed: int) -> None:
+    """One user: short runs, one question after the other, refused ones asked anew under another name."""
+    rng = random.Random(seed)
+    async with httpx.AsyncClient(timeout=120) as http:
+        count = 0
+        while not ledger.stopping:
+            count += 1
+            session, question = f"s-{number}-{count // 5}", f"question {number}.{count}"
+            ledger.sessions.add(session)
+            text = f"{question} {'x' * rng.randrange(8000)}"
+            body = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
+            try:
+                answer = await http.post(f"{url}/v1/chat/completions", json=body, headers={"x-session-id": session})
+            except httpx.HTTPError:
+                ledger.unknown.add(text)
+            else:
+                if answer.status_code == 200:
+                    ledger.acknowledged[text] = answer.json()["id"]
+                else:
+                    ledger.refused[text] = answer.text
+                    await asyncio.sleep(0.2)
+            await asyncio.sleep(0.05)
+
+
+async def _beat(producer: EventProducer, replica: FakeReplica) -> None:
+    while True:
+        with contextlib.suppress(Exception):  # the bus may refuse; a replica goes on
+            async with asyncio.timeout(2):
+                await producer.send(replica.heartbeat())
+        await asyncio.sleep(1)
+
+
+async def _until_there(view: BusView, ledger: Ledger) -> list[Turn]:
+    """The turns on the bus, once all that were acknowledged are there or `_SETTLE_S` is over."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + _SETTLE_S
+    while True:
+        turns = await view.read(Turn)
+        missing = set(ledger.acknowledged.values()) - {turn.turn_id for turn in turns}
+        if not missing or loop.time() > deadline:
+            return turns
+        await asyncio.sleep(1)
+
+
+async def _end_all(url: str, ledger: Ledger) -> None:
+    async with httpx.AsyncClient(timeout=60) as http:
+        for session in sorted(ledger.sessions):
+            (await http.post(f"{url}/v1/sessions/{session}/end")).raise_for_status()
+
+
+async def _collected(view: BusView, wanted: set[str]) -> set[str]:
+    """The turns that some trajectory names."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + _SETTLE_S
+    while True:
+        found = {turn_id for one in await view.read(Trajectory) for turn_id in (*one.turn_ids, *_left_out(one))}
+        if wanted <= found or loop.time() > deadline:
+            return found
+        await asyncio.sleep(1)
+
+
+def _left_out(trajectory: Trajectory) -> list[str]:
+    return [left.turn_id for left in trajectory.left_out]

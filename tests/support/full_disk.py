@@ -1,0 +1,79 @@
+"""A disk without room: for this process by refusing what takes room, or for real as a small filesystem of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+from unittest import mock
+
+import pytest
+
+
+@contextlib.contextmanager
+def no_room(*, in_place: bool = True) -> Iterator[None]:
+    """Nothing more can be allocated in this process; with `in_place=False` not even what was allocated be written."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    refused = ["posix_fallocate"] if in_place else ["posix_fallocate", "pwrite"]
+    with contextlib.ExitStack() as stack:
+        for name in refused:
+            stack.enter_context(mock.patch.object(os, name, refuse))
+        yield
+
+
+class SmallDisk:
+    """A tmpfs at `path`; leave it to unmount. `fill` leaves no byte free, `free` takes that back."""
+
+    def __init__(self, path: Path, size_mb: int) -> None:
+        self.path = path
+        self._size_mb = size_mb
+        self._ballast = path / "ballast"
+
+    def __enter__(self) -> SmallDisk:
+        self.path.mkdir(parents=True, exist_ok=True)
+        options = f"size={self._size_mb}m,mode=0700"
+        command = ["mount", "-t", "tmpfs", "-o", options, "headrace-test", str(self.path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise PermissionError(f"a small filesystem cannot be mounted here: {done.stderr.strip()}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        subprocess.run(["umount", "-l", str(self.path)], check=True)
+
+    def fill(self) -> None:
+        """Again is fine: it takes what others have freed meanwhile."""
+        with self._ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+            for size in (1 << 20, 1 << 12, 1):
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(size)):
+                        pass
+
+    def free(self) -> None:
+        self._ballast.unlink(missing_ok=True)
+
+    @property
+    def free_bytes(self) -> int:
+        found = os.statvfs(self.path)
+        return found.f_bavail * found.f_frsize
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, size_mb: int) -> Iterator[SmallDisk]:
+    """Skips the test where no filesystem may be mounted."""
+    disk = SmallDisk(path, size_mb)
+    try:
+        disk.__enter__()
+    except (PermissionError, FileNotFoundError) as error:
+        pytest.skip(str(error))
+    try:
+        yield disk
+    finally:
+        disk.__exit__()

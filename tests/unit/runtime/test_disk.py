@@ -1,0 +1,111 @@
+"""A disk without room: told from other errors, named, waited for, and never a reason to end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import sqlite3
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from headrace_runtime import disk
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.database import Database
+from headrace_runtime.errors import DiskFull, Unavailable
+from headrace_runtime.settings import Common
+from tests.support.full_disk import no_room, small_disk
+
+
+def _sqlite_full() -> sqlite3.Error:
+    with sqlite3.connect(":memory:") as db:
+        db.execute("CREATE TABLE t (x)")
+        db.execute("PRAGMA max_page_count = 2")
+        with pytest.raises(sqlite3.Error) as caught:
+            db.execute("INSERT INTO t VALUES (zeroblob(100000))")
+    db.close()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (OSError(errno.ENOSPC, "x"), True),
+        (OSError(errno.EDQUOT, "x"), True),
+        (OSError(errno.EACCES, "x"), False),
+        (_sqlite_full(), True),
+        (sqlite3.OperationalError("database is locked"), False),
+        (disk.no_room("/data"), True),
+        (ExceptionGroup("several", [ValueError(), OSError(errno.ENOSPC, "x")]), True),
+    ],
+    ids=repr,
+)
+def test_the_errors_of_a_full_disk(error: BaseException, full: bool) -> None:
+    assert disk.is_full(error) is full
+    wrapped = RuntimeError("a library's own")
+    wrapped.__cause__ = error
+    assert disk.is_full(wrapped) is full
+
+
+async def test_work_is_done_as_soon_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_WAIT_S", 0.001)
+    tries = 0
+
+    async def work() -> str:
+        nonlocal tries
+        tries += 1
+        if tries < 5:
+            raise disk.no_room("/data")
+        return "done"
+
+    assert await asyncio.wait_for(disk.with_room(work), 5) == "done"
+
+
+def test_a_blob_that_finds_no_room_leaves_nothing_behind(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1) as small:
+        store = BlobStore((small.path / "blobs").as_uri())
+        kept = store.put(b"kept")
+        with pytest.raises(DiskFull, match=f"no space left on {small.path}/blobs"):
+            store.put(bytes(2_000_000))
+        with pytest.raises(DiskFull):
+            store.set_pointer("p", bytes(2_000_000))
+        assert [path.name for path in small.path.rglob("*") if path.is_file()] == [kept.sha256]
+        assert store.get(store.put(b"later")) == b"later"
+
+
+async def test_a_database_names_its_disk_and_goes_on_by_itself(tmp_path: Path) -> None:
+    database = Database.open("collector", Common(data_dir=tmp_path))
+    try:
+        async with database.transaction() as tx:
+            await tx.execute(text("CREATE TABLE t (x)"))
+            await tx.execute(text("PRAGMA max_page_count = 4"))
+        with pytest.raises(DiskFull, match=f"no space left on {tmp_path}/db/collector.sqlite"):
+            async with database.transaction() as tx:
+                await tx.execute(text("INSERT INTO t VALUES (zeroblob(100000))"))
+        assert "no space left" in str(await database.ready())
+        async with database.transaction() as tx:
+            await tx.execute(text("PRAGMA max_page_count = 4000"))
+            await tx.execute(text("INSERT INTO t VALUES (zeroblob(100000))"))
+        assert await database.ready() is True
+    finally:
+        await database.close()
+
+
+async def test_other_trouble_of_a_database_stays_what_it_is(tmp_path: Path) -> None:
+    database = Database.open("collector", Common(data_dir=tmp_path))
+    try:
+        with pytest.raises(Unavailable) as caught:
+            async with database.transaction() as tx:
+                await tx.execute(text("SELECT * FROM nothing"))
+        assert not isinstance(caught.value, DiskFull)
+    finally:
+        await database.close()
+
+
+def test_the_probe_names_the_folder(tmp_path: Path) -> None:
+    assert disk.trouble(tmp_path, 4096) is None
+    with no_room():
+        assert disk.trouble(tmp_path, 4096) == str(disk.no_room(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    assert "cannot be written" in str(disk.trouble(tmp_path / "missing", 4096))

@@ -1,0 +1,81 @@
+"""What must not be said is not said, and what is no secret stays readable."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace_schemas.errors import HeadraceError
+from headrace_schemas.redaction import HIDDEN, Redactor, is_secret, redacted, shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "postgresql://me:PLANTED@db:5432/x is away",
+        "postgresql+asyncpg://me:PLA@NTED@db/x",
+        "s3://PUBLIC:PLANTED@bucket",
+        "Authorization: Bearer PLANTED",
+        "{'authorization': 'bearer PLANTED'}",
+        "connect(host=db password=PLANTED)",
+        "{'password': 'PLANTED', 'user': 'me'}",
+        '{"api_key": "PLANTED"}',
+        "?sslmode=require&password=PLANTED&x=1",
+        "aws_secret_access_key = PLANTED",
+    ],
+)
+def test_what_looks_like_a_secret_is_hidden(text: str) -> None:
+    said = redacted(text)
+    assert "PLANTED" not in said
+    assert "NTED" not in said
+    assert HIDDEN in said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://127.0.0.1:8000/v1: connection refused",
+        "tokens: 17, max_tokens=256",
+        "session_key=0f3a of session s-1",
+        "setting gateway.port = 70000: too large",
+        "file:///data/blobs: no space left",
+    ],
+)
+def test_the_rest_stays_as_it_is(text: str) -> None:
+    assert redacted(text) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        ("security.internal_key", True),
+        ("security.internal_kye", True),
+        ("HEADRACE_SECURITY__INTERNAL_KEY", True),
+        ("OPENAI_API_KEY", True),
+        ("PGPASSWORD", True),
+        ("gateway.keys.sha256", True),
+        ("gateway.port", False),
+        ("judge.max_tokens", False),
+        ("gateway.keys", False),
+        ("broker.compaction_keys_max", False),
+        ("judge.endpoint.api_key_env", False),
+    ],
+)
+def test_a_name_tells_a_secret(name: str, secret: bool) -> None:
+    assert is_secret(name) is secret
+
+
+def test_a_value_is_shown_without_the_secrets_inside_it() -> None:
+    assert shown("security.internal_key", 123456) == HIDDEN
+    assert shown("database", {"url": "postgresql://me:PLANTED@db/x", "pool": 3}) == (
+        "{'url': 'postgresql://me:(hidden)@db/x', 'pool': 3}"
+    )
+    assert shown("gateway", {"port": 1, "api_key": "PLANTED"}) == "{'port': 1, 'api_key': '(hidden)'}"
+
+
+def test_known_secrets_are_hidden_wherever_they_stand() -> None:
+    clean = Redactor(["PLANTED", "4711471147114711", "", "ab"])
+    assert clean("x4711471147114711y PLANTED abc") == "x(hidden)y (hidden) abc"
+
+
+def test_every_error_of_ours_is_clean() -> None:
+    assert str(HeadraceError("bus kafka://me:PLANTED@host:1 is away")) == "bus kafka://me:(hidden)@host:1 is away"
