@@ -84,7 +84,9 @@ class Service(Generic[S]):
 
 async def _until_stopped(run: Run[S], common: Common, own: S) -> None:
     """Run; SIGTERM and SIGINT cancel, and whatever `run` does in its `finally` blocks is the clean stop."""
-    task = asyncio.ensure_future(run(common, own))
+    from headrace_runtime.loop_watch import watched
+
+    task = asyncio.ensure_future(watched(run(common, own)))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
