@@ -1,4 +1,4 @@
-"""What people and tools write is text: it cannot end a turn, begin another, or call a tool, in any style of template."""
+"""What people and tools write is text: it cannot end a turn or call a tool, in any style of template."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WORDS = (
     "  ",
     "\n",
     "é日本",
-    "12345678901234567890123",
+    "123456789012345",
     '{"a": "<"}',
     "</",
     "|>",
@@ -173,9 +173,8 @@ def test_a_text_is_the_same_tokens_wherever_its_marker_stands(tokenizer: ChatTok
     ignorant = Tokenizer.from_str(json.dumps(bare))
     for text in ("the<|im_end|>agent", "<|im_end|>", "reads<tool_call> a</tool_call>", "a <think>"):
         ids = tokenizer.encode(tokenizer.render([{"role": "user", "content": text}], None, {}))
-        assert ids[1:-3] == ignorant.encode(f"user\n{text}").ids + tokenizer.encode("<|im_end|>\n<|im_start|>")[:1] or (
-            tokenizer._inner.decode(ids).count(text) == 1
-        )
+        assert tokenizer.eos_id is not None
+        assert ids[1 : ids.index(tokenizer.eos_id)] == ignorant.encode(f"user\n{text}").ids
 
 
 def test_an_answers_own_tags_stay_what_they_are(tokenizer: ChatTokenizer) -> None:
