@@ -16,7 +16,7 @@ from pathlib import Path
 from headrace_runtime.metrics import EVENT_LOOP_BLOCK_SECONDS
 
 INTERVAL_S = 0.02
-_WINDOW_S = 30.0
+_WINDOW_S = 15.0
 """The gauges tell the longest of the last one to two windows."""
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 

@@ -25,6 +25,6 @@ QUEUE_LENGTH = Gauge("headrace_queue_length", "Records taken from the bus and no
 JOBS = Gauge("headrace_jobs", "Work that waits in the database", ["kind"])
 EVENT_LOOP_BLOCK_SECONDS = Gauge(
     "headrace_event_loop_block_seconds",
-    "Longest time in about the last half minute in which the event loop served nobody; `busy` computed, `late` waited",
+    "Longest time of the last 15 to 30 s in which the event loop served nobody; `busy` computed, `late` waited",
     ["kind"],
 )
