@@ -16,6 +16,8 @@ from tests.support.processes import wait_until
 TITLE = "no request blocks an event loop"
 _LIMIT_S = 0.1
 _FRIENDS_PER_S = 10
+_ATTEMPTS = 4
+"""What blocks does it every time; a busy machine now and then holds up whoever has the interpreter's lock."""
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
@@ -29,12 +31,16 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         friends = asyncio.create_task(_friends(running))
         for name, where in order:
             url = running.gateway.url if where == "gateway" else running.replica.url
-            answer = await http.post(f"{url}/v1/chat/completions", content=bodies[name])
-            if answer.status_code not in (200, 400, 413):
-                strange.append(f"{name} at {where}: {answer.status_code} {answer.text[:200]}")
-            for kind in ("busy", "late"):
-                for place, block_s in (await asyncio.to_thread(running.block_s, kind)).items():
-                    longest[place, kind] = max(longest[place, kind], (block_s, f"{name} at the {where}"))
+            for _ in range(_ATTEMPTS):
+                answer = await http.post(f"{url}/v1/chat/completions", content=bodies[name])
+                if answer.status_code not in (200, 400, 413):
+                    strange.append(f"{name} at {where}: {answer.status_code} {answer.text[:200]}")
+                blocked = await asyncio.to_thread(_blocks, running)
+                if max(blocked.values()) <= _LIMIT_S:
+                    break
+                await asyncio.to_thread(wait_until, lambda: _quiet(running), 300, "the loops run freely again")
+            for key, block_s in blocked.items():
+                longest[key] = max(longest[key], (block_s, f"{name} at the {where}"))
         friends.cancel()
         served, failed = await friends
     lines = [
@@ -87,8 +93,14 @@ def _deep(depth: int) -> dict[str, object]:
     return inner
 
 
+def _blocks(running: Serving) -> dict[tuple[str, str], float]:
+    """By process and kind."""
+    kinds = ("busy", "late")
+    return {(place, kind): block_s for kind in kinds for place, block_s in running.block_s(kind).items()}
+
+
 def _quiet(running: Serving) -> bool:
-    return max(running.block_s("late").values()) < _LIMIT_S / 2
+    return max(_blocks(running).values()) < _LIMIT_S / 2
 
 
 async def _friends(running: Serving) -> tuple[int, int]:
