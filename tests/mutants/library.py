@@ -80,9 +80,8 @@ def written(chosen: Sequence[Group]) -> list[tuple[Change, Mutant]]:
     if not GENERATOR.exists():
         raise SystemExit(f"{GENERATOR} is not there; `make mutants` makes it")
     tests = {file: group.tests for group in chosen for file in group.files}
-    made = subprocess.run(
-        [GENERATOR, HERE / "generate.py"], input="\n".join(tests), text=True, stdout=subprocess.PIPE, check=True, cwd=ROOT
-    )  # fmt: skip
+    command = [GENERATOR, HERE / "generate.py"]
+    made = subprocess.run(command, input="\n".join(tests), text=True, stdout=subprocess.PIPE, check=True, cwd=ROOT)
     found = []
     for said in map(json.loads, made.stdout.splitlines()):
         text = said.pop("text")

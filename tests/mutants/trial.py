@@ -67,8 +67,14 @@ def _pytest(tests: Sequence[str], environ: dict[str, str], timeout_s: float) -> 
         *tests,
     ]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )  # fmt: skip
+        command,
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
         said, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""`make mutants` can do its work: what it plants can be planted, what it names is there, and a trial tells alive from dead."""
+"""`make mutants` can do its work: what it plants and names is there, and a trial tells alive from dead."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.mutants import library
 from tests.mutants.overlay import ROOT, split
-from tests.mutants.planted import planted
+from tests.mutants.planted import Planted, planted
 from tests.mutants.trial import Mutant, tried
 
 LIMITS = "gateway/src/headrace_gateway/limits.py"
@@ -14,8 +14,8 @@ TESTS = ("tests/unit/gateway/test_limits.py",)
 
 
 @pytest.mark.parametrize("fault", planted(), ids=lambda fault: fault.name)
-def test_each_fault_can_still_be_planted(fault: object) -> None:
-    assert fault.stale is None  # type: ignore[attr-defined]
+def test_each_fault_can_still_be_planted(fault: Planted) -> None:
+    assert fault.stale is None
 
 
 def test_every_module_and_test_that_is_named_is_there() -> None:
