@@ -20,6 +20,7 @@ from pathlib import Path
 from tests.mutants import library
 from tests.mutants.library import Change, Group
 from tests.mutants.memory import Memory
+from tests.mutants.overlay import ROOT
 from tests.mutants.planted import planted
 from tests.mutants.trial import Mutant, Verdict, tried
 
@@ -53,11 +54,26 @@ def main() -> int:
     mutants = [*by_hand, *changes] if not arguments.only else [*changes]
     if arguments.sample:
         mutants = random.Random(arguments.seed).sample(mutants, min(arguments.sample, len(mutants)))
-    account = try_all(mutants, Memory(arguments.memory), arguments)
+    memory = Memory(arguments.memory)
+    controls = try_all(unchanged(mutants), memory, arguments)
+    broken = [mutant for mutant, verdict in controls.verdicts.items() if verdict.outcome != "survived"]
+    if broken:
+        print(*(mutant.name for mutant in broken), "fail without any mutant; what they would say of one means nothing")
+        return 1
+    account = try_all(mutants, memory, arguments)
     if not arguments.sample and not arguments.only and not arguments.planted:
         there = {change.lines for change in changes.values()}
         stale += [f"no mutant turns {one[1]!r} into {one[2]!r} in {one[0]}" for one in sorted(listed - there)]
     return _report(account, changes, listed, stale, arguments)
+
+
+def unchanged(mutants: Sequence[Mutant]) -> list[Mutant]:
+    """For each set of tests a mutant that changes nothing."""
+    found = {}
+    for mutant in mutants:
+        text = (ROOT / mutant.file).read_text(encoding="utf-8")
+        found[mutant.tests] = Mutant(f"unchanged, {' '.join(mutant.tests)}", mutant.file, text, mutant.tests)
+    return list(found.values())
 
 
 def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Namespace) -> Account:
@@ -98,7 +114,7 @@ class _Progress:
 
     def step(self, mutant: Mutant, verdict: Verdict) -> None:
         self._done += 1
-        if not verdict.killed:
+        if not verdict.killed and not mutant.name.startswith("unchanged"):
             self._lived += 1
             print(f"{chr(13) if self._bar else ''}{verdict.outcome}: {mutant.name}", flush=True)
             if verdict.outcome == "not run":
@@ -127,9 +143,9 @@ def _report(
     unexcused = [mutant for mutant in lived if mutant not in excused]
     killed_lines = {changes[m].lines for m, verdict in account.verdicts.items() if verdict.killed and m in changes}
     lived_lines = {changes[mutant].lines for mutant in lived if mutant in changes}
-    stale += [
-        f"a test kills {one[1]!r} -> {one[2]!r} in {one[0]}" for one in sorted(listed & killed_lines - lived_lines)
-    ]
+    killed = sorted(listed & killed_lines - lived_lines)
+    stale += [f"a test kills {one[1]!r} -> {one[2]!r} in {one[0]}" for one in killed]
+    survived = sorted(mutant.name for mutant in unexcused)
     counted = len(account.verdicts) - len(excused) - len(account.not_run())
     share = 1 - len(unexcused) / counted if counted else 0.0
     by_hand = [mutant.name for mutant in unexcused if mutant not in changes]
@@ -140,14 +156,14 @@ def _report(
         "tried": len(account.verdicts),
         "untried": account.untried,
         "excused": len(excused),
-        "survived": sorted(mutant.name for mutant in unexcused),
+        "survived": survived,
         "not_run": sorted(mutant.name for mutant in account.not_run()),
         "stale": sorted(stale),
         "seed": arguments.seed if arguments.sample else None,
     }
     arguments.report.parent.mkdir(parents=True, exist_ok=True)
     arguments.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(*(f"stale: {problem}" for problem in stale), *(f"survived: {name}" for name in report["survived"]), sep="\n")
+    print(*(f"stale: {problem}" for problem in stale), *(f"survived: {name}" for name in survived), sep="\n")
     print(f"killed {100 * share:.1f} % of {counted} (limit: at least 95 %), {account.untried} untried", flush=True)
     return 0 if held else 1
 

@@ -62,7 +62,7 @@ def hostile(rng: random.Random) -> dict[str, bytes]:
     word = "".join(rng.choice("abcdefgh ,{[") for _ in range(4000))
     user = [{"role": "user", "content": "hi"}]
     tool = {"type": "function", "function": {"name": "f", "description": word[:3600], "parameters": {"a": [1, 2]}}}
-    many = {"n": 16, "logprobs": True, "top_logprobs": 20, "max_tokens": 100, "temperature": 1.0}
+    many: dict[str, object] = {"n": 16, "logprobs": True, "top_logprobs": 20, "max_tokens": 100, "temperature": 1.0}
     bodies: dict[str, dict[str, object]] = {
         "3.7 MB of tools": {"tools": [tool] * 1000},
         "a megabyte of tools": {"tools": [tool] * 270},
