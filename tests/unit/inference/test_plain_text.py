@@ -202,7 +202,7 @@ def test_a_control_token_in_other_letters_is_found() -> None:
     inner.train_from_iterator(["x"], trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
     inner.add_tokens([AddedToken("<call>", normalized=True)])
     plain = PlainText(inner, "{{ '<call>' }}")
-    control = inner.token_to_id("<call>")
+    control: int = inner.token_to_id("<call>") or 0
     for text in ("a<CALL>b", "a\uff1ccall\uff1eb", "<call>"):
         assert inner.encode(text).ids.count(control) == 1
         assert plain.encode("<call>" + plain.mask(text)).count(control) == 1

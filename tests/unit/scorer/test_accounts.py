@@ -9,7 +9,7 @@ from headrace_scorer.accounts import Account, _experiences, _ready
 from headrace_scorer.ledger import Entries
 from headrace_scorer.policy import Policy, Verdict
 from tests.support.streams import START
-from tests.unit.scorer.test_scorer import closed
+from tests.support.trajectories import closed
 
 MINE = Policy({"*": 1.0}, expected=["mine"])
 
