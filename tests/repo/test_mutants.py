@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from tests.mutants import library
@@ -30,6 +32,13 @@ def test_a_mutant_dies_and_the_original_lives(old: str, new: str, outcome: str) 
     text = (ROOT / LIMITS).read_text(encoding="utf-8").replace(old, new)
     verdict = tried(Mutant("try", LIMITS, text, TESTS), 300)
     assert verdict.outcome == outcome, verdict.said
+
+
+@pytest.mark.parametrize("fault", random.Random(7).sample(planted(), 2), ids=lambda fault: fault.name)
+def test_a_sample_of_the_planted_faults_is_noticed(fault: Planted) -> None:
+    """`make mutants` tries all of them."""
+    verdict = tried(fault.mutant(), 300)
+    assert verdict.outcome == "killed", verdict.said
 
 
 def test_a_file_is_overlaid_with_its_whole_import_package() -> None:
