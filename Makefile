@@ -9,7 +9,7 @@ UV := $(BIN)/uv
 MEMBERS := schemas runtime sdk gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock schemas lint test demo up attack chaos simulate bench bench-bus compose-test lock-images clean
+.PHONY: help install lock schemas lint test demo up attack chaos simulate mutants bench bench-bus compose-test lock-images clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -58,6 +58,14 @@ chaos: $(VENV)/installed ## everything breaks at 50 turns/s, on each bus (SEED=,
 attack: $(VENV)/installed ## what outsiders tried to break, on running stacks, each with its figure (ONLY="name ...", SEED=)
 	$(BIN)/python -m tests.attack $(if $(ONLY),--only $(ONLY)) $(if $(filter file,$(origin SEED)),,--seed $(SEED))
 
+.venv-mutants/installed: $(UV) requirements-mutants.lock
+	$(PYTHON) -m venv .venv-mutants
+	$(UV) pip sync --quiet --require-hashes --python .venv-mutants/bin/python requirements-mutants.lock
+	@touch $@
+
+mutants: $(VENV)/installed .venv-mutants/installed ## one changed line at a time, and the unit tests have to notice (SAMPLE=20, SEED=, ONLY=path)
+	$(BIN)/python -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE) --seed $(SEED)) $(if $(ONLY),--only $(ONLY))
+
 SEEDS ?= 1000
 FIRST ?= 0
 simulate: $(VENV)/installed ## every service on a virtual clock while everything goes wrong: 1,000 seeds (SEEDS=, FIRST=)
@@ -82,6 +90,7 @@ lock: $(UV) ## resolve every dependency again, with hashes, for every platform
 	$(COMPILE) requirements-bootstrap.in -o requirements-bootstrap.txt
 	$(COMPILE) requirements.in -o requirements.lock \
 	  --no-emit-package headrace $(DISTRIBUTIONS:%=--no-emit-package headrace-%)
+	$(COMPILE) requirements-mutants.in -o requirements-mutants.lock
 
 IMAGES := gateway collector scorer judge registry trainer inference
 PART := $(COMPILE) --constraint requirements.lock --no-emit-package headrace-schemas --no-emit-package headrace-runtime

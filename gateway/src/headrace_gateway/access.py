@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class KeyRing:
     def __init__(self, keys: Iterable[KeySettings], default_limits: LimitSettings, internal_key: str = "") -> None:
         self._callers = {key.sha256: _caller(key, default_limits) for key in keys}
         self._open = None if self._callers else Caller("open", "open", "default", ALL_SCOPES, None, default_limits)
+        self._salt_key = b"headrace cache salt\0" + internal_key.encode()
         if internal_key:
             digest = _digest(internal_key)
             self._callers[digest] = Caller(digest, "internal", "default", ALL_SCOPES, None, default_limits)
@@ -69,6 +71,11 @@ class KeyRing:
         if caller is None:
             raise ApiError(401, "invalid_api_key", "this API key is not known here")
         return caller
+
+    def cache_salt(self, tenant: str) -> str:
+        """What replicas keep a tenant's prompts apart by. It does not tell whose they are, and all gateways with the
+        same `security.internal_key` say the same."""
+        return hmac.new(self._salt_key, tenant.encode(), hashlib.sha256).hexdigest()[:32]
 
 
 class _KeysFile(Section):

@@ -33,6 +33,8 @@ class Call:
     started_at: datetime
     core: bytes
     """The replica's request as a JSON object without `model` and `stream`."""
+    cache_salt: str = ""
+    """vLLM's name for what separates the prefix caches of tenants."""
 
     @property
     def opens_a_run(self) -> bool:
@@ -42,6 +44,8 @@ class Call:
     def body(self, version: str, resume: Resume | None = None) -> bytes:
         """The request for a replica that serves `version`."""
         parts = [b'{"model":', to_json(version), b","]
+        if self.cache_salt:
+            parts += [b'"cache_salt":', to_json(self.cache_salt), b","]
         if self.request.stream:
             parts.append(b'"stream":true,"stream_options":{"include_usage":true},')
         if resume is not None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass
+from datetime import datetime
 
 from starlette.types import Receive, Scope, Send
 
 from headrace_gateway import answers, metrics
 from headrace_gateway.call import Call, asked, core_of, digest_of
 from headrace_gateway.capture import event_of
-from headrace_gateway.catalog import Catalog
-from headrace_gateway.chat_request import parse_chat
+from headrace_gateway.catalog import Catalog, Target
+from headrace_gateway.chat_request import ChatRequest, parse_chat
 from headrace_gateway.client import Client
 from headrace_gateway.door import Door, Entered
 from headrace_gateway.identity import Said, identify
@@ -20,11 +21,14 @@ from headrace_gateway.refusals import ApiError, overloaded
 from headrace_gateway.relay import Relay
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.transcript import Transcript
+from headrace_runtime.aside import Aside
 from headrace_runtime.clock import Clock
 from headrace_schemas import ids
 
 _STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 _ROUTING_POLL_S = 0.05
+_ANSWERED_BYTES = 100
+"""About what one sampled token takes in an answer or an event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,7 @@ class Chat:
     catalog: Catalog
     relay: Relay
     clock: Clock
+    aside: Aside
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises `ApiError` until a status was sent; afterwards the stream itself says what went wrong."""
@@ -47,9 +52,15 @@ class Chat:
 
     async def _understand(self, scope: Scope, entered: Entered) -> Call:
         started_at = self.clock.now()
-        request = parse_chat(entered.body, self.settings.choices_max)
+        size_bytes = len(entered.body)
+        limits = (self.settings.choices_max, self.settings.json_values_max)
+        request = await self.aside.run(size_bytes, lambda: parse_chat(entered.body, *limits))
         await self._routing_is_known()
         target = self.catalog.resolve(request.model, entered.caller.may_use)
+        return await self.aside.run(size_bytes, lambda: self._call(scope, entered, request, target, started_at))
+
+    def _call(self, scope: Scope, entered: Entered, request: ChatRequest, target: Target, started_at: datetime) -> Call:
+        """In any thread."""
         messages = tuple(message.event() for message in request.messages)
         sampling = request.sampling
         said = Said(entered.headers, request.metadata or {})
@@ -67,6 +78,7 @@ class Chat:
             retry=int(retry) if retry.isdigit() and len(retry) < 10 else 0,
             started_at=started_at,
             core=core_of(asked_json, request),
+            cache_salt=self.door.keys.cache_salt(entered.caller.tenant),
         )
 
     async def _routing_is_known(self) -> None:
@@ -107,7 +119,8 @@ class Chat:
     async def _plain(self, call: Call, client: Client) -> None:
         answer, transcript = await self.relay.complete(call)
         await self._capture(call, transcript, delivered=not client.gone)
-        body = answers.whole(call, answer)
+        size_bytes = transcript.sampled * _ANSWERED_BYTES
+        body = await self.aside.run(size_bytes, lambda: answers.whole(call, answer))
         length = {"content-type": "application/json", "content-length": str(len(body))}
         await client.start(200, {**length, "x-request-id": call.response_id})
         await client.body(body)
@@ -130,5 +143,7 @@ class Chat:
         await client.body(answers.DONE)
 
     async def _capture(self, call: Call, transcript: Transcript, *, delivered: bool) -> None:
+        size_bytes = len(call.core) + transcript.sampled * _ANSWERED_BYTES
         with metrics.CAPTURE_SECONDS.time():
-            await self.door.publish(event_of(call, transcript, delivered=delivered))
+            event = await self.aside.run(size_bytes, lambda: event_of(call, transcript, delivered=delivered))
+            await self.door.publish(event)

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_valida
 
 from headrace_gateway.chat_messages import ChatMessage
 from headrace_gateway.refusals import ApiError
-from headrace_gateway.requests import parse, unknown_field
+from headrace_gateway.requests import check_values, parse, unknown_field
 from headrace_schemas import Sampling, Tool
 from headrace_schemas.base import Finite, Model, Text
 
@@ -125,8 +125,9 @@ class ChatRequest(Model):
         return self.n or 1
 
 
-def parse_chat(body: bytes, choices_max: int) -> ChatRequest:
-    """Raises `ApiError` 400 that names the field at fault."""
+def parse_chat(body: bytes, choices_max: int, values_max: int) -> ChatRequest:
+    """Raises `ApiError` 400 that names the field at fault, 413 for more than `values_max` JSON values."""
+    check_values(body, values_max)
     request = parse(ChatRequest, body)
     for name, value in (request.model_extra or {}).items():
         _check_extra(name, value)

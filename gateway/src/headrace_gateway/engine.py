@@ -17,6 +17,7 @@ from headrace_gateway.engine_wire import EngineAnswer
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import UpstreamSettings
 from headrace_runtime import tracing
+from headrace_runtime.aside import Aside
 from headrace_schemas import Replica
 
 Trouble = Literal["connection", "full", "version_missing", "aborted", "error"]
@@ -47,6 +48,7 @@ class Engines:
         if internal_key:
             self._headers["authorization"] = f"Bearer {internal_key}"
         self._session: aiohttp.ClientSession | None = None
+        self._aside = Aside(1)
 
     async def __aenter__(self) -> Engines:
         connector = aiohttp.TCPConnector(
@@ -61,11 +63,13 @@ class Engines:
     async def __aexit__(self, *_: object) -> None:
         assert self._session is not None
         await self._session.close()
+        self._aside.close()
 
     async def complete(self, replica: Replica, body: bytes) -> EngineAnswer:
         """A whole answer. Raises `ReplicaFailed`, or `ApiError` when the engine refuses the request itself."""
         async with self._opened(replica, body) as response:
-            answer = _parse(await self._read(response))
+            data = await self._read(response)
+        answer = await self._aside.run(len(data), lambda: _parse(data))
         if answer.error is not None:
             raise ReplicaFailed("error", "an error inside an answer")
         if answer.drop_abort():

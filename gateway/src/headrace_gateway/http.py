@@ -23,6 +23,7 @@ from headrace_gateway.relay import Relay
 from headrace_gateway.sessions_api import SessionsApi
 from headrace_gateway.settings import GatewaySettings
 from headrace_runtime import web
+from headrace_runtime.aside import Aside
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
 from headrace_runtime.settings import Common
@@ -46,7 +47,7 @@ def application(parts: Parts) -> ASGIApp:
     pins = Pins(parts.settings.sticky, parts.clock)
     placement = Placement(parts.catalog, pins, parts.fleet)
     relay = Relay(parts.engines, parts.fleet, placement, parts.settings.upstream, parts.clock)
-    chat = Chat(parts.settings, parts.door, parts.catalog, relay, parts.clock)
+    chat = Chat(parts.settings, parts.door, parts.catalog, relay, parts.clock, Aside(parts.settings.parse_threads))
     sessions = SessionsApi(parts.door, pins, parts.clock)
     models = ModelsApi(parts.door, parts.catalog)
     publisher = parts.door.publisher

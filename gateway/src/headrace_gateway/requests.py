@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope
 
 from headrace_gateway.refusals import ApiError
+from headrace_runtime.json_bounds import more_values_than
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -39,6 +40,13 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, bytes_max:
             raise _too_large(bytes_max)
         if not message.get("more_body", False):
             return b"".join(chunks)
+
+
+def check_values(body: bytes, values_max: int) -> None:
+    """Raises `ApiError` 413 when `body` holds more JSON values than are parsed here."""
+    if more_values_than(body, values_max):
+        message = f"the request body holds more than {values_max} JSON values (gateway.json_values_max)"
+        raise ApiError(413, "too_many_values", message)
 
 
 def parse(model: type[M], body: bytes, *, status: int = 400) -> M:

@@ -108,6 +108,10 @@ class GatewaySettings(ServiceSettings):
     """Limits of each key."""
     body_timeout_s: Positive = 30.0
     """How long a client may take to send a request body."""
+    json_values_max: Annotated[int, Field(ge=1024)] = 32_768
+    """Most values in the JSON of a request body, by the commas and brackets outside of strings: parsing costs that."""
+    parse_threads: Annotated[int, Field(ge=1, le=64)] = 2
+    """Threads that read large requests and answers beside the event loop; one more takes those over 256 KiB."""
     choices_max: Annotated[int, Field(ge=1, le=128)] = 16
     """Largest `n` that a request may ask for."""
     model_aliases: dict[str, str] = Field(default={})

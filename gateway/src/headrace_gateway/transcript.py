@@ -62,7 +62,7 @@ class Transcript:
     def add(self, answer: EngineAnswer, *, streamed: bool) -> None:
         self.version = self.version or answer.model
         if answer.prompt_token_ids is not None:
-            if not self._sampled:  # of two replicas that began, the later one samples
+            if not self.sampled:  # of two replicas that began, the later one samples
                 self.prompt_token_ids = answer.prompt_token_ids
             elif self.prompt_token_ids != answer.prompt_token_ids:
                 self.other_prompt = True
@@ -72,8 +72,9 @@ class Transcript:
             so_far.add(choice, choice.delta if streamed else choice.message)
 
     @property
-    def _sampled(self) -> bool:
-        return any(choice.token_ids for choice in self.choices.values())
+    def sampled(self) -> int:
+        """Tokens of all choices."""
+        return sum(len(choice.token_ids) for choice in self.choices.values())
 
     def finished(self, choices: int) -> bool:
         """Whether all `choices` have ended."""
@@ -91,8 +92,7 @@ class Transcript:
             return "the engine sent no prompt_token_ids"
         if self.usage is None:
             return "the engine sent no usage"
-        sampled = sum(len(choice.token_ids) for choice in self.choices.values())
-        gathered = (len(self.prompt_token_ids), sampled)
+        gathered = (len(self.prompt_token_ids), self.sampled)
         counted = (self.usage.prompt_tokens, self.usage.completion_tokens)
         if gathered != counted:
             return (
@@ -105,7 +105,7 @@ class Transcript:
 
         Raises `ValidationError` when tokens and logprobs disagree: such a stream cannot be continued.
         """
-        if not self._sampled:
+        if not self.sampled:
             return None
         return Resume.model_validate(
             {

@@ -130,7 +130,9 @@ async def _until_stopped(run: Run[S], common: Common, own: S, pipe: int | None) 
 
     `pipe` hears that the loop turns, from before the first step to after the last (`liveness`).
     """
-    task = asyncio.ensure_future(run(common, own))
+    from headrace_runtime.loop_watch import watched
+
+    task = asyncio.ensure_future(watched(run(common, own)))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)

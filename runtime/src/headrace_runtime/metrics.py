@@ -23,3 +23,8 @@ EVENT_AGE_SECONDS = Histogram(
 OUTBOX_ROWS = Gauge("headrace_outbox_rows", "Events committed to the database and not yet acknowledged by the bus")
 QUEUE_LENGTH = Gauge("headrace_queue_length", "Records taken from the bus and not yet handled")
 JOBS = Gauge("headrace_jobs", "Work that waits in the database", ["kind"])
+EVENT_LOOP_BLOCK_SECONDS = Gauge(
+    "headrace_event_loop_block_seconds",
+    "Longest time of the last 15 to 30 s in which the event loop served nobody; `busy` computed, `late` waited",
+    ["kind"],
+)

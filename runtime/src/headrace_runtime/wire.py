@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -81,7 +82,10 @@ async def decode(record: Record, blobs: BlobStore, *, topic: str | None = None) 
     value = record.value
     if any(name == "ce_dataref" for name, _ in record.headers):
         value = await _fetch(model.type, value, blobs)
-    event = model.from_json(value)
+    if len(value) > PAYLOAD_BYTES_MAX:  # long enough to be felt by everything else in this event loop
+        event: Event = await asyncio.to_thread(model.from_json, value)
+    else:
+        event = model.from_json(value)
     try:
         envelope = Envelope.read(record.headers, event)
     except ValueError:  # `derived_id` refuses it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -48,12 +49,13 @@ def turns_of(stream: Bench) -> list[tuple[str, list[str]]]:
     return [(made.end_reason, list(made.turn_ids)) for made in stream.sent(Trajectory)]
 
 
-async def pass_time(stream: Bench, seconds: float, **settings: object) -> None:
+async def pass_time(stream: Bench, seconds: float, *, started: datetime = START, **settings: object) -> None:
     """Let the clock run and do what the service's timers do."""
     chosen = Settings.model_validate({"idle_s": 300.0, **settings})
     stream.clock.advance(seconds)
     settle = stream.processor.settle
     assert settle is not None
-    await stream.step(partial(find_idle, settings=chosen, started=START, turns_end=dict(await stream.ends("turns"))))
+    ends = dict(await stream.ends("turns"))
+    await stream.step(partial(find_idle, settings=chosen, started=started, turns_end=ends))
     await stream.step(settle)
     await stream.step(lambda tx, now: upkeep.find_targets(tx, now, chosen))

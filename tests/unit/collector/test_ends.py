@@ -134,6 +134,17 @@ async def test_a_restarted_collector_splits_no_session(stream: Bench) -> None:
     assert turns_of(stream) == [], "the service has not been here for idle_s"
 
 
+async def test_what_is_old_at_the_start_is_idle_only_once_the_service_has_been_here_for_as_long(stream: Bench) -> None:
+    turn = ask([user("q")])
+    await stream.deliver(turn)
+    stream.clock.advance(10_000)
+    started = stream.clock.now()
+    await pass_time(stream, 299, started=started)
+    assert turns_of(stream) == [], "what was sent while it was away may still be on its way"
+    await pass_time(stream, 2, started=started)
+    assert turns_of(stream) == [("idle", [turn.turn_id])]
+
+
 async def test_a_lagging_collector_splits_no_session(stream: Bench) -> None:
     first = ask([user("q")], at=0)
     second = stream.produce(first, ask(after(first, user("m")), at=1))[1]

@@ -23,7 +23,8 @@ GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
     [
         (b'{"model": "tiny", ', 400, "invalid_json"),
         (b"\xff\xfe\x00", 400, "invalid_json"),
-        (b"[" * 100_000, 400, "invalid_json"),
+        (b"[" * 20_000, 400, "invalid_json"),
+        (b"[" * 100_000, 413, "too_many_values"),
         (json.dumps({**GOOD, "temprature": 1}).encode(), 400, "unknown_field"),
         (json.dumps({**GOOD, "response_format": {"type": "json_schema"}}).encode(), 400, "unsupported_field"),
         (json.dumps({**GOOD, "messages": 7}).encode(), 400, "invalid_value"),
@@ -31,7 +32,7 @@ GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
         (json.dumps({**GOOD, "model": "tiny@000000000000"}).encode(), 404, "model_not_found"),
         (json.dumps({**GOOD, "messages": [{"role": "user", "content": "x" * 9000}]}).encode(), 413, "body_too_large"),
     ],
-    ids=["cut", "bytes", "deep", "unknown", "unsupported", "type", "model", "version", "large"],
+    ids=["cut", "bytes", "deep", "deeper", "unknown", "unsupported", "type", "model", "version", "large"],
 )
 async def test_a_bad_call_is_refused_and_the_next_one_served(
     tmp_path: Path, body: bytes, status: int, code: str

@@ -17,7 +17,7 @@ CALL = {"id": "call_1", "type": "function", "function": FUNCTION}
 
 
 def parsed(**fields: Any) -> ChatRequest:
-    return parse_chat(json.dumps({"model": "tiny", "messages": [USER], **fields}).encode(), 4)
+    return parse_chat(json.dumps({"model": "tiny", "messages": [USER], **fields}).encode(), 4, 10_000)
 
 
 def refused(**fields: Any) -> ApiError:
@@ -105,13 +105,13 @@ def test_refusals_do_not_repeat_what_the_user_wrote() -> None:
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"model": "a", "model"'])
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        parse_chat(body, 4)
+        parse_chat(body, 4, 10_000)
     assert caught.value.status == 400
 
 
 def test_a_field_that_is_missing_is_named() -> None:
     with pytest.raises(ApiError) as caught:
-        parse_chat(b'{"messages": [{"role": "user", "content": "x"}]}', 4)
+        parse_chat(b'{"messages": [{"role": "user", "content": "x"}]}', 4, 10_000)
     assert (caught.value.code, caught.value.param) == ("missing_field", "model")
 
 

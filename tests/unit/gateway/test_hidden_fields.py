@@ -53,7 +53,7 @@ REQUESTS = st.fixed_dictionaries(
 
 def call_of(fields: dict[str, Any]) -> Call:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **fields}
-    request = parse_chat(json.dumps(body).encode(), 8)
+    request = parse_chat(json.dumps(body).encode(), 8, 10_000)
     messages = tuple(message.event() for message in request.messages)
     return Call(
         request=request,

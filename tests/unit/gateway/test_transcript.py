@@ -70,3 +70,10 @@ def test_a_stream_goes_on_from_its_tokens_and_from_nothing_without_any() -> None
     resume = transcript.resume()
     assert resume
     assert [len(choice.token_ids) for choice in resume.choices] == [2, 1]
+
+
+def test_a_stream_keeps_the_version_that_it_began_with() -> None:
+    transcript = Transcript()
+    for model in ("", VERSION, "tiny@ffffffffffff", ""):
+        transcript.add(EngineAnswer(model=model), streamed=True)
+    assert transcript.version == VERSION

@@ -10,11 +10,12 @@ from pathlib import Path
 import httpx
 
 from headrace_inference.chat.exact import ExactPrompts
-from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.chat.tokenizer import ChatTokenizer, RenderLimits
 from headrace_inference.engine import Finish, Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed, UnknownVersion
 from headrace_inference.http.completions import Completions, Parsers
 from headrace_inference.http.routes import Api, Limits, Served
+from headrace_runtime.aside import Aside
 from headrace_runtime.settings import Common
 from headrace_schemas import Probe
 from headrace_schemas.manifest import Manifest
@@ -31,6 +32,7 @@ class Asked:
     sampling: Sampling
     version: str
     starts: list[Start]
+    salt: str = ""
 
 
 class ScriptedEngine:
@@ -78,12 +80,19 @@ class ScriptedEngine:
         pass
 
     def generate(
-        self, prompt: Sequence[int], sampling: Sampling, version: str, starts: Sequence[Start], *, stream: bool
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        version: str,
+        starts: Sequence[Start],
+        *,
+        stream: bool,
+        salt: str = "",
     ) -> ScriptedGeneration:
         if self.refusal is not None:
             raise self.refusal
         self.begun.set()
-        self.asked.append(Asked([*prompt], sampling, version, [*starts]))
+        self.asked.append(Asked([*prompt], sampling, version, [*starts], salt))
         return ScriptedGeneration(self, sampling, starts, stream=stream)
 
     def tokens_of(self, choice: int) -> list[int]:
@@ -151,11 +160,18 @@ class OneVersion:
         return self._served
 
 
-def client(engine: ScriptedEngine, tokenizer: ChatTokenizer, **security: str) -> httpx.AsyncClient:
+def client(
+    engine: ScriptedEngine, tokenizer: ChatTokenizer, body_bytes_max: int = 20_000, **security: str
+) -> httpx.AsyncClient:
     """A client of the HTTP interface, without a socket."""
-    completions = Completions(engine, ExactPrompts(100_000, reasoning=True), Parsers(tools=True, reasoning=True))
+    aside = Aside(1)
+    limits = RenderLimits(bytes_max=2_000_000, timeout_s=60.0)
+    parsers = Parsers(tools=True, reasoning=True)
+    completions = Completions(engine, ExactPrompts(100_000, reasoning=True), parsers, aside, limits)
     common = Common.model_validate({"security": security})
-    api = Api(common, OneVersion(tokenizer), completions, Limits(body_bytes_max=20_000, choices_max=4))
+    api = Api(
+        common, OneVersion(tokenizer), completions, Limits(body_bytes_max, choices_max=4, json_values_max=10_000), aside
+    )
     transport = httpx.ASGITransport(api.app({"engine": lambda: engine.alive}), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://replica")
 

@@ -265,3 +265,28 @@ def _with_template(models: Models, root: Path, template: str) -> ChatTokenizer:
     path = folder / "chat_template.jinja"
     path.write_text(template)
     return ChatTokenizer(folder, models.first.manifest.model_copy(update={"template_sha256": file_digest(path)}))
+
+
+def test_tokens_of_forgotten_conversations_leave_room(tokenizer: ChatTokenizer) -> None:
+    prompts = ExactPrompts(200, reasoning=True)
+    answer = Message(role="assistant", content="yes")
+    for _ in range(20):
+        prompt = prompts.build(tokenizer, [QUESTION], (), {})
+        prompts.remember(prompt, answer, [*tokenizer.encode("yes"), tokenizer.eos_id or 0])
+    other = prompts.build(tokenizer, [MORE], (), {})
+    prompts.remember(other, answer, [*tokenizer.encode("yes"), tokenizer.eos_id or 0])
+    assert prompts._tokens == sum(len(known.token_ids) for known in prompts._known.values()) <= 200
+    assert len(prompts._known) == 2, "one conversation, remembered twenty times, is one; the other fits beside it"
+
+
+def test_another_salt_is_another_memory(tokenizer: ChatTokenizer) -> None:
+    """Whether a prompt goes on with remembered tokens would tell that somebody has had this conversation."""
+    prompts = ExactPrompts(10_000, reasoning=True)
+    answer = Message(role="assistant", content="the agent")
+    sampled = [*letters(tokenizer, "the agent"), tokenizer.eos_id or 0]
+    prompt = prompts.build(tokenizer, [QUESTION], (), {}, salt="a")
+    prompts.remember(prompt, answer, sampled)
+    again = {salt: prompts.build(tokenizer, [QUESTION, answer, MORE], (), {}, salt=salt) for salt in ("a", "b", "")}
+    assert again["a"].token_ids[: len(prompt.token_ids) + len(sampled)] == prompt.token_ids + sampled
+    assert again["b"].token_ids == again[""].token_ids == tokenizer.encode(again["b"].text)
+    assert again["a"].token_ids != again["b"].token_ids

@@ -93,6 +93,15 @@ async def test_rolling_back_withdraws_the_bad_version(rig: Rig, http: httpx2.Asy
     assert error(await http.post(f"/v1/models/{MODEL}/rollback")) == (409, "no_previous")
 
 
+async def test_nobody_falls_back_on_what_was_withdrawn(rig: Rig, http: httpx2.AsyncClient) -> None:
+    first, second, _ = await rig.crowned(0, 1, 2)
+    assert (await http.post(f"/v1/models/{MODEL}/withdraw", json={"version": first})).status_code == 200
+    rig.follow()
+    assert (await http.post(f"/v1/models/{MODEL}/rollback")).json()["champion"] == second
+    assert rig.routing.aliases == {"champion": second}, "the one before it is withdrawn"
+    assert first in rig.routing.withdrawn
+
+
 async def test_no_rollback_to_what_no_replica_holds(rig: Rig, http: httpx2.AsyncClient) -> None:
     _, new = await rig.crowned(0, 1)
     rig.say("r1", loaded(new))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -134,3 +135,21 @@ async def test_a_large_event_is_owed_as_a_reference(stream: Bench, outbox: Outbo
         await outbox.add(tx, await outbox.encode([reward("big", "x" * (PAYLOAD_BYTES_MAX + 1))]))
         (size,) = (await tx.execute(text("SELECT length(value) FROM outbox"))).one()
     assert size < 512
+
+
+async def test_more_than_are_sent_at_once_are_all_sent(stream: Bench, outbox: Outbox) -> None:
+    names = [*map(str, range(1201))]
+    await owe(stream, outbox, *names)
+    await outbox.flush()
+    assert sent(stream) == names
+
+
+async def test_what_was_rolled_back_does_not_leave_with_the_next_transaction(stream: Bench, outbox: Outbox) -> None:
+    with contextlib.suppress(RuntimeError):
+        async with stream.processor.database.transaction() as tx:
+            await outbox.add(tx, await outbox.encode([reward("never")]))
+            raise RuntimeError("the effect failed")
+    outbox.rolled_back()
+    await owe(stream, outbox)
+    await outbox.flush()
+    assert sent(stream) == []

@@ -261,3 +261,14 @@ async def test_events_continue_the_trace_that_caused_them(stream: Bench) -> None
     carried = dict(sent.headers)["traceparent"].decode()
     assert carried.split("-")[1] == "a" * 32
     assert carried != parent
+
+
+async def test_ids_that_may_come_again_outlive_pruning(stream: Bench) -> None:
+    again = feedback("a")
+    await stream.deliver(again)
+    stream.clock.advance(timedelta(days=7).total_seconds())
+    await stream.processor.prune()
+    rows = await stream.count("effects")
+    await stream.deliver(again)
+    assert await stream.count("seen") == 1
+    assert await stream.count("effects") == rows

@@ -104,3 +104,10 @@ def test_patterns_know_nothing_but_the_star() -> None:
     assert not fits("judge:*", "my-judge:x")
     assert not fits("a.c", "abc")
     assert not fits("[ab]", "a")
+
+
+@pytest.mark.parametrize("outcome", ["abstained", "failed", "parse_error", "timed_out", "withdrawn"])
+def test_a_required_source_that_spoke_without_a_score_is_still_waited_for(outcome: Outcome) -> None:
+    policy = Policy({"*": 1.0}, required=["feedback"])
+    assert not policy.complete([scored("function:a", 1.0), silent("feedback", outcome)])
+    assert policy.complete([scored("function:a", 1.0), scored("feedback", 0.0)])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headrace_inference.announce import Announcer
 from headrace_inference.chat.exact import ExactPrompts
+from headrace_inference.chat.tokenizer import RenderLimits
 from headrace_inference.fleet import Fleet, FleetLimits
 from headrace_inference.http.completions import Completions, Parsers
 from headrace_inference.http.routes import Api, Limits
@@ -18,6 +19,7 @@ from headrace_inference.routing import RoutingFollower
 from headrace_inference.settings import InferenceSettings
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime import topics, web
+from headrace_runtime.aside import Aside
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.dead_letters import Refusals
@@ -35,6 +37,8 @@ _SWITCH_INTERVAL_S = 0.0005
 """Longest time that one thread keeps the interpreter from another. Python's 5 ms would stall every decode step several
 times over while a version is loaded."""
 _ENGINE_CHECK_S = 1.0
+_INLINE_BYTES = 8192
+"""A request of this size is tokenized in about the time of one decode step."""
 
 
 async def run(common: Common, settings: InferenceSettings) -> None:
@@ -52,7 +56,9 @@ async def run(common: Common, settings: InferenceSettings) -> None:
         fleet = Fleet(engine, VersionCache(blobs, _cache_folder(common, settings)), _fleet_limits(settings), change.set)
         stack.push_async_callback(fleet.close)
         follower = RoutingFollower(common.bus, SERVICE, blobs, Refusals(SERVICE, producer), fleet.follow)
-        application = _api(common, settings, fleet, engine).app(
+        aside = Aside(settings.prepare_threads, _INLINE_BYTES)
+        stack.callback(aside.close)
+        application = _api(common, settings, fleet, engine, aside).app(
             {"engine": lambda: engine.alive, "routing": lambda: follower.ready}
         )
         port = await stack.enter_async_context(web.serve(application, settings))
@@ -93,11 +99,14 @@ async def _leave(announcer: Announcer, engine: TorchEngine, timeout_s: float) ->
         await announcer.withdraw()
 
 
-def _api(common: Common, settings: InferenceSettings, fleet: Fleet, engine: TorchEngine) -> Api:
+def _api(common: Common, settings: InferenceSettings, fleet: Fleet, engine: TorchEngine, aside: Aside) -> Api:
     reasoning = settings.reasoning_parser != "none"
     prompts = ExactPrompts(settings.prompt_memory_tokens_max, reasoning=reasoning)
-    completions = Completions(engine, prompts, Parsers(tools=settings.tool_parser != "none", reasoning=reasoning))
-    return Api(common, fleet, completions, Limits(settings.body_bytes_max, settings.choices_max))
+    parsers = Parsers(tools=settings.tool_parser != "none", reasoning=reasoning)
+    rendering = RenderLimits(settings.prompt_bytes_max, settings.template_timeout_s)
+    completions = Completions(engine, prompts, parsers, aside, rendering)
+    limits = Limits(settings.body_bytes_max, settings.choices_max, settings.json_values_max)
+    return Api(common, fleet, completions, limits, aside)
 
 
 def _fleet_limits(settings: InferenceSettings) -> FleetLimits:

@@ -94,9 +94,17 @@ class Engine(Protocol):
         """Compare what the loaded weights answer with the manifest's fingerprint and with the parent's answer."""
 
     def generate(
-        self, prompt: Sequence[int], sampling: Sampling, version: str, starts: Sequence[Start], *, stream: bool
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        version: str,
+        starts: Sequence[Start],
+        *,
+        stream: bool,
+        salt: str = "",
     ) -> Generation:
         """Begin one choice for each of `starts`. Without `stream` each choice arrives in one piece, which is cheaper.
+        What is kept of a prompt is used again for prompts of the same `salt` alone.
 
         Raises `UnknownVersion`, `ContextLengthExceeded` or `Overloaded` at once.
         """

@@ -33,6 +33,18 @@ class ContextLengthExceeded(Refused):
         )
 
 
+class PromptTooLarge(Refused):
+    """More text than `inference.prompt_bytes_max`, which is known before it is tokenized."""
+
+    def __init__(self, bytes_max: int) -> None:
+        super().__init__(
+            413,
+            "prompt_too_large",
+            f"messages and tools make a prompt of more than {bytes_max} bytes (inference.prompt_bytes_max); send less",
+            "messages",
+        )
+
+
 class Overloaded(Refused):
     """Every place and every waiting place is taken. Says when to come back."""
 

@@ -65,6 +65,14 @@ class InferenceSettings(ServiceSettings):
     """How long a clean stop waits for the requests in flight."""
     body_bytes_max: Positive = 16_777_216
     """Largest request body."""
+    json_values_max: Annotated[int, Field(ge=1024)] = 32_768
+    """Most values in the JSON of a request body, by the commas and brackets outside of strings: parsing costs that."""
+    prompt_bytes_max: Annotated[int, Field(ge=1024)] = 1_048_576
+    """Largest prompt in bytes of text, template and tools included, that is tokenized; more than any context holds."""
+    template_timeout_s: Seconds = 10.0
+    """How long the chat template may take with the messages of one request."""
+    prepare_threads: Annotated[int, Field(ge=1, le=64)] = 2
+    """Threads that parse and tokenize requests beside the event loop; one more takes those over 256 KiB."""
     choices_max: Annotated[int, Field(ge=1, le=128)] = 16
     """Largest `n` of a request."""
     tool_parser: Literal["hermes", "none"] = "hermes"

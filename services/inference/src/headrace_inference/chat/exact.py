@@ -13,6 +13,8 @@ end-of-turn token. Then the remembered ids are used as they are, and only the te
 anything does not line up, because the template drops earlier reasoning or the client edited a message, the prompt is
 tokenized from its text as a whole: it is a new branch, and the collector shall see it as one.
 
+Tenants do not share conversations: the caller's salt is in each digest.
+
 Digests contain tool call ids, which are random, so equal looking answers of different sessions are told apart where
 they call tools. Answers of plain text that look equal share an entry; the later one stays.
 """
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,13 +34,13 @@ from pydantic import JsonValue
 
 from headrace_inference import metrics
 from headrace_inference.chat.answer import Reading, Text
-from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
 from headrace_schemas import Message, Tool
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as tokens, as text, and the digest that the conversation has reached with it."""
+    """A prompt as tokens, as rendered text, and the digest that the conversation has reached with it."""
 
     token_ids: list[int]
     text: str
@@ -53,13 +56,17 @@ class _Known:
 
 
 class ExactPrompts:
-    """Bounded by the tokens that it holds; the least recently used conversation goes first."""
+    """Bounded by the tokens that it holds; the least recently used conversation goes first.
+
+    Usable from several threads.
+    """
 
     def __init__(self, tokens_max: int, *, reasoning: bool) -> None:
         self._tokens_max = tokens_max
         self._reasoning = reasoning
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._tokens = 0
+        self._lock = threading.Lock()
 
     def build(
         self,
@@ -67,11 +74,14 @@ class ExactPrompts:
         messages: Sequence[Message],
         tools: Sequence[Tool],
         extra: Mapping[str, JsonValue],
+        *,
+        salt: str = "",
+        limits: RenderLimits = UNLIMITED,
     ) -> Prompt:
-        """Raises `Refused` when the template does not take the messages."""
+        """Conversations of another `salt` are not known. Raises as `ChatTokenizer.render` does."""
         offered = [tool.model_dump(mode="json", exclude_none=True) for tool in tools]
-        text = tokenizer.render(list(map(for_template, messages)), offered, extra)
-        chain = list(_digests(tokenizer, messages, offered, extra))
+        text = tokenizer.render(list(map(for_template, messages)), offered, extra, limits)
+        chain = list(_digests(tokenizer, messages, offered, extra, salt))
         ids = self._continued(tokenizer, text, messages, chain, tools=bool(tools))
         return Prompt(tokenizer.encode(text) if ids is None else ids, text, chain[-1])
 
@@ -81,11 +91,19 @@ class ExactPrompts:
         if len(known.token_ids) > self._tokens_max:
             return
         digest = _chained(prompt.digest, message)
-        self._forget(digest)
-        self._known[digest] = known
-        self._tokens += len(known.token_ids)
-        while self._tokens > self._tokens_max:
-            self._forget(next(iter(self._known)))
+        with self._lock:
+            self._forget(digest)
+            self._known[digest] = known
+            self._tokens += len(known.token_ids)
+            while self._tokens > self._tokens_max:
+                self._forget(next(iter(self._known)))
+
+    def _recall(self, digest: bytes) -> _Known | None:
+        with self._lock:
+            known = self._known.get(digest)
+            if known is not None:
+                self._known.move_to_end(digest)
+            return known
 
     def _forget(self, digest: bytes) -> None:
         known = self._known.pop(digest, None)
@@ -104,9 +122,8 @@ class ExactPrompts:
         for digest, message in zip(reversed(chain), reversed(messages), strict=True):
             if message.role != "assistant":
                 continue
-            known = self._known.get(digest)
+            known = self._recall(digest)
             if known is not None:
-                self._known.move_to_end(digest)
                 ids = self._lined_up(tokenizer, known, text, tools=tools)
                 metrics.EXACT_PROMPTS.labels("diverged" if ids is None else "exact").inc()
                 return ids
@@ -120,7 +137,7 @@ class ExactPrompts:
         end = text.find(tokenizer.eos_text, len(known.prompt_text))
         if end < 0:
             return None
-        rendered = text[len(known.prompt_text) : end]
+        rendered = tokenizer.plain(text[len(known.prompt_text) : end])
         ids = known.token_ids.tolist()
         sampled = tokenizer.text_of(ids[known.prompt_length :])
         how = Reading.of(known.prompt_text, tools=tools, reasoning=self._reasoning)
@@ -175,10 +192,14 @@ def _value(arguments: str) -> JsonValue:
 
 
 def _digests(
-    tokenizer: ChatTokenizer, messages: Sequence[Message], tools: Sequence[object], extra: Mapping[str, JsonValue]
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[object],
+    extra: Mapping[str, JsonValue],
+    salt: str,
 ) -> Iterator[bytes]:
     """One digest per message: of everything up to and including it."""
-    digest = hashlib.sha256(tokenizer.digest + _canonical([tools, extra])).digest()
+    digest = hashlib.sha256(tokenizer.digest + _canonical([salt, tools, extra])).digest()
     for message in messages:
         digest = _chained(digest, message)
         yield digest

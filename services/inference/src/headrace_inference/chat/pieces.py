@@ -7,11 +7,16 @@ from collections.abc import Sequence
 
 def held_back(text: str, marks: Sequence[str]) -> int:
     """Length of the longest end of `text` that may be the beginning of one of `marks`."""
-    longest = max(map(len, marks), default=1) - 1
-    for length in range(min(longest, len(text)), 0, -1):
-        end = text[-length:]
-        if any(mark.startswith(end) for mark in marks):
-            return length
+    return max((_begun(text, mark) for mark in marks), default=0)
+
+
+def _begun(text: str, mark: str) -> int:
+    """Looks only where the mark's first character stands: this is done for every token of every answer."""
+    at = text.find(mark[0], max(len(text) - len(mark) + 1, 0))
+    while at >= 0:
+        if mark.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(mark[0], at + 1)
     return 0
 
 

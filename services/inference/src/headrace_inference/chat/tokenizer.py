@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,13 +14,23 @@ from typing import Any
 from jinja2 import TemplateError
 from pydantic import JsonValue
 
-from headrace_inference.errors import VersionUnusable
+from headrace_inference.chat.plain import TAGS, PlainText
+from headrace_inference.errors import PromptTooLarge, VersionUnusable
 from headrace_runtime.errors import Refused
 from headrace_runtime.versions import TEMPLATE_FILE, TOKENIZER_FILE, file_digest, template_digest
 from headrace_schemas.manifest import Manifest
 
-TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-"""What parsers look for; text even where a tokenizer calls them special."""
+
+@dataclass(frozen=True, slots=True)
+class RenderLimits:
+    """How much one prompt may take before it is a prompt."""
+
+    bytes_max: int
+    """Of its text."""
+    timeout_s: float
+
+
+UNLIMITED = RenderLimits(2**62, 1e9)
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
 """How decoding shows bytes that are no whole character, or not yet."""
@@ -53,6 +64,7 @@ class ChatTokenizer:
             raise VersionUnusable(f"{manifest.version}: tokenizer: {type(error).__name__}: {error}") from error
         if not self._outer.chat_template:
             raise VersionUnusable(f"{manifest.version}: it has no chat template")
+        self._plain = PlainText(self._inner, str(self._outer.chat_template))
         self.digest = bytes.fromhex(manifest.prompt_sha256)
         self.eos_id: int | None = self._outer.eos_token_id
         self.eos_text: str = self._outer.eos_token or ""
@@ -65,29 +77,50 @@ class ChatTokenizer:
         self._own_arguments = inspect.signature(self._outer.apply_chat_template).parameters.keys()
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, extra: Mapping[str, JsonValue]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        extra: Mapping[str, JsonValue],
+        limits: RenderLimits = UNLIMITED,
     ) -> str:
-        """The prompt as text, ready for the answer. Raises `Refused` when the template does not take the messages.
+        """The prompt as text, ready for the answer, in which `plain` shows what was meant.
 
-        `extra` are variables for the template; it cannot bring a template of its own.
+        `extra` are variables for the template; it cannot bring a template of its own. Raises `Refused` when the
+        template does not take the messages, or not within `limits`.
         """
         taken = self._own_arguments & extra.keys()
         if taken:
             message = f"chat_template_kwargs: {min(taken)!r} is not for the client to choose"
             raise Refused(400, "unsupported_value", message, "chat_template_kwargs")
         try:
-            text: str = self._outer.apply_chat_template(
-                messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **extra
+            pieces = self._pieces(
+                [self._plain.mask(dict(message), answer=message.get("role") == "assistant") for message in messages],
+                self._plain.mask(list(tools)) if tools else None,
+                self._plain.mask(dict(extra)),
             )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            message = f"the model's chat template refuses these messages: {str(error)[:300]}"
+            return _joined(pieces, limits)
+        except (TemplateError, TypeError, KeyError, ValueError, ArithmeticError, RecursionError) as error:
+            message = f"the model's chat template refuses these messages: {self.plain(str(error))[:300]}"
             raise Refused(400, "invalid_messages", message, "messages") from None
-        return text
+
+    def _pieces(self, messages: list[Any], tools: list[Any] | None, extra: Mapping[str, JsonValue]) -> Iterator[str]:
+        """What `apply_chat_template` joins, as it comes."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        compiled = _compile_jinja_template(self._outer.get_chat_template(None, tools))
+        given = {**self._outer.special_tokens_map, **extra}
+        pieces: Iterator[str] = compiled.generate(
+            messages=messages, tools=tools, documents=None, add_generation_prompt=True, **given
+        )
+        return pieces
+
+    def plain(self, text: str) -> str:
+        """Rendered text as it was meant: what messages wrote in place of its stand-ins."""
+        return self._plain.unmask(text)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, in which special tokens may be spelled out."""
-        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
-        return ids
+        """Token ids of rendered text: what the template spelled out is a control token, what messages did is text."""
+        return self._plain.encode(text)
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The text of an answer: all its tokens but the silent ones."""
@@ -160,6 +193,22 @@ class Detokenizer:
     def _open_text(self, more: Sequence[int]) -> str:
         before = self._tokenizer.text_of(self._before)
         return self._tokenizer.text_of([*self._before, *self._open, *more])[len(before) :]
+
+
+def _joined(pieces: Iterator[str], limits: RenderLimits) -> str:
+    """Looked at after each piece, so that a template that repeats itself for every message ends in time."""
+    deadline_s = time.monotonic() + limits.timeout_s
+    found: list[str] = []
+    room = limits.bytes_max
+    for piece in pieces:
+        found.append(piece)
+        room -= len(piece) if piece.isascii() else len(piece.encode("utf-8", "surrogatepass"))
+        if room < 0:
+            raise PromptTooLarge(limits.bytes_max)
+        if time.monotonic() > deadline_s:
+            message = f"the model's chat template took longer than {limits.timeout_s:g} s with these messages"
+            raise Refused(400, "template_timeout", message, "messages")
+    return "".join(found)
 
 
 def _stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:

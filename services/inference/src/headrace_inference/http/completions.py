@@ -5,17 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from headrace_inference import metrics
 from headrace_inference.chat.answer import Answer, Reading, StopWatch
 from headrace_inference.chat.exact import ExactPrompts, Prompt
-from headrace_inference.chat.tokenizer import ChatTokenizer
-from headrace_inference.engine import Engine, Finish, Generation, Start, Tokens
+from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
+from headrace_inference.engine import Engine, Finish, Generation, Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed
 from headrace_inference.http import wire
 from headrace_inference.http.request import ChatRequest
+from headrace_runtime.aside import Aside
 from headrace_runtime.errors import Refused
 from headrace_schemas.resume import ResumedChoice
+
+_SHOWN_BYTES = 100
+"""About what one token's logprob takes in an answer."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +42,56 @@ class _Choice:
     finish: Finish | None = None
 
 
-class Completions:
-    """Begins completions. Shared by all requests."""
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A request as the engine takes it, and the choices that its answers go to."""
 
-    def __init__(self, engine: Engine, prompts: ExactPrompts, parsers: Parsers) -> None:
+    prompt: Prompt
+    sampling: Sampling
+    choices: list[_Choice]
+    starts: list[Start]
+
+
+class Completions:
+    """Begins completions. Shared by all requests. What may take long is done in threads."""
+
+    def __init__(
+        self, engine: Engine, prompts: ExactPrompts, parsers: Parsers, aside: Aside, limits: RenderLimits = UNLIMITED
+    ) -> None:
         self._engine = engine
         self._prompts = prompts
         self._parsers = parsers
+        self._aside = aside
+        self._limits = limits
 
-    def begin(self, request: ChatRequest, version: str, tokenizer: ChatTokenizer) -> Completion:
-        """Raises `Refused`. Afterwards the engine is at work, and the caller must close the completion."""
+    async def begin(
+        self, request: ChatRequest, version: str, tokenizer: ChatTokenizer, size_bytes: int = 0
+    ) -> Completion:
+        """Raises `Refused`. Afterwards the engine is at work, and the caller must close the completion.
+
+        `size_bytes` is the size of the request's body.
+        """
         started = time.monotonic()
+        prepared = await self._aside.run(size_bytes, lambda: self._prepare(request, version, tokenizer))
+        generation = None
+        if prepared.starts:
+            generation = self._engine.generate(
+                prepared.prompt.token_ids,
+                prepared.sampling,
+                version,
+                prepared.starts,
+                stream=bool(request.stream),
+                salt=request.cache_salt or "",
+            )
+        shape = wire.Wire(tokenizer, version, bool(request.return_token_ids), bool(request.logprobs))
+        return Completion(self._prompts, prepared.prompt, shape, prepared.choices, generation, started, self._aside)
+
+    def _prepare(self, request: ChatRequest, version: str, tokenizer: ChatTokenizer) -> _Prepared:
+        """In any thread."""
         tools = request.offered_tools
-        prompt = self._prompts.build(tokenizer, request.messages, tools, request.chat_template_kwargs or {})
+        extra = request.chat_template_kwargs or {}
+        salt = request.cache_salt or ""
+        prompt = self._prompts.build(tokenizer, request.messages, tools, extra, salt=salt, limits=self._limits)
         if request.resumed_prompt is not None:  # whoever began knew the conversation's own tokens
             self._check_ids(request.resumed_prompt, version, "the prompt")
             prompt = replace(prompt, token_ids=list(request.resumed_prompt))
@@ -68,12 +110,7 @@ class Completions:
                 self._resume(choice, resumed, watch, request, version, tokenizer)
             if choice.finish is None and not choice.complete:
                 starts.append(Start(index, choice.answer.token_ids.copy(), watch))
-        generation = None
-        if starts:
-            stream = bool(request.stream)
-            generation = self._engine.generate(prompt.token_ids, sampling, version, starts, stream=stream)
-        shape = wire.Wire(tokenizer, version, bool(request.return_token_ids), bool(request.logprobs))
-        return Completion(self._prompts, prompt, shape, choices, generation, started)
+        return _Prepared(prompt, sampling, choices, starts)
 
     def _resume(
         self,
@@ -114,8 +151,10 @@ class Completion:
         choices: list[_Choice],
         generation: Generation | None,
         started: float,
+        aside: Aside,
     ) -> None:
         self._prompts = prompts
+        self._aside = aside
         self._prompt = prompt
         self._wire = shape
         self._choices = choices
@@ -131,16 +170,20 @@ class Completion:
 
     async def whole(self) -> bytes:
         """The whole answer as JSON. Raises `EngineFailed`."""
-        found: dict[int, wire.Json] = {}
+        found: dict[int, bytes] = {}
         async for tokens in self._tokens():
-            assert tokens.finish is not None, "an answer in one piece is finished"
-            choice = self._choices[tokens.choice]
-            choice.answer.feed(tokens.token_ids)
-            choice.answer.end()
-            reason = self._finish(choice, tokens.finish)
-            found[choice.index] = self._wire.choice(tokens, choice.answer.message, reason)
+            shown = len(tokens.token_ids) * (1 + len(tokens.top[0] if tokens.top else ()))
+            found[tokens.choice] = await self._aside.run(shown * _SHOWN_BYTES, partial(self._read, tokens))
         choices = [found[index] for index in sorted(found)]
         return self._wire.completion(self._prompt.token_ids, choices, self._usage())
+
+    def _read(self, tokens: Tokens) -> bytes:
+        """A finished choice as JSON. In any thread."""
+        assert tokens.finish is not None, "an answer in one piece is finished"
+        choice = self._choices[tokens.choice]
+        choice.answer.feed(tokens.token_ids)
+        choice.answer.end()
+        return self._wire.choice(tokens, choice.answer.message, self._finish(choice, tokens.finish))
 
     async def stream(self, *, include_usage: bool) -> AsyncIterator[bytes]:
         """Server-sent events up to `[DONE]`; when the engine fails, up to an error and no `[DONE]`."""

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationEr
 
 from headrace_inference.engine import Sampling
 from headrace_runtime.errors import Refused
+from headrace_runtime.json_bounds import more_values_than
 from headrace_schemas import Message, Tool
 from headrace_schemas.base import Finite, Model, Text
 from headrace_schemas.resume import Resume, ResumedChoice
@@ -75,6 +76,8 @@ class ChatRequest(Model):
     chat_template_kwargs: dict[str, JsonValue] | None = None
     """vLLM's extension: variables for the chat template."""
     response_format: ResponseFormat | None = None
+    cache_salt: Text | None = None
+    """vLLM's extension: what is cached of a prompt is used again for requests of the same salt alone."""
     user: str | None = None
     metadata: dict[str, JsonValue] | None = None
     """`user` and `metadata` are labels; they change nothing."""
@@ -125,8 +128,12 @@ class ChatRequest(Model):
         )
 
 
-def parse(body: bytes, choices_max: int) -> ChatRequest:
-    """Raises `Refused` 400 with the field at fault, never with what it held (it may be user text)."""
+def parse(body: bytes, choices_max: int, values_max: int) -> ChatRequest:
+    """Raises `Refused` 400 with the field at fault, never with what it held (it may be user text); 413 when `body` has
+    more than `values_max` JSON values."""
+    if more_values_than(body, values_max):
+        message = f"the request body holds more than {values_max} JSON values (inference.json_values_max)"
+        raise Refused(413, "too_many_values", message)
     try:
         request = ChatRequest.model_validate_json(body)
     except ValidationError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from starlette.applications import Starlette
@@ -16,9 +17,10 @@ from headrace_inference import metrics
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.errors import EngineFailed, Overloaded
 from headrace_inference.http.completions import Completions
-from headrace_inference.http.request import parse
+from headrace_inference.http.request import ChatRequest, parse
 from headrace_inference.http.streaming import EventStream, unless_left
 from headrace_runtime import tracing, web
+from headrace_runtime.aside import Aside
 from headrace_runtime.errors import Refused
 from headrace_runtime.settings import Common
 
@@ -50,16 +52,20 @@ class Limits:
 
     body_bytes_max: int
     choices_max: int
+    json_values_max: int
 
 
 class Api:
     """`POST /v1/chat/completions` and `GET /v1/models`, next to the pages that every service has."""
 
-    def __init__(self, common: Common, versions: Versions, completions: Completions, limits: Limits) -> None:
+    def __init__(
+        self, common: Common, versions: Versions, completions: Completions, limits: Limits, aside: Aside
+    ) -> None:
         self._common = common
         self._versions = versions
         self._completions = completions
         self._limits = limits
+        self._aside = aside
 
     def app(self, checks: Mapping[str, web.Check]) -> Starlette:
         routes = [
@@ -89,23 +95,27 @@ class Api:
     async def _chat(self, request: Request) -> Response:
         web.require_internal_key(request, self._common)
         with tracing.span(request.headers.get("traceparent")):
-            asked = parse(await _body(request, self._limits.body_bytes_max), self._limits.choices_max)
+            body = await _body(request, self._limits.body_bytes_max)
+            asked = await self._aside.run(len(body), partial(self._parse, body))
             served = self._versions.find(asked.model)
-            completion = self._completions.begin(asked, served.version, served.tokenizer)
+            completion = await self._completions.begin(asked, served.version, served.tokenizer, len(body))
         if asked.stream:
             metrics.REQUESTS.labels("200").inc()
             options = asked.stream_options
             events = completion.stream(include_usage=options is not None and options.include_usage)
             return EventStream(events, completion.close)
         try:
-            body = await unless_left(request.receive, completion.whole())
+            answer = await unless_left(request.receive, completion.whole())
         finally:
             completion.close()
-        if body is None:
+        if answer is None:
             metrics.REQUESTS.labels("499").inc()
             return Response(status_code=499)  # nobody reads it
         metrics.REQUESTS.labels("200").inc()
-        return Response(body, media_type="application/json")
+        return Response(answer, media_type="application/json")
+
+    def _parse(self, body: bytes) -> ChatRequest:
+        return parse(body, self._limits.choices_max, self._limits.json_values_max)
 
 
 async def _body(request: Request, limit: int) -> bytes:

@@ -17,6 +17,9 @@ from headrace_schemas import Message
 
 Json = dict[str, Any]
 
+_PORTION = 256
+"""Tokens whose logprobs are written at a time."""
+
 IMPOSSIBLE = -9999.0
 """How OpenAI and vLLM write the logprob of a token that could not be sampled; JSON has no infinity."""
 
@@ -32,17 +35,26 @@ class Wire:
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def completion(self, prompt_ids: Sequence[int], choices: list[Json], usage: Json) -> bytes:
-        body = self._frame("chat.completion", choices)
+    def completion(self, prompt_ids: Sequence[int], choices: Sequence[bytes], usage: Json) -> bytes:
+        body = self._frame("chat.completion", [])
+        del body["choices"]
         body["usage"] = usage
         if self.token_ids:
             body["prompt_token_ids"] = prompt_ids
-        return to_json(body)
+        return b"".join([to_json(body)[:-1], b',"choices":[', b",".join(choices), b"]}"])
 
-    def choice(self, tokens: Tokens, message: Message, finish: str) -> Json:
+    def choice(self, tokens: Tokens, message: Message, finish: str) -> bytes:
+        """One choice of a whole answer. Written in portions: the writer keeps the interpreter's lock."""
         spoken = message.model_dump(mode="json", exclude_none=True)
         spoken.setdefault("content", None)
-        return self._with_tokens({"index": tokens.choice, "message": spoken, "finish_reason": finish}, tokens)
+        body: Json = {"index": tokens.choice, "message": spoken, "finish_reason": finish}
+        if self.token_ids:
+            body["token_ids"] = tokens.token_ids
+        if not self.logprobs:
+            return to_json(body | {"logprobs": None})
+        ends = range(0, len(tokens.token_ids), _PORTION)
+        entries = [to_json(self._logprobs(tokens, begin, begin + _PORTION))[1:-1] for begin in ends]
+        return b"".join([to_json(body)[:-1], b',"logprobs":{"content":[', b",".join(entries), b"]}}"])
 
     def opening(self, choice: int, prompt_ids: Sequence[int], *, first: bool) -> bytes:
         """The chunk that opens a choice; the first of all carries the prompt."""
@@ -80,16 +92,17 @@ class Wire:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def _with_tokens(self, choice: Json, tokens: Tokens) -> Json:
-        choice["logprobs"] = {"content": self._logprobs(tokens)} if self.logprobs else None
+        choice["logprobs"] = {"content": self._logprobs(tokens, 0, len(tokens.token_ids))} if self.logprobs else None
         if self.token_ids:
             choice["token_ids"] = tokens.token_ids
         return choice
 
-    def _logprobs(self, tokens: Tokens) -> list[Json]:
+    def _logprobs(self, tokens: Tokens, begin: int, end: int) -> list[Json]:
         tops = tokens.top or [[]] * len(tokens.token_ids)
+        parts = (tokens.token_ids[begin:end], tokens.logprobs[begin:end], tops[begin:end])
         return [
             {**self._token(token, logprob), "top_logprobs": [self._token(*other) for other in top]}
-            for token, logprob, top in zip(tokens.token_ids, tokens.logprobs, tops, strict=True)
+            for token, logprob, top in zip(*parts, strict=True)
         ]
 
     def _token(self, token: int, logprob: float) -> Json:

@@ -118,7 +118,7 @@ class Batch:
         row = len(self.running)
         self.running.append(sequence)
         known = sequence.tokens[:-1]
-        entry, shared = self._prefixes.longest(known)
+        entry, shared = self._prefixes.longest(known, sequence.salt)
         sequence.filled = shared
         sequence.cached = min(shared, sequence.prompt_length)
         sequence.source = entry if entry is not None and shared == len(entry.tokens) else None
@@ -174,7 +174,7 @@ class Batch:
         self._rows.place(target, sequence)
         self._count_earlier(target, sequence)
         if sequence.followers:
-            self._prefixes.add(sequence.tokens[:-1], self._kv.snapshot(target, sequence.filled))
+            self._prefixes.add(sequence.tokens[:-1], self._kv.snapshot(target, sequence.filled), sequence.salt)
             self.waiting.extendleft(reversed(sequence.followers))
             sequence.followers = []
 
@@ -296,12 +296,12 @@ class Batch:
         if not self._limits.prefix_bytes_max or not sequence.filled:
             return
         tokens = sequence.tokens[: sequence.filled]
-        held, shared = self._prefixes.longest(tokens)
+        held, shared = self._prefixes.longest(tokens, sequence.salt)
         if held is not None and shared == len(tokens):
             return
         if sequence.source is not None:
             self._prefixes.discard(sequence.source)
-        self._prefixes.add(tokens, self._kv.snapshot(row, sequence.filled))
+        self._prefixes.add(tokens, self._kv.snapshot(row, sequence.filled), sequence.salt)
 
     def _remove(self, row: int) -> None:
         """Close the hole: the last decoding row moves into it, the last of all rows into its place."""

@@ -89,6 +89,7 @@ class TorchEngine:
         starts: SequenceOf[Start],
         *,
         stream: bool,
+        salt: str = "",
     ) -> Stream:
         limit = self._limit(self._model(version), len(prompt), sampling.max_tokens)
         self.check()
@@ -109,6 +110,7 @@ class TorchEngine:
                 stream=stream,
                 resumed=len(start.resumed),
                 until=start.until,
+                salt=salt,
             )
             for start in starts
         ]

@@ -1,4 +1,8 @@
-"""KV of finished sequences, found again by their tokens. One cache per version: KV of other weights is never here."""
+"""KV of finished sequences, found again by their tokens. One cache per version: KV of other weights is never here.
+
+Entries of one salt are not found with another, so that nobody can ask what others have asked (`cached_tokens`, or the
+time that a prompt takes, would tell).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ BLOCK = 16
 class Entry:
     """The KV of `tokens`, and under which keys it is indexed."""
 
+    salt: str
     tokens: Sequence[int]
     kv: Tensor
     keys: list[int] = field(repr=False)
@@ -38,25 +43,25 @@ class PrefixCache:
         self._index: dict[int, dict[int, Entry]] = {}
         self.bytes = 0
 
-    def longest(self, tokens: Sequence[int]) -> tuple[Entry | None, int]:
-        """Of the entries that share most whole blocks with the start of `tokens` the newest, and what it shares.
+    def longest(self, tokens: Sequence[int], salt: str = "") -> tuple[Entry | None, int]:
+        """Of the salt's entries that share most whole blocks with the start of `tokens` the newest, and what it shares.
 
         Another entry may share up to `BLOCK - 1` tokens more.
         """
         if not self._entries:
             return None, 0
-        keys = _keys(tokens)
+        keys = _keys(tokens, salt)
         for count in range(len(keys), 0, -1):
             sure = count * BLOCK
             for entry in reversed(self._index.get(keys[count - 1], {}).values()):
-                if entry.tokens[:sure] == tokens[:sure]:  # keys may collide, tokens do not
+                if entry.salt == salt and entry.tokens[:sure] == tokens[:sure]:  # keys may collide, tokens do not
                     self._entries.move_to_end(id(entry))
                     return entry, _shared(entry.tokens, tokens, sure)
         return None, 0
 
-    def add(self, tokens: Sequence[int], kv: Tensor) -> None:
+    def add(self, tokens: Sequence[int], kv: Tensor, salt: str = "") -> None:
         """Keep `kv` for `tokens`, unless it is larger than the whole cache or shorter than a block."""
-        entry = Entry(tokens, kv, _keys(tokens))
+        entry = Entry(salt, tokens, kv, _keys(tokens, salt))
         if not entry.keys or entry.bytes > self._bytes_max:
             return
         self._entries[id(entry)] = entry
@@ -78,10 +83,10 @@ class PrefixCache:
                 del self._index[key]
 
 
-def _keys(tokens: Sequence[int]) -> list[int]:
+def _keys(tokens: Sequence[int], salt: str) -> list[int]:
     """One chained hash per whole block."""
     keys = []
-    key = 0
+    key = hash(salt)
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
         key = hash((key, *tokens[start : start + BLOCK]))
         keys.append(key)

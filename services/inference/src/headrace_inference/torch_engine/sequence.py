@@ -26,6 +26,8 @@ class Sequence:
     stream: bool
     resumed: int = 0
     until: Callable[[int], bool] | None = None
+    salt: str = ""
+    """Whose KV it may go on from."""
     followers: list[Sequence] = field(default_factory=list)
     """Choices of the same prompt that wait for its KV."""
 

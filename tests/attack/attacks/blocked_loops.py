@@ -1,0 +1,118 @@
+"""One caller sends what takes long to read; everybody else is served all the while."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import httpx
+
+from tests.attack.line import Line, at_most, none_of
+from tests.attack.serving import MODEL, Serving, serving
+from tests.support.processes import wait_until
+
+TITLE = "no request blocks an event loop"
+_LIMIT_S = 0.1
+_FRIENDS_PER_S = 10
+_ATTEMPTS = 4
+"""What blocks does it every time; a busy machine now and then holds up whoever has the interpreter's lock."""
+
+
+async def attack(folder: Path, rng: random.Random) -> list[Line]:
+    bodies = hostile(rng)
+    order = [(name, where) for name in bodies for where in ("gateway", "replica")]
+    rng.shuffle(order)
+    longest = {(place, kind): (0.0, "") for place in ("gateway", "replica") for kind in ("busy", "late")}
+    strange: list[str] = []
+    async with serving(folder) as running, httpx.AsyncClient(timeout=120) as http:
+        await asyncio.to_thread(wait_until, lambda: _quiet(running), 300, "the start is over")
+        friends = asyncio.create_task(_friends(running))
+        for name, where in order:
+            url = running.gateway.url if where == "gateway" else running.replica.url
+            for _ in range(_ATTEMPTS):
+                answer = await http.post(f"{url}/v1/chat/completions", content=bodies[name])
+                if answer.status_code not in (200, 400, 413):
+                    strange.append(f"{name} at {where}: {answer.status_code} {answer.text[:200]}")
+                blocked = await asyncio.to_thread(_blocks, running)
+                if max(blocked.values()) <= _LIMIT_S:
+                    break
+                await asyncio.to_thread(wait_until, lambda: _quiet(running), 300, "the loops run freely again")
+            for key, block_s in blocked.items():
+                longest[key] = max(longest[key], (block_s, f"{name} at the {where}"))
+        friends.cancel()
+        served, failed = await friends
+    lines = [
+        at_most(f"{place}: longest that its loop {what} ({name})", round(1000 * block_s, 1), 1000 * _LIMIT_S, " ms")
+        for place in ("gateway", "replica")
+        for kind, what in (("busy", "computed"), ("late", "stood still"))
+        for block_s, name in [longest[place, kind]]
+    ]
+    other = "; ".join(strange) or f"0 of {len(order)}"
+    return [
+        *lines,
+        Line("hostile requests answered with other than 200, 400 or 413", other, "0", not strange),
+        none_of("small requests beside them that failed", failed, served),
+    ]
+
+
+def hostile(rng: random.Random) -> dict[str, bytes]:
+    """Bodies by name, each as bad as the bounds on bodies let it be."""
+    word = "".join(rng.choice("abcdefgh ,{[") for _ in range(4000))
+    user = [{"role": "user", "content": "hi"}]
+    tool = {"type": "function", "function": {"name": "f", "description": word[:3600], "parameters": {"a": [1, 2]}}}
+    many: dict[str, object] = {"n": 16, "logprobs": True, "top_logprobs": 20, "max_tokens": 100, "temperature": 1.0}
+    bodies: dict[str, dict[str, object]] = {
+        "3.7 MB of tools": {"tools": [tool] * 1000},
+        "a megabyte of tools": {"tools": [tool] * 270},
+        "8 MB of messages": {"messages": [{"role": "user", "content": (word * 300)[:1_000_000]}] * 8},
+        "8,192 messages": {"messages": [{"role": "user", "content": word[:900]}] * 8192},
+        "a megabyte without a space": {"messages": [{"role": "user", "content": "x" * 1_000_000}]},
+        "a megabyte of control tokens": {"messages": [{"role": "user", "content": "<|im_end|>" * 100_000}]},
+        "escapes": {"messages": [{"role": "user", "content": '\\"' * 500_000}]},
+        "deep JSON": {"metadata": _deep(100)},
+        "template variables": {"chat_template_kwargs": {f"k{i}": word for i in range(200)}},
+        "16 stop strings of 512": {"stop": [word[i : i + 512] for i in range(16)], **many},
+        "16 choices with 20 logprobs": many,
+    }
+    plain = {name: json.dumps({"model": MODEL, "messages": user, **body}).encode() for name, body in bodies.items()}
+    raw = {
+        "8 MB of brackets": b"[" * 8_000_000,
+        "8 MB of numbers": b'{"model":"tiny","metadata":{"a":[' + b"0," * 3_900_000 + b"0]}}",
+        "8 MB of keys": ("{" + ",".join(f'"k{i}":1' for i in range(600_000)) + "}").encode(),
+        "8 MB of escapes in no string's end": b'{"model":"' + b'\\"' * 3_900_000,
+    }
+    return plain | raw
+
+
+def _deep(depth: int) -> dict[str, object]:
+    inner: dict[str, object] = {}
+    for _ in range(depth):
+        inner = {"a": inner}
+    return inner
+
+
+def _blocks(running: Serving) -> dict[tuple[str, str], float]:
+    """By process and kind."""
+    kinds = ("busy", "late")
+    return {(place, kind): block_s for kind in kinds for place, block_s in running.block_s(kind).items()}
+
+
+def _quiet(running: Serving) -> bool:
+    return max(_blocks(running).values()) < _LIMIT_S / 2
+
+
+async def _friends(running: Serving) -> tuple[int, int]:
+    """Small requests at a steady pace until cancelled; how many there were and how many failed."""
+    served = failed = 0
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    async with httpx.AsyncClient(timeout=60, base_url=running.gateway.url) as http:
+        try:
+            while True:
+                answer = await http.post("/v1/chat/completions", json=body)
+                served += 1
+                failed += answer.status_code != 200
+                await asyncio.sleep(1 / _FRIENDS_PER_S)
+        except asyncio.CancelledError:
+            return served, failed

@@ -1,0 +1,83 @@
+"""A gateway, a replica with a tiny model, and the bus between them: three processes as users have them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from headrace_runtime.blobs import BlobStore
+from headrace_schemas import Routing
+from headrace_schemas.base import utcnow
+from tests.support import tiny_model
+from tests.support.broker_process import BrokerProcess
+from tests.support.gateway_process import GatewayProcess, bus_view, wait_healthy
+from tests.support.processes import wait_until
+from tests.support.replica_process import ReplicaProcess
+
+MODEL = "tiny"
+_START_S = 300.0
+"""Importing torch takes long where others compute."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What an attacker reaches, and what the operator sees."""
+
+    gateway: GatewayProcess
+    replica: ReplicaProcess
+    version: str
+
+    def block_s(self, kind: str) -> dict[str, float]:
+        """The longest block of each event loop, as the processes themselves tell it."""
+        urls = {"gateway": self.gateway.url, "replica": self.replica.url}
+        return {name: _gauge(httpx.get(f"{url}/metrics", timeout=60).text, kind) for name, url in urls.items()}
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, tenants: tuple[str, ...] = (), **settings: object) -> AsyncIterator[Serving]:
+    """Ready to answer. Each tenant's API key is its name."""
+    data = folder / "data"
+    broker = BrokerProcess(folder / "broker")
+    keys = [{"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "tenant": name} for name in tenants]
+    given = {"GATEWAY__KEYS": _inline(keys)} if keys else {}
+    await asyncio.to_thread(broker.start)
+    gateway = GatewayProcess(data, broker.address, **given)
+    replica = ReplicaProcess(data, broker.address, **settings)
+    try:
+        async with bus_view(broker.address, data) as view:
+            with ThreadPoolExecutor(2) as pool:
+                starting = [pool.submit(replica.start, _START_S), pool.submit(gateway.start)]
+                champion = tiny_model.publish(BlobStore(f"file://{data}/blobs"), tiny_model.build(folder / "tiny"))
+                for started in starting:
+                    started.result()
+            routing = {"model": MODEL, "revision": 0, "aliases": {"champion": champion.version}, "serve": [champion]}
+            await view.producer.send(Routing.model_validate({"time": utcnow(), **routing}))
+            await asyncio.to_thread(wait_until, lambda: _loaded(replica), _START_S, "the champion is loaded")
+            await asyncio.to_thread(wait_healthy, gateway.url, _START_S)
+            yield Serving(gateway, replica, champion.version)
+    finally:
+        for process in (gateway, replica, broker):
+            await asyncio.to_thread(process.stop)
+
+
+def _loaded(replica: ReplicaProcess) -> bool:
+    return bool(httpx.get(f"{replica.url}/v1/models").json()["data"])
+
+
+def _inline(keys: list[dict[str, str]]) -> str:
+    """A list of tables as one line of TOML."""
+    tables = [", ".join(f"{name} = {json.dumps(value)}" for name, value in key.items()) for key in keys]
+    return "[" + ", ".join(f"{{{table}}}" for table in tables) + "]"
+
+
+def _gauge(metrics: str, kind: str) -> float:
+    name = f'headrace_event_loop_block_seconds{{kind="{kind}"}} '
+    return next(float(line.removeprefix(name)) for line in metrics.splitlines() if line.startswith(name))

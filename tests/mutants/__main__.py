@@ -1,0 +1,198 @@
+"""`python -m tests.mutants` changes the core modules one line at a time; the unit tests have to notice.
+
+Planted faults first, then cosmic-ray's mutants, two at a time. Writes reports/mutants.json; what was tried already is
+not tried again. Exit status 1: less than 95 % were killed, a planted fault lives, a listed survivor is stale, or the
+time was over before all were tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.mutants import library
+from tests.mutants.library import Change, Group
+from tests.mutants.memory import Memory
+from tests.mutants.overlay import ROOT
+from tests.mutants.planted import planted
+from tests.mutants.trial import Mutant, Verdict, tried
+
+SHARE_MIN = 0.95
+_LOG_EVERY_S = 10.0
+
+
+@dataclass
+class Account:
+    """What became of what was tried."""
+
+    verdicts: dict[Mutant, Verdict] = field(default_factory=dict)
+    untried: int = 0
+
+    def lived(self) -> list[Mutant]:
+        return [mutant for mutant, verdict in self.verdicts.items() if verdict.outcome == "survived"]
+
+    def not_run(self) -> list[Mutant]:
+        return [mutant for mutant, verdict in self.verdicts.items() if verdict.outcome == "not run"]
+
+
+def main() -> int:
+    arguments = _arguments()
+    listed = {(one.file, one.original, one.mutated) for one in library.survivors()}
+    faults = planted()
+    stale = [problem for fault in faults if (problem := fault.stale)]
+    by_hand = [fault.mutant() for fault in faults if not fault.stale]
+    groups = _named(library.groups(), arguments.only)
+    written = [] if arguments.planted else library.written(groups)
+    changes = {mutant: change for change, mutant in written}
+    mutants = [*by_hand, *changes] if not arguments.only else [*changes]
+    if arguments.sample:
+        mutants = random.Random(arguments.seed).sample(mutants, min(arguments.sample, len(mutants)))
+    memory = Memory(arguments.memory)
+    controls = try_all(unchanged(mutants), memory, arguments)
+    broken = [mutant for mutant, verdict in controls.verdicts.items() if verdict.outcome != "survived"]
+    if broken:
+        print(*(mutant.name for mutant in broken), "fail without any mutant; what they would say of one means nothing")
+        return 1
+    account = try_all(mutants, memory, arguments)
+    if not arguments.sample and not arguments.only and not arguments.planted:
+        there = {change.lines for change in changes.values()}
+        stale += [f"no mutant turns {one[1]!r} into {one[2]!r} in {one[0]}" for one in sorted(listed - there)]
+    return _report(account, changes, listed, stale, arguments)
+
+
+def unchanged(mutants: Sequence[Mutant]) -> list[Mutant]:
+    """For each set of tests a mutant that changes nothing."""
+    found = {}
+    for mutant in mutants:
+        text = (ROOT / mutant.file).read_text(encoding="utf-8")
+        found[mutant.tests] = Mutant(f"unchanged, {' '.join(mutant.tests)}", mutant.file, text, mutant.tests)
+    return list(found.values())
+
+
+def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Namespace) -> Account:
+    """Bounded by `--minutes`: what has begun by then is finished, the rest stays untried."""
+    account = Account({mutant: known for mutant in mutants if (known := memory.of(mutant))})
+    left = [mutant for mutant in mutants if mutant not in account.verdicts]
+    print(f"mutants: {len(mutants)}, of which {len(account.verdicts)} are known from before", flush=True)
+    ends = time.monotonic() + 60 * arguments.minutes
+    progress = _Progress(len(left))
+    running: dict[Future[Verdict], Mutant] = {}
+    with ThreadPoolExecutor(arguments.processes) as pool:  # each waits for a pytest of its own
+        while left or running:
+            while left and len(running) < arguments.processes and time.monotonic() < ends:
+                mutant = left.pop(0)
+                running[pool.submit(tried, mutant, arguments.timeout_s)] = mutant
+            if not running:
+                break
+            for done in wait(running, timeout=1.0, return_when=FIRST_COMPLETED).done:
+                mutant = running.pop(done)
+                verdict = account.verdicts[mutant] = done.result()
+                if verdict.outcome != "not run":
+                    memory.keep(mutant, verdict)
+                progress.step(mutant, verdict)
+            progress.show()
+    account.untried = len(left)
+    return account
+
+
+class _Progress:
+    """A bar in a terminal, a line now and then in a log; each that lives is printed at once."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._lived = 0
+        self._bar = sys.stdout.isatty()
+        self._shown_s = 0.0
+
+    def step(self, mutant: Mutant, verdict: Verdict) -> None:
+        self._done += 1
+        if not verdict.killed and not mutant.name.startswith("unchanged"):
+            self._lived += 1
+            print(f"{chr(13) if self._bar else ''}{verdict.outcome}: {mutant.name}", flush=True)
+            if verdict.outcome == "not run":
+                print(verdict.said, flush=True)
+
+    def show(self) -> None:
+        now = time.monotonic()
+        if now - self._shown_s < (0.5 if self._bar else _LOG_EVERY_S):
+            return
+        self._shown_s = now
+        text = f"{self._done} of {self._total} tried, {self._lived} live"
+        filled = 30 * self._done // max(self._total, 1)
+        line = f"\r[{'#' * filled:30}] {text} " if self._bar else f"mutants: {text}\n"
+        print(line, end="", flush=True)
+
+
+def _report(
+    account: Account,
+    changes: dict[Mutant, Change],
+    listed: set[tuple[str, str, str]],
+    stale: list[str],
+    arguments: argparse.Namespace,
+) -> int:
+    lived = account.lived()
+    excused = [mutant for mutant in lived if mutant in changes and changes[mutant].lines in listed]
+    unexcused = [mutant for mutant in lived if mutant not in excused]
+    killed_lines = {changes[m].lines for m, verdict in account.verdicts.items() if verdict.killed and m in changes}
+    lived_lines = {changes[mutant].lines for mutant in lived if mutant in changes}
+    killed = sorted(listed & killed_lines - lived_lines)
+    stale += [f"a test kills {one[1]!r} -> {one[2]!r} in {one[0]}" for one in killed]
+    survived = sorted(mutant.name for mutant in unexcused)
+    counted = len(account.verdicts) - len(excused) - len(account.not_run())
+    share = 1 - len(unexcused) / counted if counted else 0.0
+    by_hand = [mutant.name for mutant in unexcused if mutant not in changes]
+    held = share >= SHARE_MIN and not (by_hand or stale or account.untried or account.not_run())
+    report = {
+        "held": held,
+        "killed_share": round(share, 4),
+        "tried": len(account.verdicts),
+        "untried": account.untried,
+        "excused": len(excused),
+        "survived": survived,
+        "not_run": sorted(mutant.name for mutant in account.not_run()),
+        "stale": sorted(stale),
+        "seed": arguments.seed if arguments.sample else None,
+    }
+    arguments.report.parent.mkdir(parents=True, exist_ok=True)
+    arguments.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(*(f"stale: {problem}" for problem in stale), *(f"survived: {name}" for name in survived), sep="\n")
+    print(f"killed {100 * share:.1f} % of {counted} (limit: at least 95 %), {account.untried} untried", flush=True)
+    return 0 if held else 1
+
+
+def _named(groups: Sequence[Group], only: str) -> list[Group]:
+    """Those whose modules contain `only`, with these modules alone."""
+    kept = []
+    for group in groups:
+        modules = tuple(module for module in group.modules if only in f"{group.package}/{module}")
+        if modules:
+            kept.append(group.model_copy(update={"modules": modules}))
+    if not kept:
+        raise SystemExit(f"no core module's path contains {only!r}; tests/mutants/modules.toml lists them")
+    return kept
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="modules whose path contains this")
+    parser.add_argument("--planted", action="store_true", help="only the faults that were planted by hand")
+    parser.add_argument("--sample", type=int, default=0, help="so many, drawn by the seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--timeout-s", type=float, default=240.0, help="a mutant that takes longer counts as killed")
+    parser.add_argument("--minutes", type=float, default=240.0, help="no mutant is begun after so long")
+    parser.add_argument("--report", type=Path, default=Path("reports/mutants.json"))
+    parser.add_argument("--memory", type=Path, default=Path("reports/mutants-tried.jsonl"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

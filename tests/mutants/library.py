@@ -1,0 +1,95 @@
+"""The mutants of the core modules: which there are, which tests each is tried with, and those that may live."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from tests.mutants.overlay import ROOT
+from tests.mutants.trial import Mutant
+
+HERE = Path(__file__).parent
+GENERATOR = ROOT / ".venv-mutants" / "bin" / "python"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Group(_Strict):
+    """Modules of a package that are tried with the same tests."""
+
+    package: str
+    modules: tuple[str, ...]
+    tests: tuple[str, ...]
+
+    @property
+    def files(self) -> list[str]:
+        return [f"{self.package}/{module}" for module in self.modules]
+
+
+class Survivor(_Strict):
+    """A mutant that may live, and why."""
+
+    file: str
+    original: str
+    mutated: str
+    reason: str
+
+
+class _Groups(_Strict):
+    group: tuple[Group, ...]
+
+
+class _Survivors(_Strict):
+    survivor: tuple[Survivor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One line that a mutant changes. Without `text`, which is the whole file."""
+
+    file: str
+    line: int
+    operator: str
+    original: str
+    mutated: str
+
+    @property
+    def lines(self) -> tuple[str, str, str]:
+        """What a list of survivors knows it by; line numbers move."""
+        return self.file, self.original, self.mutated
+
+
+def groups() -> tuple[Group, ...]:
+    return _Groups.model_validate(_toml("modules.toml")).group
+
+
+def survivors() -> tuple[Survivor, ...]:
+    return _Survivors.model_validate(_toml("survivors.toml")).survivor
+
+
+def written(chosen: Sequence[Group]) -> list[tuple[Change, Mutant]]:
+    """Every mutant of their modules, as cosmic-ray writes them."""
+    if not GENERATOR.exists():
+        raise SystemExit(f"{GENERATOR} is not there; `make mutants` makes it")
+    tests = {file: group.tests for group in chosen for file in group.files}
+    command = [GENERATOR, HERE / "generate.py"]
+    made = subprocess.run(command, input="\n".join(tests), text=True, stdout=subprocess.PIPE, check=True, cwd=ROOT)
+    found = []
+    for said in map(json.loads, made.stdout.splitlines()):
+        text = said.pop("text")
+        change = Change(**said)
+        name = f"{change.file}:{change.line}: {change.original} -> {change.mutated}"
+        found.append((change, Mutant(name, change.file, text, tests[change.file])))
+    return found
+
+
+def _toml(name: str) -> dict[str, object]:
+    return tomllib.loads((HERE / name).read_text(encoding="utf-8"))

@@ -1,0 +1,46 @@
+"""`make mutants` can do its work: what it plants and names is there, and a trial tells alive from dead."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.mutants import library
+from tests.mutants.overlay import ROOT, split
+from tests.mutants.planted import Planted, planted
+from tests.mutants.trial import Mutant, tried
+
+LIMITS = "gateway/src/headrace_gateway/limits.py"
+TESTS = ("tests/unit/gateway/test_limits.py",)
+
+
+@pytest.mark.parametrize("fault", planted(), ids=lambda fault: fault.name)
+def test_each_fault_can_still_be_planted(fault: Planted) -> None:
+    assert fault.stale is None
+
+
+def test_every_module_and_test_that_is_named_is_there() -> None:
+    for group in library.groups():
+        missing = [path for path in (*group.files, *group.tests) if not (ROOT / path).exists()]
+        assert not missing
+    assert all(one.reason for one in library.survivors())
+
+
+@pytest.mark.parametrize(("old", "new", "outcome"), [("burst", "burst", "survived"), ("429", "430", "killed")])
+def test_a_mutant_dies_and_the_original_lives(old: str, new: str, outcome: str) -> None:
+    text = (ROOT / LIMITS).read_text(encoding="utf-8").replace(old, new)
+    verdict = tried(Mutant("try", LIMITS, text, TESTS), 300)
+    assert verdict.outcome == outcome, verdict.said
+
+
+@pytest.mark.parametrize("fault", random.Random(7).sample(planted(), 2), ids=lambda fault: fault.name)
+def test_a_sample_of_the_planted_faults_is_noticed(fault: Planted) -> None:
+    """`make mutants` tries all of them."""
+    verdict = tried(fault.mutant(), 300)
+    assert verdict.outcome == "killed", verdict.said
+
+
+def test_a_file_is_overlaid_with_its_whole_import_package() -> None:
+    package, inside = split("services/inference/src/headrace_inference/chat/plain.py")
+    assert (package.name, str(inside)) == ("headrace_inference", "chat/plain.py")

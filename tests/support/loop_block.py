@@ -1,0 +1,32 @@
+"""Measures in a test how long its event loop was kept from serving others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from headrace_runtime.loop_watch import LoopWatch
+
+
+@dataclass(slots=True)
+class Block:
+    """`busy_s` is set at the end of the body: CPU time of the loop's thread, which a loaded machine does not change."""
+
+    busy_s: float = 0.0
+
+
+@contextlib.asynccontextmanager
+async def blocked() -> AsyncIterator[Block]:
+    """The longest time that the body's work kept the loop busy in one go."""
+    watch = LoopWatch(interval_s=0.005)
+    running = asyncio.create_task(watch.run())
+    found = Block()
+    try:
+        await asyncio.sleep(0)  # so that its first look is before the work
+        yield found
+        await asyncio.sleep(0.02)  # so that its last look is after it
+    finally:
+        running.cancel()
+        found.busy_s = watch.take()

@@ -1,0 +1,90 @@
+"""Rate, concurrency and size: of a key, and of all keys together."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+
+from headrace_gateway.access import ALL_SCOPES, Caller
+from headrace_gateway.limits import Limits, Meter
+from headrace_gateway.refusals import ApiError
+from headrace_gateway.settings import LimitSettings
+from headrace_schemas.base import utcnow
+
+
+class Clock:
+    """Moved by the test."""
+
+    def __init__(self) -> None:
+        self.at_s = 1000.0
+
+    def now(self) -> datetime:
+        return utcnow()
+
+    def monotonic_s(self) -> float:
+        return self.at_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.at_s += seconds
+
+
+def caller(name: str = "one", **limits: float) -> Caller:
+    return Caller(name, name, "t", ALL_SCOPES, None, LimitSettings.model_validate(limits))
+
+
+def begun(meter: Meter, tries: int) -> int:
+    """How many of so many requests may begin now; all of them end at once."""
+    count = 0
+    for _ in range(tries):
+        if meter.refusal("it") is None:
+            meter.begin()
+            meter.in_progress -= 1
+            count += 1
+    return count
+
+
+def test_a_burst_is_all_that_a_pause_can_save_up() -> None:
+    clock = Clock()
+    meter = Meter(LimitSettings(requests_per_s=10, burst=5), clock)
+    assert begun(meter, 20) == 5
+    clock.at_s += 0.2
+    assert begun(meter, 20) == 2
+    clock.at_s += 3600
+    assert begun(meter, 20) == 5
+
+
+def test_a_refusal_says_when_to_come_back() -> None:
+    clock = Clock()
+    meter = Meter(LimitSettings(requests_per_s=4, burst=1), clock)
+    assert begun(meter, 1) == 1
+    refusal = meter.refusal("it")
+    assert refusal is not None
+    assert (refusal.status, refusal.code, refusal.retry_after_s) == (429, "rate_limit_exceeded", 0.25)
+    clock.at_s += 0.25
+    assert meter.refusal("it") is None
+
+
+@pytest.mark.parametrize(("own", "total"), [(2048, 4096), (4096, 2048), (2048, 2048)])
+def test_the_smaller_body_limit_counts(own: int, total: int) -> None:
+    limits = Limits(LimitSettings(body_bytes_max=total), Clock())
+    assert limits.body_bytes_max(caller(body_bytes_max=own)) == 2048
+
+
+def test_concurrency_is_counted_by_key_and_in_total_and_a_refused_request_is_charged_to_nobody() -> None:
+    limits = Limits(LimitSettings(concurrency=2, burst=4, requests_per_s=0.001), Clock())
+    one, two = caller("one", concurrency=1), caller("two", concurrency=2)
+    with limits.admit(one):
+        with pytest.raises(ApiError, match="this API key"), limits.admit(one):
+            pass
+        with limits.admit(two):
+            assert limits.in_progress == 2
+            with pytest.raises(ApiError, match="all callers together"), limits.admit(two):
+                pass
+    assert limits.in_progress == 0
+    for _ in range(2):
+        with limits.admit(two):
+            pass
+    with pytest.raises(ApiError, match="all callers together") as refused, limits.admit(two):
+        pass
+    assert refused.value.code == "rate_limit_exceeded"

@@ -1,0 +1,55 @@
+"""How many values a JSON text holds is known before it is parsed."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from headrace_runtime import json_bounds
+from headrace_runtime.json_bounds import more_values_than
+
+
+def separators(value: object) -> int:
+    """What opens and separates the values of `value`: the definition, by recursion."""
+    if isinstance(value, dict):
+        return 1 + max(len(value) - 1, 0) + sum(map(separators, value.values()))
+    if isinstance(value, list):
+        return 1 + max(len(value) - 1, 0) + sum(map(separators, value))
+    return 0
+
+
+def drawn(rng: random.Random, depth: int = 4) -> object:
+    kind = rng.randrange(5 if depth else 2)
+    if kind == 0:
+        return rng.randrange(100)
+    if kind <= 2:
+        return "".join(rng.choice('a,[{"\\\\"é\n') for _ in range(rng.randrange(12)))
+    if kind == 3:
+        return [drawn(rng, depth - 1) for _ in range(rng.randrange(5))]
+    return {str(drawn(rng, 0)): drawn(rng, depth - 1) for _ in range(rng.randrange(5))}
+
+
+@pytest.mark.parametrize("portion", [1, 2, 3, 7, 1000])
+def test_what_stands_in_strings_does_not_count(monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
+    seed = random.randrange(2**32)
+    print(f"{seed=}")
+    rng = random.Random(seed)
+    monkeypatch.setattr(json_bounds, "_PORTION_BYTES", portion + 1)  # a portion holds an escape as a whole
+    for _ in range(200):
+        value = [drawn(rng), ",,,[[[{{{"]
+        body = json.dumps(value, ensure_ascii=rng.random() < 0.5).encode()
+        count = separators(value)
+        assert not more_values_than(body, count), body
+        assert more_values_than(body, count - 1), body
+
+
+@pytest.mark.parametrize("body", [b'"' + b",[{" * 5, b'["\\', b',,,"\\', b'"\\"\\', b"", b'"', b"\\"])
+def test_what_is_no_json_ends_too(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_bounds, "_PORTION_BYTES", 2)
+    assert more_values_than(body, 2) == (body.startswith(b",,,"))
+
+
+def test_text_full_of_commas_is_one_value() -> None:
+    assert not more_values_than(json.dumps({"content": "1,2,3\n" * 500_000}).encode(), 10)

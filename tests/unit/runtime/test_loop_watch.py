@@ -1,0 +1,73 @@
+"""What keeps an event loop from serving is seen, whatever the machine is doing; what is done aside does not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+from prometheus_client import REGISTRY
+
+from headrace_runtime.aside import Aside
+from headrace_runtime.loop_watch import LoopWatch, watched
+from tests.support.loop_block import blocked
+
+
+def compute(cpu_s: float) -> str:
+    until = time.thread_time() + cpu_s
+    while time.thread_time() < until:
+        pass
+    return threading.current_thread().name
+
+
+async def test_one_long_callback_is_seen_and_many_short_ones_are_none() -> None:
+    async with blocked() as block:
+        compute(0.15)
+    assert block.busy_s >= 0.15
+    async with blocked() as block:
+        for _ in range(30):
+            compute(0.005)
+            await asyncio.sleep(0)
+    assert block.busy_s < 0.1
+
+
+async def test_work_on_much_is_done_beside_the_loop() -> None:
+    aside = Aside(1, inline_bytes=10)
+    try:
+        async with blocked() as block:
+            names = [await aside.run(size, lambda: compute(0.15)) for size in (11, 10_000_000)]
+        assert block.busy_s < 0.1
+        assert len({*names, threading.current_thread().name}) == 3, "what is large has a thread of its own"
+        assert await aside.run(10, lambda: compute(0)) == threading.current_thread().name
+        with pytest.raises(ZeroDivisionError):
+            await aside.run(11, lambda: 1 // 0)
+    finally:
+        aside.close()
+
+
+async def test_the_longest_block_is_a_metric_and_forgotten_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_runtime.loop_watch._WINDOW_S", 0.05)
+    watch = LoopWatch(0.001)
+    running = asyncio.create_task(watch.run())
+
+    def gauge() -> float:
+        return REGISTRY.get_sample_value("headrace_event_loop_block_seconds", {"kind": "busy"}) or 0.0
+
+    await asyncio.sleep(0)
+    compute(0.2)
+    await asyncio.sleep(0.02)
+    assert gauge() >= 0.2
+    async with asyncio.timeout(30):
+        while gauge() >= 0.2:  # noqa: ASYNC110 (a gauge tells nobody)
+            await asyncio.sleep(0.01)
+    running.cancel()
+
+
+async def test_a_service_is_watched_as_long_as_it_runs() -> None:
+    async def work() -> None:
+        assert "loop-watch" in {task.get_name() for task in asyncio.all_tasks()}
+
+    await watched(work())
+    await asyncio.sleep(0)
+    assert "loop-watch" not in {task.get_name() for task in asyncio.all_tasks()}
