@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import delete, insert, select
+from sqlalchemy import insert, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -26,11 +26,13 @@ from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import BATCH_SECONDS, EVENT_AGE_SECONDS, EVENTS_HANDLED, RETRIES
 from headrace_runtime.outbox import Outbox
 from headrace_runtime.stream_tables import StreamTables
+from headrace_runtime.sweeping import remove_some
 from headrace_runtime.upsert import upsert
 from headrace_runtime.wire import Received, Record, decode
 from headrace_schemas import Event
 
 log = get_logger(__name__)
+_REST_S = 0.005
 _BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -60,6 +62,11 @@ Step = Callable[[AsyncConnection, datetime], Awaitable[Sequence[Event]]]
 
 It may raise `Unavailable`; anything else is a bug and stops the process.
 """
+
+
+class Unfinished(list[Event]):
+    """What a step returns when it has done as much as one transaction should: there is more of the same to do."""
+
 
 Ends = Callable[[str], Awaitable[Mapping[int, int]]]
 
@@ -118,11 +125,20 @@ class Processor:
                 await self._persist(lambda: self._handle(records))
                 await self._persist(self.outbox.flush)
 
-    async def step(self, work: Step) -> None:
-        """Run timed work in a transaction of its own and publish what it returns."""
+    async def step(self, work: Step) -> bool:
+        """Run timed work in a transaction of its own and publish what it returns. Whether there is more to do."""
+        more = False
+
+        async def noted(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+            nonlocal more
+            made = await _run(work, tx, now)
+            more = isinstance(made, Unfinished)
+            return made
+
         async with self._turn:
-            await self._persist(lambda: self._commit([], work=work))
+            await self._persist(lambda: self._commit([], work=noted))
             await self._persist(self.outbox.flush)
+        return more
 
     async def recover(self, starts: Mapping[tuple[str, int], int] | None = None) -> None:
         """Send what a crash left in the outbox. Called once, before the first batch.
@@ -142,11 +158,14 @@ class Processor:
 
     async def prune(self) -> None:
         """Forget old ids and adopt orphaned outbox rows. Called every minute or so."""
+        await in_turns(self.clock, lambda: self.step(self._forget_ids))
         async with self._turn:
-            async with self.database.transaction() as tx:
-                horizon = epoch_ms(self.clock.now() - self.limits.seen_for)
-                await tx.execute(delete(self.tables.seen).where(self.tables.seen.c.at_ms < horizon))
             await self.outbox.adopt()
+
+    async def _forget_ids(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+        seen = self.tables.seen
+        old = seen.c.at_ms < epoch_ms(now - self.limits.seen_for)
+        return Unfinished() if await remove_some(tx, seen, old, order=seen.c.at_ms) else []
 
     async def _persist(self, work: Callable[[], Awaitable[None]]) -> None:
         deadline = self.clock.monotonic_s() + self.limits.retry_s
@@ -254,10 +273,19 @@ class Processor:
         return {topic: await self.ends(topic) for topic in sorted(wanted)}
 
 
+async def in_turns(clock: Clock, work: Callable[[], Awaitable[bool]]) -> None:
+    """Do `work` until it says that nothing is left, and rest as long as it took each time: the stream comes first."""
+    while True:
+        began = clock.monotonic_s()
+        if not await work():
+            return
+        await clock.sleep(max(_REST_S, clock.monotonic_s() - began))
+
+
 async def _run(step: Step, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
     try:
         return await step(tx, now)
-    except (Unavailable, SQLAlchemyError, OSError):
+    except (Unavailable, StepFailed, SQLAlchemyError, OSError):
         raise  # `Database.transaction` knows which of them another try may mend
     except Exception as error:
         raise StepFailed(f"{getattr(step, '__qualname__', step)}: {error!r}") from error
@@ -270,4 +298,4 @@ async def position(tx: AsyncConnection, tables: StreamTables, topic: str) -> dic
     return {row.partition: row.next_offset for row in rows}
 
 
-__all__ = ["Handler", "Handling", "Limits", "Processor", "Step", "StepFailed", "position"]
+__all__ = ["Handler", "Handling", "Limits", "Processor", "Step", "StepFailed", "Unfinished", "in_turns", "position"]

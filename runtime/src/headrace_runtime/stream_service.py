@@ -15,7 +15,7 @@ from headrace_runtime.database import Database
 from headrace_runtime.faust_host import FaustHost
 from headrace_runtime.logs import get_logger
 from headrace_runtime.outbox import Outbox
-from headrace_runtime.processor import DEFAULT_LIMITS, Handler, Limits, Processor, Step
+from headrace_runtime.processor import DEFAULT_LIMITS, Handler, Limits, Processor, Step, in_turns
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common, ServiceSettings
 from headrace_runtime.stream_tables import StreamTables
@@ -25,7 +25,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """A step that runs every `interval_s`, after the one before it has ended."""
+    """A step that runs every `interval_s`, after the one before it has ended, and again while it is `Unfinished`."""
 
     interval_s: float
     step: Step
@@ -91,7 +91,7 @@ async def run(service: StreamService, common: Common, settings: ServiceSettings)
 async def _repeat(processor: Processor, timer: Timer) -> None:
     while True:
         await asyncio.sleep(timer.interval_s)
-        await processor.step(timer.step)
+        await in_turns(processor.clock, lambda: processor.step(timer.step))
 
 
 async def _as_coroutine(work: Awaitable[None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -22,7 +23,8 @@ from headrace_scorer.settings import Settings
 from headrace_scorer.store import Library
 
 _SETTLE_INTERVAL_S = 0.5
-_UPKEEP_INTERVAL_S = 5.0
+_FORGET_INTERVAL_S = 1.0
+_MEASURE_INTERVAL_S = 5.0
 
 
 async def run(common: Common, settings: Settings) -> None:
@@ -47,11 +49,6 @@ def service(common: Common, settings: Settings, pool: Pool) -> StreamService:
     async def end_waiting(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
         return await upkeep.end_waiting(tx, now, book, scoring.policy)
 
-    async def keep(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-        await upkeep.forget(tx, now, settings.retention_s)
-        await upkeep.measure(tx)
-        return []
-
     return StreamService(
         name="scorer",
         package="headrace_scorer",
@@ -61,7 +58,11 @@ def service(common: Common, settings: Settings, pool: Pool) -> StreamService:
             "rewards": scorer.on_reward,
             "feedback": scorer.on_feedback,
         },
-        timers=[Timer(_SETTLE_INTERVAL_S, end_waiting), Timer(_UPKEEP_INTERVAL_S, keep)],
+        timers=[
+            Timer(_SETTLE_INTERVAL_S, end_waiting),
+            Timer(_FORGET_INTERVAL_S, partial(upkeep.forget, retention_s=settings.retention_s)),
+            Timer(_MEASURE_INTERVAL_S, upkeep.measure),
+        ],
         workers=scoring.tasks,
         routes=lambda processor: api.routes(common, pool, processor.database),
     )
