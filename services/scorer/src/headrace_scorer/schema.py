@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, LargeBinary, MetaData, Table, Text
+from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, LargeBinary, MetaData, Table, Text, text
 
 from headrace_runtime.stream_tables import StreamTables
 
 metadata = MetaData()
 stream = StreamTables(metadata)
+
+_WAITS = text("settle_ms IS NOT NULL")  # a few of all that are kept
 
 trajectories = Table(
     "trajectories",
@@ -26,7 +28,7 @@ trajectories = Table(
     Column("emitted", Text, nullable=False),  # JSON: what was last said of each branch
     Column("payload", LargeBinary, nullable=False),
     Index("ix_trajectories_session", "session_key"),
-    Index("ix_trajectories_settle", "settle_ms"),
+    Index("ix_trajectories_settle", "settle_ms", sqlite_where=_WAITS, postgresql_where=_WAITS),
     Index("ix_trajectories_arrived", "arrived_ms"),
 )
 
