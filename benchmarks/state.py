@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks._numbers import quantile
+from benchmarks._numbers import Summary
 from headrace_collector import schema as collector_schema
 from headrace_collector import upkeep as collector
 from headrace_collector.settings import Settings as CollectorSettings
@@ -84,9 +84,8 @@ async def measure(processor: Processor, steps: Mapping[str, Step], turns_old: in
 
 
 def _quantiles(found: list[float]) -> dict[str, float]:
-    ordered = sorted(found)
-    values = {"p50": quantile(ordered, 0.5), "p99": quantile(ordered, 0.99), "max": ordered[-1]}
-    return {"ticks": len(found), **{name: round(value, 2) for name, value in values.items()}}
+    summary = Summary.of(found)
+    return {"ticks": len(found), **summary.latency(), "max": round(summary.quantile(1.0), 2)}
 
 
 async def collect(url: str, folder: Path, turns: int, old: int, name: str) -> dict[str, object]:

@@ -18,7 +18,7 @@ from headrace_scorer.policy import Policy
 from headrace_scorer.schema import feedback, ledger, listed, trajectories, turns
 
 _SETTLED_AT_ONCE_MAX = 25
-_FORGOTTEN_AT_ONCE_MAX = 50
+_FORGOTTEN_AT_ONCE_MAX = 25
 
 
 async def end_waiting(tx: AsyncConnection, now: datetime, book: Book, policy: Policy) -> Sequence[Event]:
