@@ -17,6 +17,10 @@ class Unavailable(HeadraceError):
     """Something that we depend on is away or slow; trying again later may help."""
 
 
+class MissingBlob(Unavailable):
+    """The store answers and has no such blob. One that was just written may show late; then it is gone for good."""
+
+
 class CorruptBlob(HeadraceError):
     """Stored bytes do not hash to their name. Never loaded, never repaired by guessing."""
 
@@ -31,4 +35,4 @@ class Refused(HeadraceError):
         self.param = param
 
 
-__all__ = ["CorruptBlob", "HeadraceError", "InvalidEvent", "Refused", "SettingError", "Unavailable"]
+__all__ = ["CorruptBlob", "HeadraceError", "InvalidEvent", "MissingBlob", "Refused", "SettingError", "Unavailable"]

@@ -23,12 +23,13 @@ from headrace_runtime.database import Database
 from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.errors import HeadraceError, InvalidEvent, Unavailable
 from headrace_runtime.logs import get_logger
-from headrace_runtime.metrics import BATCH_SECONDS, EVENT_AGE_SECONDS, EVENTS_HANDLED, RETRIES
+from headrace_runtime.metrics import BATCH_SECONDS, EVENT_AGE_SECONDS, EVENTS_HANDLED, PAUSED, RETRIES
 from headrace_runtime.outbox import Outbox
+from headrace_runtime.refusal_limit import RefusalBounds, RefusalLimit
 from headrace_runtime.stream_tables import StreamTables
 from headrace_runtime.sweeping import remove_some
 from headrace_runtime.upsert import upsert
-from headrace_runtime.wire import Received, Record, decode
+from headrace_runtime.wire import Patience, Received, Record
 from headrace_schemas import Event
 
 log = get_logger(__name__)
@@ -81,6 +82,8 @@ class Limits:
     """How often a record whose handler fails is tried before it is dead-lettered."""
     seen_for: timedelta = timedelta(days=8)
     """How long event ids are remembered; longer than the retention of what they dedupe."""
+    refusals: RefusalBounds = field(default_factory=RefusalBounds)
+    """How much may be refused before the consumer pauses."""
 
 
 DEFAULT_LIMITS = Limits()
@@ -116,14 +119,54 @@ class Processor:
     """What follows from a batch as a whole: runs in its transaction, when `position` already includes it."""
     ends: Ends | None = None
     """Asks the bus for end offsets, raising `Unavailable`; set by the host."""
+    paused: str | None = None
+    """Why no record is handled any more, while that is so. Timers go on."""
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _refusals: RefusalLimit = field(init=False)
+    _resumed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._refusals = RefusalLimit(self.limits.refusals)
+        PAUSED.labels(self.service).set(0)
 
     async def process(self, records: Sequence[Record]) -> None:
-        """Returns when every effect is durable and every event acknowledged. Raises when only a restart can help."""
+        """Returns when every effect is durable and every event acknowledged. Raises when only a restart can help.
+
+        When too much is refused it does not return before `resume`: what is held back is not acknowledged, so that a
+        restart takes it up again.
+        """
+        rest = await self._take(records)
+        while rest:
+            await self._pause(rest[0])
+            rest = await self._take(rest)
+
+    async def _take(self, records: Sequence[Record]) -> list[Record]:
+        rest: list[Record] = []
+
+        async def handle() -> None:
+            rest[:] = await self._handle(records)
+
         async with self._turn:
             with BATCH_SECONDS.time():
-                await self._persist(lambda: self._handle(records))
+                await self._persist(handle)
                 await self._persist(self.outbox.flush)
+        return rest
+
+    async def _pause(self, record: Record) -> None:
+        self.paused = self._refusals.reason or "too many records were refused"
+        self._resumed.clear()
+        PAUSED.labels(self.service).set(1)
+        remedy = "mend the cause and restart this service, or POST /resume to go on as it is"
+        place = f"{record.topic}[{record.partition}]@{record.offset}"
+        log.error("consumer_paused", reason=self.paused, next=place, remedy=remedy)
+        await self._resumed.wait()
+
+    def resume(self) -> None:
+        """Go on with what was held back; as much may be refused again before the next pause."""
+        self._refusals.reset()
+        self.paused = None
+        PAUSED.labels(self.service).set(0)
+        self._resumed.set()
 
     async def step(self, work: Step) -> bool:
         """Run timed work in a transaction of its own and publish what it returns. Whether there is more to do."""
@@ -181,21 +224,30 @@ class Processor:
             await self.clock.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
             attempt += 1
 
-    async def _handle(self, records: Sequence[Record]) -> None:
-        items = [await self._decode(record) for record in records]
+    async def _handle(self, records: Sequence[Record]) -> list[Record]:
+        """Returns those that are held back, from the first whose refusal would be one too many."""
+        patience = Patience(self.clock)
+        items = [await self._decode(record, patience) for record in records]
+        admitted = self._refusals.admits([isinstance(item, _Refused) for item in items])
         try:
-            await self._commit(items)
+            await self._commit(items[:admitted])
         except (Unavailable, StepFailed):
             raise
         except Exception as error:  # noqa: BLE001 (find out which record it was)
-            log.warning("batch_split", error=repr(error), size=len(items))
-            for item in items:  # one by one and in order, so that `position` never promises what has yet to be done
-                await self._handle_alone(item)
+            log.warning("batch_split", error=repr(error), size=admitted)
+            for at, item in enumerate(items[:admitted]):
+                # one by one and in order, so that `position` never promises what has yet to be done
+                if not await self._handle_alone(item):
+                    return list(records[at:])
+        if admitted < len(items):
+            self._refusals.note([True])  # so that `reason` says why
+        return list(records[admitted:])
 
-    async def _handle_alone(self, item: Received | _Refused) -> None:
+    async def _handle_alone(self, item: Received | _Refused) -> bool:
+        """Whether it was dealt with; else its refusal would be one too many."""
         for attempt in range(1, self.limits.attempts + 1):
             try:
-                return await self._commit([item])
+                await self._commit([item])
             except (Unavailable, StepFailed):
                 raise
             except InvalidEvent as error:
@@ -204,14 +256,20 @@ class Processor:
                 log.exception("handler_failed", topic=item.record.topic, offset=item.record.offset, attempt=attempt)
                 if attempt == self.limits.attempts:
                     return await self._refuse(item.record, "handler_error", repr(error), attempt)
+            else:
+                return True
         raise AssertionError("unreachable")
 
-    async def _refuse(self, record: Record, reason: str, error: str, attempts: int) -> None:
+    async def _refuse(self, record: Record, reason: str, error: str, attempts: int) -> bool:
+        if not self._refusals.admits([True]):
+            self._refusals.note([True])
+            return False
         await self._commit([_Refused(record, dead_letter(self.service, record, reason, error, attempts))])
+        return True
 
-    async def _decode(self, record: Record) -> Received | _Refused:
+    async def _decode(self, record: Record, patience: Patience) -> Received | _Refused:
         try:
-            return await decode(record, self.blobs)
+            return await patience.decode(record, self.blobs)
         except InvalidEvent as error:
             return _Refused(record, dead_letter(self.service, record, error.reason, str(error)))
 
@@ -221,7 +279,7 @@ class Processor:
         now = self.clock.now()
         try:
             async with self.database.transaction() as tx:
-                owed = await self.outbox.encode([item.letter for item in items if isinstance(item, _Refused)])
+                owed = await self.outbox.encode(await self._new_letters(tx, items, now))
                 for fresh in await self._unseen(tx, received, now):
                     with tracing.span(fresh.envelope.traceparent):
                         handler = self.handlers[fresh.event.topic]
@@ -235,12 +293,28 @@ class Processor:
             self.outbox.rolled_back()
             raise
         self.outbox.committed()
+        self._refusals.note([isinstance(item, _Refused) for item in items])
         for item in items:
             if isinstance(item, Received):
                 age_s = (now - item.event.time).total_seconds()
                 EVENT_AGE_SECONDS.labels(item.record.topic).observe(max(0.0, age_s))
             else:
                 EVENTS_HANDLED.labels(item.record.topic, "refused").inc()
+
+    async def _new_letters(
+        self, tx: AsyncConnection, items: Sequence[Received | _Refused], now: datetime
+    ) -> list[Event]:
+        """Each record has one dead letter, however often it is delivered: its place is in the letter's id."""
+        letters = {item.letter.event_id: item.letter for item in items if isinstance(item, _Refused)}
+        if not letters:
+            return []
+        table = self.tables.seen
+        known = set((await tx.execute(select(table.c.event_id).where(table.c.event_id.in_(letters)))).scalars())
+        fresh = [letter for name, letter in letters.items() if name not in known]
+        if fresh:
+            at_ms = epoch_ms(now)
+            await tx.execute(insert(table), [{"event_id": letter.event_id, "at_ms": at_ms} for letter in fresh])
+        return fresh
 
     async def _unseen(self, tx: AsyncConnection, received: Sequence[Received], now: datetime) -> list[Received]:
         """Those whose id is new, each id once; the new ids are marked as seen in the same transaction."""

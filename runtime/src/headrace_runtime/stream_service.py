@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from starlette.routing import BaseRoute
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
 
 from headrace_runtime import migrations, topics, web
 from headrace_runtime.blobs import BlobStore
@@ -68,14 +70,19 @@ async def run(service: StreamService, common: Common, settings: ServiceSettings)
             outbox=Outbox(database, service.tables, producer, clock),
             blobs=blobs,
             clock=clock,
-            limits=service.limits,
+            limits=replace(service.limits, refusals=common.dead_letters.bounds),
             ends_of=service.ends_of,
             settle=service.settle,
         )
         group_id, folder = f"headrace-{service.name}", common.data_dir / "faust"
         host = FaustHost(processor, tuple(service.handlers), common.bus, group=group_id, folder=folder)
-        checks: dict[str, web.Check] = {"bus": host.assigned.is_set, "database": database.ready}
-        async with web.serve(web.app(checks, service.routes(processor)), settings) as port:
+        checks: dict[str, web.Check] = {
+            "bus": host.assigned.is_set,
+            "database": database.ready,
+            "consumer": lambda: processor.paused is None,
+        }
+        routes = [*service.routes(processor), resume_route(processor, common)]
+        async with web.serve(web.app(checks, routes), settings) as port:
             log.info("listening", port=port)
             async with asyncio.TaskGroup() as group:
                 group.create_task(host.run())
@@ -86,6 +93,18 @@ async def run(service: StreamService, common: Common, settings: ServiceSettings)
     finally:
         await producer.stop()
         await database.close()
+
+
+def resume_route(processor: Processor, common: Common) -> Route:
+    """`POST /resume` lets a consumer go on that has paused because it refused too much."""
+
+    async def resume(request: Request) -> Response:
+        web.require_internal_key(request, common)
+        paused = processor.paused
+        processor.resume()
+        return JSONResponse({"paused_because": paused})
+
+    return Route("/resume", resume, methods=["POST"])
 
 
 async def _repeat(processor: Processor, timer: Timer) -> None:

@@ -65,7 +65,7 @@ class _Registry:
             outbox=Outbox(database, STREAM, producer, clock),
             blobs=blobs,
             clock=clock,
-            limits=Limits(retry_s=settings.retry_s),
+            limits=Limits(retry_s=settings.retry_s, refusals=common.dead_letters.bounds),
         )
         self._reader = CheckpointReader(self._processor, database, common.bus)
         self._director = Director(
@@ -77,7 +77,11 @@ class _Registry:
         )
 
     async def run(self) -> None:
-        checks: dict[str, web.Check] = {"database": self._database.ready, "bus": self._connected}
+        checks: dict[str, web.Check] = {
+            "database": self._database.ready,
+            "bus": self._connected,
+            "consumer": self._reading,
+        }
         async with web.serve(web.app(checks, self._api.routes()), self._settings) as port:
             log.info("listening", port=port)
             try:
@@ -97,6 +101,9 @@ class _Registry:
             group.create_task(self._director.run())
             group.create_task(self._reconcile())
             group.create_task(self._prune())
+
+    def _reading(self) -> bool:
+        return self._processor.paused is None
 
     def _connected(self) -> bool:
         """A standby has nothing to read."""
