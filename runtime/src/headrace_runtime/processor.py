@@ -251,20 +251,22 @@ class Processor:
             except (Unavailable, StepFailed):
                 raise
             except InvalidEvent as error:
-                return await self._refuse(item.record, error.reason, str(error), attempt)
+                return await self._refuse(item, error.reason, str(error), attempt)
             except Exception as error:
                 log.exception("handler_failed", topic=item.record.topic, offset=item.record.offset, attempt=attempt)
                 if attempt == self.limits.attempts:
-                    return await self._refuse(item.record, "handler_error", repr(error), attempt)
+                    return await self._refuse(item, "handler_error", repr(error), attempt)
             else:
                 return True
         raise AssertionError("unreachable")
 
-    async def _refuse(self, record: Record, reason: str, error: str, attempts: int) -> bool:
+    async def _refuse(self, item: Received | _Refused, reason: str, error: str, attempts: int) -> bool:
         if not self._refusals.admits([True]):
             self._refusals.note([True])
             return False
-        await self._commit([_Refused(record, dead_letter(self.service, record, reason, error, attempts))])
+        event_id = item.envelope.id if isinstance(item, Received) else None
+        letter = dead_letter(self.service, item.record, reason, error, attempts, event_id)
+        await self._commit([_Refused(item.record, letter)])
         return True
 
     async def _decode(self, record: Record, patience: Patience) -> Received | _Refused:

@@ -50,7 +50,7 @@ class _Registry:
         self, common: Common, settings: RegistrySettings, blobs: BlobStore, database: Database, producer: EventProducer
     ) -> None:
         clock = SystemClock()
-        refuse = Refusals("registry", producer)
+        refuse = Refusals("registry", producer, common.data_dir / "registry")
         self._settings = settings
         self._database = database
         self._lease = Lease(database, clock, settings.lease_s)

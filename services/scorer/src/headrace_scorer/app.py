@@ -9,9 +9,12 @@ from functools import partial
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime import stream_service
-from headrace_runtime.errors import SettingError
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.errors import InvalidEvent, SettingError
+from headrace_runtime.known_versions import KnownVersions
 from headrace_runtime.settings import Common
 from headrace_runtime.stream_service import StreamService, Timer
+from headrace_runtime.wire import Record
 from headrace_schemas import Event
 from headrace_scorer import api, schema, upkeep
 from headrace_scorer.accounts import Book
@@ -40,11 +43,16 @@ async def run(common: Common, settings: Settings) -> None:
         await pool.close()
 
 
+async def _left_to_the_gateway(_record: Record, _error: InvalidEvent) -> None:
+    """The gateway follows the same topics and dead-letters what is no event there."""
+
+
 def service(common: Common, settings: Settings, pool: Pool) -> StreamService:
     library = Library()
     book = Book(library)
     scoring = Scoring(pool, settings, library, book)
-    scorer = Scorer(settings, library, book, scoring)
+    versions = KnownVersions(common.bus, "headrace/scorer", BlobStore.open(common), _left_to_the_gateway)
+    scorer = Scorer(settings, library, book, scoring, versions.now)
 
     async def end_waiting(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
         return await upkeep.end_waiting(tx, now, book, scoring.policy)
@@ -63,6 +71,6 @@ def service(common: Common, settings: Settings, pool: Pool) -> StreamService:
             Timer(_FORGET_INTERVAL_S, partial(upkeep.forget, retention_s=settings.retention_s)),
             Timer(_MEASURE_INTERVAL_S, upkeep.measure),
         ],
-        workers=scoring.tasks,
+        workers=lambda processor: [*scoring.tasks(processor), versions.run()],
         routes=lambda processor: api.routes(common, pool, processor.database),
     )

@@ -41,6 +41,15 @@ turns = Table(
     Index("ix_turns_trajectory", "trajectory_id"),
 )
 
+turn_owners = Table(
+    "turn_owners",
+    metadata,
+    Column("tenant", Text, primary_key=True),
+    Column("turn_id", Text, primary_key=True),
+    Column("trajectory_id", Text, nullable=False),  # the first that held the turn; no other may
+    Index("ix_turn_owners_trajectory", "trajectory_id"),
+)
+
 feedback = Table(
     "feedback",
     metadata,

@@ -15,7 +15,7 @@ from headrace_schemas import Event
 from headrace_scorer import metrics
 from headrace_scorer.accounts import Book
 from headrace_scorer.policy import Policy
-from headrace_scorer.schema import feedback, ledger, listed, trajectories, turns
+from headrace_scorer.schema import feedback, ledger, listed, trajectories, turn_owners, turns
 
 _SETTLED_AT_ONCE_MAX = 25
 _FORGOTTEN_AT_ONCE_MAX = 25
@@ -39,7 +39,7 @@ async def forget(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequ
     arrived = trajectories.c.arrived_ms
     old = select(trajectories.c.trajectory_id).where(arrived <= horizon).order_by(arrived).limit(_FORGOTTEN_AT_ONCE_MAX)
     names = (await tx.execute(old)).scalars().all()
-    for table in (trajectories, turns, ledger):
+    for table in (trajectories, turns, turn_owners, ledger):
         if names:
             await tx.execute(delete(table).where(table.c.trajectory_id.in_(names)))
     said = feedback.c.arrived_ms
