@@ -77,7 +77,7 @@ class KnownVersions:
             self._manifests[model] = manifest
 
     def _vocabulary(self, manifest: BlobRef) -> int | None:
-        """From the model's own `config.json`. None when that cannot be read now, or does not say: the trainer checks."""
+        """From the model's own `config.json`; None when it cannot be read or does not say: the trainer checks."""
         try:
             files = {file.path: file.blob for file in read_manifest(self._blobs, manifest).files}
             config = json.loads(self._blobs.get(files["config.json"]))

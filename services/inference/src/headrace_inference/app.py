@@ -51,7 +51,8 @@ async def run(common: Common, settings: InferenceSettings) -> None:
         change = asyncio.Event()
         fleet = Fleet(engine, VersionCache(blobs, _cache_folder(common, settings)), _fleet_limits(settings), change.set)
         stack.push_async_callback(fleet.close)
-        follower = RoutingFollower(common.bus, SERVICE, blobs, Refusals(SERVICE, producer, common.data_dir / "inference"), fleet.follow)
+        refuse = Refusals(SERVICE, producer, common.data_dir / "inference")
+        follower = RoutingFollower(common.bus, SERVICE, blobs, refuse, fleet.follow)
         application = _api(common, settings, fleet, engine).app(
             {"engine": lambda: engine.alive, "routing": lambda: follower.ready}
         )
