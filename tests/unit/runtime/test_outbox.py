@@ -134,3 +134,24 @@ async def test_a_large_event_is_owed_as_a_reference(stream: Bench, outbox: Outbo
         await outbox.add(tx, await outbox.encode([reward("big", "x" * (PAYLOAD_BYTES_MAX + 1))]))
         (size,) = (await tx.execute(text("SELECT length(value) FROM outbox"))).one()
     assert size < 512
+
+
+async def test_more_than_one_batch_is_sent_and_forgotten_whole(stream: Bench, outbox: Outbox) -> None:
+    names = [f"{number:04}" for number in range(1203)]
+    await owe(stream, outbox, *names)
+    await outbox.flush()
+    assert sent(stream) == names
+    await owe(stream, outbox, "last")
+    await outbox.flush()
+    await owe(stream, outbox)
+    assert await stream.count("outbox") == 0, "every row that was acknowledged is gone"
+
+
+async def test_what_was_rolled_back_is_never_sent(stream: Bench, outbox: Outbox) -> None:
+    async with stream.aborted() as tx:
+        await outbox.add(tx, await outbox.encode([reward("never")]))
+    outbox.rolled_back()
+    await owe(stream, outbox)
+    await outbox.flush()
+    assert sent(stream) == []
+    assert await stream.count("outbox") == 0
