@@ -321,8 +321,8 @@ async def test_a_consumer_that_refuses_everything_pauses_and_goes_on_when_told(s
     stream.processor._refusals = RefusalLimit(RefusalBounds(run_max=3))
     records = [stream.append("feedback", b"{") for _ in range(8)]
     work = asyncio.create_task(stream.deliver(*records, feedback("a")))
-    while stream.processor.paused is None:
-        await asyncio.sleep(0.01)
+    await _until_paused(stream)
+    assert stream.processor.paused is not None
     assert "3 records in a row" in stream.processor.paused
     assert [letter.source_offset for letter in stream.sent(DeadLetter)] == [0, 1, 2]
     await stream.step(_nothing)  # timers go on
@@ -331,6 +331,12 @@ async def test_a_consumer_that_refuses_everything_pauses_and_goes_on_when_told(s
     await work
     assert len(stream.sent(DeadLetter)) == 8
     assert await done(stream) == ["a"]
+
+
+async def _until_paused(stream: Bench) -> None:
+    async with asyncio.timeout(30):
+        while stream.processor.paused is None:  # noqa: ASYNC110 - a field of the processor, not an event
+            await asyncio.sleep(0.01)
 
 
 async def _nothing(_tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
