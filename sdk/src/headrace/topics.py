@@ -113,11 +113,13 @@ class Topics:
             await self._advance(spans, progress)
 
     async def _poll(self, spans: Iterable[TopicPartition]) -> Mapping[TopicPartition, Sequence[ConsumerRecord]]:
-        """What came. A batch that fails its checksum is passed, offset by offset: whoever consumes it dead-letters it."""
+        """What came. A batch that fails its checksum is passed, offset by offset; its consumer dead-letters it."""
         from aiokafka.errors import CorruptRecordException
 
         try:
-            return await self._consumer.getmany(timeout_ms=_POLL_MS, max_records=_BATCH_MAX)
+            found: Mapping[TopicPartition, Sequence[ConsumerRecord]] = await self._consumer.getmany(
+                timeout_ms=_POLL_MS, max_records=_BATCH_MAX
+            )
         except CorruptRecordException:
             for partition in spans:
                 at = await self._consumer.position(partition)
@@ -127,6 +129,7 @@ class Topics:
                     at += 1
                 self._consumer.seek(partition, at)
             return {}
+        return found
 
     async def _advance(self, spans: dict[TopicPartition, tuple[int, int]], progress: Progress) -> None:
         """Count what was passed, and forget partitions that are read to their end."""
