@@ -111,7 +111,7 @@ class Bench:
         if value is not None and len(value) > PAYLOAD_BYTES_MAX:
             ref = self.processor.blobs.put(value)
             value, dataref = ref.model_dump_json().encode(), ref.uri
-        headers = Envelope.of(event, "test", dataref=dataref).headers() if event else ()
+        headers = Envelope.of(event, "headrace/test", dataref=dataref).headers() if event else ()
         key = event.key.encode() if event else None
         records.append(Record(topic, partition, len(records), key, value, headers))
         return records[-1]

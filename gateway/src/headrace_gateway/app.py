@@ -21,13 +21,15 @@ from headrace_runtime import topics, web
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.consumer import Table
-from headrace_runtime.dead_letters import dead_letter
-from headrace_runtime.errors import InvalidEvent
+from headrace_runtime.dead_letters import Told, dead_letter
+from headrace_runtime.errors import InvalidEvent, Unavailable
+from headrace_runtime.known_versions import KnownVersions
 from headrace_runtime.logs import get_logger
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
 from headrace_runtime.wire import Record
 from headrace_schemas import Replica, Routing
+from headrace_schemas.ingest import Known
 
 SOURCE = "headrace/gateway"
 log = get_logger(__name__)
@@ -57,16 +59,30 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             prepare=lambda: topics.ensure(common.bus),
         )
 
+        told = Told(common.data_dir / "gateway" / "refused")
+
         async def refuse(record: Record, error: InvalidEvent) -> None:
-            await publisher.publish(dead_letter("gateway", record, error.reason, str(error)))
+            letter = dead_letter("gateway", record, error.reason, str(error))
+            if letter.event_id not in told:
+                await publisher.publish(letter)
+                told.add(letter.event_id)
 
         routing = Table(Routing, common.bus, SOURCE, blobs, refuse, lambda key, row: catalog.update(key, row))
         replicas = Table(Replica, common.bus, SOURCE, blobs, refuse, lambda key, row: fleet.update(key, row))
         catalog = Catalog(settings.model_aliases, routing.loaded.is_set, lambda: fleet.changed())
         fleet = Fleet(clock, replicas.loaded.is_set)
-        beside = [group.create_task(work) for work in (publisher.run(), routing.run(), replicas.run())]
+        versions = KnownVersions(common.bus, SOURCE, blobs, refuse)
+
+        async def known(model: str) -> Known:
+            try:
+                return await versions.now(model)
+            except Unavailable:  # the scorer checks everything again
+                return Known()
+
+        work = (publisher.run(), routing.run(), replicas.run(), versions.run())
+        beside = [group.create_task(one) for one in work]
         door = Door(ring, limits, publisher, settings.body_timeout_s)
-        app = application(Parts(settings, door, catalog, fleet, engines, clock, common))
+        app = application(Parts(settings, door, catalog, fleet, engines, clock, common, known))
         try:
             async with web.serve(app, settings) as port:
                 log.info("listening", host=settings.host, port=port, keys=len(keys))

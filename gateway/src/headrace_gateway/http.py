@@ -14,6 +14,7 @@ from headrace_gateway.counting import Counting
 from headrace_gateway.door import Door
 from headrace_gateway.engine import Engines
 from headrace_gateway.fleet import Fleet
+from headrace_gateway.ingest import Lookup, nothing_known
 from headrace_gateway.models_api import ModelsApi
 from headrace_gateway.pins import Pins
 from headrace_gateway.placement import Placement
@@ -40,6 +41,7 @@ class Parts:
     engines: Engines
     clock: Clock
     common: Common | None = None
+    known: Lookup = nothing_known
 
 
 def application(parts: Parts) -> ASGIApp:
@@ -48,7 +50,7 @@ def application(parts: Parts) -> ASGIApp:
     placement = Placement(parts.catalog, pins, parts.fleet)
     relay = Relay(parts.engines, parts.fleet, placement, parts.settings.upstream, parts.clock)
     chat = Chat(parts.settings, parts.door, parts.catalog, relay, parts.clock, Aside(parts.settings.parse_threads))
-    sessions = SessionsApi(parts.door, pins, parts.clock)
+    sessions = SessionsApi(parts.door, pins, parts.clock, parts.known)
     models = ModelsApi(parts.door, parts.catalog)
     publisher = parts.door.publisher
     starlette = web.app(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from datetime import datetime
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
@@ -9,11 +10,18 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import refusal_of
 from headrace_schemas import Trajectory, ids
+from headrace_schemas.ingest import Known, objection
+
+_PLAIN = frozenset({"foreign_session_key", "no_branches", "invalid_id"})
+"""Objections that are about one value alone."""
+
+Lookup = Callable[[str], Awaitable[Known]]
+"""What is known about models, with the vocabulary of the one that is named."""
 
 _OBJECT: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 
 
-def trajectory_of(body: bytes, tenant: str, now: datetime) -> Trajectory:
+async def trajectory_of(body: bytes, tenant: str, now: datetime, known: Lookup) -> Trajectory:
     """One `Trajectory` in JSON. What the caller cannot know better than we is filled in: tenant, session key, time.
 
     Raises `ApiError`: 400 for what is not JSON, 403 for somebody else's tenant, 422 with the field at fault.
@@ -26,24 +34,23 @@ def trajectory_of(body: bytes, tenant: str, now: datetime) -> Trajectory:
     defaults: dict[str, JsonValue] = {"tenant": tenant, "end_reason": "ingest", "time": now.isoformat()}
     if isinstance(session_id, str):
         defaults["session_key"] = ids.session_key(tenant, session_id)
+    given = set(fields)
     fields = {**defaults, **fields}
     try:
         trajectory = Trajectory.model_validate(fields)
     except ValidationError as error:
         raise refusal_of(error, Trajectory, 422) from None
-    _check(trajectory, tenant)
+    if trajectory.tenant != tenant:
+        raise ApiError(403, "wrong_tenant", f"tenant: this API key writes for {tenant!r} only", "tenant")
+    if "time" not in given and trajectory.started_at > trajectory.time:  # a clock that is ahead of ours is no error
+        trajectory = trajectory.model_copy(update={"time": trajectory.started_at})
+    found = objection(trajectory, await known(trajectory.model))
+    if found is not None:
+        code = "invalid_value" if found.code in _PLAIN else found.code
+        raise ApiError(422, code, str(found), found.field)
     return trajectory
 
 
-def _check(trajectory: Trajectory, tenant: str) -> None:
-    if trajectory.tenant != tenant:
-        raise ApiError(403, "wrong_tenant", f"tenant: this API key writes for {tenant!r} only", "tenant")
-    if trajectory.session_key != ids.session_key(tenant, trajectory.session_id):
-        message = "session_key: is not that of tenant and session_id; leave it out"
-        raise ApiError(422, "invalid_value", message, "session_key")
-    if not trajectory.branches:
-        raise ApiError(
-            422, "invalid_value", "branches: at least one is needed, with token ids and logprobs", "branches"
-        )
-    if any("\0" in name for name in (trajectory.trajectory_id, *trajectory.turn_ids)):
-        raise ApiError(422, "invalid_value", "an id holds a NUL character", "trajectory_id")
+async def nothing_known(_model: str) -> Known:
+    """For a gateway that follows no topics."""
+    return Known()

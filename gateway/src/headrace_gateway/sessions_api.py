@@ -12,7 +12,7 @@ from headrace_gateway.door import Door
 from headrace_gateway.feedback import events_of, from_trinity
 from headrace_gateway.feedback_request import FeedbackRequest, TrinityCommit, TrinityFeedback
 from headrace_gateway.identity import label
-from headrace_gateway.ingest import trajectory_of
+from headrace_gateway.ingest import Lookup, nothing_known, trajectory_of
 from headrace_gateway.pins import Pins
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import parse
@@ -30,6 +30,7 @@ class SessionsApi:
     door: Door
     pins: Pins
     clock: Clock
+    known: Lookup = nothing_known
 
     async def feedback(self, request: Request) -> Response:
         async with self.door.enter(request.scope, request.receive, "feedback") as entered:
@@ -58,7 +59,7 @@ class SessionsApi:
 
     async def trajectories(self, request: Request) -> Response:
         async with self.door.enter(request.scope, request.receive, "admin") as entered:
-            event = trajectory_of(entered.body, entered.caller.tenant, self.clock.now())
+            event = await trajectory_of(entered.body, entered.caller.tenant, self.clock.now(), self.known)
             if not entered.caller.may_use(event.model):
                 raise ApiError(403, "wrong_model", f"model: this API key does not train {event.model!r}", "model")
             await self.door.publish(event)

@@ -20,7 +20,7 @@ from typing import Any
 import fsspec
 
 from headrace_runtime import disk
-from headrace_runtime.errors import CorruptBlob, SettingError, Unavailable
+from headrace_runtime.errors import CorruptBlob, MissingBlob, SettingError, Unavailable
 from headrace_runtime.settings import Common
 from headrace_schemas.blobs import BlobRef
 
@@ -65,10 +65,15 @@ class BlobStore:
         return ref
 
     def get(self, ref: BlobRef) -> bytes:
-        """Fetch and check. Raises `CorruptBlob` when they disagree with `ref`, `Unavailable` when there are none."""
+        """Fetch and check. Raises `CorruptBlob` when they disagree with `ref`, `MissingBlob` when the store has none,
+        `Unavailable` when it does not answer."""
         path = self._path(ref.sha256)
         try:
             data: bytes = self._fs.cat_file(path)
+        except FileNotFoundError as error:
+            if self._answers():
+                raise MissingBlob(f"blob {ref.sha256} is not in {self.url}; restore it from a backup") from error
+            raise Unavailable(f"blob store {self.url} is empty or not there: {error}") from error
         except OSError as error:
             raise Unavailable(f"blob {ref.sha256} in {self.url}: {error}") from error
         if len(data) != ref.size or hashlib.sha256(data).hexdigest() != ref.sha256:
@@ -152,6 +157,13 @@ class BlobStore:
             if error.errno == errno.ENOTEMPTY:
                 return
             raise Unavailable(f"blob store {self.url}: {error}") from error
+
+    def _answers(self) -> bool:
+        """Whether the store holds anything: a folder that is not mounted, or a bucket that is not there, does not."""
+        try:
+            return bool(self._fs.exists(self._root)) and bool(self._fs.ls(self._root, detail=False))
+        except OSError:
+            return False
 
     async def aput(self, data: bytes) -> BlobRef:
         return await asyncio.to_thread(self.put, data)

@@ -10,10 +10,11 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
 from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.settings import BusSettings
-from headrace_runtime.wire import Record, decode
+from headrace_runtime.wire import Patience, Record
 from headrace_schemas import Event
 
 log = get_logger(__name__)
@@ -121,7 +122,7 @@ class Table(Generic[E_co]):
         event: E_co | None = None
         if record.value is not None:
             try:
-                received = await decode(record, self._blobs)
+                received = await Patience(SystemClock()).decode(record, self._blobs)
             except InvalidEvent as error:
                 await self._refuse(record, error)  # the row stays as it was
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from pathlib import Path
 
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.logs import get_logger
@@ -16,10 +17,16 @@ from headrace_schemas.base import utcnow
 log = get_logger(__name__)
 _HEADERS_MAX = 64
 _ERROR_LENGTH_MAX = 4096
+_TOLD_MAX = 10_000
 
 
-def dead_letter(service: str, record: Record, reason: str, error: str, attempts: int = 1) -> DeadLetter:
-    """The whole record with its reason. Counts it and logs where it came from, never what it said."""
+def dead_letter(
+    service: str, record: Record, reason: str, error: str, attempts: int = 1, event_id: str | None = None
+) -> DeadLetter:
+    """The whole record with its reason. Counts it and logs where it came from, never what it said.
+
+    `event_id` is that of the event, when there is one in the record; else the producer's word is all that there is.
+    """
     value = record.value or b""
     headers = {name: (text or b"").decode("utf-8", "replace") for name, text in record.headers[:_HEADERS_MAX]}
     DEAD_LETTERS.labels(record.topic, reason).inc()
@@ -32,7 +39,7 @@ def dead_letter(service: str, record: Record, reason: str, error: str, attempts:
         source_topic=record.topic,
         source_partition=record.partition if record.partition >= 0 else None,
         source_offset=record.offset if record.offset >= 0 else None,
-        source_id=headers.get("ce_id", "")[:512] or hashlib.sha256(value).hexdigest(),
+        source_id=event_id or headers.get("ce_id", "")[:512] or hashlib.sha256(value).hexdigest(),
         source_key=record.key.decode("utf-8", "replace")[:512] or None if record.key else None,
         headers=headers,
         value_base64=base64.b64encode(value).decode(),
@@ -42,13 +49,43 @@ def dead_letter(service: str, record: Record, reason: str, error: str, attempts:
     )
 
 
-class Refusals:
-    """Sends dead letters for services that read the bus without the stream host."""
+class Told:
+    """Ids of dead letters that are durable, in a file: a table is read from its beginning at each start, and what was
+    refused once would be refused again. The last few thousand are kept."""
 
-    def __init__(self, service: str, producer: EventProducer) -> None:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text(encoding="ascii", errors="replace").split() if path.exists() else []
+        self._names = dict.fromkeys(lines[-_TOLD_MAX:])
+        if len(lines) > _TOLD_MAX:
+            draft = path.with_name(f".{path.name}.draft")
+            draft.write_text("".join(f"{name}\n" for name in self._names), encoding="ascii")
+            draft.replace(path)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def add(self, name: str) -> None:
+        """Durable enough: what a power cut takes back is told once more."""
+        self._names[name] = None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="ascii") as file:
+            file.write(f"{name}\n")
+
+
+class Refusals:
+    """Sends dead letters for services that read the bus without the stream host. `folder` is the service's own."""
+
+    def __init__(self, service: str, producer: EventProducer, folder: Path | None = None) -> None:
         self._service = service
         self._producer = producer
+        self._told = Told(folder / "refused") if folder is not None else None
 
     async def __call__(self, record: Record, error: InvalidEvent) -> None:
         """Returns once the dead letter is durable. Raises `Unavailable` when the bus is away."""
-        await self._producer.send(dead_letter(self._service, record, error.reason, str(error)))
+        letter = dead_letter(self._service, record, error.reason, str(error))
+        if self._told is not None and letter.event_id in self._told:
+            return
+        await self._producer.send(letter)
+        if self._told is not None:
+            self._told.add(letter.event_id)

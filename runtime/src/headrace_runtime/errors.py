@@ -22,6 +22,10 @@ class DiskFull(Unavailable):
     """A disk has no room. Somebody has to make some, however long that takes: it is waited for and ends nobody."""
 
 
+class MissingBlob(Unavailable):
+    """The store answers and has no such blob. One that was just written may show late; then it is gone for good."""
+
+
 class CorruptBlob(HeadraceError):
     """Stored bytes do not hash to their name. Never loaded, never repaired by guessing."""
 
@@ -36,4 +40,13 @@ class Refused(HeadraceError):
         self.param = param
 
 
-__all__ = ["CorruptBlob", "DiskFull", "HeadraceError", "InvalidEvent", "Refused", "SettingError", "Unavailable"]
+__all__ = [
+    "CorruptBlob",
+    "DiskFull",
+    "HeadraceError",
+    "InvalidEvent",
+    "MissingBlob",
+    "Refused",
+    "SettingError",
+    "Unavailable",
+]

@@ -13,6 +13,7 @@ from typing import Any
 
 import faust
 
+import headrace_runtime.damage  # noqa: F401 (Faust reads through aiokafka: a damaged batch must not stop it)
 from headrace_runtime import disk
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.logs import get_logger

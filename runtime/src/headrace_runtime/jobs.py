@@ -10,12 +10,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy import ColumnElement, delete, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.metrics import JOBS
 from headrace_runtime.stream_tables import StreamTables
+from headrace_runtime.sweeping import COUNTED_MAX, count_some
 from headrace_runtime.upsert import upsert
 
 
@@ -88,7 +89,8 @@ class Jobs:
         """Every lease counts as an attempt, so whoever leased it later has another number."""
         return (self._table.c.job_id == job.job_id) & (self._table.c.attempts == job.attempts + 1)
 
-    async def count(self, tx: AsyncConnection, kind: str) -> int:
-        waiting = await tx.scalar(select(func.count()).where(self._table.c.kind == kind)) or 0
+    async def count(self, tx: AsyncConnection, kind: str, limit: int = COUNTED_MAX) -> int:
+        """How many wait, up to `limit`."""
+        waiting = await count_some(tx, self._table.c.kind == kind, self._table, limit)
         JOBS.labels(kind).set(waiting)
         return waiting

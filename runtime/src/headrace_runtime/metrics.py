@@ -8,6 +8,7 @@ EVENTS_HANDLED = Counter(
     "headrace_events_handled_total", "Events taken from the bus, by what became of them", ["topic", "outcome"]
 )
 DEAD_LETTERS = Counter("headrace_dead_letters_total", "Records refused for good", ["topic", "reason"])
+PAUSED = Gauge("headrace_consumer_paused", "1 while a consumer has stopped because it refused too much", ["service"])
 RETRIES = Counter("headrace_retries_total", "Batches tried again because something was away", ["service"])
 BATCH_SECONDS = Histogram(
     "headrace_batch_seconds",

@@ -24,6 +24,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from headrace_runtime.errors import SettingError
+from headrace_runtime.refusal_limit import RefusalBounds
 from headrace_schemas.redaction import is_secret
 
 ENV_PREFIX = "HEADRACE_"
@@ -105,6 +106,21 @@ class SecuritySettings(Section):
     """Bearer token between services, and for their metrics; required as soon as one of them listens beyond loopback."""
 
 
+class DeadLetterSettings(Section):
+    """When a consumer stops, because it refuses so much that it must be wrong itself; it goes on after a restart."""
+
+    run_max: Annotated[int, Field(ge=0)] = 100
+    """Records refused in a row after which a stream service or the trainer pauses; 0 never pauses for this."""
+    share_max: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """The share of the last `window` records above which it pauses; 1 never pauses for this."""
+    window: Annotated[int, Field(ge=10, le=100_000)] = 500
+    """Of how many records the share is taken, once there were so many."""
+
+    @property
+    def bounds(self) -> RefusalBounds:
+        return RefusalBounds(self.run_max, self.share_max, self.window)
+
+
 class Common(Section):
     """What all services share."""
 
@@ -117,6 +133,7 @@ class Common(Section):
     blobs: BlobSettings = BlobSettings()
     logs: LogSettings = LogSettings()
     security: SecuritySettings = SecuritySettings()
+    dead_letters: DeadLetterSettings = DeadLetterSettings()
 
 
 class ServiceSettings(Section):

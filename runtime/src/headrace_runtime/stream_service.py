@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from starlette.routing import BaseRoute
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
 
 from headrace_runtime import disk, migrations, topics, web
 from headrace_runtime.blobs import BlobStore
@@ -15,7 +17,7 @@ from headrace_runtime.database import Database
 from headrace_runtime.faust_host import FaustHost
 from headrace_runtime.logs import get_logger
 from headrace_runtime.outbox import Outbox
-from headrace_runtime.processor import DEFAULT_LIMITS, Handler, Limits, Processor, Step
+from headrace_runtime.processor import DEFAULT_LIMITS, Handler, Limits, Processor, Step, in_turns
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common, ServiceSettings
 from headrace_runtime.stream_tables import StreamTables
@@ -25,7 +27,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """A step that runs every `interval_s`, after the one before it has ended."""
+    """A step that runs every `interval_s`, after the one before it has ended, and again while it is `Unfinished`."""
 
     interval_s: float
     step: Step
@@ -68,14 +70,19 @@ async def run(service: StreamService, common: Common, settings: ServiceSettings)
             outbox=Outbox(database, service.tables, producer, clock),
             blobs=blobs,
             clock=clock,
-            limits=service.limits,
+            limits=replace(service.limits, refusals=common.dead_letters.bounds),
             ends_of=service.ends_of,
             settle=service.settle,
         )
         group_id, folder = f"headrace-{service.name}", common.data_dir / "faust"
         host = FaustHost(processor, tuple(service.handlers), common.bus, group=group_id, folder=folder)
-        checks: dict[str, web.Check] = {"bus": host.assigned.is_set, "database": database.ready}
-        async with web.serve(web.app(checks, service.routes(processor), common), settings) as port:
+        checks: dict[str, web.Check] = {
+            "bus": host.assigned.is_set,
+            "database": database.ready,
+            "consumer": lambda: processor.paused is None,
+        }
+        routes = [*service.routes(processor), resume_route(processor, common)]
+        async with web.serve(web.app(checks, routes, common), settings) as port:
             log.info("listening", port=port)
             async with asyncio.TaskGroup() as group:
                 group.create_task(host.run())
@@ -88,10 +95,22 @@ async def run(service: StreamService, common: Common, settings: ServiceSettings)
         await database.close()
 
 
+def resume_route(processor: Processor, common: Common) -> Route:
+    """`POST /resume` lets a consumer go on that has paused because it refused too much."""
+
+    async def resume(request: Request) -> Response:
+        web.require_internal_key(request, common)
+        paused = processor.paused
+        processor.resume()
+        return JSONResponse({"paused_because": paused})
+
+    return Route("/resume", resume, methods=["POST"])
+
+
 async def _repeat(processor: Processor, timer: Timer) -> None:
     while True:
         await asyncio.sleep(timer.interval_s)
-        await processor.step(timer.step)
+        await in_turns(processor.clock, lambda: processor.step(timer.step))
 
 
 async def _as_coroutine(work: Awaitable[None]) -> None:

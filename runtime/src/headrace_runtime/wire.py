@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from headrace_runtime import tracing
+from headrace_runtime import damage, tracing
 from headrace_runtime.blobs import BlobStore
-from headrace_runtime.errors import CorruptBlob, InvalidEvent
+from headrace_runtime.clock import Clock
+from headrace_runtime.errors import CorruptBlob, InvalidEvent, MissingBlob
 from headrace_schemas import EVENTS, Event
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX, BlobRef
 from headrace_schemas.envelope import Envelope, Headers
 
+_SHOWS_WITHIN_S = 2.0
 RawHeaders = tuple[tuple[str, bytes | None], ...]
 
 
@@ -72,9 +74,13 @@ def tombstone(topic: str, key: str) -> Outgoing:
 async def decode(record: Record, blobs: BlobStore, *, topic: str | None = None) -> Received:
     """The event in `record`. `topic` names the event type when the record's own topic is a copy of another.
 
-    Raises `InvalidEvent` for bytes that can never become valid, `Unavailable` when a referenced blob cannot be fetched.
+    Raises `InvalidEvent` for bytes that can never become valid, `Unavailable` when a referenced blob cannot be fetched,
+    `MissingBlob` of these when the store answers and has none.
     """
     model = EVENTS.get(topic or record.topic)
+    found = dict(record.headers).get(damage.HEADER)
+    if found is not None:
+        raise InvalidEvent("damaged_record", f"the batch cannot be read, {found.decode('utf-8', 'replace')}")
     if model is None:
         raise InvalidEvent("unknown_topic", f"no event is defined for topic {record.topic}")
     if record.value is None:
@@ -91,6 +97,27 @@ async def decode(record: Record, blobs: BlobStore, *, topic: str | None = None) 
     except ValueError:  # `derived_id` refuses it
         raise InvalidEvent("invalid_event", f"{model.type}: an identifier holds a NUL character") from None
     return Received(event, envelope, record)
+
+
+class Patience:
+    """Waits once, however many blobs of a batch are missing: a store may show late what was just written."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._waited = False
+
+    async def decode(self, record: Record, blobs: BlobStore, *, topic: str | None = None) -> Received:
+        """`decode`, in which a blob that stays missing is damage like any other: raises `InvalidEvent`."""
+        try:
+            return await decode(record, blobs, topic=topic)
+        except MissingBlob:
+            if not self._waited:
+                self._waited = True
+                await self._clock.sleep(_SHOWS_WITHIN_S)
+        try:
+            return await decode(record, blobs, topic=topic)
+        except MissingBlob as error:
+            raise InvalidEvent("missing_blob", str(error)) from error
 
 
 async def _fetch(kind: str, value: bytes, blobs: BlobStore) -> bytes:

@@ -56,7 +56,7 @@ class Envelope:
         """
         texts = {name: _text(value) for name, value in headers if value is not None}
         return cls(
-            id=texts.get("ce_id") or event.event_id,
+            id=event.event_id,  # a stranger's `ce_id` could be that of an event to come, which would pass for a repeat
             type=event.type,
             source=texts.get("ce_source") or "unknown",
             time=event.time,

@@ -59,11 +59,29 @@ class _Turn:
     experiences: list[str] = field(default_factory=list)
 
 
+_Name = tuple[str, str]
+"""Tenant and id: ids of one tenant's own calls say nothing about another's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Trajectory:
+    """What a trajectory says of its turns, until it is known whether it was taken or refused."""
+
+    event_id: str
+    tenant: str
+    model: str
+    turn_ids: tuple[str, ...]
+    left_out: Mapping[str, str]
+    eval: bool
+    ingested: bool
+
+
 @dataclass(slots=True)
 class _Experience:
     """A branch on its way to training: its newest revision, and what each lineage made of each revision."""
 
     model: str
+    tenant: str
     trajectory: str
     turn_ids: frozenset[str]
     revision: int
@@ -76,8 +94,9 @@ class Books:
     def __init__(self, lineages: Mapping[str, str] | None = None) -> None:
         self._named = dict(lineages or {})
         self._complete = True
-        self._turns: dict[str, _Turn] = defaultdict(_Turn)
+        self._turns: dict[_Name, _Turn] = defaultdict(_Turn)
         self._trajectories: dict[str, str] = {}
+        self._arrived: dict[str, _Trajectory] = {}
         self._experiences: dict[str, _Experience] = {}
         self._reports: dict[str, int] = {}
         self._verdicts: dict[tuple[str, str], dict[int, Verdict]] = defaultdict(dict)
@@ -90,7 +109,7 @@ class Books:
         """Other events than those of `TOPICS` are passed over."""
         match event:
             case Turn():
-                turn = self._turns[event.turn_id]
+                turn = self._turns[event.tenant, event.turn_id]
                 turn.captured, turn.model = True, event.model
                 turn.eval = turn.eval or event.purpose == "eval"
             case Trajectory():
@@ -104,30 +123,47 @@ class Books:
                     self._refused.add(event.source_id)
 
     def _add_trajectory(self, event: Trajectory) -> None:
-        if event.trajectory_id in self._trajectories:
+        if event.trajectory_id in self._arrived:
             return
-        self._trajectories[event.trajectory_id] = event.event_id
-        left_out = {item.turn_id: item.reason for item in event.left_out}
-        spoken = {turn_id for branch in event.branches for turn_id in branch.turn_ids}
-        for turn_id in event.turn_ids:
-            turn = self._turns[turn_id]
-            if turn.trajectory is not None:
-                self._problem(f"turn {turn_id} is in two trajectories, {turn.trajectory} and {event.trajectory_id}")
-            if turn_id in left_out and turn_id in spoken:
-                self._problem(f"trajectory {event.trajectory_id} both trains on turn {turn_id} and leaves it out")
-            turn.trajectory = event.trajectory_id
-            turn.left_out = left_out.get(turn_id)
-            turn.eval = turn.eval or event.purpose == "eval"
-            if event.end_reason == "ingest":  # another runtime made the calls: they are captured here
-                turn.captured, turn.model = True, event.model
+        left_out = {item.turn_id: str(item.reason) for item in event.left_out}
+        both = sorted(left_out.keys() & {turn_id for branch in event.branches for turn_id in branch.turn_ids})
+        if both:
+            self._problem(f"trajectory {event.trajectory_id} both trains on turn {both[0]} and leaves it out")
+        self._arrived[event.trajectory_id] = _Trajectory(
+            event.event_id,
+            event.tenant,
+            event.model,
+            event.turn_ids,
+            left_out,
+            eval=event.purpose == "eval",
+            ingested=event.end_reason == "ingest",
+        )
+
+    def _claim_turns(self) -> None:
+        """Turns belong to the trajectory that was taken; one that was refused has those that no other holds."""
+        refused = {name for name, one in self._arrived.items() if one.event_id in self._refused}
+        for name, one in sorted(self._arrived.items(), key=lambda item: item[0] in refused):
+            self._trajectories[name] = one.event_id
+            for turn_id in one.turn_ids:
+                turn = self._turns[one.tenant, turn_id]
+                if turn.trajectory is not None:
+                    if name not in refused:
+                        self._problem(f"turn {turn_id} is in two trajectories, {turn.trajectory} and {name}")
+                    continue
+                turn.trajectory = name
+                turn.left_out = one.left_out.get(turn_id)
+                turn.eval = turn.eval or one.eval
+                if one.ingested or (name in refused and not turn.captured):  # made elsewhere, and captured here
+                    turn.captured, turn.model = True, one.model
 
     def _add_experience(self, event: Experience) -> None:
         found = self._experiences.get(event.experience_id)
         if found is None:
-            found = _Experience(event.model, event.trajectory_id, frozenset(event.turn_ids), event.revision, {})
+            turn_ids = frozenset(event.turn_ids)
+            found = _Experience(event.model, event.tenant, event.trajectory_id, turn_ids, event.revision, {})
             self._experiences[event.experience_id] = found
             for turn_id in found.turn_ids:
-                self._turns[turn_id].experiences.append(event.experience_id)
+                self._turns[event.tenant, turn_id].experiences.append(event.experience_id)
         elif found.turn_ids != frozenset(event.turn_ids):
             self._problem(f"experience {event.experience_id}: its revisions are about different turns")
         found.revision = max(found.revision, event.revision)
@@ -161,11 +197,12 @@ class Books:
         """
         self._complete = complete
         lineages = {model: lineage for model, (_, lineage) in self._latest.items()} | self._named
+        self._claim_turns()
         self._check_verdicts()
         self._check_experiences()
         self._check_turns()
         standings = collections.Counter(
-            self._standing(turn_id, turn, lineages) for turn_id, turn in self._turns.items() if turn.captured
+            self._standing(turn_id, turn, lineages) for (_, turn_id), turn in self._turns.items() if turn.captured
         )
         waiting = {name: count for (state, name), count in sorted(standings.items()) if state == "waiting"}
         dropped = {name: count for (state, name), count in sorted(standings.items()) if state == "dropped"}
@@ -225,12 +262,13 @@ class Books:
             if experience.trajectory not in self._trajectories:
                 self._missing(f"experience {name} is of trajectory {experience.trajectory}, which nobody published")
                 continue
-            strays = [one for one in experience.turn_ids if self._turns[one].trajectory != experience.trajectory]
+            tenant, trajectory = experience.tenant, experience.trajectory
+            strays = [one for one in experience.turn_ids if self._turns[tenant, one].trajectory != trajectory]
             if strays:
                 self._problem(f"experience {name} names turns that are not of its trajectory: {sorted(strays)[:3]}")
 
     def _check_turns(self) -> None:
-        for turn_id, turn in self._turns.items():
+        for (_, turn_id), turn in self._turns.items():
             if not turn.captured:
                 self._missing(f"turn {turn_id} went on without having been captured")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -101,7 +101,7 @@ class Topics:
             self._consumer.seek(partition, start)
         idle = 0
         while spans:
-            batches = await self._consumer.getmany(timeout_ms=_POLL_MS, max_records=_BATCH_MAX)
+            batches = await self._poll(spans)
             idle = 0 if batches else idle + 1
             if idle > _IDLE_POLLS_MAX:
                 raise Unreachable(f"topic {wanted.topic}: the bus has stopped sending")
@@ -111,6 +111,25 @@ class Topics:
                     if message.offset < end and (not wanted.keys or _key(message) in wanted.keys):
                         yield message
             await self._advance(spans, progress)
+
+    async def _poll(self, spans: Iterable[TopicPartition]) -> Mapping[TopicPartition, Sequence[ConsumerRecord]]:
+        """What came. A batch that fails its checksum is passed, offset by offset; its consumer dead-letters it."""
+        from aiokafka.errors import CorruptRecordException
+
+        try:
+            found: Mapping[TopicPartition, Sequence[ConsumerRecord]] = await self._consumer.getmany(
+                timeout_ms=_POLL_MS, max_records=_BATCH_MAX
+            )
+        except CorruptRecordException:
+            for partition in spans:
+                at = await self._consumer.position(partition)
+                try:
+                    await self._consumer.getmany(partition, timeout_ms=_POLL_MS, max_records=1)
+                except CorruptRecordException:
+                    at += 1
+                self._consumer.seek(partition, at)
+            return {}
+        return found
 
     async def _advance(self, spans: dict[TopicPartition, tuple[int, int]], progress: Progress) -> None:
         """Count what was passed, and forget partitions that are read to their end."""

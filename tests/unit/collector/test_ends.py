@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
+from headrace_collector.idle import find_idle
+from headrace_collector.settings import Settings
 from headrace_schemas import DeadLetter, SessionEnd, Trajectory
 from tests.support.streams import START, Bench
 from tests.support.turns import after, ask, commit, end, feedback, tool, user
@@ -235,3 +239,18 @@ async def test_a_redelivered_end_closes_nothing_twice(stream: Bench, times: int)
     for _ in range(times):
         await stream.deliver(record)
     assert len(turns_of(stream)) == 1
+
+
+async def test_nothing_is_idle_until_a_restarted_collector_has_been_there_as_long(stream: Bench) -> None:
+    await stream.deliver(ask([user("q")]))
+    stream.clock.advance(10_000)  # it was away, and the client's next turn waits on the bus
+    restarted = stream.clock.now()
+    settings = Settings()
+    idle = partial(find_idle, settings=settings, started=restarted, turns_end={0: 1})
+    for seconds in (0, settings.idle_s - 1):
+        stream.clock.advance(seconds)
+        await stream.step(idle)
+        assert await stream.count("ends") == 0
+    stream.clock.advance(2)
+    await stream.step(idle)
+    assert await stream.count("ends") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -137,19 +136,22 @@ async def test_a_large_event_is_owed_as_a_reference(stream: Bench, outbox: Outbo
     assert size < 512
 
 
-async def test_more_than_are_sent_at_once_are_all_sent(stream: Bench, outbox: Outbox) -> None:
-    names = [*map(str, range(1201))]
+async def test_more_than_one_batch_is_sent_and_forgotten_whole(stream: Bench, outbox: Outbox) -> None:
+    names = [f"{number:04}" for number in range(1203)]
     await owe(stream, outbox, *names)
     await outbox.flush()
     assert sent(stream) == names
+    await owe(stream, outbox, "last")
+    await outbox.flush()
+    await owe(stream, outbox)
+    assert await stream.count("outbox") == 0, "every row that was acknowledged is gone"
 
 
-async def test_what_was_rolled_back_does_not_leave_with_the_next_transaction(stream: Bench, outbox: Outbox) -> None:
-    with contextlib.suppress(RuntimeError):
-        async with stream.processor.database.transaction() as tx:
-            await outbox.add(tx, await outbox.encode([reward("never")]))
-            raise RuntimeError("the effect failed")
+async def test_what_was_rolled_back_is_never_sent(stream: Bench, outbox: Outbox) -> None:
+    async with stream.aborted() as tx:
+        await outbox.add(tx, await outbox.encode([reward("never")]))
     outbox.rolled_back()
     await owe(stream, outbox)
     await outbox.flush()
     assert sent(stream) == []
+    assert await stream.count("outbox") == 0

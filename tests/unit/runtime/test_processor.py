@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 from sqlalchemy import Column, Integer, MetaData, Table, Text, insert, select
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.errors import InvalidEvent, Unavailable
-from headrace_runtime.processor import Handling, StepFailed, position
+from headrace_runtime.processor import Handling, StepFailed, Unfinished, in_turns, position
+from headrace_runtime.refusal_limit import RefusalBounds, RefusalLimit
 from headrace_runtime.stream_tables import StreamTables
 from headrace_runtime.wire import Outgoing
 from headrace_schemas import DeadLetter, Event, Feedback, Reward, SessionEnd
@@ -272,3 +275,92 @@ async def test_ids_that_may_come_again_outlive_pruning(stream: Bench) -> None:
     await stream.deliver(again)
     assert await stream.count("seen") == 1
     assert await stream.count("effects") == rows
+
+
+async def test_a_refused_record_has_one_dead_letter_however_often_it_is_delivered(stream: Bench) -> None:
+    poison = stream.append("feedback", b"{")
+    for _ in range(3):
+        await stream.deliver(poison)
+    assert len(stream.sent(DeadLetter)) == 1
+
+
+async def test_a_missing_blob_is_waited_for_and_then_costs_one_record(stream: Bench) -> None:
+    blobs = stream.processor.blobs
+    blobs.put(b"the store answers")
+    lost, late = feedback("lost"), feedback("late")
+    records = []
+    for event in (lost, late):
+        ref = blobs.ref(event.to_json())
+        record = stream.append("feedback", ref.model_dump_json().encode(), event)
+        records.append(replace(record, headers=(*record.headers, ("ce_dataref", ref.uri.encode()))))
+    blobs.put(late.to_json())
+    await stream.deliver(*records, feedback("a"))
+    assert await done(stream) == ["late", "a"]
+    (letter,) = stream.sent(DeadLetter)
+    assert (letter.reason, letter.source_offset) == ("missing_blob", 0)
+
+
+async def test_a_store_that_is_away_is_no_missing_blob(stream: Bench) -> None:
+    ref = stream.processor.blobs.ref(b"x" * 10)
+    record = stream.append("feedback", ref.model_dump_json().encode())
+    with pytest.raises(Unavailable):
+        await stream.deliver(replace(record, headers=(("ce_dataref", ref.uri.encode()),)))
+    assert stream.sent(DeadLetter) == []
+
+
+async def test_a_serialization_failure_is_tried_again_and_is_no_poison(stream: Bench, handlers: Handlers) -> None:
+    conflict = RuntimeError("could not serialize access")
+    conflict.sqlstate = "40001"  # type: ignore[attr-defined]
+    handlers.on["a"] = [DBAPIError("UPDATE", None, conflict)] * 5
+    await stream.deliver(feedback("a"))
+    assert await done(stream) == published(stream) == ["a"]
+    assert stream.sent(DeadLetter) == []
+
+
+async def test_events_of_a_rolled_back_transaction_are_not_sent_with_the_next(
+    stream: Bench, handlers: Handlers
+) -> None:
+    handlers.settle_fails = Unavailable("the settling step cannot be done now")
+    with pytest.raises(Unavailable):
+        await stream.deliver(feedback("a"))
+    handlers.settle_fails = None
+    await stream.deliver(feedback("b"))
+    assert published(stream) == ["b"]
+
+
+async def test_a_consumer_that_refuses_everything_pauses_and_goes_on_when_told(stream: Bench) -> None:
+    stream.processor._refusals = RefusalLimit(RefusalBounds(run_max=3))
+    records = [stream.append("feedback", b"{") for _ in range(8)]
+    work = asyncio.create_task(stream.deliver(*records, feedback("a")))
+    await _until_paused(stream)
+    assert stream.processor.paused is not None
+    assert "3 records in a row" in stream.processor.paused
+    assert [letter.source_offset for letter in stream.sent(DeadLetter)] == [0, 1, 2]
+    await stream.step(_nothing)  # timers go on
+    stream.processor._refusals = RefusalLimit(RefusalBounds())
+    stream.processor.resume()
+    await work
+    assert len(stream.sent(DeadLetter)) == 8
+    assert await done(stream) == ["a"]
+
+
+async def _until_paused(stream: Bench) -> None:
+    async with asyncio.timeout(30):
+        while stream.processor.paused is None:  # noqa: ASYNC110 - a field of the processor, not an event
+            await asyncio.sleep(0.01)
+
+
+async def _nothing(_tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+    return []
+
+
+async def test_steps_are_repeated_while_they_are_unfinished(stream: Bench) -> None:
+    left: list[list[Event]] = [Unfinished(), Unfinished(), []]
+    ran: list[int] = []
+
+    async def some(_tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+        ran.append(len(left))
+        return left.pop(0)
+
+    await in_turns(stream.clock, lambda: stream.processor.step(some))
+    assert ran == [3, 2, 1]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
-
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_collector import schema, upkeep
 from headrace_collector.handlers import ENDS_OF, Collector
@@ -17,14 +14,15 @@ from headrace_runtime import stream_service
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor, Step
+from headrace_runtime.processor import Processor, in_turns
 from headrace_runtime.settings import Common
 from headrace_runtime.stream_service import StreamService, Timer
-from headrace_schemas import Event
 
 log = get_logger(__name__)
 _ENDS_INTERVAL_S = 0.5
-_UPKEEP_INTERVAL_S = 5.0
+_BOUNDS_INTERVAL_S = 5.0
+_FORGET_INTERVAL_S = 1.0
+_TARGETS_INTERVAL_S = 5.0
 _IDLE_INTERVAL_S = 1.0
 
 
@@ -46,18 +44,14 @@ def service(settings: Settings, started: datetime) -> StreamService:
         },
         ends_of=ENDS_OF,
         settle=collector.settle,
-        timers=[Timer(_ENDS_INTERVAL_S, collector.settle), Timer(_UPKEEP_INTERVAL_S, _upkeep(settings))],
+        timers=[
+            Timer(_ENDS_INTERVAL_S, collector.settle),
+            Timer(_BOUNDS_INTERVAL_S, partial(upkeep.keep_bounds, settings=settings)),
+            Timer(_FORGET_INTERVAL_S, partial(upkeep.forget, settings=settings)),
+            Timer(_TARGETS_INTERVAL_S, partial(upkeep.find_targets, settings=settings)),
+        ],
         workers=lambda processor: [_watch_idle(processor, settings, started)],
     )
-
-
-def _upkeep(settings: Settings) -> Step:
-    async def step(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-        await upkeep.keep_bounds(tx, now, settings)
-        await upkeep.forget(tx, now, settings)
-        return await upkeep.find_targets(tx, now, settings)
-
-    return step
 
 
 async def _watch_idle(processor: Processor, settings: Settings, started: datetime) -> None:
@@ -70,4 +64,5 @@ async def _watch_idle(processor: Processor, settings: Settings, started: datetim
         except Unavailable as error:
             log.warning("idle_postponed", error=str(error))
             continue
-        await processor.step(partial(find_idle, settings=settings, started=started, turns_end=turns_end))
+        step = partial(find_idle, settings=settings, started=started, turns_end=turns_end)
+        await in_turns(processor.clock, partial(processor.step, step))

@@ -17,14 +17,15 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_collector import applies
 from headrace_collector.closing import Candidate, Choose, close_runs
-from headrace_collector.schema import ends, sessions, stream
+from headrace_collector.schema import IS_OPEN, ends, sessions, stream
 from headrace_collector.settings import Settings
 from headrace_runtime.clock import epoch_ms
+from headrace_runtime.processor import Unfinished
 from headrace_schemas import Event
 from headrace_schemas.events.trajectory import EndReason
 
 _AT_ONCE_MAX = 200
-"""Ends that one transaction applies; a timer takes the rest."""
+"""Ends that one transaction applies; the timer takes the rest, until nothing is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ async def remember(tx: AsyncConnection, now: datetime, *found: End) -> None:
         await tx.execute(insert(ends), rows)
 
 
-async def apply_ends(tx: AsyncConnection, now: datetime, settings: Settings, started: datetime) -> list[Event]:
+async def apply_ends(tx: AsyncConnection, now: datetime, settings: Settings, started: datetime) -> Sequence[Event]:
     """Apply what is due, oldest first, and return the trajectories. `started` is when this service did."""
     due = await _due(tx, now, settings, started)
     if not due:
@@ -77,7 +78,7 @@ async def apply_ends(tx: AsyncConnection, now: datetime, settings: Settings, sta
     await tx.execute(delete(ends).where(ends.c.id.in_([row["id"] for row in due])))
     if any(row["session_key"] is None for row in due):
         events += await apply_ends(tx, now, settings, started)
-    return events
+    return Unfinished(events) if len(due) == _AT_ONCE_MAX else events
 
 
 async def _due(tx: AsyncConnection, now: datetime, settings: Settings, started: datetime) -> Sequence[RowMapping]:
@@ -106,7 +107,7 @@ async def _spread(tx: AsyncConnection, row: RowMapping) -> None:
     names = ["tenant", "session_key", "partition", "turns_until", "feedback_until", "reason", "before_ms", "at_ms"]
     given = {name: literal(row[name], ends.c[name].type) for name in names if name != "session_key"}
     each = select(*[given.get(name, sessions.c.session_key) for name in names]).where(
-        sessions.c.tenant == row["tenant"], sessions.c.partition == row["partition"], sessions.c.open_turns > 0
+        sessions.c.tenant == row["tenant"], sessions.c.partition == row["partition"], IS_OPEN
     )
     await tx.execute(insert(ends).from_select(names, each))
 

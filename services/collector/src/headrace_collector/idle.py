@@ -13,9 +13,10 @@ from headrace_collector.ends import End, remember
 from headrace_collector.schema import sessions
 from headrace_collector.settings import Settings
 from headrace_runtime.clock import epoch_ms
+from headrace_runtime.processor import Unfinished
 from headrace_schemas import Event
 
-_AT_ONCE_MAX = 200
+_AT_ONCE_MAX = 50
 
 
 async def find_idle(
@@ -46,4 +47,4 @@ async def find_idle(
         check_ms = min(busy, default=epoch_ms(now)) + epoch_ms(now) - since_ms
         await tx.execute(update(sessions).where(sessions.c.session_key == row["session_key"]).values(check_ms=check_ms))
     await remember(tx, now, *found)
-    return []
+    return Unfinished() if len(rows) == _AT_ONCE_MAX else []

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Column, Index, Integer, LargeBinary, MetaData, Table, Text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    literal_column,
+    text,
+)
 
 from headrace_runtime.stream_tables import Id, StreamTables
 
 metadata = MetaData()
 stream = StreamTables(metadata)
+
+
+def _partial(name: str, *columns: str, where: str) -> Index:
+    """An index over the few rows that a timer looks for among the many that are remembered.
+
+    A query uses it only when its own condition is spelled like `where`, with no parameter in it (`IS_OPEN`, `IS_OVER`).
+    """
+    return Index(name, *columns, sqlite_where=text(where), postgresql_where=text(where))
+
 
 sessions = Table(
     "sessions",
@@ -22,8 +43,13 @@ sessions = Table(
     Column("seen_ms", BigInteger, nullable=False),
     Column("check_ms", BigInteger),  # when a run may have become idle; null while none is open
     Index("ix_sessions_check", "check_ms"),
-    Index("ix_sessions_tenant", "tenant", "partition"),
+    _partial("ix_sessions_open", "seen_ms", where="open_turns > 0"),
+    _partial("ix_sessions_over", "seen_ms", where="open_turns = 0"),
+    _partial("ix_sessions_tenant", "tenant", "partition", where="open_turns > 0"),
 )
+
+IS_OPEN = sessions.c.open_turns > literal_column("0")
+IS_OVER = sessions.c.open_turns == literal_column("0")
 
 turns = Table(
     "turns",
@@ -47,8 +73,9 @@ turns = Table(
     Column("trajectory_id", Text),  # null while the run is open
     Column("closed_ms", BigInteger),
     Column("payload", LargeBinary),  # the event; null once a closed run's retention is over
-    Index("ix_turns_session", "session_key"),
+    Index("ix_turns_session", "session_key", "closed_ms"),
     Index("ix_turns_closed", "closed_ms"),
+    _partial("ix_turns_kept", "closed_ms", where="payload IS NOT NULL"),
 )
 
 feedback = Table(
@@ -63,7 +90,7 @@ feedback = Table(
     Column("resolved", Boolean, nullable=False),  # whether its target has been found
     Column("used_ms", BigInteger),  # when the last run that it could be about was closed
     Column("payload", LargeBinary, nullable=False),
-    Index("ix_feedback_session", "session_key"),
+    Index("ix_feedback_session", "session_key", "used_ms"),
     Index("ix_feedback_resolved", "resolved", "at_ms"),
 )
 

@@ -92,7 +92,7 @@ async def facts_of_session(tx: AsyncConnection, session_key: str, since_ms: int)
     own = select(*_FACTS).where(turns.c.session_key == session_key)
     closed = own.where(turns.c.closed_ms >= since_ms).order_by(turns.c.closed_ms.desc()).limit(_CLOSED_MAX)
     found = []
-    for query in (own.where(turns.c.trajectory_id.is_(None)), closed):
+    for query in (own.where(turns.c.closed_ms.is_(None)), closed):
         found += [_facts(row) for row in (await tx.execute(query)).mappings()]
     return found
 

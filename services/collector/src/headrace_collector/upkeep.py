@@ -10,58 +10,71 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_collector import metrics
 from headrace_collector.ends import End, remember
-from headrace_collector.schema import ends, feedback, sessions, stream, turns
+from headrace_collector.schema import IS_OPEN, IS_OVER, ends, feedback, sessions, stream, turns
 from headrace_collector.settings import Settings
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.dead_letters import dead_letter
+from headrace_runtime.processor import Unfinished
+from headrace_runtime.sweeping import AT_ONCE_MAX, COUNTED_MAX, count_some, remove_some
 from headrace_runtime.wire import Record
-from headrace_schemas import DeadLetter, Feedback
+from headrace_schemas import Event, Feedback
 from headrace_schemas.ids import key_of_response
 
-_AT_ONCE_MAX = 500
+_SURPLUS_AT_ONCE_MAX = 500
+_TARGETS_AT_ONCE_MAX = 50
 
 
-async def keep_bounds(tx: AsyncConnection, now: datetime, settings: Settings) -> None:
+async def keep_bounds(tx: AsyncConnection, now: datetime, settings: Settings) -> Sequence[Event]:
     """Close the sessions that were not seen for longest when there are too many, and measure."""
-    is_open = sessions.c.open_turns > 0
-    count = await tx.scalar(select(func.count()).where(is_open)) or 0
+    count = await count_some(tx, IS_OPEN, sessions, settings.open_sessions_max + _SURPLUS_AT_ONCE_MAX)
     metrics.OPEN_SESSIONS.set(count)
-    metrics.WAITING_ENDS.set(await tx.scalar(select(func.count()).select_from(ends)) or 0)
-    metrics.WAITING_FEEDBACK.set(await tx.scalar(select(func.count()).where(feedback.c.resolved.is_(False))) or 0)
-    surplus = min(count - settings.open_sessions_max, _AT_ONCE_MAX)
+    metrics.WAITING_ENDS.set(await count_some(tx, None, ends, COUNTED_MAX))
+    metrics.WAITING_FEEDBACK.set(await count_some(tx, feedback.c.resolved.is_(False), feedback, COUNTED_MAX))
+    surplus = count - settings.open_sessions_max
     if surplus > 0:
-        oldest = select(sessions).where(is_open).order_by(sessions.c.seen_ms).limit(surplus)
+        oldest = select(sessions).where(IS_OPEN).order_by(sessions.c.seen_ms).limit(surplus)
         rows = (await tx.execute(oldest)).mappings()
         await remember(tx, now, *(End(row["tenant"], row["session_key"], row["partition"], "limit") for row in rows))
+    return []
 
 
-async def forget(tx: AsyncConnection, now: datetime, settings: Settings) -> None:
-    """Drop the content of closed turns after `retention_s`, and all trace of them after `remember_s`."""
+async def forget(tx: AsyncConnection, now: datetime, settings: Settings) -> Sequence[Event]:
+    """Drop content of closed turns after `retention_s`, and all trace of them after `remember_s`: some at a time."""
     dropped = epoch_ms(now - timedelta(seconds=settings.retention_s))
     forgotten = epoch_ms(now - timedelta(seconds=settings.remember_s))
-    stale = select(turns.c.turn_id).where(turns.c.closed_ms <= dropped, turns.c.payload.is_not(None))
-    await tx.execute(update(turns).where(turns.c.turn_id.in_(stale.limit(_AT_ONCE_MAX))).values(payload=None))
-    old = select(turns.c.turn_id).where(turns.c.closed_ms <= forgotten).limit(_AT_ONCE_MAX)
-    await tx.execute(delete(turns).where(turns.c.turn_id.in_(old)))
-    await tx.execute(delete(feedback).where(feedback.c.resolved, feedback.c.at_ms <= forgotten))
-    await tx.execute(delete(sessions).where(sessions.c.open_turns == 0, sessions.c.seen_ms <= forgotten))
+    closed, said, seen = turns.c.closed_ms, feedback.c.at_ms, sessions.c.seen_ms
+    stale = select(turns.c.turn_id).where(closed <= dropped, turns.c.payload.is_not(None)).order_by(closed)
+    kept = update(turns).where(turns.c.turn_id.in_(stale.limit(AT_ONCE_MAX))).values(payload=None)
+    more = [
+        (await tx.execute(kept)).rowcount >= AT_ONCE_MAX,
+        await remove_some(tx, turns, closed <= forgotten, order=closed),
+        await remove_some(tx, feedback, feedback.c.resolved & (said <= forgotten), order=said),
+        await remove_some(tx, sessions, IS_OVER & (seen <= forgotten), order=seen),
+    ]
+    return Unfinished() if any(more) else []
 
 
-async def find_targets(tx: AsyncConnection, now: datetime, settings: Settings) -> list[DeadLetter]:
-    """Look whether feedback that has waited long enough is about anything that exists; dead-letter the rest."""
+async def find_targets(tx: AsyncConnection, now: datetime, settings: Settings) -> Sequence[Event]:
+    """Look whether feedback that has waited long enough is about anything that exists; dead-letter the rest.
+
+    Only the oldest is looked at: where a partition of `turns` lags, what came after its feedback waits with it.
+    """
     waited = now - timedelta(seconds=settings.feedback_wait_s)
     overdue = waited - timedelta(seconds=settings.end_wait_s)
     reached = select(stream.positions.c.next_offset).where(
         stream.positions.c.topic == "turns", stream.positions.c.partition == feedback.c.partition
     )
-    due = select(feedback).where(
-        feedback.c.resolved.is_(False),
-        feedback.c.at_ms <= epoch_ms(waited),
-        (feedback.c.turns_until <= func.coalesce(reached.scalar_subquery(), 0))
-        | (feedback.c.at_ms <= epoch_ms(overdue)),
+    oldest = (
+        select(feedback.c.event_id)
+        .where(feedback.c.resolved.is_(False), feedback.c.at_ms <= epoch_ms(waited))
+        .order_by(feedback.c.at_ms)
+        .limit(_TARGETS_AT_ONCE_MAX)
     )
-    rows: Sequence[RowMapping] = (await tx.execute(due.limit(_AT_ONCE_MAX))).mappings().all()
-    letters = []
+    reached_it = feedback.c.turns_until <= func.coalesce(reached.scalar_subquery(), 0)
+    due = select(feedback).where(feedback.c.event_id.in_(oldest), reached_it | (feedback.c.at_ms <= epoch_ms(overdue)))
+    in_order = due.order_by(feedback.c.at_ms, feedback.c.source_offset)
+    rows: Sequence[RowMapping] = (await tx.execute(in_order)).mappings().all()
+    letters: list[Event] = []
     found = []
     for row in rows:
         event = Feedback.from_json(row["payload"])
@@ -76,7 +89,7 @@ async def find_targets(tx: AsyncConnection, now: datetime, settings: Settings) -
             await tx.execute(delete(stream.seen).where(stream.seen.c.event_id == row["event_id"]))  # may be retried
     if found:
         await tx.execute(update(feedback).where(feedback.c.event_id.in_(found)).values(resolved=True))
-    return letters
+    return Unfinished(letters) if rows else letters
 
 
 async def _has_target(tx: AsyncConnection, event: Feedback) -> bool:

@@ -55,7 +55,8 @@ async def run(common: Common, settings: InferenceSettings) -> None:
         change = asyncio.Event()
         fleet = Fleet(engine, VersionCache(blobs, _cache_folder(common, settings)), _fleet_limits(settings), change.set)
         stack.push_async_callback(fleet.close)
-        follower = RoutingFollower(common.bus, SERVICE, blobs, Refusals(SERVICE, producer), fleet.follow)
+        refuse = Refusals(SERVICE, producer, common.data_dir / "inference")
+        follower = RoutingFollower(common.bus, SERVICE, blobs, refuse, fleet.follow)
         aside = Aside(settings.prepare_threads, _INLINE_BYTES)
         stack.callback(aside.close)
         application = _api(common, settings, fleet, engine, aside).app(

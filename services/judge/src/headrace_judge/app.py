@@ -25,14 +25,14 @@ from headrace_judge.worker import Worker
 from headrace_runtime import stream_service
 from headrace_runtime.errors import SettingError
 from headrace_runtime.jobs import Jobs
-from headrace_runtime.processor import Limits, Processor
+from headrace_runtime.processor import Limits, Processor, Unfinished
 from headrace_runtime.settings import Common
 from headrace_runtime.sources import Sources
 from headrace_runtime.stream_service import StreamService, Timer
-from headrace_schemas import Reward
+from headrace_schemas import Event, Reward
 
 _DEADLINES_S = 1.0
-_DEADLINES_AT_ONCE_MAX = 200
+_DEADLINES_AT_ONCE_MAX = 50
 _UPKEEP_S = 10.0
 
 
@@ -73,22 +73,23 @@ def service(settings: JudgeSettings, common: Common | None = None) -> StreamServ
     def workers(processor: Processor) -> Sequence[Awaitable[None]]:
         return (work(processor),)
 
-    async def deadlines(tx: AsyncConnection, now: datetime) -> list[Reward]:
+    async def deadlines(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
         rewards: list[Reward] = []
         lease = timedelta(seconds=settings.lease_s)
-        for job in await jobs.lease(tx, DEADLINE_JOB, now, lease, _DEADLINES_AT_ONCE_MAX):
+        leased = await jobs.lease(tx, DEADLINE_JOB, now, lease, _DEADLINES_AT_ONCE_MAX)
+        for job in leased:
             rewards += await contests.deadline(tx, now, job, judged_by)
         for reward in rewards:
             OUTCOMES.labels(reward.source, reward.outcome).inc()
-        return rewards
+        return Unfinished(rewards) if len(leased) == _DEADLINES_AT_ONCE_MAX else rewards
 
-    async def upkeep(tx: AsyncConnection, now: datetime) -> list[Reward]:
-        await verdict_cache.prune(tx, now, timedelta(days=settings.cache_days))
+    async def upkeep(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+        more = await verdict_cache.prune(tx, now, timedelta(days=settings.cache_days))
         await ledger.prune(tx, now)
         await jobs.count(tx, VERDICT_JOB)
         for setting, left in (await ledger.left(tx, now)).items():
             BUDGET_LEFT.labels(setting).set(left)
-        return []
+        return Unfinished() if more else []
 
     return StreamService(
         name="judge",

@@ -84,7 +84,7 @@ class Intake:
         """Counts once per transaction; what the transaction adds itself is estimated."""
         if tx is not self._counted_in:
             self._counted_in = tx
-            self._waiting = await self._jobs.count(tx, VERDICT_JOB)
+            self._waiting = await self._jobs.count(tx, VERDICT_JOB, self._settings.queue_max)
         self._waiting += 1
         return self._waiting > self._settings.queue_max
 

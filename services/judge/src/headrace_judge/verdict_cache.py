@@ -7,12 +7,13 @@ import json
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 
-from sqlalchemy import delete, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_judge.tables import VERDICTS
 from headrace_judge.verdict import Verdict
 from headrace_runtime.clock import epoch_ms
+from headrace_runtime.sweeping import remove_some
 from headrace_runtime.upsert import upsert
 
 
@@ -32,5 +33,6 @@ async def keep(tx: AsyncConnection, now: datetime, question: str, verdict: Verdi
     await upsert(tx, VERDICTS, {"question": question}, values)
 
 
-async def prune(tx: AsyncConnection, now: datetime, kept: timedelta) -> None:
-    await tx.execute(delete(VERDICTS).where(VERDICTS.c.at_ms < epoch_ms(now - kept)))
+async def prune(tx: AsyncConnection, now: datetime, kept: timedelta) -> bool:
+    """Forget some of what is older than that. Whether there may be more."""
+    return await remove_some(tx, VERDICTS, VERDICTS.c.at_ms < epoch_ms(now - kept), order=VERDICTS.c.at_ms)

@@ -50,7 +50,7 @@ class _Registry:
         self, common: Common, settings: RegistrySettings, blobs: BlobStore, database: Database, producer: EventProducer
     ) -> None:
         clock = SystemClock()
-        refuse = Refusals("registry", producer)
+        refuse = Refusals("registry", producer, common.data_dir / "registry")
         self._common = common
         self._settings = settings
         self._database = database
@@ -66,7 +66,7 @@ class _Registry:
             outbox=Outbox(database, STREAM, producer, clock),
             blobs=blobs,
             clock=clock,
-            limits=Limits(retry_s=settings.retry_s),
+            limits=Limits(retry_s=settings.retry_s, refusals=common.dead_letters.bounds),
         )
         self._reader = CheckpointReader(self._processor, database, common.bus)
         self._director = Director(
@@ -78,7 +78,11 @@ class _Registry:
         )
 
     async def run(self) -> None:
-        checks: dict[str, web.Check] = {"database": self._database.ready, "bus": self._connected}
+        checks: dict[str, web.Check] = {
+            "database": self._database.ready,
+            "bus": self._connected,
+            "consumer": self._reading,
+        }
         async with web.serve(web.app(checks, self._api.routes(), self._common), self._settings) as port:
             log.info("listening", port=port)
             try:
@@ -98,6 +102,9 @@ class _Registry:
             group.create_task(self._director.run())
             group.create_task(self._reconcile())
             group.create_task(self._prune())
+
+    def _reading(self) -> bool:
+        return self._processor.paused is None
 
     def _connected(self) -> bool:
         """A standby has nothing to read."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from headrace_registry.leader import Lease
 from headrace_registry.ledger import Ledger
 from headrace_runtime.blobs import BlobStore
-from headrace_runtime.errors import CorruptBlob, Unavailable
+from headrace_runtime.errors import CorruptBlob, MissingBlob
 from headrace_runtime.processor import Handling
 from headrace_runtime.versions import read_manifest
 from headrace_schemas import Checkpoint, Event
@@ -35,10 +35,8 @@ class CheckpointHandler:
             manifest = await asyncio.to_thread(read_manifest, self._blobs, event.manifest)
         except CorruptBlob as error:
             return None, str(error)
-        except Unavailable as error:
-            if isinstance(error.__cause__, FileNotFoundError):  # the store answers, and has no such blob
-                return None, f"its manifest does not exist: {error}"
-            raise
+        except MissingBlob as error:
+            return None, f"its manifest does not exist: {error}"
         return manifest, _mismatch(event, manifest)
 
 

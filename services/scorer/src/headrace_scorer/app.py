@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime import stream_service
-from headrace_runtime.errors import SettingError
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.errors import InvalidEvent, SettingError
+from headrace_runtime.known_versions import KnownVersions
 from headrace_runtime.settings import Common
 from headrace_runtime.stream_service import StreamService, Timer
+from headrace_runtime.wire import Record
 from headrace_schemas import Event
 from headrace_scorer import api, schema, upkeep
 from headrace_scorer.accounts import Book
@@ -22,7 +26,8 @@ from headrace_scorer.settings import Settings
 from headrace_scorer.store import Library
 
 _SETTLE_INTERVAL_S = 0.5
-_UPKEEP_INTERVAL_S = 5.0
+_FORGET_INTERVAL_S = 1.0
+_MEASURE_INTERVAL_S = 5.0
 
 
 async def run(common: Common, settings: Settings) -> None:
@@ -38,20 +43,20 @@ async def run(common: Common, settings: Settings) -> None:
         await pool.close()
 
 
+async def _left_to_the_gateway(_record: Record, _error: InvalidEvent) -> None:
+    """The gateway follows the same topics and dead-letters what is no event there."""
+
+
 def service(common: Common, settings: Settings, pool: Pool) -> StreamService:
     library = Library()
     book = Book(library)
     scoring = Scoring(pool, settings, library, book)
     scoring.sources.expect(function.source for function in scoring.functions)
-    scorer = Scorer(settings, library, book, scoring)
+    versions = KnownVersions(common.bus, "headrace/scorer", BlobStore.open(common), _left_to_the_gateway)
+    scorer = Scorer(settings, library, book, scoring, versions.now)
 
     async def end_waiting(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
         return await upkeep.end_waiting(tx, now, book, scoring.policy)
-
-    async def keep(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-        await upkeep.forget(tx, now, settings.retention_s)
-        await upkeep.measure(tx)
-        return []
 
     return StreamService(
         name="scorer",
@@ -62,7 +67,11 @@ def service(common: Common, settings: Settings, pool: Pool) -> StreamService:
             "rewards": scorer.on_reward,
             "feedback": scorer.on_feedback,
         },
-        timers=[Timer(_SETTLE_INTERVAL_S, end_waiting), Timer(_UPKEEP_INTERVAL_S, keep)],
-        workers=scoring.tasks,
+        timers=[
+            Timer(_SETTLE_INTERVAL_S, end_waiting),
+            Timer(_FORGET_INTERVAL_S, partial(upkeep.forget, retention_s=settings.retention_s)),
+            Timer(_MEASURE_INTERVAL_S, upkeep.measure),
+        ],
+        workers=lambda processor: [*scoring.tasks(processor), versions.run()],
         routes=lambda processor: [*api.routes(common, pool, processor.database), scoring.sources.route(common)],
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.processor import Handling
 from headrace_schemas import Event, Feedback, Reward, Trajectory
-from headrace_scorer import feedback_rewards, ledger, store
+from headrace_scorer import door, feedback_rewards, ledger, store
 from headrace_scorer.accounts import Account, Book
 from headrace_scorer.joins import Said
 from headrace_scorer.scoring import Scoring
@@ -23,9 +23,14 @@ class Scorer:
     library: store.Library
     book: Book
     scoring: Scoring
+    known: door.Lookup = door.nothing_known
 
     async def on_trajectory(self, trajectory: Trajectory, handling: Handling) -> Sequence[Event]:
-        """Keep it, join what was said before it came, and have reward functions look at it."""
+        """Keep it, join what was said before it came, and have reward functions look at it.
+
+        Raises `InvalidEvent` for what may not come from outside, and for a turn that another trajectory holds.
+        """
+        await door.check(trajectory, handling.received, self.known)
         tx, now = handling.tx, handling.now
         row = await store.add_trajectory(tx, now, trajectory, self.settings.settle_s)
         if row is None:

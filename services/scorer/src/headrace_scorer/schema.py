@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, LargeBinary, MetaData, Table, Text
+from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, LargeBinary, MetaData, Table, Text, text
 
 from headrace_runtime.stream_tables import StreamTables
 
 metadata = MetaData()
 stream = StreamTables(metadata)
+
+_WAITS = text("settle_ms IS NOT NULL")  # a few of all that are kept
 
 trajectories = Table(
     "trajectories",
@@ -26,7 +28,7 @@ trajectories = Table(
     Column("emitted", Text, nullable=False),  # JSON: what was last said of each branch
     Column("payload", LargeBinary, nullable=False),
     Index("ix_trajectories_session", "session_key"),
-    Index("ix_trajectories_settle", "settle_ms"),
+    Index("ix_trajectories_settle", "settle_ms", sqlite_where=_WAITS, postgresql_where=_WAITS),
     Index("ix_trajectories_arrived", "arrived_ms"),
 )
 
@@ -37,6 +39,15 @@ turns = Table(
     Column("trajectory_id", Text, primary_key=True),
     Column("spoken", Boolean, nullable=False),  # whether it is in a branch
     Index("ix_turns_trajectory", "trajectory_id"),
+)
+
+turn_owners = Table(
+    "turn_owners",
+    metadata,
+    Column("tenant", Text, primary_key=True),
+    Column("turn_id", Text, primary_key=True),
+    Column("trajectory_id", Text, nullable=False),  # the first that held the turn; no other may
+    Index("ix_turn_owners_trajectory", "trajectory_id"),
 )
 
 feedback = Table(

@@ -11,10 +11,11 @@ from sqlalchemy import RowMapping, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
+from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Feedback, Trajectory
 from headrace_scorer.joins import Closed
-from headrace_scorer.schema import feedback, listed, trajectories, turns
+from headrace_scorer.schema import feedback, listed, trajectories, turn_owners, turns
 
 _CACHED_MAX = 256
 _STATE = [column for column in trajectories.c if column.name != "payload"]
@@ -65,6 +66,7 @@ async def add_trajectory(
     key = {"trajectory_id": trajectory.trajectory_id}
     if not await upsert(tx, trajectories, key, {**row, "payload": trajectory.to_json()}, update=False):
         return None
+    await _own(tx, trajectory)
     spoken = set(spoken_turns(trajectory))
     rows = [
         {"turn_id": turn, "trajectory_id": trajectory.trajectory_id, "spoken": turn in spoken}
@@ -73,6 +75,21 @@ async def add_trajectory(
     if rows:
         await tx.execute(insert(turns), rows)
     return row
+
+
+async def _own(tx: AsyncConnection, trajectory: Trajectory) -> None:
+    """Make the trajectory the only one of its tenant that holds its turns. Raises `InvalidEvent` when one has another.
+
+    In the order of the ids, so that two replicas do not wait for each other.
+    """
+    for turn in sorted(trajectory.turn_ids):
+        key = {"tenant": trajectory.tenant, "turn_id": turn}
+        if not await upsert(tx, turn_owners, key, {"trajectory_id": trajectory.trajectory_id}, update=False):
+            query = select(turn_owners.c.trajectory_id).where(
+                turn_owners.c.tenant == trajectory.tenant, turn_owners.c.turn_id == turn
+            )
+            text = f"turn {turn!r} belongs to trajectory {await tx.scalar(query)!r}; a turn is in one trajectory only"
+            raise InvalidEvent("turn_taken", text)
 
 
 def spoken_turns(trajectory: Trajectory) -> list[str]:

@@ -2,50 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
-from headrace_schemas import Experience
+from headrace_runtime.processor import Unfinished
+from headrace_runtime.sweeping import COUNTED_MAX, count_some
+from headrace_schemas import Event
 from headrace_scorer import metrics
 from headrace_scorer.accounts import Book
 from headrace_scorer.policy import Policy
-from headrace_scorer.schema import feedback, ledger, listed, trajectories, turns
+from headrace_scorer.schema import feedback, ledger, listed, trajectories, turn_owners, turns
 
-_AT_ONCE_MAX = 200
+_SETTLED_AT_ONCE_MAX = 25
+_FORGOTTEN_AT_ONCE_MAX = 25
 
 
-async def end_waiting(tx: AsyncConnection, now: datetime, book: Book, policy: Policy) -> list[Experience]:
+async def end_waiting(tx: AsyncConnection, now: datetime, book: Book, policy: Policy) -> Sequence[Event]:
     """Settle trajectories whose time has come with what there is."""
     due = select(trajectories.c.trajectory_id).where(trajectories.c.settle_ms <= epoch_ms(now))
-    found = (await tx.execute(due.order_by(trajectories.c.settle_ms).limit(_AT_ONCE_MAX))).scalars().all()
-    experiences = []
+    found = (await tx.execute(due.order_by(trajectories.c.settle_ms).limit(_SETTLED_AT_ONCE_MAX))).scalars().all()
+    experiences: list[Event] = []
     for trajectory_id in found:
         account = await book.open(tx, trajectory_id)
         if account is not None:
             experiences += await book.settle(tx, now, account, policy)
-    return experiences
+    return Unfinished(experiences) if len(found) == _SETTLED_AT_ONCE_MAX else experiences
 
 
-async def forget(tx: AsyncConnection, now: datetime, retention_s: float) -> None:
-    """Drop what is older than `retention_s`: nothing can revise it any more."""
+async def forget(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
+    """Drop what is older than `retention_s`, some at a time: nothing can revise it any more."""
     horizon = epoch_ms(now - timedelta(seconds=retention_s))
-    old = select(trajectories.c.trajectory_id).where(trajectories.c.arrived_ms <= horizon).limit(_AT_ONCE_MAX)
+    arrived = trajectories.c.arrived_ms
+    old = select(trajectories.c.trajectory_id).where(arrived <= horizon).order_by(arrived).limit(_FORGOTTEN_AT_ONCE_MAX)
     names = (await tx.execute(old)).scalars().all()
-    for table in (trajectories, turns, ledger):
+    for table in (trajectories, turns, turn_owners, ledger):
         if names:
             await tx.execute(delete(table).where(table.c.trajectory_id.in_(names)))
-    known = select(trajectories.c.trajectory_id).where(trajectories.c.trajectory_id == ledger.c.trajectory_id)
-    await tx.execute(delete(ledger).where(ledger.c.arrived_ms <= horizon, ~known.exists()))
-    stale = select(feedback.c.event_id).where(feedback.c.arrived_ms <= horizon).limit(_AT_ONCE_MAX)
+    said = feedback.c.arrived_ms
+    stale = select(feedback.c.event_id).where(said <= horizon).order_by(said).limit(_FORGOTTEN_AT_ONCE_MAX)
     events = (await tx.execute(stale)).scalars().all()
     for table in (feedback, listed):
         if events:
             await tx.execute(delete(table).where(table.c.event_id.in_(events)))
+    strays = await _forget_strays(tx, horizon)
+    return Unfinished() if strays or _FORGOTTEN_AT_ONCE_MAX in (len(names), len(events)) else []
 
 
-async def measure(tx: AsyncConnection) -> None:
-    waiting = select(func.count()).where(trajectories.c.settle_ms.is_not(None))
-    metrics.WAITING.set(await tx.scalar(waiting) or 0)
+async def _forget_strays(tx: AsyncConnection, horizon: int) -> bool:
+    """What was said about trajectories that are not known. Looks at the oldest entries alone; whether more may follow.
+
+    An entry that is older than its trajectory goes with it, a moment later.
+    """
+    entry = ledger.c.arrived_ms
+    oldest = select(ledger.c.trajectory_id).where(entry <= horizon).order_by(entry).limit(_FORGOTTEN_AT_ONCE_MAX)
+    named = set((await tx.execute(oldest)).scalars())
+    if not named:
+        return False
+    known = select(trajectories.c.trajectory_id).where(trajectories.c.trajectory_id.in_(named))
+    strays = named - set((await tx.execute(known)).scalars())
+    if strays:
+        old = ledger.c.trajectory_id.in_(strays) & (entry <= horizon)
+        await tx.execute(delete(ledger).where(old))
+    return bool(strays)
+
+
+async def measure(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+    waiting = trajectories.c.settle_ms.is_not(None)
+    metrics.WAITING.set(await count_some(tx, waiting, trajectories, COUNTED_MAX))
+    return []

@@ -43,7 +43,7 @@ async def run(common: Common, settings: TrainerSettings) -> None:
         blobs,
         source,
         Announcer(producer, settings.announce_to),
-        Refusals("trainer", producer),
+        Refusals("trainer", producer, common.data_dir / "trainer"),
         SystemClock(),
         lambda: Reporter(folder),
     )

@@ -20,7 +20,7 @@ from headrace_runtime.clock import Clock
 from headrace_runtime.errors import DiskFull, InvalidEvent, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import EVENTS_HANDLED, RETRIES
-from headrace_runtime.wire import Record, decode
+from headrace_runtime.wire import Patience, Record
 from headrace_schemas import Event, Experience, ModelEvent
 from headrace_trainer.cutting import mark_of
 from headrace_trainer.lease import Lease
@@ -222,7 +222,8 @@ class Trainer:
 
     async def _decode(self, record: Record) -> Event:
         topic = Experience.topic if record.topic == self._settings.topic else None
-        received = await self._retry(lambda: decode(record, self._blobs, topic=topic))
+        patience = Patience(self._clock)
+        received = await self._retry(lambda: patience.decode(record, self._blobs, topic=topic))
         return received.event
 
     async def _retry(self, work: Callable[[], Awaitable[T]]) -> T:

@@ -1,0 +1,189 @@
+"""Periodic work beside weeks of state: `python -m benchmarks.state`. Writes `reports/bench-state.json`.
+
+Each database is filled with 5M remembered turns, of which some are to be forgotten. Then every timer of collector and
+scorer runs until nothing is left to do, all of them together and resting between their transactions as in the service:
+99 of 100 transactions must end within 20 ms, and 500 turns a second must be forgotten. Exit status 1 when not. About
+twenty minutes; `--turns` makes it shorter. Memory and disk are bounded: 256 MiB of SQLite's pages, 8 GiB of files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks._numbers import Summary
+from headrace_collector import schema as collector_schema
+from headrace_collector import upkeep as collector
+from headrace_collector.settings import Settings as CollectorSettings
+from headrace_runtime.clock import SystemClock, epoch_ms
+from headrace_runtime.processor import Processor, Step, in_turns
+from headrace_scorer import schema as scorer_schema
+from headrace_scorer import upkeep as scorer
+from headrace_scorer.settings import Settings as ScorerSettings
+from tests.support import postgres_node
+from tests.support.remembered import Ages, fill_collector, fill_scorer
+from tests.support.streams import START, Service, bench
+
+TICK_MS_MAX = 20.0
+FORGOTTEN_PER_S_MIN = 500.0
+_REPORT_EVERY_S = 10.0
+_IDLE_TICKS = 50
+"""How often each timer runs once there is nothing left to do."""
+
+
+def progress(name: str) -> Callable[[int, int], None]:
+    """A bar in a terminal, a line each ten seconds elsewhere."""
+    told = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        if sys.stdout.isatty():
+            bar = "#" * (40 * done // total)
+            print(f"\r{name}: [{bar:40}] {done:,} of {total:,} rows", end="\n" if done == total else "", flush=True)
+        elif time.monotonic() - told > _REPORT_EVERY_S or done == total:
+            told = time.monotonic()
+            print(f"{name}: {done:,} of {total:,} rows", flush=True)
+
+    return tell
+
+
+async def measure(processor: Processor, steps: Mapping[str, Step], turns_old: int) -> dict[str, object]:
+    """Run the timers until nothing is left, then some more."""
+    ticks: dict[str, list[float]] = {name: [] for name in steps}
+
+    turn = asyncio.Lock()
+
+    async def timed(name: str) -> bool:
+        async with turn:  # waiting for another timer is none of this one's time
+            began = time.perf_counter()
+            more = await processor.step(steps[name])
+            ticks[name].append((time.perf_counter() - began) * 1000)
+        return more
+
+    began = time.monotonic()
+    await asyncio.gather(*(in_turns(SystemClock(), partial(timed, name)) for name in steps))
+    took_s = time.monotonic() - began
+    for name in steps:
+        for _ in range(_IDLE_TICKS):
+            await timed(name)
+    together = [ms for found in ticks.values() for ms in found]
+    return {
+        "forgotten_per_s": round(turns_old / took_s, 1),
+        "tick_ms": {name: _quantiles(found) for name, found in ({"all": together} | ticks).items()},
+    }
+
+
+def _quantiles(found: list[float]) -> dict[str, float]:
+    summary = Summary.of(found)
+    return {"ticks": len(found), **summary.latency(), "max": round(summary.quantile(1.0), 2)}
+
+
+async def collect(url: str, folder: Path, turns: int, old: int, name: str) -> dict[str, object]:
+    settings = CollectorSettings()
+    service = Service(tables=collector_schema.stream, handlers={}, package="headrace_collector")
+    async with bench(service, url, folder) as made:
+        ages = Ages(epoch_ms(START), settings.remember_s, old=old, kept=old, open=min(10_000, turns // 10))
+        began = time.monotonic()
+        await fill_collector(made.processor.database, turns, ages, progress(f"{name} collector"))
+        fill_s = round(time.monotonic() - began, 1)
+        steps: dict[str, Step] = {
+            "forget": partial(collector.forget, settings=settings),
+            "keep_bounds": partial(collector.keep_bounds, settings=settings),
+            "find_targets": partial(collector.find_targets, settings=settings),
+            "forget_ids": made.processor._forget_ids,
+        }
+        return {"fill_s": fill_s, **await measure(made.processor, steps, old)}
+
+
+async def score(url: str, folder: Path, turns: int, old: int, name: str) -> dict[str, object]:
+    settings = ScorerSettings()
+    service = Service(tables=scorer_schema.stream, handlers={}, package="headrace_scorer")
+    async with bench(service, url, folder) as made:
+        ages = Ages(epoch_ms(START), settings.retention_s, old=old, kept=0, open=min(10_000, turns // 10))
+        began = time.monotonic()
+        await fill_scorer(made.processor.database, turns, ages, progress(f"{name} scorer"))
+        fill_s = round(time.monotonic() - began, 1)
+        steps: dict[str, Step] = {
+            "forget": partial(scorer.forget, retention_s=settings.retention_s),
+            "measure": scorer.measure,
+            "forget_ids": made.processor._forget_ids,
+        }
+        return {"fill_s": fill_s, **await measure(made.processor, steps, old)}
+
+
+def measured(name: str, turns: int, old: int) -> dict[str, object]:
+    """Both services on one database."""
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        root = Path(folder)
+        node = postgres_node.PostgresNode(root) if name == "postgres" else None
+        if node is not None:
+            node.start()
+        try:
+            url = node.url() if node is not None else "sqlite"
+            return {
+                "collector": asyncio.run(collect(url, root / "collector", turns, old, name)),
+                "scorer": asyncio.run(score(url, root / "scorer", turns, old, name)),
+            }
+        finally:
+            if node is not None:
+                node.stop()
+
+
+def shortfalls(report: Mapping[str, Any]) -> list[str]:
+    found = []
+    for database, services in report["databases"].items():
+        for service, one in services.items():
+            if one["tick_ms"]["all"]["p99"] > TICK_MS_MAX:
+                found.append(
+                    f"{database} {service}: p99 of a tick {one['tick_ms']['all']['p99']} ms, not {TICK_MS_MAX:g}"
+                )
+            if one["forgotten_per_s"] < FORGOTTEN_PER_S_MIN:
+                found.append(
+                    f"{database} {service}: forgets {one['forgotten_per_s']} turns/s, not {FORGOTTEN_PER_S_MIN:g}"
+                )
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=5_000_000, help="how many are remembered")
+    parser.add_argument("--old", type=int, default=10_000, help="how many of them are to be forgotten")
+    parser.add_argument("--database", choices=["sqlite", "postgres", "both"], default="both")
+    parser.add_argument("--report", type=Path, default=Path("reports/bench-state.json"))
+    arguments = parser.parse_args()
+    wanted = ["sqlite", "postgres"] if arguments.database == "both" else [arguments.database]
+    machine = {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine()}
+    report: dict[str, Any] = {"machine": machine, "turns": arguments.turns, "databases": {}}
+    if "postgres" in wanted and (reason := postgres_node.missing()):
+        print(f"NOT RUN on postgres: {reason}")
+        report["postgres_not_run"] = reason
+        wanted.remove("postgres")
+    for name in wanted:
+        report["databases"][name] = measured(name, arguments.turns, arguments.old)
+        for service, one in report["databases"][name].items():
+            tick = one["tick_ms"]["all"]
+            print(
+                f"{name} {service}: a tick p50 {tick['p50']} ms, p99 {tick['p99']} ms, at most {tick['max']} ms; "
+                f"{one['forgotten_per_s']} turns/s forgotten",
+                flush=True,
+            )
+    report["shortfalls"] = shortfalls(report)
+    arguments.report.parent.mkdir(parents=True, exist_ok=True)
+    arguments.report.write_text(json.dumps(report, indent=2) + "\n")
+    for line in report["shortfalls"]:
+        print(f"short of what is wanted: {line}")
+    return 1 if report["shortfalls"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

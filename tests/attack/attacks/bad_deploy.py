@@ -1,0 +1,88 @@
+"""A release whose handler fails for every record: the consumer pauses instead of emptying its topic."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from pathlib import Path
+
+import httpx
+
+from headrace.dead_letters import Selection, actions
+from headrace.topics import connected
+from headrace_schemas import DeadLetter, Trajectory
+from tests.attack.line import Line, at_most, none_of
+from tests.attack.small_stack import SmallStack, small_stack
+from tests.support.service_process import ServiceProcess
+from tests.support.turns import ask, end, user
+
+TITLE = "a release that fails on every record"
+TURNS = 300
+RUN_MAX = 20
+_BROKEN = """
+import headrace_collector.handlers as handlers
+
+async def fails(self, turn, handling):
+    raise RuntimeError("a bug of this release")
+
+handlers.Collector.on_turn = fails
+"""
+
+
+async def attack(folder: Path, rng: random.Random) -> list[Line]:
+    del rng
+    async with small_stack(folder) as stack:
+        (folder / "broken").mkdir()
+        (folder / "broken" / "sitecustomize.py").write_text(_BROKEN)
+        settings = {"DEAD_LETTERS__RUN_MAX": RUN_MAX, "COLLECTOR__IDLE_S": 600}
+        broken = stack.service("collector", **settings)
+        broken._environ["PYTHONPATH"] = str(folder / "broken")
+        broken.start()
+        turns = [ask([user(f"question {n}")], session=f"s{n}", at=n) for n in range(TURNS)]
+        for turn in turns:
+            await stack.send(turn)
+        said = await _pauses(broken)
+        letters = await stack.events(DeadLetter)
+        broken.stop()
+        fixed = stack.service("collector", **settings)
+        fixed.start()
+        await _retry(stack, fixed)
+        for number in range(TURNS):
+            await stack.send(end(f"s{number}", at=TURNS + number))
+        closed = await stack.until(Trajectory, lambda found: len(found) >= TURNS, 120)
+        reached = {turn for one in closed for turn in one.turn_ids}
+        lost = [turn.turn_id for turn in turns if turn.turn_id not in reached]
+        return [
+            Line("says that it has paused (health, metric, log)", said, "health, metric, log", said == _ALL),
+            at_most("dead letters before the pause", len(letters), RUN_MAX),
+            none_of("turns that were lost to the release", len(lost), TURNS),
+        ]
+
+
+_ALL = "health, metric, log"
+
+
+async def _pauses(service: ServiceProcess) -> str:
+    """Where it says so, once it does."""
+    deadline = time.monotonic() + 90
+    found: list[str] = []
+    while time.monotonic() < deadline and len(found) < 3:
+        async with httpx.AsyncClient() as client:
+            health = (await client.get(f"{service.url}/health")).json()
+            metrics = (await client.get(f"{service.url}/metrics")).text
+        told = {
+            "health": not health["checks"].get("consumer", True),
+            "metric": 'headrace_consumer_paused{service="collector"} 1.0' in metrics,
+            "log": "consumer_paused" in service.log,
+        }
+        found = [name for name, says in told.items() if says]
+        await asyncio.sleep(0.5)
+    return ", ".join(found) or "nowhere"
+
+
+async def _retry(stack: SmallStack, _fixed: ServiceProcess) -> None:
+    """As docs/dead-letters.md says: what the broken release refused is put back once it is mended."""
+    async with connected(stack.bus) as topics:
+        plan = await actions.plan(topics, "retry", Selection(reasons=("handler_error",)))
+    await actions.retry(stack.bus, plan, "attack")

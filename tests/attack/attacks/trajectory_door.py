@@ -1,0 +1,175 @@
+"""Trajectories from outside, over HTTP and Kafka: one turn in several of them, and every field that may be wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from headrace.bookkeeping import account_of
+from headrace_schemas import DeadLetter, Experience, Routing, ids
+from headrace_schemas.base import utcnow
+from headrace_schemas.events.routing import ServedVersion
+from headrace_schemas.manifest import File, Fingerprint, Manifest
+from tests.attack.line import Line, none_of
+from tests.attack.small_stack import Place, SmallStack, small_stack
+from tests.support.service_process import ServiceProcess
+from tests.support.turns import ask, end, user
+
+TITLE = "one turn in four trajectories, and hostile fields at both doors"
+MODEL = "m"
+VOCABULARY = 100
+TURNS = 10
+ANOTHERS = "chatcmpl-" + "a" * 16 + "-" + "0" * 32
+
+HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
+    "unknown model": ("unknown_model", {"model": "nobody"}),
+    "unknown version": ("unknown_version", {"version": f"{MODEL}@{'0' * 16}"}),
+    "id beyond the vocabulary": ("unknown_token", {"token_ids": [1, 2, 3, 4, VOCABULARY]}),
+    "ends before it begins": (
+        "impossible_time",
+        {"time": "2026-01-01T00:00:00Z", "started_at": "2026-01-02T00:00:00Z"},
+    ),
+    "year 9999": ("impossible_time", {"time": "9999-01-01T00:00:00Z", "started_at": "9999-01-01T00:00:00Z"}),
+    "the collector's end_reason": ("foreign_end_reason", {"end_reason": "end_call"}),
+    "foreign session key": ("foreign_session_key", {"session_key": "a" * 16}),
+    "a captured turn": ("captured_turn", {"turn_id": ANOTHERS}),
+    "unknown field": ("unknown_field", {"priority": 1}),
+}
+"""What is wrong to how the door calls it, and the fields that make it so."""
+
+
+async def attack(folder: Path, rng: random.Random) -> list[Line]:
+    async with small_stack(folder) as stack:
+        version = await _publish_model(stack)
+        gateway, scorer = stack.service("gateway"), stack.service("scorer", SCORER__SETTLE_S=1)
+        collector = stack.service("collector")
+        for service in (gateway, scorer, collector):
+            service.start(ready=service is not gateway)
+        await _answers(gateway)
+        refused_http = await _hostile_http(gateway, version)
+        places = await _hostile_kafka(stack, version)
+        await _captured(stack, version)
+        await _repeat(stack, gateway, version, rng)
+        made = await stack.until(Experience, lambda found: len({one.turn_ids for one in found}) >= TURNS + 1)
+        letters = await stack.until(DeadLetter, lambda found: len(found) >= len(HOSTILE) + 3 * TURNS)
+        reasons = {(one.source_topic, one.source_partition, one.source_offset): one.reason for one in letters}
+        refused_kafka = [name for name, (place, reason) in places.items() if reasons.get(place) == reason]
+        held = Counter(turn for name in {one.trajectory_id for one in made} for turn in _turns(made, name))
+        account = await account_of(stack.bus)
+        return [
+            none_of("hostile fields that HTTP did not refuse by name", len(HOSTILE) - len(refused_http), len(HOSTILE)),
+            none_of(
+                "hostile fields that Kafka did not refuse by name", len(HOSTILE) - len(refused_kafka), len(HOSTILE)
+            ),
+            none_of("turns that no trajectory went on with", TURNS + 1 - len(held), TURNS + 1),
+            none_of("turns that two trajectories went on with", sum(count > 1 for count in held.values()), TURNS + 1),
+            Line("the account adds up", "; ".join(account.problems[:2]) or "it does", "it does", account.consistent),
+        ]
+
+
+def _turns(made: list[Experience], trajectory: str) -> set[str]:
+    return {turn for one in made if one.trajectory_id == trajectory for turn in one.turn_ids}
+
+
+def _trajectory(name: str, **changes: Any) -> dict[str, Any]:
+    span = {
+        "start": 2,
+        "logprobs": [-0.5, -0.25, -0.125],
+        "turn_id": changes.pop("turn_id", f"{name}-1"),
+        "version": changes.pop("version"),
+    }
+    now = utcnow().isoformat()
+    return {
+        "trajectory_id": name,
+        "session_id": name,
+        "session_key": ids.session_key("default", name),
+        "model": MODEL,
+        "branches": [{"token_ids": changes.pop("token_ids", [1, 2, 3, 4, 5]), "spans": [span]}],
+        "end_reason": "ingest",
+        "time": now,
+        "started_at": now,
+        **changes,
+    }
+
+
+async def _publish_model(stack: SmallStack) -> str:
+    """A model that serves one version, as the registry would say it; its weights are never looked at."""
+    config = stack.blobs.put(json.dumps({"vocab_size": VOCABULARY}).encode())
+    manifest = Manifest(
+        name=MODEL,
+        lineage="l",
+        step=0,
+        files=(File(path="config.json", blob=config),),
+        fingerprint=Fingerprint(token_ids=(1, 2), logprobs=(-1.0,)),
+        tokenizer_sha256="0" * 64,
+        template_sha256="0" * 64,
+    )
+    served = ServedVersion(version=manifest.version, manifest=stack.blobs.put(manifest.canonical_json()))
+    aliases = {"champion": served.version}
+    routing = Routing.model_validate(
+        {"time": utcnow(), "model": MODEL, "revision": 1, "aliases": aliases, "serve": [served.model_dump()]}
+    )
+    await stack.send(routing)
+    return served.version
+
+
+async def _answers(gateway: ServiceProcess) -> None:
+    for _ in range(300):
+        if gateway.healthy():
+            return
+        await asyncio.sleep(0.2)
+    raise AssertionError(f"the gateway does not answer: {gateway.log[-2000:]}")
+
+
+async def _hostile_http(gateway: ServiceProcess, version: str) -> list[str]:
+    """What was refused with its name."""
+    found = []
+    async with httpx.AsyncClient(base_url=gateway.url) as client:
+        for number, (what, (reason, changes)) in enumerate(HOSTILE.items()):
+            body = _trajectory(f"http-{number}", **{"version": version, **changes})
+            answer = await client.post("/v1/trajectories", json=body)
+            error = answer.json().get("error", {})
+            named = error.get("code") in (reason, "invalid_value") and error.get("param")
+            if 400 <= answer.status_code < 500 and named:
+                found.append(what)
+    return found
+
+
+async def _hostile_kafka(stack: SmallStack, version: str) -> dict[str, tuple[Place, str]]:
+    places = {}
+    for number, (what, (reason, changes)) in enumerate(HOSTILE.items()):
+        body = _trajectory(f"kafka-{number}", **{"version": version, **changes})
+        value = json.dumps(body).encode()
+        places[what] = (await stack.send_raw("trajectories", body["session_key"], value), reason)
+    return places
+
+
+async def _captured(stack: SmallStack, version: str) -> None:
+    """A real turn, which then is sent in a trajectory of another tenant, too."""
+    turn = ask([user("q")], session="real", version=version)
+    await stack.send(turn)
+    await stack.send(end("real"))
+    key = ids.session_key("other", "real")
+    body = _trajectory(
+        "stolen", version=version, turn_id=turn.turn_id, tenant="other", session_id="real", session_key=key
+    )
+    await stack.send_raw("trajectories", key, json.dumps(body).encode())
+
+
+async def _repeat(stack: SmallStack, gateway: ServiceProcess, version: str, rng: random.Random) -> None:
+    """Each turn in four trajectories, in any order, through either door."""
+    work = [(turn, copy) for turn in range(TURNS) for copy in range(4)]
+    rng.shuffle(work)
+    async with httpx.AsyncClient(base_url=gateway.url) as client:
+        for turn, copy in work:
+            body = _trajectory(f"t{turn}-{copy}", version=version, turn_id=f"turn-{turn}")
+            if rng.random() < 0.5:
+                (await client.post("/v1/trajectories", json=body)).raise_for_status()
+            else:
+                await stack.send_raw("trajectories", body["session_key"], json.dumps(body).encode())

@@ -1,0 +1,141 @@
+"""Fills a service's database with what it remembers after weeks, by statements that make rows from rows.
+
+The same on SQLite and PostgreSQL. Keys are scattered as real ones are, so that forgetting touches pages all over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sqlalchemy import text
+
+from headrace_runtime.database import Database
+
+_CHUNK = 100_000
+TURNS_PER_SESSION = 5
+
+_SERIES = "WITH RECURSIVE n(i) AS (SELECT :first UNION ALL SELECT i + 1 FROM n WHERE i < :last)"
+
+
+@dataclass(frozen=True, slots=True)
+class Ages:
+    """When the rows are from. Of the first `old` of every hundred thousand, timers have something to forget."""
+
+    now_ms: int
+    remember_s: float
+    old: int
+    """Of the turns, how many are older than `remember_s`."""
+    kept: int
+    """How many of the rest still have content that is to go."""
+    open: int
+    """How many of the last are open."""
+
+
+async def fill_collector(database: Database, turns: int, ages: Ages, progress: Callable[[int, int], None]) -> None:
+    """`turns` turns, a session and a feedback for every five, and the ids of all that was seen."""
+    key = _scattered(database, "i / 5")
+    name = _scattered(database, "i")
+    blank = "x''" if database.sqlite else "''::bytea"
+    content = "randomblob(2000)" if database.sqlite else "decode(repeat('ab', 2000), 'hex')"
+    age = _age(turns, ages)
+    rows = {
+        "turns": (
+            1,
+            "turn_id, session_key, model, explicit, request_digest, retry, delivered, started_ms, time_ms, seen_ms,"
+            " completions, tokens, prefixes, replies, trajectory_id, closed_ms, payload",
+            f"{name}, {key}, 'm', {_true(database)}, 'd', 0, {_true(database)}, {age}, {age}, {age}, 1, 100,"
+            f" {blank}, {blank}, CASE WHEN i <= {turns - ages.open} THEN {key} END,"
+            f" CASE WHEN i <= {turns - ages.open} THEN {age} END,"
+            f" CASE WHEN i > {turns - ages.kept - ages.open} THEN {content} END",
+        ),
+        "sessions": (
+            TURNS_PER_SESSION,
+            "session_key, tenant, partition, open_turns, open_completions, open_tokens, began_ms, seen_ms, check_ms",
+            f"{key}, 'remembered', i % 12, CASE WHEN i > {turns - ages.open} THEN 5 ELSE 0 END, 0, 0, {age}, {age},"
+            f" CASE WHEN i > {turns - ages.open} THEN {ages.now_ms} + 100000000 END",
+        ),
+        "feedback": (
+            TURNS_PER_SESSION,
+            "event_id, session_key, partition, source_offset, turns_until, at_ms, resolved, used_ms, payload",
+            f"{name}, {key}, i % 12, i, 0, {age}, {_true(database)}, {age}, {blank}",
+        ),
+        "seen": (1, "event_id, at_ms", f"{name}, {age}"),
+    }
+    await _insert(database, turns, rows, progress)
+
+
+async def fill_scorer(database: Database, turns: int, ages: Ages, progress: Callable[[int, int], None]) -> None:
+    """`turns` turns in trajectories of five, a feedback that lists one of them, two entries in the ledger each."""
+    key = _scattered(database, "i / 5")
+    name = _scattered(database, "i")
+    content = "randomblob(200)" if database.sqlite else "decode(repeat('ab', 200), 'hex')"
+    blank = "x''" if database.sqlite else "''::bytea"
+    age = _age(turns, ages)
+    entry = (
+        "trajectory_id, tenant, turn_id, source, revision, outcome, value, time_ms, arrived_ms",
+        f"'default', '', 'SOURCE', 0, 'scored', 0.5, {age}, {age}",
+    )
+    rows = {
+        "trajectories": (
+            TURNS_PER_SESSION,
+            "trajectory_id, session_key, tenant, time_ms, arrived_ms, settle_ms, inputs, parts, emitted, payload",
+            f"{key}, {key}, 'remembered', {age}, {age},"
+            f" CASE WHEN i > {turns - ages.open} THEN {ages.now_ms} + 100000000 END, '', 1, '[]', {content}",
+        ),
+        "turns": (1, "turn_id, trajectory_id, spoken", f"{name}, {key}, {_true(database)}"),
+        "feedback": (
+            TURNS_PER_SESSION,
+            "event_id, session_key, tenant, lists_turns, arrived_ms, payload",
+            f"{name}, {key}, 'default', {_true(database)}, {age}, {blank}",
+        ),
+        "listed": (TURNS_PER_SESSION, "turn_id, event_id", f"{name}, {name}"),
+        "ledger": (TURNS_PER_SESSION, entry[0], f"{key}, {entry[1]}".replace("SOURCE", "feedback")),
+        "ledger ": (TURNS_PER_SESSION, entry[0], f"{key}, {entry[1]}".replace("SOURCE", "function:f")),
+        "seen": (1, "event_id, at_ms", f"{name}, {age}"),
+    }
+    await _insert(database, turns, rows, progress)
+
+
+async def _insert(
+    database: Database,
+    turns: int,
+    rows: dict[str, tuple[int, str, str]],
+    progress: Callable[[int, int], None],
+) -> None:
+    """`rows` is table to: one row for how many turns, its columns, and their values for turn `i`."""
+    done, total = 0, turns * len(rows)
+    for table, (every, columns, values) in rows.items():
+        insert = f"INSERT INTO {table.strip()} ({columns}) {_SERIES} SELECT {values} FROM n WHERE i % {every} = 0"
+        if not database.sqlite:
+            insert = insert.replace(":first", "CAST(:first AS BIGINT)").replace(":last", "CAST(:last AS BIGINT)")
+        for first in range(0, turns, _CHUNK):
+            last = min(first + _CHUNK, turns) - 1
+            async with database.transaction() as tx:
+                if database.sqlite:  # the pages of scattered keys stay in memory until the chunk is there
+                    await tx.execute(text("PRAGMA cache_size = -262144"))
+                await tx.execute(text(insert), {"first": first, "last": last})
+            done += last - first + 1
+            progress(done, total)
+    if not database.sqlite:  # autovacuum would do it within minutes
+        async with database.transaction() as tx:
+            await tx.execute(text("ANALYZE"))
+
+
+def _scattered(database: Database, number: str) -> str:
+    """A text of its own for each number, in no order."""
+    mixed = f"(({number}) * 2654435761) % 4294967296"
+    if database.sqlite:
+        return f"printf('%08x-remembered', {mixed})"
+    return f"lpad(to_hex({mixed}), 8, '0') || '-remembered'"
+
+
+def _true(database: Database) -> str:
+    return "1" if database.sqlite else "true"
+
+
+def _age(turns: int, ages: Ages) -> str:
+    """The first `old` are past remembering, the rest is spread over the time since."""
+    horizon = ages.now_ms - int(ages.remember_s * 1000)
+    span = max(1, (int(ages.remember_s * 1000) - 3_600_000) // max(1, turns))
+    return f"CASE WHEN i < {ages.old} THEN {horizon} - {ages.old} + i ELSE {horizon} + 1000000 + i * {span} END"
