@@ -13,7 +13,7 @@ from sqlalchemy import Column, Integer, MetaData, Table, Text, insert, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_runtime.errors import InvalidEvent, Unavailable
+from headrace_runtime.errors import DiskFull, InvalidEvent, Unavailable
 from headrace_runtime.processor import Handling, StepFailed, Unfinished, in_turns, position
 from headrace_runtime.refusal_limit import RefusalBounds, RefusalLimit
 from headrace_runtime.stream_tables import StreamTables
@@ -171,6 +171,14 @@ async def test_what_is_away_is_waited_for(stream: Bench, handlers: Handlers) -> 
     assert await done(stream) == ["a"]
     assert stream.sent(DeadLetter) == []
     assert stream.clock.now() > START
+
+
+async def test_a_full_disk_is_waited_for_however_long_it_takes(stream: Bench, handlers: Handlers) -> None:
+    """As many times as would end the process if something else were away."""
+    handlers.on["a"] = [DiskFull("disk: no space left on /data")] * 99
+    await stream.deliver(feedback("a"))
+    assert await done(stream) == ["a"]
+    assert stream.sent(DeadLetter) == []
 
 
 async def test_what_stays_away_stops_the_process_and_loses_nothing(stream: Bench, handlers: Handlers) -> None:

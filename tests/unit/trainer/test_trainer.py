@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from headrace_runtime.blobs import BlobStore
-from headrace_runtime.errors import InvalidEvent, Unavailable
+from headrace_runtime.errors import DiskFull, InvalidEvent, Unavailable
 from headrace_runtime.versions import read_manifest
 from headrace_runtime.wire import encode
 from headrace_schemas import Event, Experience
+from headrace_schemas.blobs import BlobRef
 from headrace_trainer import lineage as lineages
 from headrace_trainer.step import NotFinite, train
 from headrace_trainer.store import LineageStore
@@ -238,6 +239,27 @@ async def test_a_bus_that_is_away_for_a_moment_is_waited_for(world: World, make:
 
     world.bus.send = sometimes  # type: ignore[method-assign]
     await world.run(make())
+    assert set(world.bus.fates.values()) == {"trained"}
+
+
+async def test_a_disk_that_is_full_at_a_save_is_waited_for(
+    world: World, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than anything else that is away would be."""
+    version = await begin(world, make)
+    world.bus.produce(*(experience(n, version, reward=n) for n in range(4)))
+    put, refused = BlobStore.put, 0
+
+    def full(self: BlobStore, data: bytes) -> BlobRef:
+        nonlocal refused
+        if refused < 8:
+            refused += 1
+            raise DiskFull("disk: no space left on /data/blobs")
+        return put(self, data)
+
+    monkeypatch.setattr(BlobStore, "put", full)
+    await world.run(make())
+    assert refused == 8
     assert set(world.bus.fates.values()) == {"trained"}
 
 

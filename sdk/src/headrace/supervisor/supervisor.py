@@ -224,7 +224,7 @@ class Supervisor:
             self._state.write(self.data_dir)
         except OSError as error:
             if not self._unwritten:
-                self._report(f"cannot say what runs: {error}")
+                self._report(f"cannot say what runs: disk: {(error.strerror or str(error)).lower()} on {self.data_dir}")
             self._unwritten = True
         else:
             self._unwritten = False
