@@ -54,7 +54,7 @@ async def serving(folder: Path, tenants: tuple[str, ...] = (), **settings: objec
     try:
         async with bus_view(broker.address, data) as view:
             with ThreadPoolExecutor(2) as pool:
-                starting = [pool.submit(replica.start, _START_S), pool.submit(gateway.start)]
+                starting = [pool.submit(replica.start, _START_S), pool.submit(gateway.start, _START_S)]
                 champion = tiny_model.publish(BlobStore(f"file://{data}/blobs"), tiny_model.build(folder / "tiny"))
                 for started in starting:
                     started.result()

@@ -48,14 +48,14 @@ class GatewayProcess:
     def log(self) -> str:
         return (self.folder / "gateway.log").read_text(encoding="utf-8")
 
-    def start(self) -> None:
+    def start(self, timeout_s: float = 20.0) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         environ = {f"HEADRACE_{name}": str(value) for name, value in self._settings.items()}
         with (self.folder / "gateway.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "headrace_gateway"], stdout=log, stderr=log, env={**os.environ, **environ}
             )
-        wait_open(self.port, 20)
+        wait_open(self.port, timeout_s)
 
     def kill(self) -> None:
         assert self._process is not None
