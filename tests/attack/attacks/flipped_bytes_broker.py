@@ -23,8 +23,9 @@ TITLE = "a flipped byte in the broker's files costs one record at most"
 ROUNDS, FLIPS = 20, 25
 TOPICS = {"plain": 3, "keyed": 1, "transacted": 1}
 GROUP = "readers"
+# What one flipped byte is put right in: a page, a frame of the log, and the checksums of one of them.
 PAGE_BYTES, FRAME_BYTES, SUMS_BYTES, ENTRY_BYTES = 4096, 4120, 8, 36
-"""What one flipped byte is put right in: a page, a frame of the log, and the checksums of one of them."""
+LOG_HEADER_BYTES = 32
 Records = dict[tuple[str, int, int], tuple[bytes | None, bytes | None]]
 
 
@@ -141,11 +142,14 @@ def _flip(folder: Path, rng: random.Random, *, checksums: bool) -> int:
     names = ("broker.sums", "broker.frames") if checksums else ("broker.sqlite", "broker.sqlite-wal")
     sizes = {folder / name: (folder / name).stat().st_size for name in names}
     unit = {"broker.sqlite-wal": FRAME_BYTES, "broker.sums": SUMS_BYTES, "broker.frames": ENTRY_BYTES}
-    places = [(path, at) for path, size in sizes.items() for at in range(0, size - 1, unit.get(path.name, PAGE_BYTES))]
+    places = []
+    for path, size in sizes.items():
+        starts = [*range(LOG_HEADER_BYTES if path.name.endswith("-wal") else 0, size, unit.get(path.name, PAGE_BYTES))]
+        places += [(path, at, min(at + unit.get(path.name, PAGE_BYTES), size)) for at in starts]
+        places += [(path, 0, LOG_HEADER_BYTES)] if starts[0] else []
     chosen = rng.sample(places, min(FLIPS, len(places)))
-    for path, start in chosen:
+    for path, start, end in chosen:
         data = bytearray(path.read_bytes())
-        end = min(start + unit.get(path.name, PAGE_BYTES), len(data))
         data[rng.randrange(start, end)] ^= rng.randrange(1, 256)
         path.write_bytes(data)
     return len(chosen)
