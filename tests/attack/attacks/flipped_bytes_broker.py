@@ -22,7 +22,10 @@ from tests.support.broker_process import BrokerProcess
 TITLE = "a flipped byte in the broker's files costs one record at most"
 ROUNDS, FLIPS = 20, 25
 TOPICS = {"plain": 3, "keyed": 1, "transacted": 1}
-GROUP, PAGE_BYTES = "readers", 4096
+GROUP = "readers"
+# What one flipped byte is put right in: a page, a frame of the log, and the checksums of one of them.
+PAGE_BYTES, FRAME_BYTES, SUMS_BYTES, ENTRY_BYTES = 4096, 4120, 8, 36
+LOG_HEADER_BYTES = 32
 Records = dict[tuple[str, int, int], tuple[bytes | None, bytes | None]]
 
 
@@ -137,12 +140,16 @@ def _partitions() -> list[TopicPartition]:
 def _flip(folder: Path, rng: random.Random, *, checksums: bool) -> int:
     """Flip bytes, each in a page of its own: anywhere in the data, or anywhere in its checksums."""
     names = ("broker.sums", "broker.frames") if checksums else ("broker.sqlite", "broker.sqlite-wal")
-    files = [(folder / name, (folder / name).stat().st_size) for name in names]
-    places = [(path, page) for path, size in files for page in range(max(1, size // PAGE_BYTES))]
+    sizes = {folder / name: (folder / name).stat().st_size for name in names}
+    unit = {"broker.sqlite-wal": FRAME_BYTES, "broker.sums": SUMS_BYTES, "broker.frames": ENTRY_BYTES}
+    places = []
+    for path, size in sizes.items():
+        starts = [*range(LOG_HEADER_BYTES if path.name.endswith("-wal") else 0, size, unit.get(path.name, PAGE_BYTES))]
+        places += [(path, at, min(at + unit.get(path.name, PAGE_BYTES), size)) for at in starts]
+        places += [(path, 0, LOG_HEADER_BYTES)] if starts[0] else []
     chosen = rng.sample(places, min(FLIPS, len(places)))
-    for path, page in chosen:
+    for path, start, end in chosen:
         data = bytearray(path.read_bytes())
-        at = page * PAGE_BYTES + rng.randrange(min(PAGE_BYTES, len(data) - page * PAGE_BYTES))
-        data[at] ^= rng.randrange(1, 256)
+        data[rng.randrange(start, end)] ^= rng.randrange(1, 256)
         path.write_bytes(data)
     return len(chosen)

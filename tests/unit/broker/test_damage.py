@@ -116,6 +116,22 @@ def test_a_batch_beyond_repair_is_a_gap_with_a_name(written: tuple[Harness, int]
     again.close()
 
 
+def test_a_frame_beyond_repair_does_not_hide_those_behind_it(written: tuple[Harness, int], tmp_path: Path) -> None:
+    broker, partition = written
+    for number in range(4):
+        broker.put(partition, (b"large %d" % number, bytes([65 + number]) * 9_000))
+        broker.store.committed(broker.db)
+    folder = _killed(broker, tmp_path / "copy")
+    log = folder / "broker.sqlite-wal"
+    data = log.read_bytes()
+    at = data.rindex(b"A" * 3_000)
+    _flip(log, at, at + 1, at + 700)
+    store = Store(folder)
+    assert [(lost.first_offset, lost.last_offset) for lost in store.lost] == [(BATCHES, BATCHES)]
+    store.close()
+    assert len(_rows(folder, partition)) == BATCHES + 3
+
+
 def test_a_file_whose_structure_is_broken_is_read_into_a_new_one(written: tuple[Harness, int], tmp_path: Path) -> None:
     broker, partition = written
     broker.close()

@@ -143,7 +143,7 @@ def test_who_waits_for_its_assignment_is_not_silent(clients: Clients) -> None:
     a = clients.join(rebalance_s=30, session_s=60)
     clients.sync(a, {a: b"all"})
     b = clients.join(session_s=10)
-    clients.join(a)
+    clients.join(a, rebalance_s=30, session_s=60)
     clients.sync(b)
     clients.pass_time(12)
     assert b not in clients.synced

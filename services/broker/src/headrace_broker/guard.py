@@ -45,9 +45,9 @@ class Guard:
         if not self._database.exists() or not self._database.stat().st_size:
             return Found([], [], [], unguarded=False)
         unguarded = not self._pages.any
-        frames, in_log = self._wal.mend()
-        scrubbed = self._pages.scrub(self._database, in_log)
-        return Found(scrubbed.healed, frames, scrubbed.damaged, unguarded)
+        log = self._wal.mend()
+        scrubbed = self._pages.scrub(self._database, log.pages)
+        return Found(scrubbed.healed, log.healed, scrubbed.damaged + sorted(log.damaged), unguarded)
 
     def adopt(self) -> None:
         """Take the file for what it is. Call it after a checkpoint, before anything else is written."""

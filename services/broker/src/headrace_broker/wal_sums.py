@@ -42,6 +42,14 @@ class _Entry(NamedTuple):
         return self.check == _check(self.header, self.crc, self.adler)
 
 
+class Mended(NamedTuple):
+    """Frames that were put right, the pages in the log, and those of them that are damaged beyond that."""
+
+    healed: list[int]
+    pages: set[int]
+    damaged: set[int]
+
+
 class WalSums:
     """`mend` before the file is opened, `note` after each commit, on the writer's thread."""
 
@@ -62,19 +70,23 @@ class WalSums:
             if handle >= 0:
                 os.close(handle)
 
-    def mend(self) -> tuple[list[int], set[int]]:
-        """Put right what one flipped byte changed in each frame. Returns these frames, and all pages in the log."""
-        healed: list[int] = []
+    def mend(self) -> Mended:
+        """Put right what one flipped byte changed in each frame.
+
+        A frame beyond that gets the checksum of what it is, so that the ones behind it stay; its page is damaged.
+        """
+        result = Mended([], set(), set())
         try:
             handle = os.open(self._wal, os.O_RDWR)
         except FileNotFoundError:
-            return healed, set()
+            return result
         try:
-            pages = self._mend_frames(handle, healed) if self._mend_header(handle, healed) else set()
+            if self._mend_header(handle, result.healed):
+                self._mend_frames(handle, result)
             os.fsync(handle)
         finally:
             os.close(handle)
-        return healed, pages
+        return result
 
     def note(self) -> None:
         """Take in the frames of the last commit. Raises `OSError`."""
@@ -119,8 +131,8 @@ class WalSums:
             healed.append(0)
         return True
 
-    def _mend_frames(self, handle: int, healed: list[int]) -> set[int]:
-        pages = set()
+    def _mend_frames(self, handle: int, result: Mended) -> None:
+        broken: int | None = None
         salt = os.pread(handle, 8, _SALT_AT)
         number, at = 0, _HEADER_BYTES
         while len(frame := os.pread(handle, _FRAME_BYTES, at)) == _FRAME_BYTES:
@@ -129,15 +141,20 @@ class WalSums:
                 break
             entry = _Entry(*_ENTRY.unpack(raw))
             mended = _mended(frame, entry) if entry.intact else frame
+            if mended is None and frame[:_FRAME_HEADER_BYTES] == entry.header:
+                mended = frame
+                broken = number if broken is None else broken
+                result.damaged.add(int.from_bytes(frame[:4], "big"))
             if mended is None or mended[8:16] != salt:
                 break
             number += 1
             if mended != frame:
                 os.pwrite(handle, mended, at)
-                healed.append(number)
-            pages.add(int.from_bytes(mended[:4], "big"))
+                result.healed.append(number)
+            result.pages.add(int.from_bytes(mended[:4], "big"))
             at += _FRAME_BYTES
-        return pages
+        if broken is not None:
+            _chain_anew(handle, broken, number)
 
 
 def _mended(frame: bytes, entry: _Entry) -> bytes | None:
@@ -151,3 +168,23 @@ def _mended(frame: bytes, entry: _Entry) -> bytes | None:
 
 def _check(header: bytes, crc: int, adler: int) -> int:
     return zlib.crc32(struct.pack("<2I", crc, adler), zlib.crc32(header))
+
+
+def _chain_anew(log: int, first: int, end: int) -> None:
+    """Give the frames from `first` to before `end` the checksums of what they are, each based on the one before it."""
+    order = ">" if os.pread(log, 4, 0)[3] & 1 else "<"
+    start = _HEADER_BYTES + first * _FRAME_BYTES
+    seed = struct.unpack(">2I", os.pread(log, 8, start - _FRAME_BYTES + 16 if first else 24))
+    for at in range(start, _HEADER_BYTES + end * _FRAME_BYTES, _FRAME_BYTES):
+        frame = os.pread(log, _FRAME_BYTES, at)
+        words = struct.unpack(f"{order}{2 + PAGE_BYTES // 4}I", frame[:8] + frame[_FRAME_HEADER_BYTES:])
+        seed = _sqlite_sums(words, *seed)
+        os.pwrite(log, struct.pack(">2I", *seed), at + 16)
+
+
+def _sqlite_sums(words: tuple[int, ...], first: int, second: int) -> tuple[int, int]:
+    """https://www.sqlite.org/fileformat2.html#checksum_algorithm"""
+    for even, odd in zip(words[::2], words[1::2], strict=True):
+        first = (first + even + second) & 0xFFFFFFFF
+        second = (second + odd + first) & 0xFFFFFFFF
+    return first, second
