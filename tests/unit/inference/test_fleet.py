@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -254,6 +255,18 @@ async def test_another_template_than_the_models_is_refused(rig: Rig, models: Mod
     await rig.until(lambda: "loading" not in rig.states.values())
     assert rig.states == {models.first.version: "ready", other.version: "failed", renamed.version: "ready"}
     assert "template_sha256 differs" in rig.error(other)
+
+
+async def test_other_tokens_in_another_file_are_refused_too(rig: Rig, models: Models, tmp_path: Path) -> None:
+    """Neither `tokenizer.json` nor the template differs, and yet another token would end an answer."""
+    folder = tiny_model.perturbed(models.first.folder, tmp_path / "other", seed=9)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|endoftext|>"}))
+    other = tiny_model.publish(models.blobs, folder, step=7)
+    rig.route(models.first.served, other)
+    await rig.until(lambda: "loading" not in rig.states.values())
+    assert rig.states == {models.first.version: "ready", other.version: "failed"}
+    assert f"tokenizer_config.json differs from that of {models.first.version}" in rig.error(other)
 
 
 async def test_an_adapter_waits_for_its_base(rig: Rig, models: Models) -> None:

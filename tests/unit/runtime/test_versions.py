@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,56 @@ def test_something_else_is_no_manifest(blobs: BlobStore) -> None:
 def test_pickles_and_escapes_are_refused_by_name(path: str) -> None:
     with pytest.raises(ValueError):
         File(path=path, blob=BlobRef(uri="x", sha256="0" * 64, size=1))
+
+
+EMPTY = hashlib.sha256(b"").hexdigest()
+TEMPLATES = {
+    "chat_template.jinja": "{}",
+    "chat_template.json": '{{"chat_template": "{}"}}',
+    "tokenizer_config.json": '{{"chat_template": "{}"}}',
+    "additional_chat_templates/tools.jinja": "{}",
+}
+
+
+@pytest.mark.parametrize("path", TEMPLATES)
+def test_a_template_counts_wherever_it_stands(blobs: BlobStore, folder: Path, path: str) -> None:
+    before, _ = stored(blobs, folder)
+    assert before.template_sha256 == EMPTY
+    found = []
+    for text in ("one", "other"):
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(TEMPLATES[path].format(text))
+        found.append(stored(blobs, folder)[0])
+    assert len({manifest.template_sha256 for manifest in (before, *found)}) == 3
+    assert len({manifest.prompt_sha256 for manifest in (before, *found)}) == 3
+    assert versions.prompt_digests(blobs, found[1].files) == (found[1].tokenizer_sha256, found[1].template_sha256)
+    assert versions.template_digest(folder) == found[1].template_sha256
+
+
+def test_one_template_in_its_own_file_hashes_as_it_always_has(blobs: BlobStore, folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    assert stored(blobs, folder)[0].template_sha256 == versions.file_digest(folder / "chat_template.jinja")
+
+
+@pytest.mark.parametrize("config", ["not json", "[]"])
+def test_a_tokenizer_configuration_that_is_none_counts_as_a_whole(blobs: BlobStore, folder: Path, config: str) -> None:
+    (folder / "tokenizer_config.json").write_text(config)
+    assert stored(blobs, folder)[0].template_sha256 != EMPTY
+
+
+@pytest.mark.parametrize("path", ["generation_config.json", "special_tokens_map.json", "config.json", "vocab.txt"])
+def test_what_acts_on_prompts_tells_versions_apart(blobs: BlobStore, folder: Path, path: str) -> None:
+    before, _ = stored(blobs, folder)
+    (folder / path).write_text('{"changed": true}')
+    after, _ = stored(blobs, folder)
+    assert after.prompt_sha256 != before.prompt_sha256
+    assert (after.token_files != before.token_files) == (path in {"special_tokens_map.json", "vocab.txt"})
+
+
+def test_weights_do_not(blobs: BlobStore, folder: Path) -> None:
+    before, _ = stored(blobs, folder)
+    (folder / "model.safetensors").write_text("after a step")
+    after, _ = stored(blobs, folder, step=1)
+    assert after.prompt_sha256 == before.prompt_sha256
+    assert after.token_files == before.token_files == {"tokenizer.json": before.tokenizer_sha256}

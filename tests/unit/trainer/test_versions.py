@@ -20,10 +20,13 @@ from headrace_runtime.versions import VersionCache
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import Fingerprint, Manifest
 from headrace_trainer import versions
+from headrace_trainer.opening import open_lineage
 from headrace_trainer.policy import FINGERPRINT_TOKENS, Policy, _fixed_tokens
 from headrace_trainer.settings import ComputeSettings, LoraSettings
 from tests.support import tiny_model
+from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_forward import open_policy
+from tests.unit.trainer.world import World
 
 
 def disturb(policy: Policy, seed: int = 0) -> None:
@@ -184,3 +187,36 @@ def test_another_base_under_an_old_lineage_is_a_setting_error(base: Path, tmp_pa
     with pytest.raises(SettingError, match=r"config\.json differ from what lineage main started from"):
         versions.check_same(copy, first, "main")
     assert hashlib.sha256((base / "config.json").read_bytes()).hexdigest() in {f.blob.sha256 for f in first.files}
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+async def test_a_base_that_goes_away_once_training_has_begun_changes_nothing(
+    base: Path, tmp_path: Path, make: Make, rank: int
+) -> None:
+    copy, world = tmp_path / "copy", World(tmp_path)
+    shutil.copytree(base, copy)
+    (copy / "additional_chat_templates").mkdir()
+    (copy / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    lineage = open_lineage(make(base=str(copy), lora={"rank": rank}), world.blobs, world.clock)
+    shutil.rmtree(copy)
+    disturb(lineage.policy)
+    lineage._tensors_moved = True
+    assert lineage.save(publish=True)
+    manifest, folder = await VersionCache(world.blobs, tmp_path / "cache").fetch(lineage.saved.checkpoint.manifest)
+    first, first_folder = await VersionCache(world.blobs, tmp_path / "cache").fetch(lineage.saved.versions[0].manifest)
+    assert (first_folder / "additional_chat_templates" / "tools.jinja").read_text() == "{{ messages }}"
+    assert (manifest.tokenizer_sha256, manifest.template_sha256) == (first.tokenizer_sha256, first.template_sha256)
+    assert rank or manifest.prompt_sha256 == first.prompt_sha256
+    assert sorted(path.name for path in folder.glob("*.safetensors"))
+
+
+async def test_a_base_that_changed_before_a_start_is_refused_before_anything_is_taken_over(
+    base: Path, tmp_path: Path, make: Make
+) -> None:
+    copy, world = tmp_path / "copy", World(tmp_path)
+    shutil.copytree(base, copy)
+    lineage = open_lineage(make(base=str(copy)), world.blobs, world.clock)
+    (copy / "chat_template.jinja").write_text("another")
+    with pytest.raises(SettingError, match=r"chat_template\.jinja differ from what lineage main started from"):
+        await world.run(make(base=str(copy)))
+    lineage.save(publish=False)
