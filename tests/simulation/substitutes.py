@@ -146,9 +146,12 @@ def _names() -> Mapping[str, Any]:
         # Less often than in production: steps without effect are most of what a run would cost.
         "headrace_collector.app._ENDS_INTERVAL_S": 6.0,
         "headrace_collector.app._IDLE_INTERVAL_S": 6.0,
-        "headrace_collector.app._UPKEEP_INTERVAL_S": 9.0,
+        "headrace_collector.app._BOUNDS_INTERVAL_S": 9.0,
+        "headrace_collector.app._FORGET_INTERVAL_S": 9.0,
+        "headrace_collector.app._TARGETS_INTERVAL_S": 9.0,
         "headrace_scorer.app._SETTLE_INTERVAL_S": 6.0,
-        "headrace_scorer.app._UPKEEP_INTERVAL_S": 20.0,
+        "headrace_scorer.app._FORGET_INTERVAL_S": 20.0,
+        "headrace_scorer.app._MEASURE_INTERVAL_S": 20.0,
         "headrace_scorer.scoring._POLL_S": 6.0,
         **learner.STANDS_FOR,
     }
