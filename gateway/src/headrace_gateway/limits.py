@@ -36,6 +36,18 @@ class Meter:
             return ApiError(429, "concurrency_limit_exceeded", message, retry_after_s=1)
         return None
 
+    def charge(self, tokens: int) -> ApiError | None:
+        """Take tokens for what a request causes beside itself, None when they were there.
+
+        What is more than a burst can be asked for once the bucket is full, and is then owed.
+        """
+        if self._tokens < min(tokens, self._limits.burst):
+            wait_s = (min(tokens, self._limits.burst) - self._tokens) / self._limits.requests_per_s
+            message = f"this request counts as {tokens + 1}, with {self._limits.requests_per_s:g} allowed per second"
+            return ApiError(429, "rate_limit_exceeded", message, retry_after_s=wait_s)
+        self._tokens -= tokens
+        return None
+
     def begin(self) -> None:
         self._tokens -= 1
         self.in_progress += 1
@@ -66,6 +78,15 @@ class Limits:
         finally:
             for one in (meter, self._total):
                 one.in_progress -= 1
+
+    def charge(self, caller: Caller, events: int) -> None:
+        """For an admitted request that becomes so many events: each counts as a request. Raises `ApiError` 429."""
+        if events <= 1:
+            return
+        for meter in (self._meters[caller.key_id], self._total):
+            refusal = meter.charge(events - 1)
+            if refusal:
+                raise refusal
 
     @property
     def in_progress(self) -> int:

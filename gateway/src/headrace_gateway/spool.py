@@ -23,6 +23,10 @@ CREATE TABLE IF NOT EXISTS events (
     value BLOB NOT NULL
 )
 """
+_TENANTS = """
+SELECT coalesce(CASE WHEN json_valid(text) THEN json_extract(text, '$.tenant') END, ''), sum(bytes)
+FROM (SELECT CAST(value AS TEXT) AS text, length(value) AS bytes FROM events) GROUP BY 1
+"""
 
 
 class SpoolBroken(HeadraceError):
@@ -84,6 +88,10 @@ class Spool:
         except sqlite3.Error as error:
             raise Unavailable(f"spool {self._folder}: {error}") from error
 
+    async def tenants(self) -> dict[str, int]:
+        """Bytes that wait, by the tenant that the events name."""
+        return await self._run(self._tenants)
+
     async def oldest(self, limit: int) -> list[Spooled]:
         return await self._run(lambda: self._oldest(limit))
 
@@ -137,6 +145,9 @@ class Spool:
                 f"spool {path}: {error}; it may hold turns, so move it aside rather than delete it"
             ) from None
         self.bytes = int(self.bytes)
+
+    def _tenants(self) -> dict[str, int]:
+        return dict(self._db.execute(_TENANTS))
 
     def _close(self) -> None:
         self._db.close()

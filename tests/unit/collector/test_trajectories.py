@@ -17,11 +17,12 @@ def made(
 ) -> Trajectory:
     return trajectory(
         turns,
-        given_up=superseded([facts_of(turn, START) for turn in turns]),
+        given_up=superseded([facts_of(turn, START, place) for place, turn in enumerate(turns)]),
         about_run=run,
         about_session=session,
         reason="end_call",
         models=models,
+        turns_from=0,
         now=START,
     )
 

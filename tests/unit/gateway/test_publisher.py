@@ -188,11 +188,11 @@ async def test_a_full_spool_refuses_new_work_loudly(tmp_path: Path) -> None:
         for number in range(10):
             await publisher.publish(feedback(number))
         with pytest.raises(ApiError) as caught:
-            publisher.admit()
+            publisher.admit("default")
         assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
         bus.back.set()
         await until(lambda: publisher.has_room)
-        publisher.admit()
+        publisher.admit("default")
 
 
 async def test_a_producer_that_died_is_replaced(tmp_path: Path) -> None:
