@@ -14,7 +14,7 @@ from headrace_gateway.settings import FeedbackSettings
 from headrace_runtime.clock import Clock
 from headrace_schemas import Feedback, ids
 
-_HEADERS_BYTES = 320
+_HEADERS_BYTES = 300
 """About what an event's envelope adds to it on the log."""
 _BODY_BYTES_MIN = 1024
 

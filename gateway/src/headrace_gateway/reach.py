@@ -34,6 +34,7 @@ class Reach:
         """Topic to the end of each partition. Raises `Unavailable`."""
         if self._next is None:
             self._next = asyncio.create_task(self._ask(self._asked))
+            self._next.add_done_callback(_heard)
         return await asyncio.shield(self._next)
 
     async def _ask(self, before: asyncio.Task[Ends] | None) -> Ends:
@@ -41,6 +42,12 @@ class Reach:
             await asyncio.wait([before])
         self._asked, self._next = self._next, None
         return {topic: await self._offsets.ends(topic) for topic in TOPICS}
+
+
+def _heard(task: asyncio.Task[Ends]) -> None:
+    """Who asked may have gone away meanwhile."""
+    if not task.cancelled():
+        task.exception()
 
 
 def after(ends: Ends, key: str) -> Mapping[str, int]:

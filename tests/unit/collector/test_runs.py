@@ -131,7 +131,8 @@ def test_lists_that_overlap_are_one_run_unless_they_name_different_ones() -> Non
     a, b, c = (implicit([user("q")], name, at=at) for at, name in enumerate("abc"))
     assert runs([a, b, c], feedback("s", a, b), feedback("s", b, c)) == [[a, b, c]]
     one, other = feedback("s", a, b, run_id="0", at=50), feedback("s", b, c, run_id="1", at=60)
-    assert runs([a, b, c], other, one) == [[a], [b, c]], "the newer list takes its turns away"
+    assert runs([a, b, c], one, other) == [[a], [b, c]], "the later list takes its turns away"
+    assert runs([a, b, c], other, one) == [[a, b], [c]], "whatever its clock says"
 
 
 def test_clients_that_count_runs_from_zero_again_do_not_mix_them_up() -> None:

@@ -44,6 +44,10 @@ class Feedback(Event):
     def event_id(self) -> str:
         return derived_id("feedback", self.feedback_id, self.session_key)
 
+    def to_json(self) -> bytes:
+        """Without what is as it is by default: one request may become many of these."""
+        return self.model_dump_json(exclude_none=True, exclude_defaults=True).encode()
+
     @property
     def parts(self) -> int:
         """`sessions`, also of an event that lists the turns of all of them, as the first releases sent it."""
