@@ -69,6 +69,7 @@ class Agent:
         await asyncio.sleep(self._draw.expovariate(1.0))
         old.over = True
         again = Run(f"{old.name} again", old.session_id, old.session_key, old.tenant, old.implied, old.ends_by)
+        again.follows_an_end = True
         self._run = again
         self._ledger.runs.append(again)
         await self._episode()

@@ -33,6 +33,8 @@ class Run:
     """Those that were acknowledged, in order."""
     feedback: list[Said] = field(default_factory=list)
     """What was acknowledged of what was said about it, in the order of acknowledgement."""
+    follows_an_end: bool = False
+    """Whether its session had been ended before it began."""
     over: bool = False
     """Whether the last of it was acknowledged."""
 

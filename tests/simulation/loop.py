@@ -81,7 +81,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class VirtualClock:
-    """`headrace_runtime.clock.Clock` on the loop's time. What the clock on the wall says is each process's own error."""
+    """`headrace_runtime.clock.Clock` on the loop's time. Civil time is wrong in each process by its own error."""
 
     def now(self) -> datetime:
         process = CURRENT.get()

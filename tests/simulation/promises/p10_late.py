@@ -1,5 +1,5 @@
-"""P10: late is fine: the last word of every source, in the order in which its calls were acknowledged, is what counts in
-the end, and it counts for the run that it was said about. No clock has a part in what is expected here."""
+"""P10: late is fine: the last word of every source, in the order in which its calls were acknowledged, is what counts
+in the end, and it counts for the run that it was said about. No clock has a part in what is expected here."""
 
 from __future__ import annotations
 
@@ -67,9 +67,7 @@ def _verdicts(town: Town, that: Check, words: Mapping[str, list[Feedback]]) -> N
         if found is None or wanted is None:
             stray = found is not None and found.outcome != "withdrawn"
             that(not stray, f"wrong run: {name} has a verdict of {found and found.value} that was not about it")
-            that(
-                wanted is None or found is not None, f"wrong run: {name} lacks the verdict of {wanted and wanted.value}"
-            )
+            that(wanted is None or found is not None, f"wrong run: {name} lacks its verdict, {wanted and wanted.value}")
             continue
         value = None if wanted.withdrawn else wanted.value
         that(found.value == value, f"wrong last word: {name} was told {found.value}, the last word was {value}")
