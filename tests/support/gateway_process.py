@@ -55,7 +55,7 @@ class GatewayProcess:
         environ = {f"HEADRACE_{name}": str(value) for name, value in self._settings.items()}
         with (self.folder / "gateway.log").open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env={**os.environ, **environ})
-        wait_open(self.port, 20)
+        wait_open(self.port, 60)
 
     def kill(self) -> None:
         assert self._process is not None

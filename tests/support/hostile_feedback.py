@@ -1,4 +1,4 @@
-"""`python -m tests.support.hostile_feedback URL KEY`: the largest feedback that is allowed, as fast as it is answered."""
+"""`python -m tests.support.hostile_feedback URL KEY`: the largest feedback that is allowed, again and again."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ async def _send(client: httpx2.AsyncClient) -> None:
 
 async def main() -> None:
     url, key = sys.argv[1:3]
-    async with httpx2.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=30) as client:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(_AT_ONCE):
-                group.create_task(_send(client))
+    headers = {"authorization": f"Bearer {key}"}
+    async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=30) as client, asyncio.TaskGroup() as group:
+        for _ in range(_AT_ONCE):
+            group.create_task(_send(client))
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ async def _session(
 async def _closed(view: BusView, turn: Turn) -> None:
     """Waits: an end that is read late would take along what comes after it. Raises `TimeoutError`."""
     async with asyncio.timeout(_SETTLES_S):
-        while not any(turn.turn_id in one.turn_ids for one in await view.read(Trajectory)):
+        while not any(turn.turn_id in one.turn_ids for one in await view.read(Trajectory)):  # noqa: ASYNC110
             await asyncio.sleep(0.5)
 
 
