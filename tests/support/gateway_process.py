@@ -55,7 +55,10 @@ class GatewayProcess:
         environ = {f"HEADRACE_{name}": str(value) for name, value in self._settings.items()}
         with (self.folder / "gateway.log").open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env={**os.environ, **environ})
-        wait_open(self.port, 60)
+        try:
+            wait_open(self.port, 60)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; the gateway says {self.log[-3000:]}") from None
 
     def kill(self) -> None:
         assert self._process is not None
