@@ -37,12 +37,10 @@ class Meter:
         return None
 
     def charge(self, tokens: int) -> ApiError | None:
-        """Take tokens for what a request causes beside itself, None when they were there.
-
-        What is more than a burst can be asked for once the bucket is full, and is then owed.
-        """
-        if self._tokens < min(tokens, self._limits.burst):
-            wait_s = (min(tokens, self._limits.burst) - self._tokens) / self._limits.requests_per_s
+        """Take tokens for what a request causes beside itself. They may be owed: then nothing more is let in, which
+        costs less than to read and refuse it. Who owes already is refused."""
+        if self._tokens < 0:
+            wait_s = (1 - self._tokens) / self._limits.requests_per_s
             message = f"this request counts as {tokens + 1}, with {self._limits.requests_per_s:g} allowed per second"
             return ApiError(429, "rate_limit_exceeded", message, retry_after_s=wait_s)
         self._tokens -= tokens

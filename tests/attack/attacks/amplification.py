@@ -52,11 +52,14 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
 
 
 def _settings(folder: Path) -> dict[str, object]:
-    keys = [
-        {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "tenant": name, "scopes": ["feedback"]}
-        for name in ("hostile", "victim")
-    ]
-    return {"GATEWAY__KEYS": json.dumps(keys), "GATEWAY__CAPTURE__SPOOL_BYTES_MAX": _SPOOL_BYTES_MAX}
+    keys = folder / "keys.toml"
+    keys.write_text("\n".join(_key(name) for name in ("hostile", "victim")), encoding="utf-8")
+    return {"GATEWAY__KEYS_FILE": keys, "GATEWAY__CAPTURE__SPOOL_BYTES_MAX": _SPOOL_BYTES_MAX}
+
+
+def _key(name: str) -> str:
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return f'[[keys]]\nname = "{name}"\nsha256 = "{digest}"\ntenant = "{name}"\nscopes = ["feedback"]\n'
 
 
 @contextlib.asynccontextmanager
