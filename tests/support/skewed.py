@@ -9,6 +9,7 @@ import runpy
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from unittest import mock
 
 from headrace_runtime.clock import SystemClock
 
@@ -25,7 +26,7 @@ def main() -> None:
     def now(_clock: SystemClock) -> datetime:
         return datetime.now(UTC) + timedelta(seconds=float(file.read_text(encoding="utf-8") or 0))
 
-    SystemClock.now = now  # type: ignore[method-assign]
+    mock.patch.object(SystemClock, "now", now).start()
     sys.argv = [module, *sys.argv[3:]]
     runpy.run_module(module, run_name="__main__")
 

@@ -33,18 +33,19 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
     broker = BrokerProcess(folder / "bus")
     broker.start()
     gateways = [GatewayProcess(folder / f"g{n}", broker.address, skew=clock) for n, clock in enumerate(clocks[:2])]
-    services = [
+    services: list[ServiceProcess] = [
         ServiceProcess(name, folder / "services", broker.address, skew=clock)
         for name, clock in zip(_PLACES[2:], clocks[2:], strict=True)
     ]
     try:
         async with bus_view(broker.address, folder / "services") as view:
-            await asyncio.gather(*(asyncio.to_thread(one.start) for one in (*gateways, *services)))
+            starts = [one.start for one in gateways] + [one.start for one in services]
+            await asyncio.gather(*(asyncio.to_thread(start) for start in starts))
             words = await _talk([gateway.url for gateway in gateways], view, clocks, rng)
             return await _judged(view, words)
     finally:
-        for one in (*gateways, *services):
-            await asyncio.to_thread(one.stop)
+        for stop in [one.stop for one in gateways] + [one.stop for one in services]:
+            await asyncio.to_thread(stop)
         await asyncio.to_thread(broker.stop)
 
 
