@@ -59,8 +59,8 @@ class Agent:
         if self._run.ends_by == "end_call" and self._draw.random() < 0.4:
             await self._again()
         self._run.over = True
-        for _ in range(self._draw.choice([0, 0, 0, 1, 1, 2])):
-            await asyncio.sleep(self._draw.uniform(0.5, 15.0))
+        for _ in range(self._draw.choice([0, 0, 1, 1, 2, 3])):
+            await asyncio.sleep(self._draw.choice([self._draw.uniform(0.1, 1.0), self._draw.uniform(0.5, 15.0)]))
             await self._judge(ends=False)
 
     async def _again(self) -> None:

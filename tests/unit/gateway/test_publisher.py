@@ -185,7 +185,7 @@ async def test_a_full_spool_refuses_new_work_loudly(tmp_path: Path) -> None:
     bus = ListBus()
     bus.back.clear()
     async with publishing(tmp_path, bus, spool_bytes_max=1024) as publisher:
-        for number in range(10):
+        for number in range(20):
             await publisher.publish(feedback(number))
         with pytest.raises(ApiError) as caught:
             publisher.admit("default")
