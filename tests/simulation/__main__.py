@@ -18,6 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tests.simulation.run import Outcome, simulate
 
 _SHOWN_MAX = 10
+_SAID_EVERY_S = 10.0
+FIGURES = {"wrong_last_words": "p10_late: wrong last word", "verdicts_on_the_wrong_run": "p10_late: wrong run"}
+"""Named figures of the report, and what a broken promise that counts for them begins with."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{given.seeds} seeds from {given.first} in {report['wall_s']} s: {report['events']} events, {faults} faults, "
         f"{checks} checks, {len(failed)} seeds failed"
     )
+    print(", ".join(f"{name.replace('_', ' ')}: {report[name]}" for name in FIGURES))
     return 1 if failed else 0
 
 
@@ -48,17 +52,21 @@ def summary(outcomes: Iterable[Outcome], first: int, wall_s: float) -> dict[str,
     """What `reports/simulate.json` holds."""
     faults: Counter[str] = Counter()
     checks: Counter[str] = Counter()
+    figures = dict.fromkeys(FIGURES, 0)
     events, virtual_s, seeds, failed = 0, 0.0, 0, []
     for outcome in outcomes:
         faults.update(outcome.injected)
         checks.update(outcome.checks)
         seeds, events, virtual_s = seeds + 1, events + outcome.events, virtual_s + outcome.virtual_s
+        for name, beginning in FIGURES.items():
+            figures[name] += sum(text.startswith(beginning) for text in outcome.broken)
         if outcome.broken:
             failed.append({"seed": outcome.seed, "command": outcome.command, "broken": outcome.broken})
     return {
         "seeds": seeds,
         "first": first,
         "failed": failed,
+        **figures,
         "wall_s": round(wall_s, 1),
         "virtual_s": round(virtual_s),
         "events": events,
@@ -94,15 +102,33 @@ def _simulate(job: tuple[int, bool]) -> Outcome:
 
 
 def _watched(outcomes: Iterable[Outcome], total: int, console: Console) -> Iterator[Outcome]:
-    """With a bar on a terminal."""
+    """With a bar on a terminal, a line now and then in a log."""
+    if not console.is_terminal:
+        yield from _logged(outcomes, total, console)
+        return
     columns = (TextColumn("seeds"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("seeds", total=total)
         for outcome in outcomes:
             progress.advance(task)
             if outcome.broken:
                 progress.console.print(f"seed {outcome.seed}: {outcome.broken[0]}", highlight=False)
             yield outcome
+
+
+def _logged(outcomes: Iterable[Outcome], total: int, console: Console) -> Iterator[Outcome]:
+    began = said = time.monotonic()
+    failed = 0
+    for number, outcome in enumerate(outcomes, 1):
+        if outcome.broken:
+            failed += 1
+            console.print(f"seed {outcome.seed}: {outcome.broken[0]}", highlight=False, soft_wrap=True)
+        now = time.monotonic()
+        if now - said >= _SAID_EVERY_S:
+            said = now
+            left_s = (now - began) / number * (total - number)
+            console.print(f"{number} of {total} seeds, {failed} failed, about {left_s:.0f} s left", highlight=False)
+        yield outcome
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Protocol
 
 from headrace_schemas import Event, Feedback, Message, Reward, SessionEnd, Trajectory, Turn
 from headrace_schemas.ids import response_id, session_key
-from tests.simulation.ledger import EndedBy, Ledger, Run
-from tests.simulation.loop import VirtualClock
+from tests.simulation.ledger import EndedBy, Ledger, Run, Said
 from tests.support.turns import after, ask, tool, user
 
 _ENDS: tuple[tuple[EndedBy, float], ...] = (("end_call", 0.35), ("feedback", 0.35), ("idle", 0.22), ("commit", 0.08))
@@ -29,13 +29,24 @@ class Door(Protocol):
     async def publish(self, event: Event) -> bool:
         """Whether the gateway said that it has it. False: it died before it said anything."""
 
+    @property
+    def settled(self) -> bool:
+        """Whether nothing that it has acknowledged still waits in its spool."""
+
+    def now(self) -> datetime:
+        """What its clock says."""
+
 
 class Agent:
     """One run from its first call to its last word."""
 
-    def __init__(self, run: Run, door: Door, ledger: Ledger, draw: random.Random, *, evaluation: bool) -> None:
+    def __init__(
+        self, run: Run, doors: Sequence[Door], ledger: Ledger, draw: random.Random, *, evaluation: bool
+    ) -> None:
         self._run = run
-        self._door = door
+        self._name = run.name
+        self._doors = doors
+        self._door = draw.choice(doors)
         self._ledger = ledger
         self._draw = draw
         self._evaluation = evaluation
@@ -44,6 +55,26 @@ class Agent:
 
     async def work(self, begins_s: float) -> None:
         await asyncio.sleep(begins_s)
+        await self._episode()
+        if self._run.ends_by == "end_call" and self._draw.random() < 0.4:
+            await self._again()
+        self._run.over = True
+        for _ in range(self._draw.choice([0, 0, 1, 1, 2, 3])):
+            await asyncio.sleep(self._draw.choice([self._draw.uniform(0.1, 1.0), self._draw.uniform(0.5, 15.0)]))
+            await self._judge(ends=False)
+
+    async def _again(self) -> None:
+        """The session goes on after its end: that is another run under the same name."""
+        old = self._run
+        await asyncio.sleep(self._draw.expovariate(1.0))
+        old.over = True
+        again = Run(f"{old.name} again", old.session_id, old.session_key, old.tenant, old.implied, old.ends_by)
+        again.follows_an_end = True
+        self._run = again
+        self._ledger.runs.append(again)
+        await self._episode()
+
+    async def _episode(self) -> None:
         version = await self._door.version()
         messages = [user("the same question" if self._run.implied else f"question {self._run.name}")]
         count = self._draw.randint(1, 3)
@@ -54,14 +85,11 @@ class Agent:
             messages = after(turn, tool(f"result {number}"))
             await asyncio.sleep(self._draw.expovariate(1.5))
         await self._finish()
-        self._run.over = True
-        for _ in range(self._draw.choice([0, 0, 0, 1, 1, 2])):
-            await asyncio.sleep(self._draw.uniform(0.5, 15.0))
-            await self._judge(ends=False)
 
     async def _call(self, messages: list[Message], text: str, version: str) -> Turn:
         retry = 0
         while True:
+            self._choose_door()
             turn = self._turn(messages, text, version, retry)
             self._ledger.asked[turn.turn_id] = turn
             if await self._door.publish(turn):
@@ -72,7 +100,7 @@ class Agent:
             retry += 1
 
     def _turn(self, messages: list[Message], text: str, version: str, retry: int) -> Turn:
-        run, now = self._run, VirtualClock().now()
+        run, now = self._run, self._door.now()
         return ask(
             messages,
             text,
@@ -108,17 +136,18 @@ class Agent:
     def _end(self, scope: str) -> SessionEnd:
         run = self._run
         named = {"session_key": run.session_key, "session_id": run.session_id} if scope == "session" else {}
-        given = {"time": VirtualClock().now(), "end_id": f"end {run.name}", "scope": scope, "tenant": run.tenant}
+        given = {"time": self._door.now(), "end_id": f"end {run.name}", "scope": scope, "tenant": run.tenant}
         return SessionEnd.model_validate(given | named | ({"reason": "commit"} if scope == "tenant" else {}))
 
     async def _judge(self, *, ends: bool) -> None:
-        """The newest word counts; now and then it is taken back."""
+        """The last word counts; now and then it is taken back."""
         run = self._run
+        self._choose_door()
         self._said += 1
         withdrawn = self._said > 1 and self._draw.random() < 0.2
         said = Feedback(
-            time=VirtualClock().now(),
-            feedback_id=f"{run.name}/{self._said}",
+            time=self._door.now(),
+            feedback_id=f"{self._name}/{self._said}",
             session_key=run.session_key,
             session_id=run.session_id,
             tenant=run.tenant,
@@ -129,16 +158,21 @@ class Agent:
             ends_session=ends,
         )
         await self._say(said)
-        run.feedback.append(said)
+        run.feedback.append(Said(said, run.turns[-1]))
+
+    def _choose_door(self) -> None:
+        """Any gateway, unless the last one has something in its spool: nothing is said to follow that elsewhere."""
+        if self._door.settled:
+            self._door = self._draw.choice(self._doors)
 
     async def _say(self, event: Event) -> None:
         """Until it is acknowledged; the same word again is harmless."""
         while not await self._door.publish(event):
-            pass
+            self._choose_door()
         self._note(event)
 
     def _note(self, event: Event) -> None:
-        self._ledger.order.setdefault(self._run.name, []).append(event.event_id)
+        self._ledger.order.setdefault(self._name, []).append(event.event_id)
 
 
 def runs(draw: random.Random, count: int) -> list[Run]:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SPAN_S = 20.0
 """Faults begin in this span of a run; they may last longer."""
+SKEW_MAX_S = 5.0
+"""How wrong a clock may be."""
 _STREAM = ("collector", "scorer")
 _POISONED = ("turns", "feedback", "session-ends", "trajectories", "rewards", "experiences", "checkpoints")
 
@@ -148,6 +150,12 @@ def _blobs_away(town: Town, draw: random.Random) -> None:
     asyncio.get_running_loop().call_later(draw.uniform(0.2, 4.0), setattr, town.mishaps, "blobs_away", False)
 
 
+def _clock_step(town: Town, draw: random.Random) -> None:
+    """Somebody's clock jumps, back as often as forth."""
+    town.count("clock_step")
+    town.skews_s[draw.choice(town.places).name] = draw.uniform(-SKEW_MAX_S, SKEW_MAX_S)
+
+
 def _poison(town: Town, draw: random.Random) -> None:
     """A record that can never be an event."""
     topic = draw.choice(_POISONED)
@@ -188,6 +196,7 @@ KINDS: dict[str, tuple[float, Callable[[Town, random.Random], None]]] = {
     "duplicates": (1.5, _duplicates),
     "slow_trainer": (1, _slow_trainer),
     "blobs_away": (0.7, _blobs_away),
+    "clock_step": (2, _clock_step),
     "poison": (1.5, _poison),
     "feedback_astray": (0.5, _astray),
 }

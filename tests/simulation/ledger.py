@@ -10,6 +10,14 @@ from headrace_schemas import Feedback, Reward, Turn
 EndedBy = Literal["end_call", "feedback", "commit", "idle"]
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Feedback, and the last turn that had been acknowledged when it was given."""
+
+    feedback: Feedback
+    after: Turn
+
+
 @dataclass(slots=True)
 class Run:
     """One run of an agent."""
@@ -23,8 +31,10 @@ class Run:
     ends_by: EndedBy
     turns: list[Turn] = field(default_factory=list)
     """Those that were acknowledged, in order."""
-    feedback: list[Feedback] = field(default_factory=list)
-    """What was acknowledged of what was said about it."""
+    feedback: list[Said] = field(default_factory=list)
+    """What was acknowledged of what was said about it, in the order of acknowledgement."""
+    follows_an_end: bool = False
+    """Whether its session had been ended before it began."""
     over: bool = False
     """Whether the last of it was acknowledged."""
 

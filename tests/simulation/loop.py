@@ -12,6 +12,9 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from tests.simulation.process import CURRENT
+from tests.simulation.world import world
+
 START = datetime(2026, 1, 1, tzinfo=UTC)
 _PASSES_MAX = 400_000
 """Some twenty times what a run takes: beyond it, somebody waits for something without letting time pass."""
@@ -78,10 +81,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class VirtualClock:
-    """`headrace_runtime.clock.Clock` on the loop's time."""
+    """`headrace_runtime.clock.Clock` on the loop's time. Civil time is wrong in each process by its own error."""
 
     def now(self) -> datetime:
-        return START + timedelta(seconds=self.monotonic_s())
+        process = CURRENT.get()
+        skew_s = world().skews_s.get(process.name, 0.0) if process is not None else 0.0
+        return START + timedelta(seconds=self.monotonic_s() + skew_s)
 
     def monotonic_s(self) -> float:
         return asyncio.get_running_loop().time()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,8 @@ from headrace_runtime.faust_host import FaustHost, _record
 from headrace_runtime.outbox import Outbox
 from headrace_runtime.wire import Outgoing
 from headrace_schemas import Event
+from headrace_scorer import joins
+from headrace_scorer.joins import Closed, Heard, Said
 from headrace_scorer.policy import Policy, Verdict
 from headrace_trainer import opening
 from headrace_trainer.ledger import Ledger
@@ -60,6 +62,7 @@ async def _past_the_spool(publisher: Publisher, *events: Event) -> None:
     return await _PUBLISH(publisher, *events)
 
 
+_SAID, _TARGETS = joins.said_about, joins.targets
 _PUBLISH, _LEDGER, _VALUES = Publisher.publish, opening._ledger, Policy._values
 
 
@@ -77,6 +80,19 @@ def _zero_for_nothing(policy: Policy, verdicts: Sequence[Verdict], turn_ids: Seq
     """Who abstains is counted as 0.0."""
     scored = [replace(one, value=0.0) if one.value is None else one for one in verdicts]
     return _VALUES(policy, scored, turn_ids)
+
+
+def _by_the_clock(
+    trajectory_id: str, peers: Sequence[Closed], listing: Iterable[Heard], general: Iterable[Heard]
+) -> Said:
+    """The newest word is the one with the highest time, whoever's clock gave it."""
+    said = _SAID(trajectory_id, peers, listing, general)
+    return Said(tuple(sorted(said.all, key=lambda one: (one.time, one.feedback_id))))
+
+
+def _next_by_the_clock(heard: Heard, peers: Sequence[Closed]) -> frozenset[str]:
+    """Feedback about a session means what was closed next, by the clocks of a gateway and the collector."""
+    return _TARGETS(replace(heard, turns_until=None), peers)
 
 
 def _bug(name: str, substitute: object, *also: str) -> Callable[[], AbstractContextManager[object]]:
@@ -112,6 +128,10 @@ PLANTED: Mapping[str, Planted] = {
     "abstaining is zero": Planted(
         _bug("headrace_scorer.policy.Policy._values", _zero_for_nothing), frozenset({"p6_abstain", "p10_late"})
     ),
+    "the last word by clocks": Planted(
+        _bug("headrace_scorer.joins.said_about", _by_the_clock), frozenset({"p10_late"})
+    ),
+    "the run by clocks": Planted(_bug("headrace_scorer.joins.targets", _next_by_the_clock), frozenset({"p10_late"})),
     "staleness unbounded": Planted(
         _bug("headrace_trainer.admission.stale", lambda *_: None, "headrace_trainer.prepare.stale"),
         frozenset({"p5_staleness"}),

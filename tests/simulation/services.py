@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Mapping
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import headrace_scorer.app
 import headrace_trainer.app
 from headrace_collector.settings import Settings as CollectorSettings
 from headrace_gateway.publisher import Publisher
+from headrace_gateway.reach import Reach
 from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.spool import Spool
 from headrace_registry.settings import RegistrySettings
@@ -22,6 +24,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.consumer import Table
 from headrace_runtime.dead_letters import Refusals
 from headrace_runtime.errors import Unavailable
+from headrace_runtime.offsets import Offsets
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
 from headrace_runtime.versions import read_manifest
@@ -77,7 +80,8 @@ class Gateway:
         self._routing: dict[str, Routing] = {}
         self.place: Place | None = None
         self.spooled = 0
-        """Events that wait in the spool."""
+        """Events that wait in the spool, as it was seen last."""
+        self._spool: Spool | None = None
 
     async def main(self) -> None:
         """As `headrace_gateway.app.run` puts it together."""
@@ -93,13 +97,14 @@ class Gateway:
                 capture,
                 send_timeout_s=bus.request_timeout_s,
                 prepare=lambda: topics.ensure(bus),
+                reach=lambda: Reach(Offsets(bus, None, "gateway")),
             )
             producer = EventProducer(bus, "headrace/gateway", blobs)
             table = Table(Routing, bus, "headrace/gateway", blobs, Refusals("gateway", producer))
             self._routing = table.rows
             group.create_task(publisher.run())
             group.create_task(table.run())
-            self._publisher = publisher
+            self._publisher, self._spool = publisher, spool
             await self._measure(spool)
 
     async def _measure(self, spool: Spool) -> None:
@@ -109,8 +114,17 @@ class Gateway:
 
     def _close(self, spool: Spool) -> None:
         """What the system does with the files of the dead."""
-        self._publisher = None
+        self._publisher = self._spool = None
         spool._log.close()
+
+    @property
+    def settled(self) -> bool:
+        """Whether all that it has acknowledged is on the bus: only then does another gateway come after it for sure."""
+        return self._spool is not None and self._spool.events == 0
+
+    def now(self) -> datetime:
+        """What its clock says."""
+        return VirtualClock().now() + timedelta(seconds=world().skews_s[self.name])
 
     async def version(self) -> str:
         while True:

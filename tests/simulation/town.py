@@ -47,6 +47,8 @@ class Town:
         self.databases: dict[str, Server] = {}
         self.training_s = 0.02
         """How long the trainer's thread takes for what it is given."""
+        self.skews_s: dict[str, float] = {}
+        """By how much the clock of each process is wrong: from the start, and anew with each step."""
         self.places: list[Place] = []
         self.problems: list[str] = []
         """What no process should ever have done."""
@@ -120,6 +122,7 @@ class Town:
     def _add(self, name: str, service: str, main: Callable[[], Coroutine[Any, Any, None]]) -> Place:
         place = Place(name, service, main, lambda: self._draw.uniform(0.2, 3.0), self._born, self._ended)
         self.places.append(place)
+        self.skews_s[name] = self._draw.uniform(-faults.SKEW_MAX_S, faults.SKEW_MAX_S)
         return place
 
     def _born(self, process: Process) -> None:
@@ -135,8 +138,8 @@ class Town:
         made = set()
         for run in agents.runs(draw, draw.randint(6, 11)):
             own = random.Random(f"{self.seed} {run.name}")
-            door = draw.choice(self.gateways) if not run.implied else self.gateways[0]
-            agent = agents.Agent(run, door, self.ledger, own, evaluation=draw.random() < 0.08)
+            doors = self.gateways if not run.implied else self.gateways[:1]
+            agent = agents.Agent(run, doors, self.ledger, own, evaluation=draw.random() < 0.08)
             made.add(self.do(agent.work(draw.uniform(0.0, faults.SPAN_S - 4.0))))
         return made
 

@@ -19,6 +19,8 @@ class World(Protocol):
     mishaps: Mishaps
     databases: dict[str, Server]
     request_timeout_s: float
+    skews_s: dict[str, float]
+    """By how much the clock of each process is wrong."""
 
     def count(self, fault: str) -> None:
         """A fault took place."""

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import decode
 from headrace_schemas import Event
 from tests.support.ports import free_port, wait_open
+from tests.support.skewed import command
 
 E = TypeVar("E", bound=Event)
 
@@ -29,7 +29,9 @@ E = TypeVar("E", bound=Event)
 class GatewayProcess:
     """`start`, `kill` (SIGKILL) and `start` again on the same folder and port."""
 
-    def __init__(self, folder: Path, bus: str, **settings: object) -> None:
+    def __init__(self, folder: Path, bus: str, *, skew: Path | None = None, **settings: object) -> None:
+        """`skew`: a file that says by how many seconds its clock is wrong."""
+        self._command = command("headrace_gateway", skew)
         self.port = free_port()
         self.folder = folder
         self._settings: dict[str, object] = {
@@ -52,10 +54,11 @@ class GatewayProcess:
         self.folder.mkdir(parents=True, exist_ok=True)
         environ = {f"HEADRACE_{name}": str(value) for name, value in self._settings.items()}
         with (self.folder / "gateway.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "headrace_gateway"], stdout=log, stderr=log, env={**os.environ, **environ}
-            )
-        wait_open(self.port, timeout_s)
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env={**os.environ, **environ})
+        try:
+            wait_open(self.port, timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; the gateway says {self.log[-3000:]}") from None
 
     def kill(self) -> None:
         assert self._process is not None

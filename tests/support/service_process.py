@@ -6,19 +6,21 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 
 from tests.support.ports import free_port
 from tests.support.processes import wait_until
+from tests.support.skewed import command
 
 
 class ServiceProcess:
     """`python -m headrace_<name>`. Its data folder is `folder`, where a successor finds the state of the dead."""
 
-    def __init__(self, name: str, folder: Path, bus: str, **settings: object) -> None:
+    def __init__(self, name: str, folder: Path, bus: str, *, skew: Path | None = None, **settings: object) -> None:
+        """`skew`: a file that says by how many seconds its clock is wrong."""
+        self._command = command(f"headrace_{name}", skew)
         self.name = name
         self.port = free_port()
         self._log = folder / f"{name}-{self.port}.log"
@@ -37,8 +39,7 @@ class ServiceProcess:
 
     def start(self, *, ready: bool = True) -> None:
         with self._log.open("ab") as log:
-            command = [sys.executable, "-m", f"headrace_{self.name}"]
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=self._environ)
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environ)
         if ready:
             wait_until(self.healthy, 60, f"{self.name} is healthy; its log says {self._log}")
 

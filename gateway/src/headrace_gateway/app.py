@@ -15,6 +15,7 @@ from headrace_gateway.fleet import Fleet
 from headrace_gateway.http import Parts, application
 from headrace_gateway.limits import Limits
 from headrace_gateway.publisher import Publisher
+from headrace_gateway.reach import Reach
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.spool import Spool
 from headrace_runtime import topics, web
@@ -25,6 +26,7 @@ from headrace_runtime.dead_letters import Told, dead_letter
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.known_versions import KnownVersions
 from headrace_runtime.logs import get_logger
+from headrace_runtime.offsets import Offsets
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
 from headrace_runtime.wire import Record
@@ -57,6 +59,8 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             settings.capture,
             send_timeout_s=common.bus.request_timeout_s,
             prepare=lambda: topics.ensure(common.bus),
+            reach=lambda: Reach(Offsets(common.bus, None, f"{SOURCE}-offsets")),
+            tenants=len({key.tenant for key in keys}),
         )
 
         told = Told(common.data_dir / "gateway" / "refused")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from starlette.types import Receive, Scope
@@ -51,7 +51,7 @@ class Door:
         headers = headers_of(scope)
         caller = self.caller(scope, headers, need)
         with self.limits.admit(caller), tracing.span(headers.get(b"traceparent", b"").decode("latin-1")):
-            self.publisher.admit()
+            self.publisher.admit(caller.tenant)
             yield Entered(caller, headers, await self._body(headers, receive, self.limits.body_bytes_max(caller)))
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive, bytes_max: int) -> bytes:
@@ -61,6 +61,14 @@ class Door:
         except TimeoutError:
             message = f"the request body took longer than {self.body_timeout_s:g} s"
             raise ApiError(408, "body_timeout", message) from None
+
+    async def publish_many(self, caller: Caller, events: Sequence[Event], *, copies: int = 1) -> None:
+        """Events that one request became, each sent `copies` times and charged as a request of its own.
+
+        Raises `ApiError` 429 or 503.
+        """
+        self.limits.charge(caller, len(events) * copies)
+        await self.publish(*events)
 
     async def publish(self, *events: Event) -> None:
         """Returns once durable. Raises `ApiError` 503."""

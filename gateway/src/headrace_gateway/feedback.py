@@ -1,16 +1,42 @@
-"""Feedback as events, one for each session that it touches. Whether the ids exist is found out later (P10)."""
+"""Feedback as events, one for each session that it touches. Whether the ids exist is found out later (P10).
+
+Each event lists the turns of its own session and counts the sessions, so that a request becomes about its own size.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from headrace_gateway.access import Caller
 from headrace_gateway.feedback_request import FeedbackRequest, TrinityFeedback
+from headrace_gateway.refusals import ApiError
+from headrace_gateway.settings import FeedbackSettings
 from headrace_runtime.clock import Clock
 from headrace_schemas import Feedback, ids
 
+_HEADERS_BYTES = 300
+"""About what an event's envelope adds to it on the log."""
+_BODY_BYTES_MIN = 1024
 
-def events_of(request: FeedbackRequest, caller: Caller, clock: Clock) -> list[Feedback]:
-    """Each event carries the whole list of ids: its collector needs to know what else belonged to the run."""
-    targets = request.targets
+
+def events_of(
+    request: FeedbackRequest, caller: Caller, clock: Clock, bounds: FeedbackSettings, body_bytes: int
+) -> list[Feedback]:
+    """Raises `ApiError`: 422 for too many sessions, 413 when the copies of what is said would be too large."""
+    turns = turns_by_session(caller.tenant, request.session_id, request.targets)
+    if len(turns) > bounds.sessions_max:
+        message = (
+            f"msg_ids: {len(turns)} sessions; gateway.feedback.sessions_max allows {bounds.sessions_max}, send several"
+        )
+        raise ApiError(422, "too_many_sessions", message, "msg_ids")
+    events = _events(request, caller, clock, turns)
+    _check_size(events, body_bytes, bounds)
+    return events
+
+
+def _events(
+    request: FeedbackRequest, caller: Caller, clock: Clock, turns: Mapping[str, Sequence[str]]
+) -> list[Feedback]:
     now = clock.now()
     feedback_id = request.feedback_id or ids.uuid7().hex
     return [
@@ -20,7 +46,8 @@ def events_of(request: FeedbackRequest, caller: Caller, clock: Clock) -> list[Fe
             session_key=key,
             session_id=request.session_id,
             tenant=caller.tenant,
-            msg_ids=targets,
+            msg_ids=tuple(own),
+            sessions=len(turns),
             task_id=request.task_id,
             run_id=request.run_id,
             source=request.source,
@@ -30,8 +57,21 @@ def events_of(request: FeedbackRequest, caller: Caller, clock: Clock) -> list[Fe
             comment=request.comment,
             context=request.context,
         )
-        for key in session_keys(caller.tenant, request.session_id, targets)
+        for key, own in turns.items()
     ]
+
+
+def _check_size(events: Sequence[Feedback], body_bytes: int, bounds: FeedbackSettings) -> None:
+    if len(events) == 1:
+        return
+    allowed = round(max(body_bytes, _BODY_BYTES_MIN) * bounds.growth_max)
+    size = sum(len(event.to_json()) + _HEADERS_BYTES for event in events)
+    if size > allowed:
+        message = (
+            f"a copy for each of {len(events)} sessions would be {size} bytes, gateway.feedback.growth_max allows "
+            f"{allowed}; send comment and context in a feedback for each session"
+        )
+        raise ApiError(413, "feedback_too_large", message, "context")
 
 
 def from_trinity(request: TrinityFeedback) -> FeedbackRequest:
@@ -41,12 +81,22 @@ def from_trinity(request: TrinityFeedback) -> FeedbackRequest:
     )
 
 
-def session_keys(tenant: str, session_id: str | None, targets: tuple[str, ...]) -> list[str]:
-    """The partitions' keys, in order of first mention.
+def turns_by_session(tenant: str, session_id: str | None, targets: Sequence[str]) -> dict[str, list[str]]:
+    """Session key to the turns that are listed of it, each once, in order of first mention.
 
-    An id that is not one of ours is nobody's turn yet: alone it gets a key of its own, so that it is kept and counted.
+    An id that is not one of ours goes to the session that is named, else to the first of the others. Where there is
+    none it gets a key of its own, so that it is kept and counted.
     """
-    found = [key for target in targets if (key := ids.key_of_response(target)) is not None]
-    if session_id is not None:
-        found.insert(0, ids.session_key(tenant, session_id))
-    return list(dict.fromkeys(found)) or [ids.session_key(tenant, f"unknown-{targets[0]}")]
+    named = None if session_id is None else ids.session_key(tenant, session_id)
+    found: dict[str, list[str]] = {} if named is None else {named: []}
+    strange: list[str] = []
+    for target in dict.fromkeys(targets):
+        key = ids.key_of_response(target)
+        (strange if key is None else found.setdefault(key, [])).append(target)
+    if strange:
+        found.setdefault(next(iter(found), None) or ids.session_key(tenant, f"unknown-{strange[0]}"), []).extend(
+            strange
+        )
+    if targets:  # a named session of which nothing is listed is not meant as a whole
+        found = {key: own for key, own in found.items() if own}
+    return found

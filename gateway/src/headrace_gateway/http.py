@@ -50,7 +50,7 @@ def application(parts: Parts) -> ASGIApp:
     placement = Placement(parts.catalog, pins, parts.fleet)
     relay = Relay(parts.engines, parts.fleet, placement, parts.settings.upstream, parts.clock)
     chat = Chat(parts.settings, parts.door, parts.catalog, relay, parts.clock, Aside(parts.settings.parse_threads))
-    sessions = SessionsApi(parts.door, pins, parts.clock, parts.known)
+    sessions = SessionsApi(parts.door, pins, parts.clock, parts.settings.feedback, parts.known)
     models = ModelsApi(parts.door, parts.catalog)
     publisher = parts.door.publisher
     starlette = web.app(

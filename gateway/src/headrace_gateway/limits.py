@@ -36,6 +36,16 @@ class Meter:
             return ApiError(429, "concurrency_limit_exceeded", message, retry_after_s=1)
         return None
 
+    def charge(self, tokens: int) -> ApiError | None:
+        """Take tokens for what a request causes beside itself. They may be owed: then nothing more is let in, which
+        costs less than to read and refuse it. Who owes already is refused."""
+        if self._tokens < 0:
+            wait_s = (1 - self._tokens) / self._limits.requests_per_s
+            message = f"this request counts as {tokens + 1}, with {self._limits.requests_per_s:g} allowed per second"
+            return ApiError(429, "rate_limit_exceeded", message, retry_after_s=wait_s)
+        self._tokens -= tokens
+        return None
+
     def begin(self) -> None:
         self._tokens -= 1
         self.in_progress += 1
@@ -66,6 +76,15 @@ class Limits:
         finally:
             for one in (meter, self._total):
                 one.in_progress -= 1
+
+    def charge(self, caller: Caller, events: int) -> None:
+        """For an admitted request that becomes so many events: each counts as a request. Raises `ApiError` 429."""
+        if events <= 1:
+            return
+        for meter in (self._meters[caller.key_id], self._total):
+            refusal = meter.charge(events - 1)
+            if refusal:
+                raise refusal
 
     @property
     def in_progress(self) -> int:

@@ -8,8 +8,10 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
 from headrace_gateway import metrics
+from headrace_gateway.reach import Ends, Reach, after
 from headrace_gateway.refusals import overloaded
 from headrace_gateway.settings import CaptureSettings
+from headrace_gateway.shares import Shares
 from headrace_gateway.spool import Spool, Spooled
 from headrace_runtime import tracing
 from headrace_runtime.dead_letters import dead_letter
@@ -17,7 +19,7 @@ from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.wire import Outgoing, Record
-from headrace_schemas import EVENTS, Event, SessionEnd
+from headrace_schemas import EVENTS, Event, Feedback, SessionEnd
 
 log = get_logger(__name__)
 _STOP_TIMEOUT_S = 1.0
@@ -40,14 +42,24 @@ class Publisher:
         *,
         send_timeout_s: float,
         prepare: Callable[[], Awaitable[None]] | None = None,
+        reach: Callable[[], Reach] | None = None,
+        tenants: int = 1,
     ) -> None:
-        """`producer` makes a fresh one whenever the last gave up; `prepare` makes sure that the topics exist."""
+        """`producer` makes a fresh one whenever the last gave up; `prepare` makes sure that the topics exist.
+
+        `reach` is asked before feedback about a session is sent. `tenants` is how many share the spool.
+        """
         self._make = producer
         self._spool = spool
         self._settings = settings
         self._send_timeout_s = send_timeout_s
         self._prepare = prepare
+        self._make_reach = reach
+        self._shared = tenants > 1
+        self._shares = Shares()
         self._producer: EventProducer | None = None
+        self._reach: Reach | None = None
+        self._away = False
         self._spooled = asyncio.Event()
 
     @property
@@ -58,15 +70,26 @@ class Publisher:
     def lacks_room(self) -> str | None:
         """Why nothing more could be made durable, None when it could: the spool has reached its bound, or its disk."""
         if self._spool.full:
-            return "the bus is away and the spool is full; capture.spool_bytes_max bounds it"
+            return f"the spool is full {self._why()}; capture.spool_bytes_max bounds it"
         away = self._producer is None or self._spool.events > 0
         return self._spool.trouble if away else None
 
-    def admit(self) -> None:
-        """Raises `ApiError` 503 when nothing more could be made durable. Called before work begins."""
+    def admit(self, tenant: str) -> None:
+        """Raises `ApiError` 503 when nothing more of `tenant` could be made durable. Called before work begins."""
         lack = self.lacks_room
         if lack is not None:
             raise overloaded(lack)
+        share = self._settings.spool_bytes_max * self._settings.spool_tenant_share
+        if self._shared and self._shares.of(tenant) >= share:
+            raise overloaded(
+                f"this tenant's part of the spool is full {self._why()}; capture.spool_tenant_share bounds it"
+            )
+
+    def _why(self) -> str:
+        """Why events wait in the spool."""
+        if self._away or self._producer is None:
+            return "and the bus is away"
+        return "and is being sent to the bus, which is there; try again"
 
     async def publish(self, *events: Event) -> None:
         """Returns once all are durable. Raises `Unavailable` when neither the bus nor the disk takes them.
@@ -78,12 +101,17 @@ class Publisher:
                 async with asyncio.timeout(self._settings.bus_wait_s):
                     await self._send(self._producer, events)
                 self._count(events, "bus")
+                self._away = False
                 return
             except (Unavailable, TimeoutError) as error:
+                self._away = True
                 log.warning("bus_away", error=repr(error), remedy="events go to the spool until it is back")
+        spooled = [Spooled(event.topic, event.to_json(), tracing.current()) for event in events]
+        self._shares.add(spooled)
         try:
-            await self._spool.append([Spooled(event.topic, event.to_json(), tracing.current()) for event in events])
+            await self._spool.append(spooled)
         except Unavailable:
+            self._shares.remove(spooled)
             await self._give_up_producer()
             raise
         self._count(events, "spool")
@@ -98,6 +126,7 @@ class Publisher:
 
     async def run(self) -> None:
         """Keep a connection to the bus and drain the spool into it. Cancelled by the owner."""
+        self._shares.load(await self._spool.tenants())
         while True:
             try:
                 async with self._connection() as producer:
@@ -113,6 +142,9 @@ class Publisher:
             if self._prepare is not None:
                 await self._prepare()
             await producer.start()
+            if self._make_reach is not None:
+                self._reach = self._make_reach()
+                await self._reach.start()
         self._producer = producer
         try:
             yield producer
@@ -121,6 +153,8 @@ class Publisher:
             with contextlib.suppress(TimeoutError):  # it would flush what is durable anyway, for ever without a bus
                 async with asyncio.timeout(_STOP_TIMEOUT_S):
                     await producer.stop()
+                    if self._reach is not None:
+                        await self._reach.stop()
 
     async def _drain(self, producer: EventProducer) -> None:
         while True:
@@ -134,6 +168,7 @@ class Publisher:
                     continue
                 await self._as_long_as_it_takes(self._send_spooled(producer, batch))
                 await self._spool.remove(batch)
+                self._shares.remove(batch)
                 log.info("spool_drained", sent=len(batch), left=self._spool.events)
             await self._spooled.wait()
 
@@ -146,6 +181,7 @@ class Publisher:
         try:
             while not task.done():
                 await asyncio.wait([task], timeout=self._send_timeout_s)
+                self._away = not task.done()
                 if not task.done() and self._prepare is not None:
                     with contextlib.suppress(Unavailable, TimeoutError):
                         async with asyncio.timeout(self._send_timeout_s):
@@ -157,14 +193,28 @@ class Publisher:
     async def _send_spooled(self, producer: EventProducer, batch: Sequence[Spooled]) -> None:
         """Topic by topic as they came: an end may be sent only once the turns before it are acknowledged."""
         for _, items in itertools.groupby(batch, key=lambda item: item.topic):
+            group = [(item.traceparent, _event(item)) for item in items]
+            ends = await self._ends([event for _, event in group])
             records: list[Outgoing] = []
-            for item in items:
-                with tracing.span(item.traceparent):
-                    records += await _records(producer, _event(item))
+            for traceparent, event in group:
+                with tracing.span(traceparent):
+                    records += await _records(producer, event, ends)
             await producer.send_raw(records)
 
     async def _send(self, producer: EventProducer, events: Sequence[Event]) -> None:
-        await producer.send_raw([record for event in events for record in await _records(producer, event)])
+        ends = await self._ends(events)
+        records: list[Outgoing] = []
+        for number, event in enumerate(events):
+            records += await _records(producer, event, ends)
+            if number:
+                await asyncio.sleep(0)  # many events of one request let other requests pass
+        await producer.send_raw(records)
+
+    async def _ends(self, events: Sequence[Event]) -> Ends:
+        """How far the logs reach now, when an event wants to say so."""
+        if self._reach is None or not any(_is_about_session(event) for event in events):
+            return {}
+        return await self._reach.ends()
 
     @staticmethod
     def _count(events: Sequence[Event], where: str) -> None:
@@ -172,11 +222,18 @@ class Publisher:
             metrics.PUBLISHED.labels(event.topic, where).inc()
 
 
-async def _records(producer: EventProducer, event: Event) -> list[Outgoing]:
+def _is_about_session(event: Event) -> bool:
+    """Which of a session's runs is meant is told by what had begun (decision 25)."""
+    return isinstance(event, Feedback) and not event.msg_ids
+
+
+async def _records(producer: EventProducer, event: Event, ends: Ends) -> list[Outgoing]:
     """One record, or for a tenant's commit one for each partition: every collector has to hear it."""
     if isinstance(event, SessionEnd) and event.scope == "tenant":
         partitions = sorted(await producer.partitions(SessionEnd.topic))
         return [await producer.encode(event.model_copy(update={"partition": number}), number) for number in partitions]
+    if ends and _is_about_session(event):
+        return [await producer.encode(event, after=after(ends, event.key))]
     return [await producer.encode(event)]
 
 

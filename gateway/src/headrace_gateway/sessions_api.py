@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from headrace_gateway.door import Door
+from headrace_gateway.door import Door, Entered
 from headrace_gateway.feedback import events_of, from_trinity
 from headrace_gateway.feedback_request import FeedbackRequest, TrinityCommit, TrinityFeedback
 from headrace_gateway.identity import label
@@ -16,11 +16,15 @@ from headrace_gateway.ingest import Lookup, nothing_known, trajectory_of
 from headrace_gateway.pins import Pins
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import parse
+from headrace_gateway.settings import FeedbackSettings
 from headrace_runtime.clock import Clock
-from headrace_schemas import Event, SessionEnd, ids
+from headrace_runtime.topics import catalogue
+from headrace_schemas import Event, Feedback, SessionEnd, ids
 
 _TRINITY_OK = {"status": "success"}
 """What Trinity answers; its clients want a JSON object with any 2xx."""
+_PARTITIONS = catalogue()[SessionEnd.topic].partitions
+"""A commit is sent to each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +34,13 @@ class SessionsApi:
     door: Door
     pins: Pins
     clock: Clock
+    bounds: FeedbackSettings
     known: Lookup = nothing_known
 
     async def feedback(self, request: Request) -> Response:
         async with self.door.enter(request.scope, request.receive, "feedback") as entered:
-            events = events_of(parse(FeedbackRequest, entered.body), entered.caller, self.clock)
-            await self.door.publish(*events)
+            events = self._events(entered, parse(FeedbackRequest, entered.body))
+            await self.door.publish_many(entered.caller, events)
             for event in events:
                 if event.ends_session:
                     self.pins.drop(event.session_key)
@@ -69,7 +74,7 @@ class SessionsApi:
         async with self.door.enter(request.scope, request.receive, "feedback") as entered:
             body = parse(TrinityFeedback, entered.body)
             if body.msg_ids:
-                await self.door.publish(*events_of(from_trinity(body), entered.caller, self.clock))
+                await self.door.publish_many(entered.caller, self._events(entered, from_trinity(body)))
             return JSONResponse(_TRINITY_OK)
 
     async def trinity_commit(self, request: Request) -> Response:
@@ -84,8 +89,11 @@ class SessionsApi:
             end = SessionEnd(
                 time=now, end_id=ids.uuid7().hex, scope="tenant", tenant=tenant, reason="commit", before=before
             )
-            await self.door.publish(end)
+            await self.door.publish_many(entered.caller, [end], copies=_PARTITIONS)
             return JSONResponse(_TRINITY_OK)
+
+    def _events(self, entered: Entered, request: FeedbackRequest) -> list[Feedback]:
+        return events_of(request, entered.caller, self.clock, self.bounds, len(entered.body))
 
 
 def _accepted(events: Sequence[Event], **more: str) -> Response:

@@ -58,10 +58,21 @@ class CaptureSettings(Section):
     spool_reserve_bytes: Annotated[int, Field(ge=131_072)] = 16_777_216
     """Room on the disk that the spool holds ahead, for the turns of calls that are under way when the disk fills up.
     While it cannot be had and the bus is away, new requests are refused with 503."""
+    spool_tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Where keys tell several tenants apart, the part of the spool at which one of them alone is refused with 503."""
     drain_batch: Annotated[int, Field(ge=1, le=10_000)] = 200
     """Spooled events that are sent to the bus at one time."""
     undelivered_wait_s: Positive = 10.0
     """How long a response is still generated, to be captured as undelivered, after its client has gone."""
+
+
+class FeedbackSettings(Section):
+    """How much one feedback may become: it is an event for each session that it lists turns of."""
+
+    sessions_max: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Sessions that one feedback may list turns of; beyond it the answer is 422. Each counts as a request."""
+    growth_max: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 9.0
+    """Bytes of events that each byte of a request (of at least 1 KiB) for several sessions may become; else 413."""
 
 
 class UpstreamSettings(Section):
@@ -117,5 +128,6 @@ class GatewaySettings(ServiceSettings):
     model_aliases: dict[str, str] = Field(default={})
     """Names that clients use to ours, e.g. `"gpt-4o" = "email-agent"` or `"old" = "email-agent:previous"`."""
     capture: CaptureSettings = CaptureSettings()
+    feedback: FeedbackSettings = FeedbackSettings()
     upstream: UpstreamSettings = UpstreamSettings()
     sticky: StickySettings = StickySettings()

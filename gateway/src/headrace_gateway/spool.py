@@ -7,12 +7,14 @@ meanwhile refuses new requests at the door and none whose answer somebody waits 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from headrace_gateway import metrics
+from headrace_gateway.shares import tenant_of
 from headrace_gateway.spool_file import Spooled
 from headrace_gateway.spool_log import SpoolBroken, SpoolLog
 from headrace_runtime import disk
@@ -92,6 +94,10 @@ class Spool:
                 raise disk.no_room(self._folder) from error
             raise Unavailable(f"disk: {self._folder}: {error.strerror}") from error
 
+    async def tenants(self) -> Mapping[str, int]:
+        """Bytes that wait, by the tenant that the events name."""
+        return await self._run(self._tenants)
+
     async def oldest(self, limit: int) -> list[Spooled]:
         return await self._run(lambda: self._log.oldest(limit))
 
@@ -118,6 +124,12 @@ class Spool:
             self._measure()
         self._writer = None
         self._want_room()
+
+    def _tenants(self) -> Mapping[str, int]:
+        found: Counter[str] = Counter()
+        for event in self._log.waiting():
+            found[tenant_of(event.value)] += len(event.value)
+        return found
 
     def _want_room(self) -> None:
         if self.trouble is not None and self._allocator is None:

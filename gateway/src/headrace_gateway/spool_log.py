@@ -9,7 +9,7 @@ import contextlib
 import fcntl
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from headrace_gateway.spool_file import Spooled, packed, scan
@@ -110,20 +110,27 @@ class SpoolLog:
         """The next ones; what is damaged is among them, as `damage`."""
         self._handed = []
         at = self._at
-        for segment in list(self._segments):
-            if segment.number < at.number:
-                continue
-            start = at.byte if segment.number == at.number else 0
-            for found in scan(segment.read(start), start, segment.path.name):
-                at = Place(segment.number, found.end)
-                if found.event is None:
-                    continue
-                self._handed.append((found.event, at))
-                if len(self._handed) == limit:
-                    return [event for event, _ in self._handed]
+        for event, at in self._found():
+            if event is not None:
+                self._handed.append((event, at))
+            if len(self._handed) == limit:
+                return [event for event, _ in self._handed]
         if not self._handed:  # damage may have made fewer of what was counted
             self._passed(at)
         return [event for event, _ in self._handed]
+
+    def waiting(self) -> Iterator[Spooled]:
+        """All that `oldest` would return, one batch after the other."""
+        return (event for event, _ in self._found() if event is not None)
+
+    def _found(self) -> Iterator[tuple[Spooled | None, Place]]:
+        """What lies in the files from the position on, each with the place behind it."""
+        for segment in list(self._segments):
+            if segment.number < self._at.number:
+                continue
+            start = self._at.byte if segment.number == self._at.number else 0
+            for found in scan(segment.read(start), start, segment.path.name):
+                yield found.event, Place(segment.number, found.end)
 
     def remove(self, events: Sequence[Spooled]) -> None:
         """Forget what `oldest` returned last, or the first part of it."""

@@ -15,14 +15,16 @@ from headrace_runtime.settings import BusSettings
 class Offsets:
     """One connection that only asks. Start before use; every question raises `Unavailable` when the bus is away."""
 
-    def __init__(self, bus: BusSettings, group: str) -> None:
+    def __init__(self, bus: BusSettings, group: str | None, client: str = "") -> None:
+        """Without a group only `ends` can be asked."""
         self._bus = bus
         self._group = group
+        self._client = client or f"{group}-offsets"
         self._reader: AIOKafkaConsumer | None = None
         self._known: dict[str, list[TopicPartition]] = {}
 
     async def start(self) -> None:
-        reader = consumer(self._bus, f"{self._group}-offsets", group_id=self._group)  # never subscribes, never joins
+        reader = consumer(self._bus, self._client, group_id=self._group)  # never subscribes, never joins
         try:
             await reader.start()
         except (KafkaError, OSError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaConnectionError, KafkaError, MessageSizeTooLargeError
@@ -65,8 +65,10 @@ class EventProducer:
         producer._message_accumulator.fail_all(KafkaConnectionError("given up"))
         await producer.stop()
 
-    async def encode(self, event: Event, partition: int | None = None) -> Outgoing:
-        return await encode(event, self._source, self._blobs, partition=partition)
+    async def encode(
+        self, event: Event, partition: int | None = None, *, after: Mapping[str, int] | None = None
+    ) -> Outgoing:
+        return await encode(event, self._source, self._blobs, partition=partition, after=after)
 
     async def send(self, event: Event) -> None:
         """Raises `Unavailable` when the bus did not take it in time; it may then have been taken all the same."""

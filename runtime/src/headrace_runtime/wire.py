@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -51,18 +52,30 @@ class Received:
     envelope: Envelope
     record: Record
 
+    @property
+    def place(self) -> int:
+        """Its place among the records of its key: the offset, the first one where a dead letter was put back."""
+        return self.record.offset if self.envelope.sequence is None else self.envelope.sequence
 
-async def encode(event: Event, source: str, blobs: BlobStore, *, partition: int | None = None) -> Outgoing:
+
+async def encode(
+    event: Event,
+    source: str,
+    blobs: BlobStore,
+    *,
+    partition: int | None = None,
+    after: Mapping[str, int] | None = None,
+) -> Outgoing:
     """The record for `event`, carrying the current trace. A value over 256 KiB is stored and a reference sent.
 
     Raises `Unavailable` when the blob store is needed and away.
     """
-    envelope = Envelope.of(event, source, tracing.current())
+    envelope = Envelope.of(event, source, tracing.current(), after=after)
     value = event.to_json()
     if len(value) > PAYLOAD_BYTES_MAX:
         ref = await blobs.aput(value)
         value = ref.model_dump_json().encode()
-        envelope = Envelope.of(event, source, tracing.current(), dataref=ref.uri)
+        envelope = Envelope.of(event, source, tracing.current(), dataref=ref.uri, after=after)
     return Outgoing(event.topic, event.key.encode(), value, envelope.headers(), partition)
 
 

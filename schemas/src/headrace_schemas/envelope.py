@@ -6,15 +6,18 @@ https://github.com/cloudevents/spec/blob/v1.0.2/cloudevents/bindings/kafka-proto
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
 from headrace_schemas.base import Event
 
 Headers = tuple[tuple[str, bytes], ...]
+_OFFSET = re.compile(r"^[0-9]{1,18}$")
 _TRACEPARENT = re.compile(r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
 _HEADER_BYTES_MAX = 1024
+SEQUENCE_HEADER = "ce_sequence"
+"""The offset that a record had first, on one that was put back: what is said again keeps its place in the order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +32,22 @@ class Envelope:
     traceparent: str | None = None
     dataref: str | None = None
     """Set when the value is a `BlobRef` that stands for the event (the CloudEvents claim check)."""
+    after: Mapping[str, int] | None = None
+    """Topic to the end of the partition with the event's number, as it was before the event was sent: every record
+    that was acknowledged before is in front of it, every one that was sent after the acknowledgement behind."""
+    sequence: int | None = None
+    """See `SEQUENCE_HEADER`."""
 
     @classmethod
-    def of(cls, event: Event, source: str, traceparent: str | None = None, dataref: str | None = None) -> Envelope:
-        return cls(event.event_id, event.type, source, event.time, event.subject, traceparent, dataref)
+    def of(
+        cls,
+        event: Event,
+        source: str,
+        traceparent: str | None = None,
+        dataref: str | None = None,
+        after: Mapping[str, int] | None = None,
+    ) -> Envelope:
+        return cls(event.event_id, event.type, source, event.time, event.subject, traceparent, dataref, after)
 
     def headers(self) -> Headers:
         pairs = {
@@ -45,6 +60,8 @@ class Envelope:
             "content-type": "application/json",
             "traceparent": self.traceparent,
             "ce_dataref": self.dataref,
+            "ce_after": ",".join(f"{topic}={end}" for topic, end in self.after.items()) if self.after else None,
+            SEQUENCE_HEADER: None if self.sequence is None else str(self.sequence),
         }
         return tuple((name, text.encode()) for name, text in pairs.items() if text is not None)
 
@@ -63,6 +80,8 @@ class Envelope:
             subject=texts.get("ce_subject") or event.subject,
             traceparent=_trace(texts.get("traceparent")),
             dataref=texts.get("ce_dataref"),
+            after=_after(texts.get("ce_after")),
+            sequence=_number(texts.get(SEQUENCE_HEADER)),
         )
 
 
@@ -72,6 +91,18 @@ def _text(value: bytes) -> str:
 
 def _trace(value: str | None) -> str | None:
     return value if value and _TRACEPARENT.match(value) else None
+
+
+def _after(value: str | None) -> Mapping[str, int] | None:
+    """None also for what is no such list: it is then as if it had not been sent."""
+    pairs = [part.partition("=") for part in (value or "").split(",")]
+    found = {topic: _number(end) for topic, _, end in pairs}
+    known = {topic: end for topic, end in found.items() if end is not None}
+    return known if len(known) == len(pairs) else None
+
+
+def _number(value: str | None) -> int | None:
+    return int(value) if value is not None and _OFFSET.match(value) else None
 
 
 def type_of(headers: Iterable[tuple[str, bytes | None]]) -> str | None:

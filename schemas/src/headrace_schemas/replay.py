@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from headrace_schemas.base import Model, Sha256
 from headrace_schemas.events.checkpoint import DropReason
@@ -28,12 +28,26 @@ def topic_prefix(lineage: str) -> str:
 
 class Closed(Model):
     """A line `closed`: a trajectory that exists, whether it is replayed or not. Feedback about a session is told by
-    these times which of its trajectories it means."""
+    their places on the log which of its trajectories it means."""
 
     trajectory_id: str
     session_key: str
     tenant: str
     time_ms: int
+    """Those of one closing have one time."""
+    place: int
+    """Offset on `trajectories`."""
+    began: int | None = None
+    """Offset of its first turn on `turns`; None when it was ingested."""
+
+
+class Heard(Model):
+    """A line `feedback`: what was said, and its places on the log (see `Envelope.after`)."""
+
+    event: dict[str, JsonValue]
+    place: int
+    turns_until: int | None = None
+    trajectories_until: int | None = None
 
 
 class Scored(Model):

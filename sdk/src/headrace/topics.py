@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from headrace.errors import HeadraceError, Unreachable, UsageError
 from headrace_schemas import EVENTS, Event
 from headrace_schemas.blobs import BlobRef
+from headrace_schemas.envelope import SEQUENCE_HEADER
 
 if TYPE_CHECKING:
     from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
@@ -54,6 +55,13 @@ class Entry:
     key: str
     event: Event | None
     problem: str | None = None
+    headers: tuple[tuple[str, bytes | None], ...] = ()
+
+    @property
+    def place(self) -> int:
+        """Its place among the records of its key: the offset, the first one where a dead letter was put back."""
+        first = next((value for name, value in self.headers if name == SEQUENCE_HEADER), None)
+        return int(first) if first and first.isdigit() else self.offset
 
 
 @dataclass(slots=True)
@@ -222,7 +230,8 @@ async def _entry(message: ConsumerRecord) -> Entry:
     except (HeadraceError, OSError, ValueError) as error:
         problem = str(error)
     time = datetime.fromtimestamp(message.timestamp / 1000, UTC)
-    return Entry(message.topic, message.partition, message.offset, time, _key(message), event, problem)
+    place = message.topic, message.partition, message.offset
+    return Entry(*place, time, _key(message), event, problem, tuple(message.headers))
 
 
 async def event_of(topic: str, value: bytes | None, headers: Iterable[tuple[str, bytes | None]]) -> Event:

@@ -22,6 +22,7 @@ from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import Outgoing, Record
 from headrace_schemas import DeadLetter, Trajectory
+from headrace_schemas.envelope import SEQUENCE_HEADER
 from headrace_schemas.events.dead_letter_decision import RETRY_HEADER
 from tests.contract.bus.clients import eventually
 from tests.integration.streams.town import Town
@@ -103,7 +104,11 @@ async def test_retry_puts_back_exactly_what_was_refused_and_only_once(desk: Desk
     log = await desk.last("feedback", 2)
     assert len(log) == before + 1
     assert (log[-1].key, log[-1].value) == (record.key, record.value)
-    assert tuple(log[-1].headers) == (*record.headers, (RETRY_HEADER, letter.event_id.encode()))
+    assert tuple(log[-1].headers) == (
+        *record.headers,
+        (RETRY_HEADER, letter.event_id.encode()),
+        (SEQUENCE_HEADER, str(record.offset).encode()),
+    ), "it keeps its place"
     assert await desk.states() == {letter.event_id: "retried"}
 
     assert "no open dead letter here" in (await desk.ask("retry", letter.event_id, status=2))

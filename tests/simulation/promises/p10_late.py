@@ -1,12 +1,13 @@
-"""P10: late is fine: whatever the order, the last word of every source is what counts in the end."""
+"""P10: late is fine: the last word of every source, in the order in which its calls were acknowledged, is what counts
+in the end, and it counts for the run that it was said about. No clock has a part in what is expected here."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from headrace_schemas import Experience, Trajectory
-from tests.simulation.ledger import Run
+from headrace_schemas import Experience, Feedback, Reward, Trajectory
 from tests.simulation.substitutes import right
 
 if TYPE_CHECKING:
@@ -24,28 +25,59 @@ def check(town: Town, that: Check) -> None:
             newest[made.experience_id] = made
     for name, found in revisions.items():
         that(sorted(found) == list(range(len(found))), f"{name} has revisions {sorted(found)}")
-    trajectories = town.log.all(Trajectory)
-    of_key: dict[str, int] = {}
-    for trajectory in trajectories:
-        of_key[trajectory.session_key] = of_key.get(trajectory.session_key, 0) + 1
-    runs = {turn.turn_id: run for run in town.ledger.runs for turn in run.turns}
-    for trajectory in trajectories:
-        run = next((runs[turn_id] for turn_id in trajectory.turn_ids if turn_id in runs), None)
-        if run is None or trajectory.purpose == "eval" or (not run.implied and of_key[trajectory.session_key] > 1):
-            continue  # whose feedback it would be is another matter when a session was cut in pieces
-        wanted = _reward(town, trajectory, run)
+    home = {turn_id: one for one in town.log.all(Trajectory) for turn_id in one.turn_ids}
+    acked = {turn.turn_id for run in town.ledger.runs for turn in run.turns}
+    words = _words(town, home)
+    for trajectory in town.log.all(Trajectory):
+        if trajectory.purpose == "eval" or acked.isdisjoint(trajectory.turn_ids):
+            continue  # of a piece that holds only what nobody was told about, nobody can say what it is worth
+        wanted = _reward(town, trajectory, words.get(trajectory.trajectory_id, []))
         for index in range(len(trajectory.branches)):
             last = newest.get(Experience.id_of(trajectory.trajectory_id, index))
             that(
                 last is not None and _equal(last.reward, wanted),
                 f"{trajectory.trajectory_id} is worth {last and last.reward}, the last words amount to {wanted}",
             )
+    _verdicts(town, that, words)
 
 
-def _reward(town: Town, trajectory: Trajectory, run: Run) -> float | None:
+def _words(town: Town, home: Mapping[str, Trajectory]) -> dict[str, list[Feedback]]:
+    """What was said about each trajectory, in the order of acknowledgement: each word is about what holds the last turn
+    that had been acknowledged when it was given, or the turns that it lists."""
+    found: dict[str, list[Feedback]] = {}
+    for run in town.ledger.runs:
+        for said in run.feedback:
+            listed = [home[turn].trajectory_id for turn in said.feedback.msg_ids if turn in home]
+            about = listed or [home[said.after.turn_id].trajectory_id] if said.after.turn_id in home else listed
+            for name in dict.fromkeys(about):
+                found.setdefault(name, []).append(said.feedback)
+    return found
+
+
+def _verdicts(town: Town, that: Check, words: Mapping[str, list[Feedback]]) -> None:
+    """The ledger of rewards, by value: the last word, and none of what was said about another run."""
+    last: dict[str, Reward] = {}
+    for reward in town.log.all(Reward):
+        known = last.get(reward.trajectory_id)
+        if reward.source == "feedback" and (known is None or known.revision < reward.revision):
+            last[reward.trajectory_id] = reward
+    for name in sorted(last.keys() | words.keys()):
+        spoken = [one for one in words.get(name, []) if one.value is not None or one.withdrawn]
+        found, wanted = last.get(name), spoken[-1] if spoken else None
+        if found is None or wanted is None:
+            stray = found is not None and found.outcome != "withdrawn"
+            that(not stray, f"wrong run: {name} has a verdict of {found and found.value} that was not about it")
+            that(wanted is None or found is not None, f"wrong run: {name} lacks its verdict, {wanted and wanted.value}")
+            continue
+        value = None if wanted.withdrawn else wanted.value
+        that(found.value == value, f"wrong last word: {name} was told {found.value}, the last word was {value}")
+
+
+def _reward(town: Town, trajectory: Trajectory, said: Sequence[Feedback]) -> float | None:
     words: dict[str, float | None] = {"function:right": right(trajectory)}
-    for said in sorted(run.feedback, key=lambda one: (one.time, one.feedback_id)):
-        words["feedback"] = None if said.withdrawn else said.value
+    for one in said:
+        if one.value is not None or one.withdrawn:
+            words["feedback"] = None if one.withdrawn else one.value
     critic = [one for one in town.ledger.critic if one.trajectory_id == trajectory.trajectory_id]
     if critic:
         words["critic"] = max(critic, key=lambda one: one.revision).value

@@ -84,6 +84,7 @@ def _straight_until(town: Town) -> int:
     before = [None, *(one.version for one in versions)]
     turned = [one.step for one, parent in zip(versions, before, strict=False) if one.parent != parent]
     taken_back = ("rejected", "withdrawn", "rolled_back")
-    refused = min((one.time for one in town.log.all(ModelEvent) if one.decision in taken_back), default=None)
-    late = [] if refused is None else [one for one in _reports(town) if one.time >= refused]
+    at = town.bus.first
+    refused = min((at[one.event_id] for one in town.log.all(ModelEvent) if one.decision in taken_back), default=None)
+    late = [] if refused is None else [one for one in _reports(town) if at[one.event_id] >= refused]
     return min([*turned, *(batch.step for report in late for batch in report.batches)], default=1 << 30)

@@ -16,7 +16,8 @@ def call(reply: str = "x", **fields: Any) -> Turn:
 
 
 def given_up(*turns: Turn) -> dict[str, str]:
-    return superseded([facts_of(turn, START) for turn in turns])
+    """As captured in the order of their times."""
+    return superseded([facts_of(turn, START, round(turn.time.timestamp() * 1000)) for turn in turns])
 
 
 def test_pitfall_21_parallel_samples_all_stay() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from headrace_collector.applies import listings
 from headrace_collector.branches import pack
 from headrace_collector.facts import TurnFacts, facts_of
+from headrace_collector.heard import Heard
 from headrace_collector.runs import Tokens, partition
 from headrace_schemas import Feedback, FunctionCall, Message, ToolCall, Turn
 from tests.support.streams import START
@@ -24,7 +25,13 @@ def implicit(messages: Sequence[Message], *replies: str, at: float = 0.0, **fiel
 
 
 def facts(*turns: Turn) -> list[TurnFacts]:
-    return [facts_of(turn, START) for turn in turns]
+    """As captured in the order of their times."""
+    return [facts_of(turn, START, round(turn.started_at.timestamp() * 1000)) for turn in turns]
+
+
+def heard(*said: Feedback) -> list[Heard]:
+    """In the order in which it was said."""
+    return [Heard(one, place, 0) for place, one in enumerate(said)]
 
 
 def tokens(*turns: Turn) -> Tokens:
@@ -39,7 +46,7 @@ def tokens(*turns: Turn) -> Tokens:
 
 def runs(turns: Sequence[Turn], *said: Feedback, given: Tokens | None = None) -> list[list[Turn]]:
     by_id = {turn.turn_id: turn for turn in turns}
-    found = partition(facts(*turns), listings(said), given).runs
+    found = partition(facts(*turns), listings(heard(*said)), given).runs
     return [[by_id[turn.turn_id] for turn in run.turns] for run in found]
 
 
@@ -124,7 +131,8 @@ def test_lists_that_overlap_are_one_run_unless_they_name_different_ones() -> Non
     a, b, c = (implicit([user("q")], name, at=at) for at, name in enumerate("abc"))
     assert runs([a, b, c], feedback("s", a, b), feedback("s", b, c)) == [[a, b, c]]
     one, other = feedback("s", a, b, run_id="0", at=50), feedback("s", b, c, run_id="1", at=60)
-    assert runs([a, b, c], other, one) == [[a], [b, c]], "the newer list takes its turns away"
+    assert runs([a, b, c], one, other) == [[a], [b, c]], "the later list takes its turns away"
+    assert runs([a, b, c], other, one) == [[a, b], [c]], "whatever its clock says"
 
 
 def test_clients_that_count_runs_from_zero_again_do_not_mix_them_up() -> None:
@@ -185,8 +193,9 @@ def test_runs_do_not_depend_on_the_order_of_arrival(
     made: tuple[list[Turn], list[Feedback]], shuffle: random.Random
 ) -> None:
     turns, lists = made
-    expected = partition(facts(*turns), listings(lists))
+    said = heard(*lists)
+    expected = partition(facts(*turns), listings(said))
     assert sorted(turn.turn_id for run in expected.runs for turn in run.turns) == sorted(t.turn_id for t in turns)
     shuffle.shuffle(turns)
-    shuffle.shuffle(lists)
-    assert partition(facts(*turns), listings(lists)) == expected
+    shuffle.shuffle(said)
+    assert partition(facts(*turns), listings(said)) == expected

@@ -185,14 +185,14 @@ async def test_a_full_spool_refuses_new_work_loudly(tmp_path: Path) -> None:
     bus = ListBus()
     bus.back.clear()
     async with publishing(tmp_path, bus, spool_bytes_max=1024) as publisher:
-        for number in range(10):
+        for number in range(20):
             await publisher.publish(feedback(number))
         with pytest.raises(ApiError) as caught:
-            publisher.admit()
+            publisher.admit("default")
         assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
         bus.back.set()
         await until(lambda: publisher.lacks_room is None)
-        publisher.admit()
+        publisher.admit("default")
 
 
 async def test_a_producer_that_died_is_replaced(tmp_path: Path) -> None:

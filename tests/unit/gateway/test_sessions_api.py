@@ -45,20 +45,22 @@ async def test_feedback_on_a_session(tmp_path: Path) -> None:
             "tenant": "default",
             "msg_ids": (),
             "withdrawn": False,
+            "sessions": 1,
         }
         assert event.session_key == KEYS[0]
         assert (await served.client.post("/v1/feedback", json=body)).json()["event_ids"] == [event.event_id]
 
 
-async def test_feedback_on_answers_of_several_sessions_reaches_each_with_the_whole_list(tmp_path: Path) -> None:
+async def test_feedback_on_answers_of_several_sessions_reaches_each_with_its_own(tmp_path: Path) -> None:
     async with gateway(tmp_path) as served:
         await ready(served)
         again = ids.response_id(KEYS[0])
-        body = {"msg_ids": [*IDS, again], "response_id": "not-one-of-ours", "value": -0.5}
+        body = {"msg_ids": [*IDS, again, IDS[0]], "response_id": "not-one-of-ours", "value": -0.5}
         await served.client.post("/v1/feedback", json=body)
         events = served.bus.events(Feedback)
         assert [event.session_key for event in events] == KEYS
-        assert {event.msg_ids for event in events} == {(*IDS, again, "not-one-of-ours")}
+        assert [event.msg_ids for event in events] == [(IDS[0], again, "not-one-of-ours"), (IDS[1],)]
+        assert {(event.sessions, event.parts) for event in events} == {(2, 2)}
         assert len({event.event_id for event in events}) == 2
         assert len({event.feedback_id for event in events}) == 1
 
@@ -79,6 +81,60 @@ async def test_feedback_can_be_withdrawn_or_only_add_facts(tmp_path: Path) -> No
         for fields in ({"withdrawn": True}, {"context": {"expected": "42"}}, {"ends_session": True}, {"task_id": "t"}):
             assert (await served.client.post("/v1/feedback", json={"session_id": "a", **fields})).status_code == 202
         assert [event.value for event in served.bus.events(Feedback)] == [None] * 4
+
+
+async def test_a_named_session_of_which_nothing_is_listed_is_not_meant(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as served:
+        await ready(served)
+        await served.client.post("/v1/feedback", json={"session_id": "run-1", "msg_ids": [IDS[1]], "value": 1})
+        await served.client.post("/v1/feedback", json={"session_id": "run-1", "msg_ids": ["mine", IDS[1]], "value": 1})
+        events = served.bus.events(Feedback)
+        assert [(event.session_key, event.msg_ids) for event in events] == [
+            (KEYS[1], (IDS[1],)),
+            (KEYS[0], ("mine",)),
+            (KEYS[1], (IDS[1],)),
+        ]
+
+
+def over(sessions: int) -> list[str]:
+    return [ids.response_id(ids.session_key("default", f"s{number}")) for number in range(sessions)]
+
+
+async def test_sessions_per_feedback_are_bounded(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as served:
+        await ready(served)
+        answer = await served.client.post("/v1/feedback", json={"msg_ids": over(65), "value": 1})
+        assert answer.status_code == 422
+        assert "gateway.feedback.sessions_max allows 64" in answer.json()["error"]["message"]
+        answer = await served.client.post("/feedback", json={"msg_ids": over(4000), "reward": 1})
+        assert answer.status_code == 422
+        assert served.bus.records == []
+        assert (await served.client.post("/v1/feedback", json={"msg_ids": over(64), "value": 1})).status_code == 202
+        assert len(served.bus.events(Feedback)) == 64
+
+
+@pytest.mark.parametrize("field", ["comment", "context"])
+async def test_copies_of_what_is_said_are_bounded(tmp_path: Path, field: str) -> None:
+    said = {"comment": "x" * 4000, "context": {"expected": "x" * 40_000}}[field]
+    async with gateway(tmp_path) as served:
+        await ready(served)
+        answer = await served.client.post("/v1/feedback", json={"msg_ids": over(30), "value": 1, field: said})
+        assert answer.status_code == 413
+        assert "gateway.feedback.growth_max" in answer.json()["error"]["message"]
+        answer = await served.client.post("/v1/feedback", json={"msg_ids": over(3), "value": 1, field: said})
+        assert answer.status_code == 202
+
+
+@pytest.mark.parametrize("path", ["/v1/feedback", "/feedback", "/commit"])
+async def test_a_request_is_charged_for_what_it_causes(tmp_path: Path, path: str) -> None:
+    body = {"/commit": {}, "/feedback": {"msg_ids": over(40), "reward": 1}}.get(path, {"msg_ids": over(40), "value": 1})
+    limits = {"requests_per_s": 0.001, "burst": 50}
+    async with gateway(tmp_path, limits_per_key=limits) as served:
+        await ready(served)
+        statuses = [(await served.client.post(path, json=body)).status_code for _ in range(60)]
+        assert statuses[0] in (200, 202)
+        assert statuses[-1] == 429
+        assert len(served.bus.records) <= 50 * (PARTITIONS if path == "/commit" else 1) + 40
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
-from headrace_schemas import Reward
+from headrace_schemas import Feedback, Reward
 from headrace_schemas.envelope import Envelope, type_of
 
 REWARD = Reward(
@@ -33,3 +34,13 @@ def test_malformed_headers_do_no_harm() -> None:
     envelope = Envelope.read([("traceparent", b"00-junk"), ("ce_id", None), ("ce_source", b"\xff\xfe")], REWARD)
     assert envelope.traceparent is None
     assert envelope.id == REWARD.event_id
+
+
+def test_places_survive_the_way_and_what_is_none_is_as_if_it_was_not_sent() -> None:
+    event = Feedback(time=REWARD.time, feedback_id="f", session_key="a" * 16)
+    sent = replace(Envelope.of(event, "test", after={"turns": 12, "trajectories": 0}), sequence=7)
+    read = Envelope.read(sent.headers(), event)
+    assert (read.after, read.sequence) == ({"turns": 12, "trajectories": 0}, 7)
+    for bad in ("turns", "turns=-1", "turns=x,trajectories=2", ""):
+        found = Envelope.read([("ce_after", bad.encode()), ("ce_sequence", bad.encode())], event)
+        assert (found.after, found.sequence) == (None, None)

@@ -7,55 +7,82 @@ from hypothesis import strategies as st
 
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import Feedback
-from headrace_scorer.joins import Closed, Said, displaced, said_about, targets, verdicts
+from headrace_scorer.joins import Closed, Heard, Said, displaced, said_about, targets, verdicts
 from tests.support.streams import START
 from tests.support.turns import ask, feedback, user
 
 
-def closed(name: str, at: float) -> Closed:
-    return Closed(name, epoch_ms(START) + round(at * 1000))
+def closed(name: str, began: int | None, at: float = 0.0, place: int = 0) -> Closed:
+    return Closed(name, epoch_ms(START) + round(at * 1000), place, began)
+
+
+def word(one: Feedback, place: int = 0, turns_until: int | None = None, trajectories_until: int | None = None) -> Heard:
+    return Heard(one, place, turns_until, trajectories_until)
 
 
 def said(*listing: Feedback, general: tuple[Feedback, ...] = ()) -> Said:
-    return said_about("t", [closed("t", 0)], listing, general)
+    """In the given order, what is general first."""
+    everything = [word(one, place) for place, one in enumerate((*general, *listing))]
+    lists = [one for one in everything if one.event.msg_ids]
+    return said_about("t", [closed("t", 0)], lists, [one for one in everything if not one.event.msg_ids])
 
 
-def test_feedback_about_a_session_means_what_is_closed_next() -> None:
-    peers = [closed("first", 10), closed("second", 20)]
-    assert targets(feedback(at=5), peers) == {"first"}
-    assert targets(feedback(at=10), peers) == {"first"}
-    assert targets(feedback(at=15), peers) == {"second"}
+TWO = [closed("first", 10, at=1), closed("second", 20, at=2)]
 
 
-def test_else_it_means_what_was_closed_last() -> None:
-    assert targets(feedback(at=30), [closed("first", 10), closed("second", 20)]) == {"second"}
-    assert targets(feedback(at=30), []) == frozenset()
+def test_feedback_about_a_session_means_what_had_begun_last() -> None:
+    for clock in (0.0, 1.5, 9.0):
+        given = feedback(at=clock)
+        assert targets(word(given, turns_until=11), TWO) == {"first"}
+        assert targets(word(given, turns_until=20), TWO) == {"first"}, "the second began after it was given"
+        assert targets(word(given, turns_until=21), TWO) == {"second"}
+
+
+def test_else_it_means_what_began_first() -> None:
+    assert targets(word(feedback(), turns_until=5), TWO) == {"first"}
+    assert targets(word(feedback(), turns_until=5), []) == frozenset()
 
 
 def test_what_is_closed_together_is_meant_together() -> None:
-    assert targets(feedback(at=5), [closed("a", 10), closed("b", 10), closed("c", 20)]) == {"a", "b"}
+    peers = [closed("a", 1, at=10), closed("b", 3, at=10), closed("c", 20, at=20)]
+    assert targets(word(feedback(), turns_until=2), peers) == {"a", "b"}
+
+
+def test_what_was_ingested_began_when_it_was_sent() -> None:
+    peers = [closed("first", None, at=1, place=4), closed("second", None, at=2, place=9)]
+    assert targets(word(feedback(), turns_until=0, trajectories_until=5), peers) == {"first"}
+    assert targets(word(feedback(), turns_until=0, trajectories_until=10), peers) == {"second"}
+
+
+def test_what_no_gateway_stamped_has_only_its_time() -> None:
+    assert targets(word(feedback(at=1.5)), TWO) == {"second"}
+    assert targets(word(feedback(at=3)), TWO) == {"second"}
+    assert targets(word(feedback(at=0.5)), TWO) == {"first"}
 
 
 def test_a_new_trajectory_may_take_over_what_was_said() -> None:
-    late = feedback(at=15)
-    assert displaced("second", [closed("first", 10), closed("second", 20)], [late]) == ["first"]
-    assert displaced("second", [closed("first", 20), closed("second", 30)], [late]) == []
+    late = word(feedback(), turns_until=21)
+    assert displaced("second", TWO, [late]) == ["first"]
+    assert displaced("second", TWO, [word(feedback(), turns_until=15)]) == []
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(0, 40))
-def test_displacement_is_the_difference_that_a_trajectory_makes(times: list[int], at: int) -> None:
-    peers = [closed(str(n), time) for n, time in enumerate(times)]
-    one = feedback(at=at)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=5, unique=True), st.integers(0, 40))
+def test_displacement_is_the_difference_that_a_trajectory_makes(begins: list[int], until: int) -> None:
+    peers = [closed(str(n), began, at=n) for n, began in enumerate(begins)]
+    one = word(feedback(), turns_until=until)
     before, after = targets(one, peers[:-1]), targets(one, peers)
     assert displaced(peers[-1].trajectory_id, peers, [one]) == sorted(before - after)
 
 
-def test_the_newest_of_a_source_is_valid_whatever_came_last() -> None:
+def test_the_last_word_of_a_source_is_valid_whatever_its_clock_says() -> None:
     turn = ask([user("q")])
-    old, new = feedback("s", turn, value=0.0, at=1), feedback("s", turn, value=1.0, at=2)
-    other = feedback("s", turn, value=0.5, at=1, source="review")
-    for order in ([old, new, other], [new, other, old]):
-        assert verdicts(said(*order), [turn.turn_id]) == {("", "feedback"): new, ("", "review"): other}
+    for clock in (2, 9):
+        first, last = feedback("s", turn, value=0.0, at=5), feedback("s", turn, value=1.0, at=clock)
+        other = feedback("s", turn, value=0.5, at=1, source="review")
+        everything = [word(first, 3), word(last, 7), word(other, 4)]
+        for order in (everything, everything[::-1]):
+            found = verdicts(said_about("t", [closed("t", 0)], order, []), [turn.turn_id])
+            assert found == {("", "feedback"): last, ("", "review"): other}
 
 
 def test_what_lists_some_turns_is_about_those() -> None:

@@ -12,7 +12,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.filters import Lines
 from headrace_schemas import Event, Experience, Feedback, Reward, Trajectory
-from headrace_schemas.replay import Closed, Scored
+from headrace_schemas.replay import Closed, Heard, Scored
 from headrace_scorer.rescoring import Rescoring, _work
 from headrace_scorer.settings import Settings
 from tests.support.streams import START
@@ -20,7 +20,7 @@ from tests.support.trajectories import closed
 from tests.support.turns import ask, user
 from tests.unit.scorer.conftest import LocalPool
 
-WORDS = {Trajectory: "trajectory", Feedback: "feedback", Reward: "reward"}
+WORDS = {Trajectory: "trajectory", Reward: "reward"}
 
 
 def run(name: str, at: float = 10.0, **fields: Any) -> Trajectory:
@@ -51,10 +51,17 @@ def judged(about: Trajectory, value: float | None, revision: int = 0, source: st
     )
 
 
+def line(event: Event | Closed, place: int) -> tuple[str, bytes]:
+    """Feedback was said in the given order."""
+    if isinstance(event, Feedback):
+        return "feedback", Heard(event=event.model_dump(mode="json"), place=place).model_dump_json().encode()
+    return WORDS.get(type(event), "closed"), event.model_dump_json().encode()
+
+
 async def scored(
     *events: Event | Closed, functions: Sequence[Callable[..., object]] = (), **settings: Any
 ) -> tuple[list[Experience], Scored, bytes]:
-    lines = [(WORDS.get(type(one), "closed"), one.model_dump_json().encode()) for one in events]
+    lines = [line(one, place) for place, one in enumerate(events)]
     source = io.BytesIO(b"".join(b"%s %s\n" % (word.encode(), value) for word, value in lines))
     target = io.BytesIO()
     wanted = Settings.model_validate(settings)
@@ -116,9 +123,13 @@ async def test_feedback_about_a_session_knows_its_trajectories() -> None:
     first, second = run("s", at=10.0), run("s", at=20.0, trajectory_id="second")
     everything = [
         Closed(
-            trajectory_id=one.trajectory_id, session_key=one.session_key, tenant=one.tenant, time_ms=epoch_ms(one.time)
+            trajectory_id=one.trajectory_id,
+            session_key=one.session_key,
+            tenant=one.tenant,
+            time_ms=epoch_ms(one.time),
+            place=place,
         )
-        for one in (first, second)
+        for place, one in enumerate((first, second))
     ]
     word = said(first, 1.0, at=15.0, listed=False)
     found, _, _ = await scored(*everything, word, first)
@@ -146,7 +157,7 @@ async def test_a_large_experience_is_stored_only_when_that_is_allowed() -> None:
     big = run("big", branches=(closed().branches[0].model_copy(update={"token_ids": (7,) * 90_000}),))
     found, _, _ = await scored(said(big, 1.0), big)
     assert len(found) == 1
-    source = io.BytesIO(b"store {}\nfeedback %s\ntrajectory %s\n" % (said(big, 1.0).to_json(), big.to_json()))
+    source = io.BytesIO(b"store {}\nfeedback %s\ntrajectory %s\n" % (line(said(big, 1.0), 0)[1], big.to_json()))
     target, blobs, wanted = io.BytesIO(), BlobStore("memory://rescoring-large"), Settings()
     await _work(Rescoring(wanted, LocalPool(wanted, ())), Lines(source, target), blobs)
     assert target.getvalue().startswith(b"stored {")

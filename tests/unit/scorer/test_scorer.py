@@ -130,10 +130,13 @@ async def test_p10_feedback_is_joined_in_any_order_and_revised_any_time(open_sco
         assert rig.rewards() == []
         await rig.deliver(closed(turn))
         assert rig.rewards() == [("feedback", 0, "scored", 0.0)]
-        await rig.deliver(feedback("s", turn, value=1.0, at=100, comment="I was wrong"))
-        await rig.deliver(feedback("s", turn, value=0.3, at=50))
+        first, last = rig.stream.produce(
+            feedback("s", turn, value=0.3, at=100), feedback("s", turn, value=1.0, at=50, comment="I was wrong")
+        )
+        await rig.stream.deliver(last)
+        await rig.stream.deliver(first)
         assert rig.rewards()[1:] == [("feedback", 1, "scored", 1.0)], "an older word that comes late changes nothing"
-        await rig.deliver(feedback("s", turn, value=None, withdrawn=True, at=200))
+        await rig.deliver(feedback("s", turn, value=None, withdrawn=True, at=20))
         assert rig.rewards()[2:] == [("feedback", 2, "withdrawn", None)]
         await rig.deliver(feedback("s", turn, value=0.5, at=300))
         assert [reward for _, _, reward, _ in rig.experiences()] == [0.0, 1.0, None, 0.5]

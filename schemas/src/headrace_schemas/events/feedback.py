@@ -7,15 +7,16 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, JsonValue
 
 from headrace_schemas.base import Event, Finite, LongText, SessionKey, Text, Timestamp
-from headrace_schemas.ids import derived_id
+from headrace_schemas.ids import derived_id, key_of_response
 
 
 class Feedback(Event):
     """A verdict from outside on a session or on some of its turns. Accepted first, joined later, revisable any time.
 
-    The newest `time` per (`source`, target) wins. `msg_ids` say exactly which turns are meant and make them one run;
-    without them the feedback is about the session. A `value` of None with `withdrawn` false only attaches `context`,
-    `task_id` or `run_id`.
+    The last one on the log per (`source`, target) wins; `time` decides nothing. `msg_ids` say exactly which turns of
+    the session are meant and make them one run; without them the feedback is about the session, and there about what
+    had begun last when it was given. A `value` of None with `withdrawn` false only attaches `context`, `task_id` or
+    `run_id`.
     """
 
     topic: ClassVar[str] = "feedback"
@@ -27,6 +28,8 @@ class Feedback(Event):
     session_id: Text | None = None
     tenant: Text = "default"
     msg_ids: tuple[Text, ...] = Field(default=(), max_length=4096)
+    sessions: Annotated[int, Field(ge=1)] = 1
+    """Over how many sessions its turns went. Each of them has an event of its own, with its own turns in `msg_ids`."""
     task_id: Text | None = None
     run_id: Text | None = None
     source: Text = "feedback"
@@ -40,6 +43,15 @@ class Feedback(Event):
     @property
     def event_id(self) -> str:
         return derived_id("feedback", self.feedback_id, self.session_key)
+
+    def to_json(self) -> bytes:
+        """Without what is as it is by default: one request may become many of these."""
+        return self.model_dump_json(exclude_none=True, exclude_defaults=True).encode()
+
+    @property
+    def parts(self) -> int:
+        """`sessions`, also of an event that lists the turns of all of them, as the first releases sent it."""
+        return max(self.sessions, len({key_of_response(turn) for turn in self.msg_ids} - {None}))
 
     @property
     def key(self) -> str:

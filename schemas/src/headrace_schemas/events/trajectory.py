@@ -108,6 +108,8 @@ class Trajectory(Event):
     parts: Annotated[int, Field(ge=1)] = 1
     end_reason: EndReason
     started_at: Timestamp
+    turns_from: int | None = None
+    """Offset of its first turn on `turns`: what was said before that is not about it. None when it was ingested."""
     context: dict[str, JsonValue] = Field(default_factory=dict, max_length=64)
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ from headrace.producing import Outgoing, producing
 from headrace.topics import Topics, connected, event_of
 from headrace_schemas import DeadLetterDecision, Event
 from headrace_schemas.base import utcnow
+from headrace_schemas.envelope import SEQUENCE_HEADER
 from headrace_schemas.events.dead_letter_decision import RETRY_HEADER
 
 TABLES = frozenset({"replicas", "routing"})
@@ -123,8 +124,10 @@ async def _original(one: Letter, partitions: tuple[int, ...]) -> Outgoing:
         with contextlib.suppress(HeadraceError, OSError, ValueError):  # forced: no event, so no place of its own
             key = (await _event(one)).key.encode()
     headers = [(name, text.encode()) for name, text in letter.headers.items() if name != RETRY_HEADER]
-    marked = (*headers, (RETRY_HEADER, one.id.encode()))
-    return Outgoing(letter.source_topic, key, letter.value, marked, partition)
+    marked = [*headers, (RETRY_HEADER, one.id.encode())]
+    if partition is not None and letter.source_offset is not None and SEQUENCE_HEADER not in letter.headers:
+        marked.append((SEQUENCE_HEADER, str(letter.source_offset).encode()))  # what was said after it stays after it
+    return Outgoing(letter.source_topic, key, letter.value, tuple(marked), partition)
 
 
 async def _event(one: Letter) -> Event:

@@ -16,7 +16,8 @@ from headrace.replay.request import Request
 from headrace.topics import Entry, Range, connected, event_of, fetch
 from headrace_schemas import Event, Experience, Feedback, Reward, Trajectory
 from headrace_schemas.blobs import BlobRef
-from headrace_schemas.replay import Closed, Judged, Scored
+from headrace_schemas.envelope import Envelope
+from headrace_schemas.replay import Closed, Heard, Judged, Scored
 
 if TYPE_CHECKING:
     from aiokafka import ConsumerRecord
@@ -154,7 +155,7 @@ class Pouring:
             async for entry in topics.read(Range(Feedback.topic, keys=keys)):
                 if isinstance(entry.event, Feedback):
                     about_sessions = about_sessions or not entry.event.msg_ids
-                    await program.feed("feedback", entry.event.to_json())
+                    await program.feed("feedback", _heard(entry, entry.event).model_dump_json().encode())
             async for entry in topics.read(Range(Reward.topic, keys=keys)):
                 if isinstance(entry.event, Reward) and self._counts(entry.event):
                     await program.feed("reward", entry.event.to_json())
@@ -220,6 +221,16 @@ class Pouring:
         return rewards
 
 
+def _heard(entry: Entry, event: Feedback) -> Heard:
+    after = Envelope.read(entry.headers, event).after or {}
+    return Heard(
+        event=event.model_dump(mode="json"),
+        place=entry.place,
+        turns_until=after.get("turns"),
+        trajectories_until=after.get("trajectories"),
+    )
+
+
 async def _feed_closed(program: Program, entry: Entry) -> None:
     event = entry.event
     if isinstance(event, Trajectory):
@@ -228,6 +239,8 @@ async def _feed_closed(program: Program, entry: Entry) -> None:
             session_key=event.session_key,
             tenant=event.tenant,
             time_ms=round(event.time.timestamp() * 1000),
+            place=entry.place,
+            began=event.turns_from,
         )
         await program.feed("closed", closed.model_dump_json().encode())
 

@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_collector import applies, metrics, store
 from headrace_collector.facts import TurnFacts
+from headrace_collector.heard import Heard
 from headrace_collector.retries import superseded
 from headrace_collector.runs import Run, partition
 from headrace_collector.settings import Settings
@@ -54,7 +55,7 @@ async def close_runs(
     turns, feedback = await known_of(tx, now, settings, session)
     runs = await runs_of(tx, turns, feedback)
     candidates = [
-        Candidate(run, applies.about_run(run, feedback), applies.about_session(run, feedback, session["began_ms"]))
+        Candidate(run, applies.about_run(run, feedback), applies.about_session(run, feedback, session["began"]))
         for run in runs
     ]
     chosen = choose(candidates)
@@ -72,14 +73,14 @@ async def close_runs(
 
 async def known_of(
     tx: AsyncConnection, now: datetime, settings: Settings, session: RowMapping
-) -> tuple[list[TurnFacts], list[Feedback]]:
+) -> tuple[list[TurnFacts], list[Heard]]:
     """The turns and the feedback of a session that say which of its open turns are one run."""
     since_ms = epoch_ms(now - timedelta(seconds=settings.retention_s))
     turns = await store.facts_of_session(tx, session["session_key"], since_ms)
     return turns, await store.feedback_of_session(tx, session["session_key"], session["tenant"], since_ms)
 
 
-async def runs_of(tx: AsyncConnection, turns: Sequence[TurnFacts], feedback: Sequence[Feedback]) -> Sequence[Run]:
+async def runs_of(tx: AsyncConnection, turns: Sequence[TurnFacts], feedback: Sequence[Heard]) -> Sequence[Run]:
     """The open runs of a session; tokens are read only when conversations alone do not tell."""
     listings = applies.listings(feedback)
     found = partition(turns, listings)
@@ -100,6 +101,7 @@ async def _close(
             about_session=candidate.general,
             reason=reason,
             models=candidate.run.models,
+            turns_from=candidate.run.place,
             now=now,
         )
     except ValidationError as error:  # one run that fits no event must not hold up all others

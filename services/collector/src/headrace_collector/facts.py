@@ -23,7 +23,8 @@ class TurnFacts:
     request_digest: str
     retry: int
     delivered: bool
-    started_ms: int
+    place: int
+    """Its offset on `turns`: the order in which turns were captured, whatever any clock says."""
     time_ms: int
     seen_ms: int
     """When this service first saw it."""
@@ -36,11 +37,11 @@ class TurnFacts:
 
     @property
     def order(self) -> tuple[int, int, int, str]:
-        """Whatever a turn continues or repeats comes before it, whichever clock stamped them."""
-        return (len(self.prefixes), self.retry, self.started_ms, self.turn_id)
+        """Whatever a turn continues or repeats comes before it."""
+        return (len(self.prefixes), self.retry, self.place, self.turn_id)
 
 
-def facts_of(turn: Turn, seen: datetime) -> TurnFacts:
+def facts_of(turn: Turn, seen: datetime, place: int) -> TurnFacts:
     return TurnFacts(
         turn_id=turn.turn_id,
         model=turn.model,
@@ -50,7 +51,7 @@ def facts_of(turn: Turn, seen: datetime) -> TurnFacts:
         request_digest=turn.request_digest,
         retry=turn.retry,
         delivered=turn.delivered,
-        started_ms=epoch_ms(turn.started_at),
+        place=place,
         time_ms=epoch_ms(turn.time),
         seen_ms=epoch_ms(seen),
         completions=len(turn.choices),

@@ -39,7 +39,7 @@ class Collector:
         """Keep it. When its session has grown too large, the runs that were not seen for longest are closed."""
         _check_size(turn)
         check_ms = epoch_ms(handling.now + timedelta(seconds=self.settings.idle_s))
-        facts = facts_of(turn, handling.now)
+        facts = facts_of(turn, handling.now, handling.received.place)
         load = await store.add_turn(handling.tx, turn, facts, handling.received.record.partition, check_ms)
         if load is None or not self._too_large(load):
             return []
@@ -50,11 +50,12 @@ class Collector:
         """Keep it for when its run closes, and remember the end when it is one."""
         record = handling.received.record
         until = handling.ends["turns"].get(record.partition, 0)
+        after = handling.received.envelope.after or {}
         row = {
             "session_key": feedback.session_key,
             "partition": record.partition,
-            "source_offset": record.offset,
-            "turns_until": until,
+            "source_offset": handling.received.place,
+            "turns_until": after.get("turns", until),
             "at_ms": epoch_ms(handling.now),
             "resolved": False,
             "payload": feedback.to_json(),

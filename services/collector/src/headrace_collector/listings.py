@@ -13,8 +13,8 @@ class Listing:
     turn_ids: frozenset[str]
     task_id: str | None
     run_id: str | None
-    time_ms: int
-    feedback_id: str
+    place: int
+    """Of the feedback on its log."""
 
     def names_another_run_than(self, other: Listing) -> bool:
         if self.run_id is None or other.run_id is None:
@@ -24,7 +24,7 @@ class Listing:
 
 
 def by_name(listings: Sequence[Listing]) -> dict[str, str]:
-    """Turn to the run id that the newest of its lists gives it."""
+    """Turn to the run id that the last of its lists gives it."""
     return {turn: one.run_id for one in _ordered(listings) if one.run_id for turn in one.turn_ids}
 
 
@@ -49,4 +49,4 @@ def by_overlap(listings: Sequence[Listing]) -> dict[str, str]:
 
 
 def _ordered(listings: Sequence[Listing]) -> list[Listing]:
-    return sorted(listings, key=lambda one: (one.time_ms, one.feedback_id))
+    return sorted(listings, key=lambda one: one.place)

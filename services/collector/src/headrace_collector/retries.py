@@ -13,7 +13,7 @@ def superseded(turns: Sequence[TurnFacts]) -> dict[str, str]:
 
     A retry has the digest of what it repeats and a higher retry count, and takes the place of at most one turn:
     parallel samples have equal digests too, and all stay. An answer that the client went on from was not given up.
-    Among several that may have been, it is the undelivered one, else the one that was complete last.
+    Among several that may have been, it is the undelivered one, else the one that was captured last.
     """
     continued = {digest for turn in turns for digest in turn.prefixes}
     found: dict[str, str] = {}
@@ -28,7 +28,7 @@ def superseded(turns: Sequence[TurnFacts]) -> dict[str, str]:
                 and not (turn.delivered and not used.isdisjoint(turn.replies))
             ]
             if given_up:
-                likeliest = max(given_up, key=lambda turn: (not turn.delivered, turn.retry, turn.time_ms, turn.turn_id))
+                likeliest = max(given_up, key=lambda turn: (not turn.delivered, turn.retry, turn.place, turn.turn_id))
                 found[likeliest.turn_id] = retry.turn_id
     return found
 

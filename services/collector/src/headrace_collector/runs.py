@@ -30,8 +30,9 @@ class Run:
         return frozenset(turn.turn_id for turn in self.turns)
 
     @property
-    def started_ms(self) -> int:
-        return min(turn.started_ms for turn in self.turns)
+    def place(self) -> int:
+        """Where it begins on `turns`."""
+        return min(turn.place for turn in self.turns)
 
     @property
     def time_ms(self) -> int:
@@ -64,13 +65,11 @@ def partition(turns: Sequence[TurnFacts], listings: Sequence[Listing], tokens: T
         if turn.trajectory_id is None:
             by_label[label][turn.model].append(turn)
     runs = [
-        Run(tuple(sorted(members, key=lambda turn: (turn.started_ms, turn.turn_id))), len(models))
+        Run(tuple(sorted(members, key=lambda turn: (turn.place, turn.turn_id))), len(models))
         for models in by_label.values()
         for members in models.values()
     ]
-    return Partition(
-        tuple(sorted(runs, key=lambda run: (run.started_ms, run.turns[0].turn_id))), frozenset(labels.ties)
-    )
+    return Partition(tuple(sorted(runs, key=lambda run: (run.place, run.turns[0].turn_id))), frozenset(labels.ties))
 
 
 class _Labels:
@@ -133,7 +132,7 @@ class _Labels:
                 -self._shared(turn, *one),
                 one[0].trajectory_id is not None,
                 self._continued[one[0].turn_id, one[1]],
-                one[0].started_ms,
+                one[0].place,
                 one[0].turn_id,
                 one[1],
             ),

@@ -39,7 +39,7 @@ sessions = Table(
     Column("open_turns", Integer, nullable=False),
     Column("open_completions", Integer, nullable=False),
     Column("open_tokens", BigInteger, nullable=False),
-    Column("began_ms", BigInteger, nullable=False),  # when its first turn started
+    Column("began", BigInteger, nullable=False),  # offset of its first turn
     Column("seen_ms", BigInteger, nullable=False),
     Column("check_ms", BigInteger),  # when a run may have become idle; null while none is open
     Index("ix_sessions_check", "check_ms"),
@@ -63,7 +63,7 @@ turns = Table(
     Column("request_digest", Text, nullable=False),
     Column("retry", Integer, nullable=False),
     Column("delivered", Boolean, nullable=False),
-    Column("started_ms", BigInteger, nullable=False),
+    Column("place", BigInteger, nullable=False),  # offset on `turns`
     Column("time_ms", BigInteger, nullable=False),
     Column("seen_ms", BigInteger, nullable=False),
     Column("completions", Integer, nullable=False),
@@ -84,7 +84,7 @@ feedback = Table(
     Column("event_id", Text, primary_key=True),
     Column("session_key", Text, nullable=False),
     Column("partition", Integer, nullable=False),
-    Column("source_offset", BigInteger, nullable=False),
+    Column("source_offset", BigInteger, nullable=False),  # its place: what was said later has a higher one
     Column("turns_until", BigInteger, nullable=False),  # turns before this offset were sent before the feedback
     Column("at_ms", BigInteger, nullable=False),
     Column("resolved", Boolean, nullable=False),  # whether its target has been found

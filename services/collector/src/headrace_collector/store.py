@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_collector import digests
 from headrace_collector.branches import pack
 from headrace_collector.facts import TurnFacts
+from headrace_collector.heard import Heard
 from headrace_collector.runs import Run, Tokens
 from headrace_collector.schema import feedback, sessions, turns
 from headrace_runtime.clock import epoch_ms
@@ -58,7 +59,7 @@ async def _open(tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: in
         "open_turns": 1,
         "open_completions": facts.completions,
         "open_tokens": facts.tokens,
-        "began_ms": facts.started_ms,
+        "began": facts.place,
         "seen_ms": facts.seen_ms,
         "check_ms": check_ms,
     }
@@ -73,8 +74,8 @@ def _opening(dialect: str) -> Any:
     new = insert.excluded
     summed = {name: sessions.c[name] + new[name] for name in ("open_turns", "open_completions", "open_tokens")}
     earlier = func.min if dialect == "sqlite" else func.least
-    began_ms = earlier(sessions.c.began_ms, new.began_ms)
-    changes = {"partition": new.partition, "seen_ms": new.seen_ms, "began_ms": began_ms, **summed}
+    began = earlier(sessions.c.began, new.began)
+    changes = {"partition": new.partition, "seen_ms": new.seen_ms, "began": began, **summed}
     return insert.on_conflict_do_update(
         index_elements=[sessions.c.session_key],
         set_={**changes, "check_ms": func.coalesce(sessions.c.check_ms, new.check_ms)},
@@ -103,8 +104,9 @@ def _facts(row: RowMapping) -> TurnFacts:
 
 
 async def load_turns(tx: AsyncConnection, turn_ids: Collection[str]) -> list[Turn]:
-    """The events of those turns whose content is still kept."""
-    rows = await tx.execute(select(turns.c.payload).where(turns.c.turn_id.in_(turn_ids)))
+    """The events of those turns whose content is still kept, in the order in which they were captured."""
+    query = select(turns.c.payload).where(turns.c.turn_id.in_(turn_ids)).order_by(turns.c.place, turns.c.turn_id)
+    rows = await tx.execute(query)
     return [Turn.from_json(payload) for payload in rows.scalars() if payload is not None]
 
 
@@ -116,12 +118,16 @@ async def load_tokens(tx: AsyncConnection, turn_ids: Collection[str]) -> Tokens:
     return found
 
 
-async def feedback_of_session(tx: AsyncConnection, session_key: str, tenant: str, since_ms: int) -> list[Feedback]:
-    """What may be about an open run or was so since then, oldest first. What another tenant said is none of it."""
+async def feedback_of_session(tx: AsyncConnection, session_key: str, tenant: str, since_ms: int) -> list[Heard]:
+    """What may be about an open run or was so since then, in the order in which it was said (P10).
+
+    What another tenant said is none of it.
+    """
     fresh = feedback.c.used_ms.is_(None) | (feedback.c.used_ms >= since_ms)
-    rows = await tx.execute(select(feedback.c.payload).where(feedback.c.session_key == session_key, fresh))
-    found = [Feedback.from_json(payload) for payload in rows.scalars()]
-    return sorted((one for one in found if one.tenant == tenant), key=lambda one: (one.time, one.feedback_id))
+    columns = feedback.c.payload, feedback.c.source_offset, feedback.c.turns_until
+    rows = await tx.execute(select(*columns).where(feedback.c.session_key == session_key, fresh))
+    found = [Heard(Feedback.from_json(row.payload), row.source_offset, row.turns_until) for row in rows]
+    return sorted((one for one in found if one.event.tenant == tenant), key=lambda one: one.place)
 
 
 async def close(tx: AsyncConnection, run: Run, trajectory_id: str, now: datetime) -> None:

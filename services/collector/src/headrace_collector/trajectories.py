@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from headrace_collector.branches import branches
 from headrace_schemas import Feedback, LeftOut, Tool, Trajectory, Turn
 from headrace_schemas.events.trajectory import EndReason, LeftOutReason
-from headrace_schemas.ids import derived_id, key_of_response
+from headrace_schemas.ids import derived_id
 
 _CONTEXT_KEYS_MAX = 64
 _TOOLS_MAX = 1024
@@ -24,16 +24,16 @@ def trajectory(
     about_session: Sequence[Feedback],
     reason: EndReason,
     models: int,
+    turns_from: int,
     now: datetime,
 ) -> Trajectory:
-    """The trajectory of a run's turns, all of one model, in any order.
+    """The trajectory of a run's turns, all of one model, in the order in which they were captured.
 
     `given_up` are turns that a retry took the place of. `about_run` is feedback that lists turns of the run,
     `about_session` what names no turns; in each the last wins, and what lists turns wins over the rest.
     Raises pydantic's `ValidationError` when the run does not fit an event; the bounds in settings keep it from that.
     """
-    ordered = sorted(turns, key=lambda turn: (turn.started_at, turn.turn_id))
-    first = ordered[0]
+    ordered, first = turns, turns[0]
     left_out = {turn.turn_id: why for turn in ordered if (why := _left_out(turn, given_up))}
     spoken = [turn for turn in ordered if left_out.get(turn.turn_id) in (None, "truncated_sampling")]
     graph, dialogues = branches(spoken)
@@ -56,9 +56,10 @@ def trajectory(
             for turn in ordered
             if turn.turn_id in left_out
         ),
-        parts=max([1, *(_sessions(one) for one in about_run)]) * models,
+        parts=max([1, *(one.parts for one in about_run)]) * models,
         end_reason=reason,
         started_at=first.started_at,
+        turns_from=turns_from,
         context=_context(feedback),
     )
 
@@ -71,11 +72,6 @@ def _left_out(turn: Turn, given_up: Collection[str]) -> LeftOutReason | None:
     if not any(choice.token_ids for choice in turn.choices):
         return "empty"
     return None if turn.sampling.untruncated else "truncated_sampling"
-
-
-def _sessions(feedback: Feedback) -> int:
-    """How many sessions the listed turns belong to."""
-    return len({key for turn in feedback.msg_ids if (key := key_of_response(turn))})
 
 
 def _named(sources: Sequence[Sequence[Turn] | Sequence[Feedback]], field: str) -> str | None:

@@ -18,6 +18,7 @@ from headrace_runtime.processor import Unfinished
 from headrace_runtime.sweeping import AT_ONCE_MAX, COUNTED_MAX, count_some, remove_some
 from headrace_runtime.wire import Record
 from headrace_schemas import Event, Feedback
+from headrace_schemas.envelope import Envelope
 from headrace_schemas.ids import key_of_response
 
 _SURPLUS_AT_ONCE_MAX = 500
@@ -81,7 +82,7 @@ async def find_targets(tx: AsyncConnection, now: datetime, settings: Settings) -
         if await _has_target(tx, event):
             found.append(row["event_id"])
         else:
-            record = Record("feedback", row["partition"], row["source_offset"], event.key.encode(), row["payload"])
+            record = _record(row, event)
             named = f"{len(event.msg_ids)} turns" if event.msg_ids else "its session"
             error = f"{named} were not seen within {settings.feedback_wait_s:g} s by tenant {event.tenant}"
             letters.append(dead_letter("collector", record, "unknown_target", error))
@@ -92,9 +93,16 @@ async def find_targets(tx: AsyncConnection, now: datetime, settings: Settings) -
     return Unfinished(letters) if rows else letters
 
 
+def _record(row: RowMapping, event: Feedback) -> Record:
+    """As it was on the bus, so that it keeps its place when it is put back."""
+    envelope = Envelope.of(event, "collector", after={"turns": row["turns_until"]})
+    place = "feedback", row["partition"], row["source_offset"]
+    return Record(*place, event.key.encode(), row["payload"], envelope.headers())
+
+
 async def _has_target(tx: AsyncConnection, event: Feedback) -> bool:
     elsewhere = {key_of_response(turn) for turn in event.msg_ids} - {None, event.session_key}
-    if elsewhere:  # a copy of this feedback went to each session that it is about
+    if elsewhere:  # as the first releases sent it: all that was listed, to each session that it was about
         return True
     known = select(sessions.c.session_key).where(
         sessions.c.session_key == event.session_key, sessions.c.tenant == event.tenant

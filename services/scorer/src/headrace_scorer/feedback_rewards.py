@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_schemas import Feedback, Reward, Trajectory
 from headrace_scorer import joins, ledger, store
-from headrace_scorer.joins import Said, Target
+from headrace_scorer.joins import Heard, Said, Target
 
 
 async def said_about(tx: AsyncConnection, trajectory: Trajectory) -> tuple[Said, Sequence[str]]:
@@ -21,18 +21,19 @@ async def said_about(tx: AsyncConnection, trajectory: Trajectory) -> tuple[Said,
     return said, joins.displaced(trajectory.trajectory_id, peers, general)
 
 
-async def concerned(tx: AsyncConnection, feedback: Feedback) -> Sequence[str]:
+async def concerned(tx: AsyncConnection, heard: Heard) -> Sequence[str]:
     """The trajectories that are known now and that a new feedback is about."""
+    feedback = heard.event
     if feedback.msg_ids:
         return await store.trajectories_with(tx, feedback.msg_ids, feedback.tenant)
     peers = await store.closed_in_session(tx, feedback.session_key, feedback.tenant)
-    return sorted(joins.targets(feedback, peers))
+    return sorted(joins.targets(heard, peers))
 
 
 async def revise(
     tx: AsyncConnection, now: datetime, trajectory: Trajectory, said: Said, entries: ledger.Entries, sources_max: int
 ) -> list[Reward]:
-    """Enter what has changed by what was said, and return it: the newest word of each source is its reward."""
+    """Enter what has changed by what was said, and return it: the last word of each source is its reward."""
     wanted = joins.verdicts(said, store.spoken_turns(trajectory))
     known = entries.from_feedback
     changes: list[tuple[Target, Feedback | None, str]] = [

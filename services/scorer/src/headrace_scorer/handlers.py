@@ -10,7 +10,7 @@ from headrace_runtime.processor import Handling
 from headrace_schemas import Event, Feedback, Reward, Trajectory
 from headrace_scorer import door, feedback_rewards, ledger, store
 from headrace_scorer.accounts import Account, Book
-from headrace_scorer.joins import Said
+from headrace_scorer.joins import Heard, Said
 from headrace_scorer.scoring import Scoring
 from headrace_scorer.settings import Settings
 
@@ -32,7 +32,7 @@ class Scorer:
         """
         await door.check(trajectory, handling.received, self.known)
         tx, now = handling.tx, handling.now
-        row = await store.add_trajectory(tx, now, trajectory, self.settings.settle_s)
+        row = await store.add_trajectory(tx, now, trajectory, handling.received.place, self.settings.settle_s)
         if row is None:
             return []
         self.library.keep(trajectory)
@@ -47,9 +47,11 @@ class Scorer:
 
     async def on_feedback(self, feedback: Feedback, handling: Handling) -> Sequence[Event]:
         """Keep it for trajectories to come, and join it with those that are here."""
-        await store.add_feedback(handling.tx, handling.now, feedback)
+        after = handling.received.envelope.after or {}
+        heard = Heard(feedback, handling.received.place, after.get("turns"), after.get("trajectories"))
+        await store.add_feedback(handling.tx, handling.now, heard)
         events: list[Event] = []
-        for trajectory_id in await feedback_rewards.concerned(handling.tx, feedback):
+        for trajectory_id in await feedback_rewards.concerned(handling.tx, heard):
             events += await self._feedback_changed(handling, trajectory_id)
         return events
 

@@ -9,37 +9,67 @@ from pydantic import JsonValue
 
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import Feedback
-from headrace_schemas.ids import key_of_response
 
 Target = tuple[str, str]
 """A turn's id, empty for the trajectory as a whole, and a source."""
 
 
 @dataclass(frozen=True, slots=True)
+class Heard:
+    """Feedback as it stands on its log. `place` orders it among all that was said about its session.
+
+    Turns and trajectories in front of `turns_until` and `trajectories_until` were there when it was given. Both are
+    None where no gateway saw to it.
+    """
+
+    event: Feedback
+    place: int
+    turns_until: int | None = None
+    trajectories_until: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
-    """What is known of a closed trajectory without reading it."""
+    """What is known of a closed trajectory without reading it. Those of one closing have one time."""
 
     trajectory_id: str
     time_ms: int
+    place: int
+    """On `trajectories`."""
+    began: int | None
+    """Offset of its first turn; None when it was ingested, and began as it was sent."""
+
+    def had_begun(self, heard: Heard) -> bool:
+        """When the feedback was given."""
+        until = heard.trajectories_until if self.began is None else heard.turns_until
+        return (self.place if self.began is None else self.began) < (until or 0)
+
+    @property
+    def order(self) -> tuple[bool, int]:
+        """Of beginning."""
+        return (self.began is None, self.place if self.began is None else self.began)
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """All the feedback about one trajectory, oldest first."""
+    """All the feedback about one trajectory, in the order in which it was said."""
 
-    listing: tuple[Feedback, ...]
-    """What lists turns of it."""
-    general: tuple[Feedback, ...]
-    """What is about its session."""
+    all: tuple[Feedback, ...]
 
     @property
-    def all(self) -> tuple[Feedback, ...]:
-        return tuple(sorted((*self.general, *self.listing), key=_order))
+    def listing(self) -> tuple[Feedback, ...]:
+        """What lists turns of it."""
+        return tuple(one for one in self.all if one.msg_ids)
+
+    @property
+    def general(self) -> tuple[Feedback, ...]:
+        """What is about its session."""
+        return tuple(one for one in self.all if not one.msg_ids)
 
     @property
     def parts(self) -> int:
         """Over how many sessions the run went."""
-        return max((len({key_of_response(turn) for turn in one.msg_ids} - {None}) for one in self.listing), default=1)
+        return max((one.parts for one in self.listing), default=1)
 
     def named(self, field: str, otherwise: str | None) -> str | None:
         """`task_id` or `run_id`: from what lists the run, else `otherwise`, else from what is about the session."""
@@ -54,30 +84,42 @@ class Said:
         return merged
 
 
-def said_about(
-    trajectory_id: str, peers: Sequence[Closed], listing: Iterable[Feedback], general: Iterable[Feedback]
-) -> Said:
+def said_about(trajectory_id: str, peers: Sequence[Closed], listing: Iterable[Heard], general: Iterable[Heard]) -> Said:
     """`listing` lists turns of this trajectory, `general` is about the session whose trajectories are `peers`."""
     own = [one for one in general if trajectory_id in targets(one, peers)]
-    return Said(tuple(sorted(listing, key=_order)), tuple(sorted(own, key=_order)))
+    ordered = sorted((*listing, *own), key=lambda one: (one.place, one.event.event_id))
+    return Said(tuple(one.event for one in ordered))
 
 
-def targets(feedback: Feedback, peers: Sequence[Closed]) -> frozenset[str]:
-    """What feedback about a session means: what was closed next after it, else what was closed last before it."""
-    at_ms = epoch_ms(feedback.time)
-    later = [peer.time_ms for peer in peers if peer.time_ms >= at_ms]
-    chosen = min(later) if later else max((peer.time_ms for peer in peers), default=None)
-    return frozenset(peer.trajectory_id for peer in peers if peer.time_ms == chosen)
+def targets(heard: Heard, peers: Sequence[Closed]) -> frozenset[str]:
+    """What feedback about a session means: what had begun last when it was given, else what began first after it.
+
+    What was closed together is meant together. Where no gateway said what had begun, the times have to do: it is then
+    about what was closed next, else about what was closed last.
+    """
+    if heard.turns_until is None:
+        at_ms = epoch_ms(heard.event.time)
+        later = [peer.time_ms for peer in peers if peer.time_ms >= at_ms]
+        time_ms = min(later) if later else max((peer.time_ms for peer in peers), default=None)
+        return frozenset(peer.trajectory_id for peer in peers if peer.time_ms == time_ms)
+    begun = [peer for peer in peers if peer.had_begun(heard)]
+    if begun:
+        chosen = max(begun, key=lambda peer: peer.order)
+    elif peers:
+        chosen = min(peers, key=lambda peer: peer.order)
+    else:
+        return frozenset()
+    return frozenset(peer.trajectory_id for peer in peers if peer.time_ms == chosen.time_ms)
 
 
-def displaced(trajectory_id: str, peers: Sequence[Closed], general: Iterable[Feedback]) -> list[str]:
+def displaced(trajectory_id: str, peers: Sequence[Closed], general: Iterable[Heard]) -> list[str]:
     """Which of the other `peers` lose feedback about their session, now that this trajectory is one of them."""
     others = [peer for peer in peers if peer.trajectory_id != trajectory_id]
     return sorted({name for one in general for name in targets(one, others) - targets(one, peers)})
 
 
 def verdicts(said: Said, spoken: Iterable[str]) -> dict[Target, Feedback]:
-    """The feedback that is valid for each target: the newest of its source. `spoken` are the turns of the branches.
+    """The feedback that is valid for each target: the last of its source. `spoken` are the turns of the branches.
 
     Feedback that lists some of the turns is about those; what lists them all, or none, is about the whole.
     """
@@ -90,7 +132,3 @@ def verdicts(said: Said, spoken: Iterable[str]) -> dict[Target, Feedback]:
         for turn in sorted(turns.intersection(one.msg_ids)) if partly else [""]:
             found[turn, one.source] = one
     return found
-
-
-def _order(feedback: Feedback) -> tuple[object, ...]:
-    return (feedback.time, feedback.feedback_id)

@@ -24,7 +24,7 @@ from headrace_runtime.filters import Lines
 from headrace_runtime.settings import Common
 from headrace_schemas import Experience, Feedback, Reward, Trajectory
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
-from headrace_schemas.replay import Closed, Scored
+from headrace_schemas.replay import Closed, Heard, Scored
 from headrace_scorer import accounts, joins, store
 from headrace_scorer.functions.pool import Pool
 from headrace_scorer.functions.process import FunctionsRefused
@@ -81,7 +81,7 @@ class _Session:
     """What is about a session as a whole, and what lists turns of it."""
 
     closed: dict[str, joins.Closed] = field(default_factory=dict)
-    feedback: dict[str, Feedback] = field(default_factory=dict)
+    feedback: dict[str, joins.Heard] = field(default_factory=dict)
 
 
 class Rescoring:
@@ -102,14 +102,15 @@ class Rescoring:
     def know(self, word: str, value: bytes) -> None:
         """A line that is no trajectory. Raises `InvalidEvent`, and `ValueError` for a word that nobody knows."""
         if word == "feedback":
-            feedback = Feedback.from_json(value)
-            self._sessions[feedback.session_key, feedback.tenant].feedback[feedback.event_id] = feedback
+            heard = _heard(Heard.model_validate_json(value))
+            session = self._sessions[heard.event.session_key, heard.event.tenant]
+            session.feedback.setdefault(heard.event.event_id, heard)
         elif word == "reward":
             self._keep(Reward.from_json(value))
         elif word == "closed":
             one = Closed.model_validate_json(value)
-            closed = joins.Closed(one.trajectory_id, one.time_ms)
-            self._sessions[one.session_key, one.tenant].closed[one.trajectory_id] = closed
+            closed = joins.Closed(one.trajectory_id, one.time_ms, one.place, one.began)
+            self._sessions[one.session_key, one.tenant].closed.setdefault(one.trajectory_id, closed)
         else:
             raise ValueError(f"a line begins with {word!r}; the scorer knows closed, feedback, reward and trajectory")
 
@@ -153,13 +154,15 @@ class Rescoring:
     def _said(self, trajectory: Trajectory) -> Said:
         session = self._sessions.get((trajectory.session_key, trajectory.tenant))
         if session is None:
-            return Said((), ())
+            return Said(())
         turns = set(trajectory.turn_ids)
         feedback = session.feedback.values()
-        listing = [one for one in feedback if turns.intersection(one.msg_ids)]
-        own = joins.Closed(trajectory.trajectory_id, epoch_ms(trajectory.time))
-        peers = {**session.closed, trajectory.trajectory_id: own}
-        general = [one for one in feedback if not one.msg_ids]
+        listing = [one for one in feedback if turns.intersection(one.event.msg_ids)]
+        general = [one for one in feedback if not one.event.msg_ids]
+        peers = session.closed
+        if trajectory.trajectory_id not in peers:  # nobody said where it is: it is the only one that anybody asks about
+            own = (epoch_ms(trajectory.time), 0, trajectory.turns_from)
+            peers = {**peers, trajectory.trajectory_id: joins.Closed(trajectory.trajectory_id, *own)}
         return joins.said_about(trajectory.trajectory_id, list(peers.values()), listing, general)
 
     def _given(self, trajectory: Trajectory, said: Said) -> dict[Target, Verdict]:
@@ -193,3 +196,7 @@ class Rescoring:
             run_id=said.named("run_id", trajectory.run_id),
             parts=max(trajectory.parts, said.parts),
         )
+
+
+def _heard(line: Heard) -> joins.Heard:
+    return joins.Heard(Feedback.model_validate(line.event), line.place, line.turns_until, line.trajectories_until)

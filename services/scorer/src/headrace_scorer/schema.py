@@ -18,6 +18,8 @@ trajectories = Table(
     Column("session_key", Text, nullable=False),
     Column("tenant", Text, nullable=False),
     Column("time_ms", BigInteger, nullable=False),  # when it was closed
+    Column("place", BigInteger, nullable=False),  # offset on `trajectories`
+    Column("began", BigInteger),  # offset of its first turn on `turns`; null when it was ingested
     Column("arrived_ms", BigInteger, nullable=False),
     Column("settle_ms", BigInteger),  # when waiting ends; null once it has, or when there is nothing to train
     Column("inputs", Text, nullable=False),  # digest of the feedback that reward functions are to see
@@ -57,6 +59,9 @@ feedback = Table(
     Column("session_key", Text, nullable=False),
     Column("tenant", Text, nullable=False),
     Column("lists_turns", Boolean, nullable=False),
+    Column("place", BigInteger, nullable=False),  # offset on `feedback`: what was said later has a higher one
+    Column("turns_until", BigInteger),  # turns in front of this offset were there when it was given
+    Column("trajectories_until", BigInteger),  # and so with trajectories; null when nobody said so
     Column("arrived_ms", BigInteger, nullable=False),
     Column("payload", LargeBinary, nullable=False),
     Index("ix_feedback_session", "session_key"),

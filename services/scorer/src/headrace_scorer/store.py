@@ -14,7 +14,7 @@ from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Feedback, Trajectory
-from headrace_scorer.joins import Closed
+from headrace_scorer.joins import Closed, Heard
 from headrace_scorer.schema import feedback, listed, trajectories, turn_owners, turns
 
 _CACHED_MAX = 256
@@ -46,7 +46,7 @@ class Library:
 
 
 async def add_trajectory(
-    tx: AsyncConnection, now: datetime, trajectory: Trajectory, settle_s: float
+    tx: AsyncConnection, now: datetime, trajectory: Trajectory, place: int, settle_s: float
 ) -> dict[str, Any] | None:
     """Keep it, waiting for a reward when there is something to train. Returns its row, None when it is here already."""
     waits = trajectory.purpose == "train" and trajectory.branches
@@ -54,6 +54,8 @@ async def add_trajectory(
         "session_key": trajectory.session_key,
         "tenant": trajectory.tenant,
         "time_ms": epoch_ms(trajectory.time),
+        "place": place,
+        "began": trajectory.turns_from,
         "arrived_ms": epoch_ms(now),
         "settle_ms": epoch_ms(now + timedelta(seconds=settle_s)) if waits else None,
         "inputs": "",
@@ -107,11 +109,15 @@ async def change(tx: AsyncConnection, trajectory_id: str, **values: object) -> N
     await tx.execute(update(trajectories).where(trajectories.c.trajectory_id == trajectory_id).values(**values))
 
 
-async def add_feedback(tx: AsyncConnection, now: datetime, event: Feedback) -> None:
+async def add_feedback(tx: AsyncConnection, now: datetime, heard: Heard) -> None:
+    event = heard.event
     row = {
         "session_key": event.session_key,
         "tenant": event.tenant,
         "lists_turns": bool(event.msg_ids),
+        "place": heard.place,
+        "turns_until": heard.turns_until,
+        "trajectories_until": heard.trajectories_until,
         "arrived_ms": epoch_ms(now),
         "payload": event.to_json(),
     }
@@ -122,26 +128,28 @@ async def add_feedback(tx: AsyncConnection, now: datetime, event: Feedback) -> N
 
 async def feedback_about(
     tx: AsyncConnection, session_key: str, tenant: str, turn_ids: Collection[str]
-) -> tuple[list[Feedback], list[Feedback]]:
+) -> tuple[list[Heard], list[Heard]]:
     """What lists any of these turns, and what is about the session as a whole; from this tenant only.
 
     A run that went over several sessions has equal feedback under each; only this session's copy counts.
     """
     lists = select(listed.c.event_id).where(listed.c.turn_id.in_(turn_ids))
-    query = select(feedback.c.payload).where(
+    columns = feedback.c.payload, feedback.c.place, feedback.c.turns_until, feedback.c.trajectories_until
+    query = select(*columns).where(
         feedback.c.session_key == session_key,
         feedback.c.tenant == tenant,
         or_(feedback.c.lists_turns.is_(False), feedback.c.event_id.in_(lists)),
     )
-    found = [Feedback.from_json(payload) for payload in (await tx.execute(query)).scalars()]
-    return [one for one in found if one.msg_ids], [one for one in found if not one.msg_ids]
+    found = [Heard(Feedback.from_json(payload), *places) for payload, *places in await tx.execute(query)]
+    return [one for one in found if one.event.msg_ids], [one for one in found if not one.event.msg_ids]
 
 
 async def closed_in_session(tx: AsyncConnection, session_key: str, tenant: str) -> list[Closed]:
-    query = select(trajectories.c.trajectory_id, trajectories.c.time_ms).where(
-        trajectories.c.session_key == session_key, trajectories.c.tenant == tenant
+    table = trajectories.c
+    query = select(table.trajectory_id, table.time_ms, table.place, table.began).where(
+        table.session_key == session_key, table.tenant == tenant
     )
-    return [Closed(row.trajectory_id, row.time_ms) for row in await tx.execute(query)]
+    return [Closed(*row) for row in await tx.execute(query)]
 
 
 async def trajectories_with(tx: AsyncConnection, turn_ids: Collection[str], tenant: str) -> Sequence[str]:

@@ -1,0 +1,44 @@
+"""Whose events wait in the spool, so that no tenant takes all of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from pydantic_core import from_json
+
+from headrace_gateway.spool_file import Spooled
+
+
+class Shares:
+    """Bytes by tenant."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()
+
+    def load(self, found: Mapping[str, int]) -> None:
+        """What was there at the start."""
+        self._bytes.update(found)
+
+    def add(self, events: Iterable[Spooled]) -> None:
+        for event in events:
+            self._bytes[tenant_of(event.value)] += len(event.value)
+
+    def remove(self, events: Iterable[Spooled]) -> None:
+        for event in events:
+            tenant = tenant_of(event.value)
+            self._bytes[tenant] -= len(event.value)
+            if self._bytes[tenant] <= 0:
+                del self._bytes[tenant]
+
+    def of(self, tenant: str) -> int:
+        return self._bytes[tenant]
+
+
+def tenant_of(value: bytes) -> str:
+    """Empty for what is nobody's, as a dead letter is."""
+    try:
+        event = from_json(value)
+    except ValueError:
+        return ""
+    return str(event.get("tenant", "")) if isinstance(event, dict) else ""

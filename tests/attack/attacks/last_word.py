@@ -1,0 +1,149 @@
+"""Clocks that are wrong and jump, in two gateways, the collector and the scorer: the client's last word still wins."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import httpx2
+
+from headrace_schemas import Reward, Trajectory, Turn
+from tests.attack.line import Line, none_of
+from tests.support.broker_process import BrokerProcess
+from tests.support.gateway_process import BusView, GatewayProcess, bus_view
+from tests.support.service_process import ServiceProcess
+from tests.support.turns import ask, user
+
+TITLE = "clocks that are wrong decide nothing"
+_SESSIONS = 40
+_AT_ONCE = 4
+_SKEW_MAX_S = 5.0
+_SETTLES_S = 90.0
+_PLACES = ("gateway-1", "gateway-2", "collector", "scorer")
+Words = dict[str, list[tuple[str, float]]]
+"""Turn that had been acknowledged last to what was said then, in order; by session."""
+
+
+async def attack(folder: Path, rng: random.Random) -> list[Line]:
+    clocks = [folder / f"{name}.skew" for name in _PLACES]
+    for clock in clocks:
+        _step(clock, rng)
+    broker = BrokerProcess(folder / "bus")
+    broker.start()
+    gateways = [GatewayProcess(folder / f"g{n}", broker.address, skew=clock) for n, clock in enumerate(clocks[:2])]
+    services: list[ServiceProcess] = [
+        ServiceProcess(name, folder / "services", broker.address, skew=clock)
+        for name, clock in zip(_PLACES[2:], clocks[2:], strict=True)
+    ]
+    try:
+        async with bus_view(broker.address, folder / "services") as view:
+            starts = [one.start for one in gateways] + [one.start for one in services]
+            await asyncio.gather(*(asyncio.to_thread(start) for start in starts))
+            words = await _talk([gateway.url for gateway in gateways], view, clocks, rng)
+            return await _judged(view, words)
+    finally:
+        for stop in [one.stop for one in gateways] + [one.stop for one in services]:
+            await asyncio.to_thread(stop)
+        await asyncio.to_thread(broker.stop)
+
+
+def _step(clock: Path, rng: random.Random) -> None:
+    after = clock.with_suffix(".new")
+    after.write_text(str(rng.uniform(-_SKEW_MAX_S, _SKEW_MAX_S)), encoding="utf-8")
+    after.replace(clock)
+
+
+async def _talk(urls: list[str], view: BusView, clocks: list[Path], rng: random.Random) -> Words:
+    words: Words = {}
+    room = asyncio.Semaphore(_AT_ONCE)
+    async with httpx2.AsyncClient(timeout=60) as client:
+
+        async def session(name: str, draw: random.Random) -> None:
+            async with room:
+                words[name] = await _session(name, client, urls, view, clocks, draw)
+
+        for url in urls:
+            await _bus_is_there(client, url)
+        async with asyncio.TaskGroup() as group:
+            for number in range(_SESSIONS):
+                group.create_task(session(f"s{number}", random.Random(rng.getrandbits(64))))
+    return words
+
+
+async def _bus_is_there(client: httpx2.AsyncClient, url: str) -> None:
+    """Returns once the gateway has a connection, so that it does not spool what it acknowledges."""
+    async with asyncio.timeout(60):
+        while True:
+            await client.post(f"{url}/v1/feedback", json={"session_id": "nobody", "value": 0})
+            if 'topic="feedback",where="bus"' in (await client.get(f"{url}/metrics")).text.replace(", ", ","):
+                return
+            await asyncio.sleep(0.2)
+
+
+async def _session(
+    name: str, client: httpx2.AsyncClient, urls: list[str], view: BusView, clocks: list[Path], draw: random.Random
+) -> list[tuple[str, float]]:
+    """One or two runs under one name, each judged some times through either gateway, before and after its end."""
+    said = []
+    for run in range(draw.choice([1, 2])):
+        made = datetime.now(UTC) + timedelta(seconds=draw.uniform(-_SKEW_MAX_S, _SKEW_MAX_S))
+        turn = ask([user(f"{name} {run}")], session=name, time=made, started_at=made - timedelta(milliseconds=50))
+        await view.producer.send(turn)
+        ends_at = draw.randrange(4)
+        for number in range(4):
+            if number == ends_at:
+                await _accepted(client.post(f"{draw.choice(urls)}/v1/sessions/{name}/end"))
+                await _closed(view, turn)
+            _step(draw.choice(clocks), draw)
+            value = float(draw.randrange(1000))
+            body = {"session_id": name, "value": value}
+            await _accepted(client.post(f"{draw.choice(urls)}/v1/feedback", json=body))
+            said.append((turn.turn_id, value))
+    return said
+
+
+async def _closed(view: BusView, turn: Turn) -> None:
+    """Waits: an end that is read late would take along what comes after it. Raises `TimeoutError`."""
+    async with asyncio.timeout(_SETTLES_S):
+        while not any(turn.turn_id in one.turn_ids for one in await view.read(Trajectory)):  # noqa: ASYNC110
+            await asyncio.sleep(0.5)
+
+
+async def _accepted(request: object) -> None:
+    answer = await request  # type: ignore[misc]
+    assert answer.status_code == 202, answer.text
+
+
+async def _judged(view: BusView, words: Words) -> list[Line]:
+    """Once every verdict is right, or time is up."""
+    deadline = asyncio.get_running_loop().time() + _SETTLES_S
+    while True:
+        wrong, stray, of = await _compare(view, words)
+        if not (wrong or stray) or asyncio.get_running_loop().time() > deadline:
+            said = sum(len(one) for one in words.values())
+            return [
+                none_of(f"wrong last words, of {said} said in {len(words)} sessions", wrong, of),
+                none_of("verdicts on the wrong run", stray, of),
+            ]
+        await asyncio.sleep(2)
+
+
+async def _compare(view: BusView, words: Words) -> tuple[int, int, int]:
+    """Trajectories whose verdict is an earlier word, whose verdict is another run's or nobody's, and all."""
+    home = {turn: one.trajectory_id for one in await view.read(Trajectory) for turn in one.turn_ids}
+    told: dict[str, list[float]] = {}
+    for said in words.values():
+        for turn, value in said:
+            told.setdefault(home.get(turn, turn), []).append(value)
+    last: dict[str, Reward] = {}
+    for reward in await view.read(Reward):
+        if reward.source == "feedback" and reward.revision >= last.get(reward.trajectory_id, reward).revision:
+            last[reward.trajectory_id] = reward
+    wrong = stray = 0
+    for name, values in told.items():
+        found = last[name].value if name in last else None
+        wrong += found != values[-1] and found in values
+        stray += found not in values
+    return wrong, stray, len(told)

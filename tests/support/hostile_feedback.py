@@ -1,0 +1,37 @@
+"""`python -m tests.support.hostile_feedback URL KEY`: the largest feedback that is allowed, again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import httpx2
+
+from headrace_schemas import ids
+
+SESSIONS = 64
+_AT_ONCE = 4
+
+
+def body(tenant: str, sessions: int = SESSIONS) -> dict[str, object]:
+    """A verdict on one answer of each of so many sessions."""
+    listed = [ids.response_id(ids.session_key(tenant, ids.uuid7().hex)) for _ in range(sessions)]
+    return {"msg_ids": listed, "value": 1}
+
+
+async def _send(client: httpx2.AsyncClient) -> None:
+    while True:
+        answer = await client.post("/v1/feedback", json=body("hostile"))
+        await asyncio.sleep(0.02 if answer.status_code == 429 else 0)
+
+
+async def main() -> None:
+    url, key = sys.argv[1:3]
+    headers = {"authorization": f"Bearer {key}"}
+    async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=30) as client, asyncio.TaskGroup() as group:
+        for _ in range(_AT_ONCE):
+            group.create_task(_send(client))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
