@@ -100,8 +100,6 @@ class GatewaySettings(ServiceSettings):
     """Limits of all callers together."""
     limits_per_key: LimitSettings = LimitSettings()
     """Limits of each key."""
-    body_timeout_s: Positive = 30.0
-    """How long a client may take to send a request body."""
     choices_max: Annotated[int, Field(ge=1, le=128)] = 16
     """Largest `n` that a request may ask for."""
     model_aliases: dict[str, str] = Field(default={})

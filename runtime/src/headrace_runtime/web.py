@@ -23,6 +23,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from headrace_runtime.errors import Refused, SettingError, Unavailable
+from headrace_runtime.http_protocol import protocol_for
 from headrace_runtime.settings import Common, ServiceSettings, is_loopback
 
 _FIRST_HANDED_OVER = 3  # SD_LISTEN_FDS_START
@@ -58,7 +59,7 @@ async def serve(application: ASGIApp, settings: ServiceSettings) -> AsyncIterato
     server = _Server(
         uvicorn.Config(
             application,
-            http="h11",
+            http=protocol_for(settings),
             ws="none",
             lifespan="off",
             log_config=None,
