@@ -64,13 +64,21 @@ class FakeReplica:
     """Ends its prompts, as those of a replica differ that has not seen the conversation before."""
     url: str = ""
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    moves: asyncio.Event = field(default_factory=asyncio.Event)
+    """While it is clear the replica hangs, as a stopped process does: connections are taken, nothing is ever said."""
+    asked: int = 0
+    """How often it was asked whether it lives."""
     cancelled: int = 0
     """Requests whose connection the gateway closed before their end."""
+
+    def __post_init__(self) -> None:
+        self.moves.set()
 
     @contextlib.asynccontextmanager
     async def running(self, port: int = 0) -> AsyncIterator[FakeReplica]:
         app = web.Application(client_max_size=64 * 2**20)
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_get("/health", self._health)
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", port)
@@ -80,6 +88,7 @@ class FakeReplica:
             yield self
         finally:
             self.go_on.set()
+            self.moves.set()
             await runner.cleanup()
 
     def heartbeat(self, **changes: Any) -> Replica:
@@ -97,6 +106,11 @@ class FakeReplica:
         )
         return beat.model_copy(update=changes)
 
+    async def _health(self, _request: web.Request) -> web.Response:
+        self.asked += 1
+        await self.moves.wait()
+        return web.json_response({"status": "ok"})
+
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
@@ -108,6 +122,7 @@ class FakeReplica:
         if body["model"] not in self.versions:
             return web.json_response({"error": {"message": "no such model"}}, status=404)
         try:
+            await self.moves.wait()
             return await (self._stream if body.get("stream") else self._plain)(
                 request, Generation(body, fault.model or body["model"], self.prompt_tail), fault
             )
@@ -123,6 +138,7 @@ class FakeReplica:
             assert request.transport is not None
             request.transport.abort()
             await asyncio.sleep(60)
+        await self.moves.wait()
         choices = [self._whole(work, index, fault) for index in range(work.n)]
         prompt = work.prompt_ids
         answer: dict[str, Any] = {
@@ -163,6 +179,7 @@ class FakeReplica:
                 await asyncio.sleep(60)
             if fault.stall_after is not None and sent >= fault.stall_after and tokens:
                 await self.go_on.wait()
+            await self.moves.wait()
             sent += tokens
             await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
             if self.token_delay_s:

@@ -25,6 +25,7 @@ from headrace_gateway.limits import Limits
 from headrace_gateway.publisher import Publisher
 from headrace_gateway.settings import CaptureSettings, GatewaySettings, UpstreamSettings
 from headrace_gateway.spool import Spool
+from headrace_gateway.watch import Watch
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import Unavailable
@@ -139,6 +140,7 @@ async def gateway(folder: Path, *replicas: FakeReplica, **settings: Any) -> Asyn
         draining = asyncio.create_task(publisher.run())
         fleet = Fleet(clock, lambda: True)
         catalog = Catalog(own.model_aliases, lambda: True, fleet.changed)
+        watching = asyncio.create_task(Watch(fleet, engines, own.upstream, clock).run())
         door = Door(
             KeyRing(read_keys(own), own.limits_per_key), Limits(own.limits_total, clock), publisher, own.body_timeout_s
         )
@@ -154,8 +156,9 @@ async def gateway(folder: Path, *replicas: FakeReplica, **settings: Any) -> Asyn
                 made.beat(*replicas)
                 yield made
         finally:
-            draining.cancel()
-            await asyncio.wait([draining])
+            for task in (draining, watching):
+                task.cancel()
+            await asyncio.wait([draining, watching])
 
 
 @contextlib.asynccontextmanager

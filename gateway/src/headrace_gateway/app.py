@@ -9,6 +9,7 @@ from pathlib import Path
 from headrace_gateway import metrics
 from headrace_gateway.access import KeyRing, read_keys
 from headrace_gateway.catalog import Catalog
+from headrace_gateway.descriptors import within_descriptors
 from headrace_gateway.door import Door
 from headrace_gateway.engine import Engines
 from headrace_gateway.fleet import Fleet
@@ -17,6 +18,7 @@ from headrace_gateway.limits import Limits
 from headrace_gateway.publisher import Publisher
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.spool import Spool
+from headrace_gateway.watch import Watch
 from headrace_runtime import topics, web
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
@@ -40,7 +42,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
     ring = KeyRing(keys, settings.limits_per_key, common.security.internal_key)
     blobs = BlobStore.open(common)
     clock = SystemClock()
-    limits = Limits(settings.limits_total, clock)
+    limits = Limits(within_descriptors(settings.limits_total), clock)
     metrics.IN_PROGRESS.set_function(lambda: limits.in_progress)
     async with (
         Spool(spool_folder(common, settings), settings.capture.spool_bytes_max) as spool,
@@ -62,7 +64,9 @@ async def run(common: Common, settings: GatewaySettings) -> None:
         replicas = Table(Replica, common.bus, SOURCE, blobs, refuse, lambda key, row: fleet.update(key, row))
         catalog = Catalog(settings.model_aliases, routing.loaded.is_set, lambda: fleet.changed())
         fleet = Fleet(clock, replicas.loaded.is_set)
-        beside = [group.create_task(work) for work in (publisher.run(), routing.run(), replicas.run())]
+        watch = Watch(fleet, engines, settings.upstream, clock)
+        works = (publisher.run(), routing.run(), replicas.run(), watch.run())
+        beside = [group.create_task(work) for work in works]
         app = application(
             Parts(settings, Door(ring, limits, publisher, settings.body_timeout_s), catalog, fleet, engines, clock)
         )

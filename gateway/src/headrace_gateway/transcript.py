@@ -62,7 +62,7 @@ class Transcript:
     def add(self, answer: EngineAnswer, *, streamed: bool) -> None:
         self.version = self.version or answer.model
         if answer.prompt_token_ids is not None:
-            if not self._sampled:  # of two replicas that began, the later one samples
+            if not self.sampled:  # of two replicas that began, the later one samples
                 self.prompt_token_ids = answer.prompt_token_ids
             elif self.prompt_token_ids != answer.prompt_token_ids:
                 self.other_prompt = True
@@ -72,7 +72,7 @@ class Transcript:
             so_far.add(choice, choice.delta if streamed else choice.message)
 
     @property
-    def _sampled(self) -> bool:
+    def sampled(self) -> bool:
         return any(choice.token_ids for choice in self.choices.values())
 
     def finished(self, choices: int) -> bool:
@@ -105,7 +105,7 @@ class Transcript:
 
         Raises `ValidationError` when tokens and logprobs disagree: such a stream cannot be continued.
         """
-        if not self._sampled:
+        if not self.sampled:
             return None
         return Resume.model_validate(
             {

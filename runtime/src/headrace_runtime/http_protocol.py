@@ -13,12 +13,13 @@ import socket
 from typing import Any, Literal
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from headrace_runtime.settings import ServiceSettings
 
 _GRACE_S = 1.0
 """An application that times a body itself answers first, in its own words."""
+_LINGER_S = 1.0
 _Waiting = Literal["header", "body"]
 
 
@@ -41,24 +42,28 @@ class _Guarded(H11Protocol):
         self.conn = self._strict = _Strict(self.bounds.header_bytes_max)
         self._fresh = True
         """Nothing was received yet."""
+        self._deaf = False
+        """It was refused and is about to be closed."""
         self._waiting: _Waiting | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        connection: socket.socket | None = transport.get_extra_info("socket")
-        if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection: socket.socket = transport.get_extra_info("socket")
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
             # asyncio does so itself only where the listener says its protocol, and ours do not all
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().connection_made(transport)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._wait_for(None)
+        if self._timer is not None:
+            self._timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._fresh = False
-        super().data_received(data)
+        if not self._deaf:
+            super().data_received(data)
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -70,9 +75,9 @@ class _Guarded(H11Protocol):
         self._refuse(status, reason)
 
     def _watch(self) -> None:
-        if self.transport.is_closing():
-            self._wait_for(None)
-        elif self.conn.their_state is h11.SEND_BODY:
+        if self._deaf or self.transport.is_closing():
+            return
+        if self.conn.their_state is h11.SEND_BODY:
             self._wait_for("body")
         elif self.conn.their_state is h11.IDLE and (self._fresh or self.conn.trailing_data[0]):
             self._wait_for("header")
@@ -93,7 +98,7 @@ class _Guarded(H11Protocol):
 
     def _too_slow(self, what: _Waiting) -> None:
         if self._fresh:
-            self._close()
+            self.transport.close()
             return
         limit_s = self.bounds.header_timeout_s if what == "header" else self.bounds.body_timeout_s
         self._refuse(408, f"the request's {what} took longer than {limit_s:g} s")
@@ -115,15 +120,23 @@ class _Guarded(H11Protocol):
                 h11.EndOfMessage(),
             )
             for event in events:
-                self.transport.write(self.conn.send(event) or b"")
-        self._close()
+                if not (self._strict.head and isinstance(event, h11.Data)):
+                    self.transport.write(self.conn.send(event) or b"")
+            self._linger()
+        else:
+            self._wait_for(None)
+            self.transport.close()
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True  # what it still sends goes nowhere
+            cycle.message_event.set()
 
-    def _close(self) -> None:
+    def _linger(self) -> None:
+        """Close with the client's next pause: bytes that arrive at a closed socket would take the answer back."""
+        self._deaf = True
         self._wait_for(None)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # what it still sends goes nowhere
-            self.cycle.message_event.set()
-        self.transport.close()
+        self.transport.write_eof()
+        self._timer = self.loop.call_later(_LINGER_S, self.transport.close)
 
 
 class _Strict(h11.Connection):
@@ -134,12 +147,15 @@ class _Strict(h11.Connection):
         self._header_bytes_max = header_bytes_max
         self.refusal: tuple[int, str] | None = None
         """Status and reason of the last error."""
+        self.head = False
+        """The request's method is HEAD: its answer has no body."""
 
     def next_event(self) -> Any:
         """Raises `h11.RemoteProtocolError`."""
         try:
             event = super().next_event()
             if isinstance(event, h11.Request):
+                self.head = event.method == b"HEAD"
                 self._check(event)
         except h11.RemoteProtocolError as error:
             status = error.error_status_hint
