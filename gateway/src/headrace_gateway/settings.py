@@ -101,7 +101,7 @@ class GatewaySettings(ServiceSettings):
     keys_file: str = ""
     """A TOML file with more `[[keys]]`, so that they need not lie beside the other settings."""
     limits_total: LimitSettings = LimitSettings(requests_per_s=2000.0, burst=4000, concurrency=4096)
-    """Limits of all callers together. A call takes two file descriptors: where there are fewer, so is the concurrency."""
+    """Limits of all callers together. A call takes two file descriptors: fewer mean less concurrency."""
     limits_per_key: LimitSettings = LimitSettings()
     """Limits of each key."""
     choices_max: Annotated[int, Field(ge=1, le=128)] = 16
