@@ -36,13 +36,12 @@ async def busy(served: Gateway, a: FakeReplica, b: FakeReplica) -> tuple[FakeRep
 
 @STREAMS
 async def test_calls_of_a_replica_that_hangs_go_on_at_its_twin(tmp_path: Path, stream: bool) -> None:
-    a, b = FakeReplica("a", token_delay_s=0.03), FakeReplica("b")
+    a, b = FakeReplica("a"), FakeReplica("b")
     async with a.running(), b.running(), gateway(tmp_path, a, b, upstream=UPSTREAM) as served:
         first, second = await busy(served, a, b)
-        first.token_delay_s, second.token_delay_s = 0.03, 0.0
+        first.faults = [Fault(stall_after=2) for _ in range(5)]
         asking = [asyncio.create_task(served.chat(stream=stream, headers={"X-Session-Id": "x"})) for _ in range(5)]
         await until(lambda: len(first.requests) == 6)
-        await asyncio.sleep(0.05)  # streams are at their second token or so
         first.moves.clear()
         answers = await asyncio.gather(*asking)
         assert {answer.status_code for answer in answers} == {200}
@@ -86,15 +85,15 @@ async def test_new_calls_avoid_it_until_it_answers_again(tmp_path: Path) -> None
 
 @STREAMS
 async def test_the_only_replica_is_held_on_to_and_answers_when_it_can(tmp_path: Path, stream: bool) -> None:
-    replica = FakeReplica(token_delay_s=0.03)
+    replica = FakeReplica(faults=[Fault(stall_after=2)])
     async with replica.running(), gateway(tmp_path, replica, upstream=UPSTREAM) as served:
         asking = asyncio.create_task(served.chat(stream=stream))
         await until(lambda: replica.requests)
-        await asyncio.sleep(0.05)
         replica.moves.clear()
         await until(lambda: served.fleet.hanging(), 10)
         later = asyncio.create_task(served.chat("later", stream=stream))
         await until(lambda: replica.asked > 4, 10)
+        replica.go_on.set()
         replica.moves.set()
         assert same(await asking, replica, 0)
         assert (await later).status_code == 200
@@ -102,7 +101,7 @@ async def test_the_only_replica_is_held_on_to_and_answers_when_it_can(tmp_path: 
 
 
 async def test_a_twin_that_comes_later_takes_over(tmp_path: Path) -> None:
-    a, b = FakeReplica("a", token_delay_s=0.03), FakeReplica("b")
+    a, b = FakeReplica("a", faults=[Fault(stall_after=2)]), FakeReplica("b")
     async with a.running(), b.running(), gateway(tmp_path, a, upstream=UPSTREAM) as served:
         asking = asyncio.create_task(served.chat(stream=True))
         await until(lambda: a.requests)
@@ -141,14 +140,14 @@ async def test_impatient_clients_do_not_hide_that_it_hangs(tmp_path: Path) -> No
 async def test_a_hung_replica_without_the_version_of_a_begun_stream_is_waited_for(tmp_path: Path) -> None:
     """The twin has other weights: it may take new calls, and none that has tokens of the first."""
     other = "tiny@fedcba9876543210"
-    a, b = FakeReplica("a", token_delay_s=0.03), FakeReplica("b", versions=(other,))
+    a, b = FakeReplica("a", faults=[Fault(stall_after=2)]), FakeReplica("b", versions=(other,))
     async with a.running(), b.running(), gateway(tmp_path, a, b, upstream=UPSTREAM) as served:
         asking = asyncio.create_task(served.chat(stream=True))
         await until(lambda: a.requests)
-        await asyncio.sleep(0.05)
         a.moves.clear()
         served.route(other, revision=2, serve=(VERSION, other))
         await until(lambda: served.fleet.hanging(), 10)
         assert (await served.chat("new")).json()["model"] == other
+        a.go_on.set()
         a.moves.set()
         assert same(await asking, a)
