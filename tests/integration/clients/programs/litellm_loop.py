@@ -1,4 +1,4 @@
-"""An agent's tool loop on litellm: `litellm_loop.py BASE_URL MODEL [stream]` prints what the agent ended up with."""
+"""An agent's tool loop on litellm: `litellm_loop.py BASE_URL MODEL`, plain and then streamed."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ def answer(messages: list[Any], base_url: str, model: str, *, stream: bool) -> A
     return litellm.stream_chunk_builder(chunks, messages=messages).choices[0].message
 
 
-def main(base_url: str, model: str, *, stream: bool) -> None:
+def loop(base_url: str, model: str, *, stream: bool) -> dict[str, Any]:
     messages: list[Any] = [{"role": "user", "content": "Who wrote about the invoice?"}]
     calls = 0
     while True:
@@ -39,7 +39,7 @@ def main(base_url: str, model: str, *, stream: bool) -> None:
         for call in message.tool_calls:
             found = f"Ada wrote about {json.loads(call.function.arguments)['query']}"
             messages.append({"role": "tool", "tool_call_id": call.id, "name": "search", "content": found})
-    print(json.dumps({"answer": message.content, "calls": calls}))
+    return {"answer": message.content, "calls": calls}
 
 
-main(sys.argv[1], sys.argv[2], stream="stream" in sys.argv[3:])
+print(json.dumps([loop(sys.argv[1], sys.argv[2], stream=stream) for stream in (False, True)]))

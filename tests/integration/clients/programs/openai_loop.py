@@ -1,4 +1,4 @@
-"""An agent's tool loop on the openai package: `openai_loop.py BASE_URL MODEL [stream]`."""
+"""An agent's tool loop on the openai package: `openai_loop.py BASE_URL MODEL`, plain and then streamed."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ TOOLS: Any = [
 ]
 
 
-def main(base_url: str, model: str, *, stream: bool) -> None:
+def loop(base_url: str, model: str, *, stream: bool) -> dict[str, Any]:
     client = OpenAI(base_url=base_url, api_key="none")
     messages: list[Any] = [{"role": "user", "content": "Who wrote about the invoice?"}]
     calls = 0
@@ -34,7 +34,7 @@ def main(base_url: str, model: str, *, stream: bool) -> None:
         for call in message.tool_calls:
             found = f"Ada wrote about {json.loads(call.function.arguments)['query']}"
             messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
-    print(json.dumps({"answer": message.content, "calls": calls}))
+    return {"answer": message.content, "calls": calls}
 
 
-main(sys.argv[1], sys.argv[2], stream="stream" in sys.argv[3:])
+print(json.dumps([loop(sys.argv[1], sys.argv[2], stream=stream) for stream in (False, True)]))

@@ -1,4 +1,4 @@
-"""A smolagents agent: `smolagents_agent.py BASE_URL MODEL [stream] [litellm]`; on the openai package, or on litellm."""
+"""A smolagents agent: `smolagents_agent.py BASE_URL MODEL` on the openai package and on litellm, plain and streamed."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ def search(query: str) -> str:
     return f"Ada wrote about {query}"
 
 
-def main(base_url: str, model: str, *, stream: bool, on_litellm: bool) -> None:
+def solve(base_url: str, model: str, *, stream: bool, on_litellm: bool) -> dict[str, Any]:
     served: Any
     if on_litellm:
         served = LiteLLMModel(model_id=f"openai/{model}", api_base=base_url, api_key="none")
@@ -25,7 +25,8 @@ def main(base_url: str, model: str, *, stream: bool, on_litellm: bool) -> None:
         served = OpenAIModel(model_id=model, api_base=base_url, api_key="none")
     agent = ToolCallingAgent(tools=[search], model=served, max_steps=4, verbosity_level=0, stream_outputs=stream)
     answer = agent.run("Who wrote about the invoice?")
-    print(json.dumps({"answer": str(answer), "calls": len(agent.memory.steps) - 1}))
+    return {"answer": str(answer), "calls": len(agent.memory.steps) - 1}
 
 
-main(sys.argv[1], sys.argv[2], stream="stream" in sys.argv[3:], on_litellm="litellm" in sys.argv[3:])
+WAYS = [(stream, on_litellm) for on_litellm in (False, True) for stream in (False, True)]
+print(json.dumps([solve(*sys.argv[1:3], stream=stream, on_litellm=on_litellm) for stream, on_litellm in WAYS]))
