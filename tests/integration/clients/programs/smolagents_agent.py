@@ -7,7 +7,7 @@ from typing import Any
 from smolagents import LiteLLMModel, OpenAIModel, ToolCallingAgent, tool
 
 
-@tool
+@tool  # type: ignore[untyped-decorator, unused-ignore]
 def search(query: str) -> str:
     """Finds mails.
 
@@ -19,10 +19,8 @@ def search(query: str) -> str:
 
 def solve(base_url: str, model: str, *, stream: bool, on_litellm: bool) -> dict[str, Any]:
     served: Any
-    if on_litellm:
-        served = LiteLLMModel(model_id=f"openai/{model}", api_base=base_url, api_key="none")
-    else:
-        served = OpenAIModel(model_id=model, api_base=base_url, api_key="none")
+    how: dict[str, Any] = {"api_base": base_url, "api_key": "none", "tool_choice": "auto"}  # smolagents would force one
+    served = LiteLLMModel(model_id=f"openai/{model}", **how) if on_litellm else OpenAIModel(model_id=model, **how)
     agent = ToolCallingAgent(tools=[search], model=served, max_steps=4, verbosity_level=0, stream_outputs=stream)
     answer = agent.run("Who wrote about the invoice?")
     return {"answer": str(answer), "calls": len(agent.memory.steps) - 1}
