@@ -27,4 +27,4 @@ def solve(base_url: str, model: str, *, stream: bool, on_litellm: bool) -> dict[
 
 
 WAYS = [(stream, on_litellm) for on_litellm in (False, True) for stream in (False, True)]
-print(json.dumps([solve(*sys.argv[1:3], stream=stream, on_litellm=on_litellm) for stream, on_litellm in WAYS]))
+print("\n" + json.dumps([solve(*sys.argv[1:3], stream=stream, on_litellm=on_litellm) for stream, on_litellm in WAYS]))
