@@ -9,7 +9,7 @@ UV := $(BIN)/uv
 MEMBERS := schemas runtime sdk gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock schemas lint test demo up attack chaos simulate mutants bench bench-bus compose-test lock-images clean
+.PHONY: help install install-clients lock schemas lint test test-clients demo up attack chaos simulate mutants bench bench-bus bench-state compose-test lock-images clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -26,6 +26,19 @@ $(VENV)/installed: $(UV) requirements.lock $(MEMBERS:%=%/pyproject.toml)
 	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(BIN)/python requirements.lock
 	$(UV) pip install --quiet --no-deps --no-build-isolation --python $(BIN)/python $(MEMBERS:%=--editable ./%)
 	@touch $@
+
+CLIENTS := .venv-clients
+CLIENT_TESTS = tests/integration/clients
+
+install-clients: $(CLIENTS)/installed ## what others build agents with, in an environment of its own (about 700 MB)
+
+$(CLIENTS)/installed: $(UV) requirements-clients.lock
+	$(PYTHON) -m venv $(CLIENTS)
+	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(CLIENTS)/bin/python requirements-clients.lock
+	@touch $@
+
+test-clients: $(VENV)/installed $(CLIENTS)/installed ## litellm, smolagents, DSPy and openai against a gateway
+	REQUIRED_SERVERS=clients $(BIN)/pytest $(CLIENT_TESTS)
 
 PACKAGES := headrace_schemas headrace_runtime headrace headrace_gateway $(addprefix headrace_,$(notdir $(wildcard services/*)))
 
@@ -80,6 +93,9 @@ MEASURE = status=0; for name in $(1); do echo "== $$name"; $(BIN)/python -m benc
 bench-bus: $(VENV)/installed ## both buses side by side, from answered call to experience, replay of 100,000 trajectories
 	@$(call MEASURE,$(filter bus replay,$(BENCHMARKS)))
 
+bench-state: $(VENV)/installed ## the databases with millions of turns behind them; what the gateway adds to a call
+	@$(call MEASURE,$(filter state gateway_overhead,$(BENCHMARKS)))
+
 bench: $(VENV)/installed ## every benchmark there is; each writes reports/bench-<name>.json
 	@$(call MEASURE,$(BENCHMARKS))
 
@@ -88,6 +104,7 @@ COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-vers
 
 lock: $(UV) ## resolve every dependency again, with hashes, for every platform
 	$(COMPILE) requirements-bootstrap.in -o requirements-bootstrap.txt
+	$(COMPILE) requirements-clients.in -o requirements-clients.lock
 	$(COMPILE) requirements.in -o requirements.lock \
 	  --no-emit-package headrace $(DISTRIBUTIONS:%=--no-emit-package headrace-%)
 	$(COMPILE) requirements-mutants.in -o requirements-mutants.lock

@@ -23,6 +23,11 @@ class BrokerProcess:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         settings = {"DATA_DIR": self._folder, "BROKER__KAFKA_PORT": self.port, "BROKER__PORT": 0, **self._settings}

@@ -11,7 +11,9 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import re
 import sys
+import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -48,6 +50,17 @@ class Fault:
     """Report this version instead of the one that was asked for."""
 
 
+@dataclass(frozen=True)
+class Called:
+    """A tool call, word for word."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+Said = str | Called
+
+
 @dataclass
 class FakeReplica:
     """Serves while `running()` is entered. `faults` are used up one per request, first come first served."""
@@ -59,18 +72,28 @@ class FakeReplica:
     faults: list[Fault] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    script: list[Said] = field(default_factory=list)
+    """What it says to one request after the other, in place of words made up; a fault has its own."""
     token_delay_s: float = 0.0
     prompt_tail: tuple[int, ...] = ()
     """Ends its prompts, as those of a replica differ that has not seen the conversation before."""
     url: str = ""
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    moves: asyncio.Event = field(default_factory=asyncio.Event)
+    """While it is clear the replica hangs, as a stopped process does: connections are taken, nothing is ever said."""
+    asked: int = 0
+    """How often it was asked whether it lives."""
     cancelled: int = 0
     """Requests whose connection the gateway closed before their end."""
+
+    def __post_init__(self) -> None:
+        self.moves.set()
 
     @contextlib.asynccontextmanager
     async def running(self, port: int = 0) -> AsyncIterator[FakeReplica]:
         app = web.Application(client_max_size=64 * 2**20)
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_get("/health", self._health)
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", port)
@@ -80,6 +103,7 @@ class FakeReplica:
             yield self
         finally:
             self.go_on.set()
+            self.moves.set()
             await runner.cleanup()
 
     def heartbeat(self, **changes: Any) -> Replica:
@@ -97,6 +121,11 @@ class FakeReplica:
         )
         return beat.model_copy(update=changes)
 
+    async def _health(self, _request: web.Request) -> web.Response:
+        self.asked += 1
+        await self.moves.wait()
+        return web.json_response({"status": "ok"})
+
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
@@ -108,12 +137,15 @@ class FakeReplica:
         if body["model"] not in self.versions:
             return web.json_response({"error": {"message": "no such model"}}, status=404)
         try:
-            return await (self._stream if body.get("stream") else self._plain)(
-                request, Generation(body, fault.model or body["model"], self.prompt_tail), fault
-            )
+            await self.moves.wait()
+            return await (self._stream if body.get("stream") else self._plain)(request, self._work(body, fault), fault)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+
+    def _work(self, body: dict[str, Any], fault: Fault) -> Generation:
+        said = self.script.pop(0) if self.script else None
+        return Generation(body, fault.model or body["model"], self.prompt_tail, said)
 
     async def _plain(self, request: web.Request, work: Generation, fault: Fault) -> web.StreamResponse:
         await asyncio.sleep(self.token_delay_s * LENGTH)
@@ -123,6 +155,7 @@ class FakeReplica:
             assert request.transport is not None
             request.transport.abort()
             await asyncio.sleep(60)
+        await self.moves.wait()
         choices = [self._whole(work, index, fault) for index in range(work.n)]
         prompt = work.prompt_ids
         answer: dict[str, Any] = {
@@ -139,7 +172,7 @@ class FakeReplica:
 
     def _whole(self, work: Generation, index: int, fault: Fault) -> dict[str, Any]:
         tokens = work.tokens(index)
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(map(text_of, tokens))}
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(map(work.text, range(len(tokens)), tokens))}
         if work.calls_a_tool:
             message |= {"content": None, "tool_calls": [work.tool_call(index)]}
         kept = len(tokens) - fault.lose_logprobs
@@ -163,6 +196,7 @@ class FakeReplica:
                 await asyncio.sleep(60)
             if fault.stall_after is not None and sent >= fault.stall_after and tokens:
                 await self.go_on.wait()
+            await self.moves.wait()
             sent += tokens
             await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
             if self.token_delay_s:
@@ -178,6 +212,7 @@ class Generation:
     body: dict[str, Any]
     model: str
     prompt_tail: tuple[int, ...] = ()
+    said: Said | None = None
 
     @property
     def n(self) -> int:
@@ -196,29 +231,43 @@ class Generation:
 
     @property
     def limit(self) -> int:
+        if isinstance(self.said, str):
+            return len(self._pieces)
         return min(LENGTH, int(self.body.get("max_tokens") or LENGTH))
 
     @property
     def calls_a_tool(self) -> bool:
+        if self.said is not None:
+            return not isinstance(self.said, str)
         return bool(self.body.get("tools")) and self.body["messages"][-1]["role"] == "user"
 
     @property
     def finish_reason(self) -> str:
         if self.calls_a_tool:
             return "tool_calls"
-        return "stop" if self.limit == LENGTH else "length"
+        return "stop" if self.limit == LENGTH or self.said is not None else "length"
+
+    @property
+    def _pieces(self) -> list[str]:
+        """A scripted text, a word with the white space after it for each token."""
+        return re.findall(r"\s*\S+\s*", str(self.said))
+
+    def text(self, at: int, token: int) -> str:
+        return self._pieces[at] if isinstance(self.said, str) else text_of(token)
 
     def tokens(self, index: int) -> list[int]:
+        if isinstance(self.said, str):
+            return [100 + zlib.crc32(piece.encode()) % 100 for piece in self._pieces]
         seed = json.dumps([self.body["messages"], self.body.get("seed"), index]).encode()
         return [byte + 100 for byte in hashlib.sha256(seed).digest()[: self.limit]]
 
     def tool_call(self, index: int) -> dict[str, Any]:
-        name = self.body["tools"][0]["function"]["name"]
-        return {
-            "id": f"call_{self.tokens(index)[0]}",
-            "type": "function",
-            "function": {"name": name, "arguments": '{"query": "invoice"}'},
-        }
+        if isinstance(self.said, Called):
+            name, arguments = self.said.name, json.dumps(self.said.arguments)
+        else:
+            name, arguments = self.body["tools"][0]["function"]["name"], '{"query": "invoice"}'
+        called = {"name": name, "arguments": arguments}
+        return {"id": f"call_{self.tokens(index)[0]}", "type": "function", "function": called}
 
     def usage(self, off_by: int = 0) -> dict[str, Any]:
         prompt, sampled = len(self.prompt_ids), self.limit * self.n + off_by
@@ -243,7 +292,7 @@ class Generation:
     def _token(self, index: int, at: int, fault: Fault) -> dict[str, Any]:
         token = self.tokens(index)[at]
         last = at == self.limit - 1
-        delta: dict[str, Any] = {} if self.calls_a_tool else {"content": text_of(token)}
+        delta: dict[str, Any] = {} if self.calls_a_tool else {"content": self.text(at, token)}
         if self.calls_a_tool and at == self.limit - 2:
             call = self.tool_call(index)
             delta = {

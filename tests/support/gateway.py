@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import httpx2
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from headrace_gateway.access import KeyRing, read_keys
@@ -26,9 +25,11 @@ from headrace_gateway.limits import Limits
 from headrace_gateway.publisher import Publisher
 from headrace_gateway.settings import CaptureSettings, GatewaySettings, UpstreamSettings
 from headrace_gateway.spool import Spool
+from headrace_gateway.watch import Watch
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import Unavailable
+from headrace_runtime.http_protocol import protocol_for
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import Outgoing
@@ -142,13 +143,14 @@ async def gateway(folder: Path, *replicas: FakeReplica, **settings: Any) -> Asyn
         draining = asyncio.create_task(publisher.run())
         fleet = Fleet(clock, lambda: True)
         catalog = Catalog(own.model_aliases, lambda: True, fleet.changed)
+        watching = asyncio.create_task(Watch(fleet, engines, own.upstream, clock).run())
         door = Door(
             KeyRing(read_keys(own), own.limits_per_key), Limits(own.limits_total, clock), publisher, own.body_timeout_s
         )
         app = application(Parts(own, door, catalog, fleet, engines, clock))
         try:
             async with (
-                _listening(app) as port,
+                _listening(app, own) as port,
                 httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client,
             ):
                 made = Gateway(str(client.base_url).rstrip("/"), bus, spool, publisher, catalog, fleet, client)
@@ -157,18 +159,20 @@ async def gateway(folder: Path, *replicas: FakeReplica, **settings: Any) -> Asyn
                 made.beat(*replicas)
                 yield made
         finally:
-            draining.cancel()
-            await asyncio.wait([draining])
+            for task in (draining, watching):
+                task.cancel()
+            await asyncio.wait([draining, watching])
 
 
 @contextlib.asynccontextmanager
-async def _listening(app: ASGIApp) -> AsyncIterator[int]:
+async def _listening(app: ASGIApp, settings: GatewaySettings) -> AsyncIterator[int]:
     """uvicorn's own protocol without its server's ticks, which would cost each test 0.2 s."""
-    config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False)
+    protocol = protocol_for(settings)
+    config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False)
     config.load()
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
-        lambda: H11Protocol(config, state, app_state={}), "127.0.0.1", 0
+        lambda: protocol(config, state, app_state={}), "127.0.0.1", 0
     )
     try:
         yield server.sockets[0].getsockname()[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,10 @@ from tests.support import kafka_node, node_client, postgres_node
 
 REQUIRED = frozenset(filter(None, os.environ.get("REQUIRED_SERVERS", "").split(",")))
 """Names whose absence is a failure: continuous integration sets all of them."""
+
+
+CLIENTS = Path(__file__).parents[2] / ".venv-clients" / "bin" / "python"
+"""The environment of what others build agents with; see requirements-clients.in."""
 
 
 def _program(name: str) -> Callable[[], str | None]:
@@ -25,6 +30,7 @@ CHECKS: dict[str, Callable[[], str | None]] = {
     "node": _program("node"),
     "jq": _program("jq"),
     "kafkajs": node_client.missing,
+    "clients": lambda: None if CLIENTS.exists() else "there is no .venv-clients; make install-clients",
 }
 used: set[str] = set()
 absent: dict[str, str] = {}

@@ -9,6 +9,7 @@ from pathlib import Path
 from headrace_gateway import metrics
 from headrace_gateway.access import KeyRing, read_keys
 from headrace_gateway.catalog import Catalog
+from headrace_gateway.descriptors import within_descriptors
 from headrace_gateway.door import Door
 from headrace_gateway.engine import Engines
 from headrace_gateway.fleet import Fleet
@@ -18,6 +19,7 @@ from headrace_gateway.publisher import Publisher
 from headrace_gateway.reach import Reach
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.spool import Spool
+from headrace_gateway.watch import Watch
 from headrace_runtime import topics, web
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
@@ -44,7 +46,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
     ring = KeyRing(keys, settings.limits_per_key, common.security.internal_key.get_secret_value())
     blobs = BlobStore.open(common)
     clock = SystemClock()
-    limits = Limits(settings.limits_total, clock)
+    limits = Limits(within_descriptors(settings.limits_total), clock)
     metrics.IN_PROGRESS.set_function(lambda: limits.in_progress)
     async with (
         Spool(
@@ -83,7 +85,8 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             except Unavailable:  # the scorer checks everything again
                 return Known()
 
-        work = (publisher.run(), routing.run(), replicas.run(), versions.run())
+        watch = Watch(fleet, engines, settings.upstream, clock)
+        work = (publisher.run(), routing.run(), replicas.run(), versions.run(), watch.run())
         beside = [group.create_task(one) for one in work]
         door = Door(ring, limits, publisher, settings.body_timeout_s)
         app = application(Parts(settings, door, catalog, fleet, engines, clock, common, known))

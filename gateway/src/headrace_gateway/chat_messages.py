@@ -4,25 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, model_validator
+from pydantic import BeforeValidator, ConfigDict, JsonValue, model_validator
 
 from headrace_schemas import FunctionCall, Message, TextPart, ToolCall
 from headrace_schemas.base import LongText, Model, Text
 from headrace_schemas.events.chat import Role
-
-_ECHOED = frozenset(
-    (
-        "refusal",
-        "annotations",
-        "audio",
-        "function_call",
-        "parsed",
-        "reasoning",
-        "reasoning_details",
-        "provider_specific_fields",
-    )
-)
-"""Fields of an answer's message that come back with the next request; they must be empty."""
 
 
 def _content(value: Any) -> Any:
@@ -38,6 +24,19 @@ def _content(value: Any) -> Any:
         if not isinstance(part.get("text"), str):
             raise ValueError("a text part needs its text as a string")
     return [{"type": "text", "text": part["text"]} for part in value]
+
+
+def says_something(value: JsonValue) -> bool:
+    """False for null, "", [], {}, and for what holds nothing else.
+
+    SDKs echo an answer's message with bookkeeping of their own around it. Where that is empty there is nothing to
+    honour, whatever its name; false and 0 are statements.
+    """
+    if isinstance(value, dict):
+        return any(map(says_something, value.values()))
+    if isinstance(value, list):
+        return any(map(says_something, value))
+    return value is not None and value != ""
 
 
 def _arguments(value: Any) -> Any:
@@ -83,12 +82,10 @@ class ChatMessage(Model):
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            if name == "reasoning" and (value is None or isinstance(value, str)):
+            if name == "reasoning" and isinstance(value, str):
                 continue
-            if name not in _ECHOED:
-                raise ValueError(f"unknown field {name[:80]!r} in a message")
-            if value not in (None, [], {}):
-                raise ValueError(f"{name!r} in a message is not supported; leave it empty")
+            if says_something(value):
+                raise ValueError(f"field {name[:80]!r} in a message is not supported; leave it out or empty")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only an assistant's message has tool_calls")
         if self.role == "tool" and self.tool_call_id is None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
-from headrace_gateway.chat_messages import ChatMessage
+from headrace_gateway.chat_messages import ChatMessage, says_something
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import check_values, parse, unknown_field
 from headrace_schemas import Sampling, Tool
@@ -20,13 +20,13 @@ NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
-    "logit_bias": ({},),
+    "logit_bias": (),
     "audio": (),
     "prediction": (),
     "web_search_options": (),
     "reasoning_effort": (),
     "verbosity": ("medium",),
-    "functions": ([],),
+    "functions": (),
     "function_call": (),
     "min_p": (0,),
     "repetition_penalty": (1,),
@@ -41,7 +41,7 @@ NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "guided_choice": (),
     "structured_outputs": (),
 }
-"""Fields of OpenAI's and vLLM's APIs that we cannot honour, and the values besides null at which they ask for nothing.
+"""Fields of OpenAI's and vLLM's APIs that we cannot honour, with the values, besides empty ones, that ask for nothing.
 
 Most would change the sampled distribution in ways that a `Turn` does not record (pitfall 5).
 """
@@ -137,11 +137,11 @@ def parse_chat(body: bytes, choices_max: int, values_max: int) -> ChatRequest:
 
 
 def _check_extra(name: str, value: JsonValue) -> None:
-    if name in HARMLESS:
+    if name in HARMLESS or not says_something(value):
         return
     if name not in NEUTRAL:
         raise unknown_field(name, [*ChatRequest.model_fields, *HARMLESS, *NEUTRAL])
-    if value is not None and value not in NEUTRAL[name]:
+    if value not in NEUTRAL[name]:
         reason = _WHY.get(name, "it would change what is sampled without a record of it")
         raise ApiError(400, "unsupported_field", f"{name}: not supported here, leave it out; {reason}", name)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import socket
@@ -14,17 +13,19 @@ from pydantic import ValidationError
 
 from headrace_gateway import sse
 from headrace_gateway.engine_wire import EngineAnswer
+from headrace_gateway.lines import Cut, Line
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import UpstreamSettings
 from headrace_runtime import tracing
 from headrace_runtime.aside import Aside
 from headrace_schemas import Replica
 
-Trouble = Literal["connection", "full", "version_missing", "aborted", "error"]
+Trouble = Literal["connection", "hung", "full", "version_missing", "aborted", "error"]
 _CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, OSError)
 _FULL = frozenset((429, 502, 503, 504))
 _NOT_THE_CLIENTS_FAULT = frozenset((401, 403, 407))
 _ERROR_BYTES_MAX = 65_536
+_PROBES_MAX = 64
 
 
 class ReplicaFailed(Exception):
@@ -49,6 +50,7 @@ class Engines:
             self._headers["authorization"] = f"Bearer {internal_key}"
         self._session: aiohttp.ClientSession | None = None
         self._aside = Aside(1)
+        self._probes: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Engines:
         connector = aiohttp.TCPConnector(
@@ -58,17 +60,33 @@ class Engines:
         self._session = aiohttp.ClientSession(
             connector=connector, timeout=timeout, headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
         )
+        self._probes = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=_PROBES_MAX, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=self._settings.probe_timeout_s),
+            headers=self._headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._session is not None
-        await self._session.close()
+        for session in (self._session, self._probes):
+            assert session is not None
+            await session.close()
         self._aside.close()
 
-    async def complete(self, replica: Replica, body: bytes) -> EngineAnswer:
+    async def answers(self, replica: Replica) -> bool:
+        """Whether it says anything in time, on a connection of its own: 404 and 503 are signs of life, too."""
+        assert self._probes is not None
+        try:
+            async with self._probes.get(f"{replica.url.rstrip('/')}/health", allow_redirects=False):
+                return True
+        except (*_CONNECTION_ERRORS, aiohttp.ClientError):
+            return False
+
+    async def complete(self, replica: Replica, body: bytes, line: Line) -> EngineAnswer:
         """A whole answer. Raises `ReplicaFailed`, or `ApiError` when the engine refuses the request itself."""
-        async with self._opened(replica, body) as response:
-            data = await self._read(response)
+        async with self._opened(replica, body, line) as response:
+            data = await self._read(response, line)
         answer = await self._aside.run(len(data), lambda: _parse(data))
         if answer.error is not None:
             raise ReplicaFailed("error", "an error inside an answer")
@@ -76,14 +94,15 @@ class Engines:
             raise ReplicaFailed("aborted", "the engine gave up on a choice")
         return answer
 
-    async def stream(self, replica: Replica, body: bytes) -> AsyncGenerator[EngineAnswer]:
+    async def stream(self, replica: Replica, body: bytes, line: Line) -> AsyncGenerator[EngineAnswer]:
         """Chunks until `[DONE]`. Raises as `complete` does, at any point; a stream that just ends has failed."""
         splitter = sse.Splitter(self._settings.response_bytes_max)
         patience_s: float | None = None  # the first tokens may have to wait for a place
-        async with self._opened(replica, body) as response:
+        async with self._opened(replica, body, line) as response:
             while True:
-                async with asyncio.timeout(patience_s):
+                async with line.waiting(patience_s):
                     data = await response.content.readany()
+                line.heard()
                 patience_s = self._settings.stall_timeout_s
                 if not data:
                     raise ReplicaFailed("connection", "the stream ended before its end")
@@ -99,33 +118,44 @@ class Engines:
                         raise ReplicaFailed("aborted", "the engine gave up on a choice")
 
     @contextlib.asynccontextmanager
-    async def _opened(self, replica: Replica, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _opened(self, replica: Replica, body: bytes, line: Line) -> AsyncIterator[aiohttp.ClientResponse]:
         """A response with status 200; left early, its connection is closed and the engine stops the work."""
         assert self._session is not None
         trace = tracing.current()
         try:
-            async with self._session.post(
-                f"{replica.url.rstrip('/')}/v1/chat/completions",
-                data=body,
-                headers={"traceparent": trace} if trace else None,
-            ) as response:
+            async with line.waiting():
+                response = await self._session.post(
+                    f"{replica.url.rstrip('/')}/v1/chat/completions",
+                    data=body,
+                    headers={"traceparent": trace} if trace else None,
+                )
+            line.heard()
+            async with response:
                 if response.status != 200:
-                    raise _failure(response.status, await response.content.read(_ERROR_BYTES_MAX))
+                    async with line.waiting(self._settings.stall_timeout_s):
+                        said = await response.content.read(_ERROR_BYTES_MAX)
+                    raise _failure(response.status, said)
                 yield response
+        except Cut:
+            raise ReplicaFailed("hung", "it neither sends nor answers, and another replica is there") from None
         except _CONNECTION_ERRORS as error:
             raise ReplicaFailed("connection", repr(error)) from error
         except sse.EventTooLarge as error:
             raise ReplicaFailed("error", str(error)) from error
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _read(self, response: aiohttp.ClientResponse, line: Line) -> bytes:
         chunks: list[bytes] = []
         room = self._settings.response_bytes_max
-        async for chunk in response.content.iter_any():
+        while True:
+            async with line.waiting(self._settings.stall_timeout_s):
+                chunk = await response.content.readany()
+            if not chunk:
+                return b"".join(chunks)
+            line.heard()
             chunks.append(chunk)
             room -= len(chunk)
             if room < 0:
                 raise ReplicaFailed("error", "the answer is too large")
-        return b"".join(chunks)
 
 
 def _parse(data: bytes) -> EngineAnswer:

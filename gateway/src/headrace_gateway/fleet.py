@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from headrace_gateway.lines import Line
 from headrace_runtime.clock import Clock
 from headrace_schemas import Replica
 
@@ -18,19 +19,39 @@ _BACKOFF_S = 0.05
 _BACKOFF_MAX_S = 2.0
 _FULL_BACKOFF_MAX_S = 0.4
 _MEMBERS_MAX = 1024
+_ASK_AGAIN_S = 0.5
+_ASK_AGAIN_MAX_S = 4.0
 
 
 @dataclass(slots=True)
 class Member:
-    """One replica. `heard_s` is when its last heartbeat came, on our monotonic clock."""
+    """One replica. Times are those of our monotonic clock."""
 
     replica: Replica
     heard_s: float
+    """When its last heartbeat came."""
+    answered_s: float
+    """When anything came from it over HTTP."""
+    owes_since_s: float = 0.0
+    """When the oldest of the calls that are in flight without a pause began."""
     in_flight: int = 0
     strikes: int = 0
     shunned_until_s: float = 0.0
     missing: set[str] = field(default_factory=set)
     """Versions that it announced and then did not have."""
+    hung: bool = False
+    """It neither sends nor answers; it gets no calls until something comes from it."""
+    asked: bool = False
+    """A question whether it lives is on its way."""
+    unanswered: int = 0
+    ask_at_s: float = 0.0
+    lines: set[Line] = field(default_factory=set)
+    """Its calls."""
+
+    @property
+    def silent_since_s(self) -> float:
+        """Since when calls have waited for a byte."""
+        return max(self.answered_s, self.owes_since_s)
 
     @property
     def load(self) -> float:
@@ -41,8 +62,8 @@ class Member:
 class Fleet:
     """Fed by the `replicas` table; `loaded` tells whether its history has been read.
 
-    A replica that has gone silent is only asked when no other is left: the silence may be the bus's, and its own death
-    shows at the first connection.
+    A replica whose heartbeats stay away is only called when no other is left: the silence may be the bus's. One that
+    hangs (see `watch`) is not called at all.
     """
 
     def __init__(self, clock: Clock, loaded: Callable[[], bool]) -> None:
@@ -59,8 +80,9 @@ class Fleet:
             heard_s = self._clock.monotonic_s()
             if not self._loaded():  # history: trust its date; later on, arrival needs no equal clocks
                 heard_s -= max(0.0, (self._clock.now() - replica.time).total_seconds())
-            member = self._members.setdefault(key, Member(replica, heard_s))
+            member = self._members.setdefault(key, Member(replica, heard_s, heard_s))
             member.replica, member.heard_s, member.shunned_until_s = replica, heard_s, 0.0
+            member.ask_at_s = 0.0
             member.missing.clear()
             if len(self._members) > _MEMBERS_MAX:  # those that were killed leave their last heartbeat on the topic
                 del self._members[min(self._members, key=lambda one: self._members[one].heard_s)]
@@ -106,13 +128,53 @@ class Fleet:
         return any(member.replica.engine in RESUMING_ENGINES for member in holders)
 
     @contextlib.contextmanager
-    def calling(self, member: Member) -> Iterator[None]:
-        """Counts one call while the body runs."""
+    def calling(self, member: Member, elsewhere: Callable[[], bool]) -> Iterator[Line]:
+        """Counts one call while the body runs, which waits for the replica on the line."""
+        line = Line(lambda: self.heard(member), elsewhere)
+        if not member.in_flight:  # it owed nobody an answer until now
+            member.owes_since_s = self._clock.monotonic_s()
         member.in_flight += 1
+        member.lines.add(line)
+        try:
+            yield line
+        finally:
+            member.in_flight -= 1
+            member.lines.discard(line)
+
+    def heard(self, member: Member) -> None:
+        """Something came from it over HTTP: it lives."""
+        member.answered_s = self._clock.monotonic_s()
+        member.unanswered, member.ask_at_s = 0, 0.0
+        if member.hung:
+            member.hung = False
+            self.changed()
+
+    def hangs(self, member: Member) -> None:
+        """It was asked in vain. It is asked again, less and less often, and at its next heartbeat."""
+        member.ask_at_s = self._clock.monotonic_s() + min(_ASK_AGAIN_MAX_S, _ASK_AGAIN_S * 2**member.unanswered)
+        member.unanswered = min(member.unanswered + 1, 10)
+        if not member.hung:
+            member.hung = True
+            self.changed()
+
+    def due(self, silence_s: float) -> list[Member]:
+        """Replicas to be asked whether they live: silent for `silence_s`, and owing an answer or a heartbeat.
+
+        One that was taken out of service long ago is left alone.
+        """
+        now = self._clock.monotonic_s()
+        return [m for m in self._members.values() if not m.asked and m.ask_at_s <= now and _due(m, now, silence_s)]
+
+    @contextlib.contextmanager
+    def asking(self, member: Member) -> Iterator[None]:
+        member.asked = True
         try:
             yield
         finally:
-            member.in_flight -= 1
+            member.asked = False
+
+    def hanging(self) -> list[Member]:
+        return [member for member in self._members.values() if member.hung]
 
     def served(self, member: Member) -> None:
         member.strikes = 0
@@ -136,9 +198,19 @@ class Fleet:
             member.strikes = min(member.strikes + 1, 10)
 
 
+def _due(member: Member, now: float, silence_s: float) -> bool:
+    if member.hung:
+        return True
+    if member.in_flight and now - member.silent_since_s > silence_s:
+        return True  # heartbeats come another way, and prove nothing about this one
+    silent_s = now - max(member.heard_s, member.answered_s)
+    return silence_s < silent_s <= max(member.replica.ttl_s, 2 * silence_s)
+
+
 def _able(member: Member, version: str, resuming: bool, now: float) -> bool:
     return (
-        member.shunned_until_s <= now
+        not member.hung
+        and member.shunned_until_s <= now
         and version not in member.missing
         and member.replica.ready(version)
         and not (resuming and member.replica.engine not in RESUMING_ENGINES)

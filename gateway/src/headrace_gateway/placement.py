@@ -28,13 +28,18 @@ class Placement:
 
     def place(self, call: Call, avoid: frozenset[str] = frozenset()) -> Place | None:
         """None when no replica can take the call now. A pinned version that nobody can serve gives way."""
-        key, target = call.identity.session_key, call.target
+        place, target = self.choose(call, avoid), call.target
+        if place and target.version is None and target.alias == CHAMPION:
+            self._pins.set(call.identity.session_key, target.model, place.version)
+        return place
+
+    def choose(self, call: Call, avoid: frozenset[str] = frozenset()) -> Place | None:
+        """As `place`, without a trace."""
+        target = call.target
         pinned = None if target.alias != CHAMPION or target.version else self._pinned(call)
         for version in (pinned, self._catalog.version_of(target)):
-            member = self._fleet.pick(version, key, avoid) if version else None
+            member = self._fleet.pick(version, call.identity.session_key, avoid) if version else None
             if version and member:
-                if target.version is None and target.alias == CHAMPION:
-                    self._pins.set(key, target.model, version)
                 return Place(version, member)
         return None
 

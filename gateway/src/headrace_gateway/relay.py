@@ -15,6 +15,7 @@ from headrace_gateway.call import Call
 from headrace_gateway.engine import Engines, ReplicaFailed
 from headrace_gateway.engine_wire import EngineAnswer, EngineUsage
 from headrace_gateway.fleet import Fleet
+from headrace_gateway.lines import Line
 from headrace_gateway.placement import Place, Placement
 from headrace_gateway.refusals import ApiError, overloaded
 from headrace_gateway.settings import UpstreamSettings
@@ -52,9 +53,10 @@ class _Patience:
     def failed(self, replica_id: str, failure: ReplicaFailed) -> None:
         """Raises `ApiError` 502 when engines have failed too often at this very request."""
         self._last = failure.trouble
+        if failure.trouble in ("error", "hung"):
+            self.avoid |= {replica_id}
         if failure.trouble == "error":
             self._errors += 1
-            self.avoid |= {replica_id}
         if self._errors >= self._settings.errors_max:
             raise ApiError(502, "engine_error", "the engine failed at this request repeatedly; its log says why")
 
@@ -77,8 +79,8 @@ class Relay:
         while True:
             place = await self._find(lambda: self._placement.place(call, patience.avoid), patience)
             try:
-                with self._calling(place):
-                    answer = await self._engines.complete(place.member.replica, call.body(place.version))
+                with self._calling(place, lambda: self._placement.choose(call) is not None) as line:
+                    answer = await self._engines.complete(place.member.replica, call.body(place.version), line)
             except ReplicaFailed as failure:
                 self._note(place, failure, patience)
                 continue
@@ -93,8 +95,8 @@ class Relay:
             place = await self._find(lambda: self._next_place(call, transcript, patience), patience)
             transcript.replica_id = place.member.replica.replica_id
             try:
-                with self._calling(place):
-                    async with contextlib.aclosing(self._chunks(call, place, transcript)) as chunks:
+                with self._calling(place, lambda: self._can_move(call, transcript)) as line:
+                    async with contextlib.aclosing(self._chunks(call, place, transcript, line)) as chunks:
                         async for chunk in chunks:
                             patience.renew()
                             yield chunk
@@ -110,12 +112,20 @@ class Relay:
     def _next_place(self, call: Call, transcript: Transcript, patience: _Patience) -> Place | None:
         if not transcript.version:
             return self._placement.place(call, patience.avoid)
-        with_tokens = any(choice.token_ids for choice in transcript.choices.values())
-        if with_tokens and not self._fleet.can_resume(transcript.version):
+        if transcript.sampled and not self._fleet.can_resume(transcript.version):
             raise overloaded("the stream broke and no replica can take it over")
-        return self._placement.resume(call, transcript.version, patience.avoid, with_tokens=with_tokens)
+        return self._placement.resume(call, transcript.version, patience.avoid, with_tokens=bool(transcript.sampled))
 
-    async def _chunks(self, call: Call, place: Place, transcript: Transcript) -> AsyncGenerator[EngineAnswer]:
+    def _can_move(self, call: Call, transcript: Transcript) -> bool:
+        """Whether another replica could go on with this stream now; one that hangs is never picked."""
+        if not transcript.version:
+            return self._placement.choose(call) is not None
+        place = self._placement.resume(call, transcript.version, frozenset(), with_tokens=bool(transcript.sampled))
+        return place is not None
+
+    async def _chunks(
+        self, call: Call, place: Place, transcript: Transcript, line: Line
+    ) -> AsyncGenerator[EngineAnswer]:
         try:
             resume = transcript.resume()
         except ValidationError as error:
@@ -123,7 +133,7 @@ class Relay:
         begun = set(transcript.choices)
         if resume:
             metrics.RESUMES.inc()
-        chunks = self._engines.stream(place.member.replica, call.body(place.version, resume))
+        chunks = self._engines.stream(place.member.replica, call.body(place.version, resume), line)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 for choice in chunk.choices:
@@ -141,9 +151,9 @@ class Relay:
         return place
 
     @contextlib.contextmanager
-    def _calling(self, place: Place) -> Iterator[None]:
-        with self._fleet.calling(place.member):
-            yield
+    def _calling(self, place: Place, elsewhere: Callable[[], bool]) -> Iterator[Line]:
+        with self._fleet.calling(place.member, elsewhere) as line:
+            yield line
         self._fleet.served(place.member)
 
     def _note(self, place: Place, failure: ReplicaFailed, patience: _Patience) -> None:
@@ -157,6 +167,8 @@ class Relay:
                 self._fleet.lacks(place.member, place.version)
             case "connection" | "aborted":
                 self._fleet.failed(place.member)
+            case "hung":
+                patience.waited(self._clock.monotonic_s() - place.member.silent_since_s)
             case "error":
                 pass  # the request's doing as likely as the replica's: only this call avoids it
         patience.failed(replica_id, failure)

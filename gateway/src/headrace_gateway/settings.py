@@ -21,7 +21,7 @@ class LimitSettings(Section):
     """Requests per second in the long run."""
     burst: Annotated[int, Field(ge=1)] = 1000
     """Requests that may come at once after a pause."""
-    concurrency: Annotated[int, Field(ge=1)] = 256
+    concurrency: Annotated[int, Field(ge=1)] = 1024
     """Requests in progress at one time, those that wait for a replica included."""
     body_bytes_max: Annotated[int, Field(ge=1024)] = 8_388_608
     """Largest request body."""
@@ -86,12 +86,16 @@ class UpstreamSettings(Section):
     """How long one request may take altogether."""
     connect_timeout_s: Positive = 2.0
     """How long connecting to a replica may take."""
+    probe_after_s: Positive = 2.0
+    """Silence of a replica after which it is asked whether it lives (`GET /health`)."""
+    probe_timeout_s: Positive = 2.0
+    """How long the answer may take, twice in a row, before its calls move to another replica: it hangs."""
     stall_timeout_s: Positive = 60.0
     """How long a replica that has begun to answer may send nothing before its work is moved to another."""
     errors_max: Annotated[int, Field(ge=1)] = 3
     """Internal errors of replicas (500) for one request before it fails; other trouble only counts against `hold_s`."""
-    connections_max: Annotated[int, Field(ge=1)] = 1024
-    """Connections to all replicas together."""
+    connections_max: Annotated[int, Field(ge=1)] = 4096
+    """Connections to all replicas together; no fewer than `limits_total.concurrency`, or calls wait for one another."""
     response_bytes_max: Annotated[int, Field(ge=65536)] = 67_108_864
     """Largest response, or event of a stream, that a replica may send."""
 
@@ -113,12 +117,10 @@ class GatewaySettings(ServiceSettings):
     """API keys. None at all: everything is open, tenant `default`, and only loopback may be listened on."""
     keys_file: str = ""
     """A TOML file with more `[[keys]]`, so that they need not lie beside the other settings."""
-    limits_total: LimitSettings = LimitSettings(requests_per_s=2000.0, burst=4000, concurrency=1024)
-    """Limits of all callers together."""
+    limits_total: LimitSettings = LimitSettings(requests_per_s=2000.0, burst=4000, concurrency=4096)
+    """Limits of all callers together. A call takes two file descriptors: fewer mean less concurrency."""
     limits_per_key: LimitSettings = LimitSettings()
     """Limits of each key."""
-    body_timeout_s: Positive = 30.0
-    """How long a client may take to send a request body."""
     json_values_max: Annotated[int, Field(ge=1024)] = 32_768
     """Most values in the JSON of a request body, by the commas and brackets outside of strings: parsing costs that."""
     parse_threads: Annotated[int, Field(ge=1, le=64)] = 2

@@ -143,6 +143,12 @@ class ServiceSettings(Section):
     """Address that the service's HTTP listens on."""
     port: Port = 0
     """Its port; 0 lets the system choose."""
+    header_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    """How long the header of a request may take from its first byte; of the first one, from the connection on."""
+    header_bytes_max: Annotated[int, Field(ge=4096)] = 16_384
+    """Largest header of a request."""
+    body_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    """How long the body of a request may take to arrive."""
 
 
 S = TypeVar("S", bound=ServiceSettings)

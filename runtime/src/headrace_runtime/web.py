@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 
 from headrace_runtime import disk
 from headrace_runtime.errors import Refused, SettingError, Unavailable
+from headrace_runtime.http_protocol import protocol_for
 from headrace_runtime.settings import Common, ServiceSettings, is_loopback
 from headrace_schemas.redaction import redacted
 
@@ -84,7 +85,7 @@ async def serve(application: ASGIApp, settings: ServiceSettings) -> AsyncIterato
     server = _Server(
         uvicorn.Config(
             application,
-            http="h11",
+            http=protocol_for(settings),
             ws="none",
             lifespan="off",
             log_config=None,

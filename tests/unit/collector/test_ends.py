@@ -231,6 +231,34 @@ async def test_tokens_are_bounded_too(with_settings: Open) -> None:
         assert [reason for reason, _ in turns_of(stream)] == ["limit"]
 
 
+async def test_the_bound_on_tokens_is_one_of_the_longest_branch_not_of_all_prompts_together(
+    with_settings: Open,
+) -> None:
+    async with with_settings(tokens_per_session_max=200) as stream:
+        turns = [ask([user("q" * 20)], at=0)]
+        while len(turns) < 8:
+            turns.append(ask(after(turns[-1], user("m")), at=len(turns)))
+        lengths = [len(turn.prompt_token_ids) + len(turn.choices[0].token_ids) for turn in turns]
+        assert max(lengths) < 200 < sum(lengths)
+        await stream.deliver(*turns)
+        assert turns_of(stream) == []
+        too_long = ask(after(turns[-1], user("y" * 200)), at=len(turns))
+        await stream.deliver(too_long)
+        assert turns_of(stream) == [("limit", [turn.turn_id for turn in [*turns, too_long]])]
+        ids = stream.sent(Trajectory)[0].branches[0].token_ids
+        assert tuple(ids[: len(too_long.prompt_token_ids)]) == tuple(too_long.prompt_token_ids)
+
+
+async def test_a_long_run_does_not_close_the_others_of_its_key(with_settings: Open) -> None:
+    async with with_settings(tokens_per_session_max=100) as stream:
+        short = ask([user("s")], at=0, session_source="implicit")
+        long = ask([user("l" * 120)], at=1, session_source="implicit")
+        await stream.deliver(short)
+        stream.clock.advance(1)
+        await stream.deliver(long)
+        assert turns_of(stream) == [("limit", [long.turn_id])]
+
+
 @pytest.mark.parametrize("times", [1, 3])
 async def test_a_redelivered_end_closes_nothing_twice(stream: Bench, times: int) -> None:
     turn = ask([user("q")])

@@ -122,6 +122,13 @@ def test_a_field_that_is_missing_is_named() -> None:
         {"tool_calls": [CALL], "name": "agent"},
         {"content": None, "tool_calls": [{**CALL, "index": 0}], "refusal": None, "parsed": None},
         {"content": "", "tool_calls": [{**CALL, "function": {**FUNCTION, "parsed_arguments": {}}}]},
+        {"content": None, "tool_calls": [CALL], "provider_specific_fields": {"refusal": None}},
+        {
+            "content": "ok",
+            "thinking_blocks": [],
+            "images": [{"url": None, "detail": ""}],
+            "provider": {"a": {"b": [{}]}},
+        },
         {"content": "ok", "reasoning_content": "because"},
         {"content": "ok", "reasoning": "because"},
         {"content": None},
@@ -138,9 +145,25 @@ def test_answers_that_sdks_echo_come_back_as_plain_messages(echoed: dict[str, An
     assert bool(message.tool_calls) == bool(echoed.get("tool_calls"))
 
 
-def test_an_echoed_field_with_content_is_not_dropped_in_silence() -> None:
-    error = refused(messages=[USER, {"role": "assistant", "content": "x", "audio": {"id": "a"}}])
-    assert "'audio' in a message is not supported" in str(error)
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"audio": {"id": "a"}},
+        {"provider_specific_fields": {"refusal": "no"}},
+        {"thinking_blocks": [{}, {"signature": "x"}]},
+        {"cached": False},
+        {"score": 0},
+    ],
+    ids=str,
+)
+def test_an_echoed_field_with_content_is_not_dropped_in_silence(field: dict[str, Any]) -> None:
+    error = refused(messages=[USER, {"role": "assistant", "content": "x", **field}])
+    assert f"{next(iter(field))!r} in a message is not supported" in str(error)
+
+
+@pytest.mark.parametrize("value", [None, "", [], {}, {"a": [None, ""]}], ids=str)
+def test_a_field_that_says_nothing_asks_for_nothing(value: Any) -> None:
+    assert parsed(guided_json=value, logit_bias=value, of_some_sdk=value).messages
 
 
 def test_text_parts_are_kept_as_parts() -> None:

@@ -57,7 +57,8 @@ class Server:
 def bound(host: str, port: int) -> socket.socket:
     """A listening socket. Raises `OSError` when the address is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # without its protocol asyncio would not know what it accepts for TCP, and small answers would wait for more (Nagle)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -30,6 +30,7 @@ class TurnFacts:
     """When this service first saw it."""
     completions: int
     tokens: int
+    """Length of its longest branch: the prompt and the longest completion."""
     prefixes: tuple[bytes, ...]
     replies: tuple[bytes, ...]
     trajectory_id: str | None = None
@@ -55,7 +56,7 @@ def facts_of(turn: Turn, seen: datetime, place: int) -> TurnFacts:
         time_ms=epoch_ms(turn.time),
         seen_ms=epoch_ms(seen),
         completions=len(turn.choices),
-        tokens=turn.usage.prompt_tokens + turn.usage.completion_tokens,
+        tokens=len(turn.prompt_token_ids) + max(len(choice.token_ids) for choice in turn.choices),
         prefixes=digests.prefixes(turn.messages),
         replies=digests.replies(turn),
     )

@@ -12,6 +12,7 @@ from headrace_collector import ends, store
 from headrace_collector.closing import Candidate, close_runs
 from headrace_collector.ends import End
 from headrace_collector.facts import facts_of
+from headrace_collector.runs import Run
 from headrace_collector.schema import feedback as feedback_table
 from headrace_collector.settings import Settings
 from headrace_runtime.clock import epoch_ms
@@ -94,20 +95,22 @@ class Collector:
         """Close what has ended, now that the effects reach further."""
         return await ends.apply_ends(tx, now, self.settings, self.started)
 
-    def _too_large(self, load: store.Load, share: float = 1.0) -> bool:
+    def _too_large(self, load: store.Load) -> bool:
         most = self.settings.completions_per_session_max, self.settings.tokens_per_session_max
-        return load.completions >= share * most[0] or load.tokens >= share * most[1]
+        return load.completions >= most[0] or load.longest_tokens >= most[1]
 
     def _surplus(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """All but the newest run and what fits beside it into half of the bounds: not to be done at every turn."""
-        surplus = []
-        kept = store.Load(0, 0)
+        """Runs that are too large themselves, and all but the newest and what fits beside it into half of the bound on
+        completions: not to be done at every turn."""
+        surplus: list[Candidate] = []
+        kept: list[Run] = []
         for candidate in sorted(candidates, key=lambda candidate: candidate.run.seen_ms, reverse=True):
-            load = kept.plus(candidate.run)
-            if self._too_large(load, 0.5 if kept.completions else 1.0):
+            together = store.Load.of([*kept, candidate.run])
+            crowded = bool(kept) and together.completions >= self.settings.completions_per_session_max / 2
+            if crowded or self._too_large(store.Load.of([candidate.run])):
                 surplus.append(candidate)
             else:
-                kept = load
+                kept.append(candidate.run)
         return surplus
 
 

@@ -23,7 +23,7 @@ class Settings(ServiceSettings):
     completions_per_session_max: Annotated[int, Field(ge=1, le=896)] = 800
     """A session with this many open completions is closed (`limit`); what follows is a new trajectory."""
     tokens_per_session_max: Annotated[int, Field(ge=1)] = 4_000_000
-    """The same for prompt and sampled tokens, summed over its turns."""
+    """The same for the longest branch, in tokens: a prompt and what was sampled after it."""
     open_sessions_max: Annotated[int, Field(ge=1)] = 100_000
     """Beyond this many open sessions those that were not seen for longest are closed (`limit`)."""
     retention_s: Annotated[float, Field(ge=0)] = 900.0

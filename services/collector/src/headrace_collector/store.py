@@ -28,14 +28,15 @@ _FACTS = [turns.c[field.name] for field in fields(TurnFacts)]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much of a session is open."""
+    """How much of a session is open: completions add up, of tokens the longest branch counts."""
 
     completions: int
-    tokens: int
+    longest_tokens: int
 
-    def plus(self, run: Run) -> Load:
-        completions = sum(turn.completions for turn in run.turns)
-        return Load(self.completions + completions, self.tokens + sum(turn.tokens for turn in run.turns))
+    @classmethod
+    def of(cls, runs: Iterable[Run]) -> Load:
+        turns = [turn for run in runs for turn in run.turns]
+        return cls(sum(turn.completions for turn in turns), max((turn.tokens for turn in turns), default=0))
 
 
 async def add_turn(tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: int, check_ms: int) -> Load | None:
@@ -72,10 +73,15 @@ def _opening(dialect: str) -> Any:
     """Adds to what is open of a session. A run that is open already keeps its time of looking for idleness."""
     insert: Any = (sqlite.insert if dialect == "sqlite" else postgresql.insert)(sessions)
     new = insert.excluded
-    summed = {name: sessions.c[name] + new[name] for name in ("open_turns", "open_completions", "open_tokens")}
-    earlier = func.min if dialect == "sqlite" else func.least
-    began = earlier(sessions.c.began, new.began)
-    changes = {"partition": new.partition, "seen_ms": new.seen_ms, "began": began, **summed}
+    summed = {name: sessions.c[name] + new[name] for name in ("open_turns", "open_completions")}
+    earlier, later = (func.min, func.max) if dialect == "sqlite" else (func.least, func.greatest)
+    changes = {
+        "partition": new.partition,
+        "seen_ms": new.seen_ms,
+        "began": earlier(sessions.c.began, new.began),
+        "open_tokens": later(sessions.c.open_tokens, new.open_tokens),
+        **summed,
+    }
     return insert.on_conflict_do_update(
         index_elements=[sessions.c.session_key],
         set_={**changes, "check_ms": func.coalesce(sessions.c.check_ms, new.check_ms)},
@@ -107,7 +113,17 @@ async def load_turns(tx: AsyncConnection, turn_ids: Collection[str]) -> list[Tur
     """The events of those turns whose content is still kept, in the order in which they were captured."""
     query = select(turns.c.payload).where(turns.c.turn_id.in_(turn_ids)).order_by(turns.c.place, turns.c.turn_id)
     rows = await tx.execute(query)
-    return [Turn.from_json(payload) for payload in rows.scalars() if payload is not None]
+    shared: dict[int, int] = {}
+    return [_light(Turn.from_json(payload), shared) for payload in rows.scalars() if payload is not None]
+
+
+def _light(turn: Turn, shared: dict[int, int]) -> Turn:
+    """The turn with one number object for each token of the vocabulary.
+
+    Each prompt of a run holds most of the one before it, and numbers of their own would take five times the memory.
+    """
+    ids = turn.prompt_token_ids
+    return turn.model_copy(update={"prompt_token_ids": tuple(map(shared.setdefault, ids, ids))})
 
 
 async def load_tokens(tx: AsyncConnection, turn_ids: Collection[str]) -> Tokens:
@@ -146,11 +162,11 @@ async def mark_used(tx: AsyncConnection, said: Iterable[Feedback], now: datetime
 async def recount(tx: AsyncConnection, session_key: str, left: Iterable[Run], idle_ms: int) -> None:
     """Set what is open of a session to the runs that are `left`."""
     runs: Sequence[Run] = list(left)
-    members = [turn for run in runs for turn in run.turns]
+    load = Load.of(runs)
     values = {
-        "open_turns": len(members),
-        "open_completions": sum(turn.completions for turn in members),
-        "open_tokens": sum(turn.tokens for turn in members),
+        "open_turns": sum(len(run.turns) for run in runs),
+        "open_completions": load.completions,
+        "open_tokens": load.longest_tokens,
         "check_ms": min((run.seen_ms + idle_ms for run in runs), default=None),
     }
     await tx.execute(update(sessions).where(sessions.c.session_key == session_key).values(values))

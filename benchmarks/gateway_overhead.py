@@ -1,0 +1,186 @@
+"""What the gateway adds to a call, one call at a time: `python -m benchmarks.gateway_overhead`.
+
+The same call, to the same replica without a model: directly, through a bare pass-through proxy, through the gateway on
+the embedded broker (which makes each turn durable before its client sees the end), and through LiteLLM's proxy where
+`make install-clients` was run. The ways take turns call by call, so that a busy machine disturbs them alike. The
+gateway's median may lie 10 ms above the bare proxy's, plain and streamed. Writes `reports/bench-gateway_overhead.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks._numbers import Summary
+from headrace_schemas import Replica
+from tests.support import presence
+from tests.support.broker_process import BrokerProcess
+from tests.support.fake_replica import VERSION, FakeReplica
+from tests.support.gateway import routing
+from tests.support.gateway_process import GatewayProcess, bus_view, wait_healthy
+from tests.support.ports import free_port
+
+WANTED_MS = 10.0
+_START_S = 300.0
+_WARM_UP = 10
+MODES = ("plain", "stream")
+
+
+@dataclass
+class Way:
+    """One way to the replica, and how long calls took, in milliseconds by mode."""
+
+    name: str
+    url: str
+    model: str
+    ms: dict[str, list[float]] = field(default_factory=lambda: {mode: [] for mode in MODES})
+
+    async def call(self, http: aiohttp.ClientSession, number: int, mode: str) -> None:
+        content = f"{self.name} {number}: who sent the mail about the meeting on Monday at 10:30?"
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": content}],
+            "stream": mode == "stream",
+        }
+        began = time.perf_counter()
+        async with http.post(f"{self.url}/v1/chat/completions", json=body) as response:
+            text = await response.text()
+        self.ms[mode].append((time.perf_counter() - began) * 1e3)
+        if response.status != 200 or (mode == "stream" and "[DONE]" not in text):
+            raise RuntimeError(f"{self.name}: {response.status} {text[:500]}")
+
+    def result(self, direct: Way) -> dict[str, Any]:
+        found = {}
+        for mode in MODES:
+            own, least = Summary.of(self.ms[mode]), Summary.of(direct.ms[mode])
+            found[mode] = {**own.latency(), "added_p50": round(own.quantile(0.5) - least.quantile(0.5), 2)}
+        return found
+
+
+async def measure(calls: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        async with contextlib.AsyncExitStack() as stack:
+            ways = await _ways(stack, Path(scratch))
+            http = await stack.enter_async_context(aiohttp.ClientSession())
+            for number in range(calls + _WARM_UP):
+                if number == _WARM_UP:
+                    for way in ways:
+                        way.ms = {mode: [] for mode in MODES}
+                for mode in MODES:
+                    for way in ways:
+                        await way.call(http, number, mode)
+    return {way.name: way.result(ways[0]) for way in ways}
+
+
+async def _ways(stack: contextlib.AsyncExitStack, folder: Path) -> Sequence[Way]:
+    """All of them, up and answering; the direct one first."""
+    replica_port, bare_port = free_port(), free_port()
+    direct = f"http://127.0.0.1:{replica_port}"
+    bare = f"http://127.0.0.1:{bare_port}"
+    python = sys.executable
+    _start(stack, [python, "-m", "tests.support.fake_replica", "replica", str(replica_port), VERSION, "0"], folder)
+    _start(stack, [python, "-m", "benchmarks._bare_proxy", str(bare_port), direct], folder)
+    gateway = await stack.enter_async_context(_gateway(folder, direct))
+    ways = [Way("direct", direct, VERSION), Way("bare proxy", bare, VERSION), Way("gateway", gateway, "tiny")]
+    if presence.CLIENTS.exists():
+        ways.append(Way("LiteLLM proxy", _litellm(stack, folder, direct), "tiny"))
+    for way in ways:
+        await _answers(way)
+    return ways
+
+
+@contextlib.asynccontextmanager
+async def _gateway(folder: Path, replica_url: str) -> AsyncIterator[str]:
+    broker = BrokerProcess(folder / "broker")
+    gateway = GatewayProcess(folder / "data", broker.address)
+    try:
+        await asyncio.to_thread(broker.start)
+        async with bus_view(broker.address, folder / "data") as view:
+            await view.producer.send(routing(VERSION))
+            await view.producer.send(_heartbeat(replica_url))
+            await asyncio.to_thread(gateway.start)
+            await asyncio.to_thread(wait_healthy, gateway.url)
+            yield gateway.url
+    finally:
+        gateway.stop()
+        broker.stop()
+
+
+def _heartbeat(url: str) -> Replica:
+    return FakeReplica("replica", url=url).heartbeat(ttl_s=3600.0)
+
+
+def _litellm(stack: contextlib.AsyncExitStack, folder: Path, replica_url: str) -> str:
+    port = free_port()
+    params = {"model": f"openai/{VERSION}", "api_base": f"{replica_url}/v1", "api_key": "none"}
+    config = folder / "litellm.yaml"  # JSON is YAML
+    config.write_text(json.dumps({"model_list": [{"model_name": "tiny", "litellm_params": params}]}))
+    program = presence.CLIENTS.parent / "litellm"
+    command = [str(program), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
+    _start(stack, command, folder, LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR")
+    return f"http://127.0.0.1:{port}"
+
+
+def _start(stack: contextlib.AsyncExitStack, command: list[str], folder: Path, **environ: str) -> None:
+    log = stack.enter_context((folder / "log").open("ab"))
+    process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environ)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+
+
+async def _answers(way: Way) -> None:
+    """Returns once a first call was answered."""
+    deadline = time.monotonic() + _START_S
+    async with aiohttp.ClientSession() as http:
+        while True:
+            try:
+                await way.call(http, -1, "plain")
+                return
+            except (aiohttp.ClientError, RuntimeError, OSError) as error:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{way.name} does not answer: {error}") from error
+            await asyncio.sleep(0.2)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=300, help="of each mode, each way")
+    parser.add_argument("--report", type=Path, default=Path("reports/bench-gateway_overhead.json"))
+    arguments = parser.parse_args()
+    ways = asyncio.run(measure(arguments.calls))
+    for name, found in ways.items():
+        numbers = "  ".join(f"{mode} p50 {found[mode]['p50']:7.2f} p99 {found[mode]['p99']:7.2f}" for mode in MODES)
+        print(f"{name:14} {numbers} ms", flush=True)
+    above = {mode: round(ways["gateway"][mode]["p50"] - ways["bare proxy"][mode]["p50"], 2) for mode in MODES}
+    held = max(above.values()) <= WANTED_MS
+    print(f"gateway above the bare proxy at p50: {above} ms; wanted: at most {WANTED_MS:g} ms")
+    report = {
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version()},
+        "calls": arguments.calls,
+        "ms": ways,
+        "above_bare_p50_ms": above,
+        "wanted_ms_max": WANTED_MS,
+        "held": held,
+        "litellm": "LiteLLM proxy" in ways or "not installed: make install-clients",
+    }
+    arguments.report.parent.mkdir(parents=True, exist_ok=True)
+    arguments.report.write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Agents that nobody here wrote, unchanged but for the base URL: their tool loops run to their end."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from headrace_schemas import Turn
+from tests.integration.clients.conftest import run
+from tests.support.fake_replica import Called, FakeReplica, Said
+from tests.support.gateway import Gateway, gateway
+
+pytestmark = pytest.mark.timeout(300)
+SEARCH = Called("search", {"query": "the invoice"})
+FOUND = "Ada wrote about the invoice"
+
+
+@pytest.fixture
+def replica() -> FakeReplica:
+    return FakeReplica()
+
+
+@pytest.fixture
+async def served(tmp_path: Path, replica: FakeReplica) -> AsyncIterator[Gateway]:
+    async with replica.running(), gateway(tmp_path, replica) as made:
+        yield made
+
+
+def check_conversation(turns: list[Turn]) -> None:
+    """Each call is a turn, all are of one session, and each goes on where the one before ended."""
+    assert len({turn.session_key for turn in turns}) == 1
+    for before, after in itertools.pairwise(turns):
+        assert len(after.messages) > len(before.messages)
+    assert FOUND in turns[1].messages[-1].text
+
+
+@pytest.mark.parametrize("program", ["openai_loop", "litellm_loop"])
+async def test_a_tool_loop_plain_and_streamed(served: Gateway, replica: FakeReplica, program: str) -> None:
+    replica.script = [SEARCH, Called("search", {"query": "Ada"}), "It was Ada."] * 2
+    assert await run(program, f"{served.url}/v1", "tiny") == [{"answer": "It was Ada.", "calls": 3}] * 2
+    assert len(served.turns) == 6
+    for turns in (served.turns[:3], served.turns[3:]):
+        check_conversation(turns)
+        assert [message.role for message in turns[-1].messages] == ["user", *(["assistant", "tool"] * 2)]
+
+
+async def test_smolagents_on_two_clients_plain_and_streamed(served: Gateway, replica: FakeReplica) -> None:
+    replica.script = [SEARCH, Called("search", {"query": "Ada"}), Called("final_answer", {"answer": "Ada"})] * 4
+    said = await run("smolagents_agent", f"{served.url}/v1", "tiny")
+    assert said == [{"answer": "Ada", "calls": 3}] * 4
+    assert len(served.turns) == 12
+    for at in range(0, 12, 3):
+        check_conversation(served.turns[at : at + 3])
+
+
+async def test_dspy(served: Gateway, replica: FakeReplica) -> None:
+    replica.script = [
+        _fields(next_thought="I search.", next_tool_name="search", next_tool_args='{"query": "the invoice"}'),
+        _fields(next_thought="I know.", next_tool_name="finish", next_tool_args="{}"),
+        _fields(reasoning="The mail says so.", answer="Ada"),
+    ]
+    assert await run("dspy_agent", f"{served.url}/v1", "tiny") == [{"answer": "Ada", "calls": 3}]
+    assert len(served.turns) == 3
+    assert FOUND in served.turns[1].messages[-1].text
+
+
+def _fields(**values: str) -> Said:
+    """An answer as DSPy's chat adapter reads it."""
+    return "\n\n".join([*(f"[[ ## {name} ## ]]\n{value}" for name, value in values.items()), "[[ ## completed ## ]]"])

@@ -1,0 +1,198 @@
+"""What the HTTP server does with those who send slowly, ambiguously or too much: seen on raw sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from headrace_runtime import web
+from headrace_runtime.settings import ServiceSettings
+
+_served: list[bytes] = []
+
+
+async def _echo(request: Request) -> Response:
+    body = await request.body()
+    _served.append(body)
+    return JSONResponse({"size": len(body)})
+
+
+async def _deaf(_request: Request) -> Response:
+    """Answers without having read the body."""
+    return JSONResponse({})
+
+
+async def _nodelay(request: Request) -> Response:
+    return JSONResponse({"nodelay": _socket_of(request).getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)})
+
+
+def _socket_of(request: Request) -> socket.socket:
+    found: socket.socket = request.receive.__self__.transport.get_extra_info("socket")  # type: ignore[attr-defined]
+    return found
+
+
+ROUTES = [
+    Route("/echo", _echo, methods=["POST"]),
+    Route("/deaf", _deaf, methods=["POST"]),
+    Route("/nodelay", _nodelay),
+]
+SHORT = ServiceSettings(header_timeout_s=0.3, body_timeout_s=0.3)
+PATIENT_S = 20.0
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: ServiceSettings = SHORT) -> AsyncIterator[int]:
+    _served.clear()
+    async with web.serve(web.app({}, ROUTES), settings) as port:
+        yield port
+
+
+async def said(port: int, data: bytes, *, drip: bytes = b"", half: bool = False) -> bytes:
+    """All that the server answers to `data`, followed by `drip` every 50 ms, until it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+
+    async def send() -> None:
+        writer.write(data)
+        while drip:
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            writer.write(drip)
+
+    sending = asyncio.create_task(send())
+    try:
+        async with asyncio.timeout(PATIENT_S):
+            answer = b""
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(65_536):
+                    answer += data
+            return answer
+    finally:
+        sending.cancel()
+        await asyncio.wait([sending])
+        writer.close()
+
+
+@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1")])
+async def test_small_answers_are_not_held_back(host: str, address: str) -> None:
+    async with web.serve(web.app({}, ROUTES), ServiceSettings(host=host)) as port:
+        reader, writer = await asyncio.open_connection(address, port)
+        writer.write(b"GET /nodelay HTTP/1.1\r\nHost: h\r\n\r\n")
+        answer = await asyncio.wait_for(reader.readuntil(b"}"), PATIENT_S)
+        writer.close()
+    assert answer.endswith(b'{"nodelay":1}')
+
+
+@pytest.mark.parametrize("drip", [b"", b"x"], ids=["silent", "a byte now and then"])
+@pytest.mark.parametrize("start", [b"", b"G", b"POST /echo HTTP/1.1\r\nHost: h\r\nX-Slow: "])
+async def test_a_header_has_a_time_to_arrive_in(start: bytes, drip: bytes) -> None:
+    async with serving() as port:
+        answer = await said(port, start, drip=drip)
+    if start or drip:
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"connection: close" in answer.lower()
+        assert b"the request's header took longer than 0.3 s" in answer
+    else:
+        assert answer == b""
+
+
+async def test_the_second_header_of_a_connection_is_timed_too() -> None:
+    first = b"POST /echo HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\nhi"
+    async with serving() as port:
+        answer = await said(port, first + b"POST /echo", drip=b"x")
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b'{"size":2}HTTP/1.1 408 ' in answer
+
+
+@pytest.mark.parametrize("path", [b"/echo", b"/deaf"])
+async def test_a_body_has_a_time_to_arrive_in(path: bytes) -> None:
+    head = b"POST " + path + b" HTTP/1.1\r\nHost: h\r\nContent-Length: 1000000000\r\n\r\n"
+    async with serving() as port:
+        began = time.monotonic()
+        answer = await said(port, head, drip=b"x")
+        assert time.monotonic() - began >= SHORT.body_timeout_s
+    assert answer.startswith(b"HTTP/1.1 408 " if path == b"/echo" else b"HTTP/1.1 200 ")
+    assert _served == []
+
+
+async def test_a_connection_in_use_is_not_timed() -> None:
+    async with serving() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(3):
+            writer.write(b"POST /echo HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\nhi")
+            assert (await asyncio.wait_for(reader.readuntil(b"}"), PATIENT_S)).startswith(b"HTTP/1.1 200 ")
+            await asyncio.sleep(2 * SHORT.header_timeout_s)  # idle: the time runs from the first byte of the next one
+        writer.close()
+
+
+HOST = b"Host: h\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+BAD = {
+    "both lengths": (b"POST /echo HTTP/1.1\r\n" + HOST + b"Content-Length: 4\r\n" + CHUNKED + b"\r\n0\r\n\r\n", 400),
+    "both, the other way": (b"POST /echo HTTP/1.1\r\n" + HOST + CHUNKED + b"Content-Length: 5\r\n\r\n0\r\n\r\n", 400),
+    "both, for a header": (b"HEAD /echo HTTP/1.1\r\n" + HOST + CHUNKED + b"Content-Length: 5\r\n\r\n0\r\n\r\n", 400),
+    "two lengths": (b"POST /echo HTTP/1.1\r\n" + HOST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\nhi!", 400),
+    "a list of lengths": (b"POST /echo HTTP/1.1\r\n" + HOST + b"Content-Length: 2, 3\r\n\r\nhi!", 400),
+    "a signed length": (b"POST /echo HTTP/1.1\r\n" + HOST + b"Content-Length: +2\r\n\r\nhi", 400),
+    "a negative length": (b"POST /echo HTTP/1.1\r\n" + HOST + b"Content-Length: -2\r\n\r\nhi", 400),
+    "an unknown coding": (b"POST /echo HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: gzip, chunked\r\n\r\n", 501),
+    "two codings": (b"POST /echo HTTP/1.1\r\n" + HOST + CHUNKED + CHUNKED + b"\r\n0\r\n\r\n", 501),
+    "chunks in HTTP/1.0": (b"POST /echo HTTP/1.0\r\n" + HOST + CHUNKED + b"\r\n0\r\n\r\n", 400),
+    "a space before the colon": (b"POST /echo HTTP/1.1\r\n" + HOST + b"Content-Length : 2\r\n\r\nhi", 400),
+    "a bare CR": (b"POST /echo HTTP/1.1\r\n" + HOST + b"X: a\rContent-Length: 2\r\n\r\nhi", 400),
+    "a NUL": (b"POST /echo HTTP/1.1\r\n" + HOST + b"X: a\0b\r\n\r\n", 400),
+    "two hosts": (b"POST /echo HTTP/1.1\r\n" + HOST + HOST + b"\r\n", 400),
+    "no host": (b"POST /echo HTTP/1.1\r\n\r\n", 400),
+    "a bad chunk": (b"POST /echo HTTP/1.1\r\n" + HOST + CHUNKED + b"\r\nzz\r\nhi\r\n0\r\n\r\n", 400),
+    "a large header": (b"POST /echo HTTP/1.1\r\n" + HOST + b"X: " + b"x" * 20_000 + b"\r\n\r\n", 431),
+    "many headers": (b"POST /echo HTTP/1.1\r\n" + HOST + b"X: y\r\n" * 5_000 + b"\r\n", 431),
+    "a long path": (b"POST /" + b"x" * 20_000 + b" HTTP/1.1\r\n" + HOST + b"\r\n", 431),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 64 + b"\r\n\r\n", 400),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_what_can_be_read_in_two_ways_is_refused_and_the_connection_closed(name: str) -> None:
+    data, status = BAD[name]
+    smuggled = b"POST /echo HTTP/1.1\r\nHost: h\r\nContent-Length: 8\r\n\r\nsmuggled"
+    async with serving(ServiceSettings()) as port:
+        answer = await said(port, data + smuggled)
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+    assert answer.count(b"HTTP/1.1 ") == 1, "nothing behind it is taken for a request"
+    assert b"smuggled" not in _served
+
+
+async def test_a_header_without_an_end_is_refused_at_its_bound() -> None:
+    async with serving(ServiceSettings()) as port:
+        answer = await said(port, b"POST /echo HTTP/1.1\r\nX: ", drip=b"x" * 4096)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert b"larger than 16384 bytes" in answer
+
+
+async def test_equal_lengths_are_one_and_requests_in_one_piece_are_answered_in_order() -> None:
+    first = b"POST /echo HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\nhi"
+    last = b"POST /echo HTTP/1.1\r\nConnection: close\r\n" + HOST + CHUNKED + b"\r\n3\r\nabc\r\n0\r\n\r\n"
+    async with serving(ServiceSettings()) as port:
+        answer = await said(port, first * 20 + last)
+    assert answer.count(b"HTTP/1.1 200 ") == 21
+    assert _served == [b"hi"] * 20 + [b"abc"]
+
+
+async def test_a_bad_chunk_behind_an_answer_only_closes_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(ServiceSettings()) as port:
+        head = b"POST /deaf HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head)
+        await asyncio.wait_for(reader.readuntil(b"{}"), PATIENT_S)
+        with contextlib.suppress(ConnectionError):
+            writer.write(b"zz\r\nnot a chunk\r\n")
+            assert await asyncio.wait_for(reader.read(), PATIENT_S) == b""
+        writer.close()
+    assert not [record for record in caplog.records if record.exc_info], "no traceback in the log"
