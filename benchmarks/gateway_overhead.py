@@ -37,6 +37,8 @@ from tests.support.ports import free_port
 WANTED_MS = 10.0
 _START_S = 300.0
 _WARM_UP = 10
+_KEY = "sk-bench"
+"""LiteLLM's proxy does not start without one; the others ignore it."""
 MODES = ("plain", "stream")
 
 
@@ -57,7 +59,8 @@ class Way:
             "stream": mode == "stream",
         }
         began = time.perf_counter()
-        async with http.post(f"{self.url}/v1/chat/completions", json=body) as response:
+        headers = {"authorization": f"Bearer {_KEY}"}
+        async with http.post(f"{self.url}/v1/chat/completions", json=body, headers=headers) as response:
             text = await response.text()
         self.ms[mode].append((time.perf_counter() - began) * 1e3)
         if response.status != 200 or (mode == "stream" and "[DONE]" not in text):
@@ -131,7 +134,7 @@ def _litellm(stack: contextlib.AsyncExitStack, folder: Path, replica_url: str) -
     config.write_text(json.dumps({"model_list": [{"model_name": "tiny", "litellm_params": params}]}))
     program = presence.CLIENTS.parent / "litellm"
     command = [str(program), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
-    _start(stack, command, folder, LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR")
+    _start(stack, command, folder, LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR", LITELLM_MASTER_KEY=_KEY)
     return f"http://127.0.0.1:{port}"
 
 
