@@ -29,7 +29,7 @@ E = TypeVar("E", bound=Event)
 class GatewayProcess:
     """`start`, `kill` (SIGKILL) and `start` again on the same folder and port."""
 
-    def __init__(self, folder: Path, bus: str, *, skew: Path | None = None, **settings: object) -> None:
+    def __init__(self, folder: Path, bus: str, skew: Path | None = None, /, **settings: object) -> None:
         """`skew`: a file that says by how many seconds its clock is wrong."""
         self._command = command("headrace_gateway", skew)
         self.port = free_port()

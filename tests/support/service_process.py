@@ -18,7 +18,7 @@ from tests.support.skewed import command
 class ServiceProcess:
     """`python -m headrace_<name>`. Its data folder is `folder`, where a successor finds the state of the dead."""
 
-    def __init__(self, name: str, folder: Path, bus: str, *, skew: Path | None = None, **settings: object) -> None:
+    def __init__(self, name: str, folder: Path, bus: str, skew: Path | None = None, /, **settings: object) -> None:
         """`skew`: a file that says by how many seconds its clock is wrong."""
         self._command = command(f"headrace_{name}", skew)
         self.name = name

@@ -35,7 +35,7 @@ _FILL_MAX = 400
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
     broker = BrokerProcess(folder / "bus")
     broker.start()
-    gateway = GatewayProcess(folder / "gateway", broker.address, skew=None, **_settings(folder))
+    gateway = GatewayProcess(folder / "gateway", broker.address, **_settings(folder))
     try:
         await asyncio.to_thread(gateway.start)
         async with _client(gateway.url, "hostile") as hostile, _client(gateway.url, "victim") as victim:

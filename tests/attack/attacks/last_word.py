@@ -32,9 +32,9 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         _step(clock, rng)
     broker = BrokerProcess(folder / "bus")
     broker.start()
-    gateways = [GatewayProcess(folder / f"g{n}", broker.address, skew=clock) for n, clock in enumerate(clocks[:2])]
+    gateways = [GatewayProcess(folder / f"g{n}", broker.address, clock) for n, clock in enumerate(clocks[:2])]
     services: list[ServiceProcess] = [
-        ServiceProcess(name, folder / "services", broker.address, skew=clock)
+        ServiceProcess(name, folder / "services", broker.address, clock)
         for name, clock in zip(_PLACES[2:], clocks[2:], strict=True)
     ]
     try:

@@ -139,8 +139,13 @@ async def test_compaction_stays_below_what_is_undecided(live: Live) -> None:
         who = ("tx", session.producer_id, session.producer_epoch)
         await client.produce("table", batch([(b"key", b"decided")]))
         await client.ask(AddPartitionsToTxnRequest(*who, (AddedTopic("table", (0,)),)), AddPartitionsToTxnResponse)
-        mine = {"producer_id": session.producer_id, "epoch": session.producer_epoch, "sequence": 0}
-        undecided = batch([(b"key", b"undecided")], transactional=True, **mine)
+        undecided = batch(
+            [(b"key", b"undecided")],
+            transactional=True,
+            producer_id=session.producer_id,
+            epoch=session.producer_epoch,
+            sequence=0,
+        )
         assert (await client.produce("table", undecided, transactional_id="tx"))[0] == Code.NONE
         for number in range(10):
             await client.produce("table", batch([(b"key", b"%d" % number)]))

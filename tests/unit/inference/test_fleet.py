@@ -71,7 +71,14 @@ class Holder:
         pass
 
     def generate(
-        self, prompt: Sequence[int], sampling: Sampling, version: str, starts: Sequence[Start], *, stream: bool
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        version: str,
+        starts: Sequence[Start],
+        *,
+        stream: bool,
+        salt: str = "",
     ) -> Generation:
         raise NotImplementedError
 
