@@ -157,7 +157,7 @@ def _names() -> Mapping[str, Any]:
     }
 
 
-def _nowhere(*_: object) -> None:
+def _nowhere(*_: object, **__: object) -> None:
     return None
 
 
