@@ -42,7 +42,7 @@ async def fill_collector(database: Database, turns: int, ages: Ages, progress: C
     rows = {
         "turns": (
             1,
-            "turn_id, session_key, model, explicit, request_digest, retry, delivered, started_ms, time_ms, seen_ms,"
+            "turn_id, session_key, model, explicit, request_digest, retry, delivered, place, time_ms, seen_ms,"
             " completions, tokens, prefixes, replies, trajectory_id, closed_ms, payload",
             f"{name}, {key}, 'm', {_true(database)}, 'd', 0, {_true(database)}, {age}, {age}, {age}, 1, 100,"
             f" {blank}, {blank}, CASE WHEN i <= {turns - ages.open} THEN {key} END,"
@@ -51,7 +51,7 @@ async def fill_collector(database: Database, turns: int, ages: Ages, progress: C
         ),
         "sessions": (
             TURNS_PER_SESSION,
-            "session_key, tenant, partition, open_turns, open_completions, open_tokens, began_ms, seen_ms, check_ms",
+            "session_key, tenant, partition, open_turns, open_completions, open_tokens, began, seen_ms, check_ms",
             f"{key}, 'remembered', i % 12, CASE WHEN i > {turns - ages.open} THEN 5 ELSE 0 END, 0, 0, {age}, {age},"
             f" CASE WHEN i > {turns - ages.open} THEN {ages.now_ms} + 100000000 END",
         ),

@@ -12,18 +12,24 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from headrace.supervisor.state import RunState, ServiceState
+from headrace.supervisor.asking import lacking
+from headrace.supervisor.state import RunState, ServiceState, Status
 from headrace_schemas.source_api import SourceList, SourceState
 
 TIMEOUT_S = 3.0
 _BODY_BYTES_MAX = 1_048_576
+_READY, _UNREADY = 200, 503
 _WITH_SOURCES = ("scorer", "judge")
 T = TypeVar("T")
 
 
-def alive(state: RunState) -> dict[str, str]:
-    """Each service asked at the same time: `yes` (it answered, whatever it said), or what it did instead."""
-    return _each(state.services, _alive)
+def asked(state: RunState) -> tuple[RunState, dict[str, str]]:
+    """Each service asked at the same time: `state` with what they lack now, and whether they are alive: `yes` (it
+    answered, whatever it said), or what it did instead.
+    """
+    found = _each(state.services, _health)
+    services = {name: service for name, (service, _) in found.items()}
+    return state.model_copy(update={"services": services}), {name: alive for name, (_, alive) in found.items()}
 
 
 def sources(state: RunState, key: str | None) -> tuple[SourceState, ...]:
@@ -40,16 +46,19 @@ def _each(services: Mapping[str, ServiceState], ask: Callable[[ServiceState], T]
         return {name: future.result() for name, future in asked.items()}
 
 
-def _alive(service: ServiceState) -> str:
+def _health(service: ServiceState) -> tuple[ServiceState, str]:
     try:
-        _get(service, "/health", {})
+        status, body = _get(service, "/health", {})
     except TimeoutError:
-        return f"no answer in {TIMEOUT_S:g} s"
+        return service, f"no answer in {TIMEOUT_S:g} s"
     except ConnectionRefusedError:
-        return "nobody listens"
+        return service, "nobody listens"
     except (OSError, http.client.HTTPException) as error:
-        return type(error).__name__
-    return "yes"
+        return service, type(error).__name__
+    if status not in (_READY, _UNREADY):  # somebody else's page
+        return service, "yes"
+    said: Status = "ready" if status == _READY else "unready"
+    return service.model_copy(update={"status": said, "lacks": lacking(body)}), "yes"
 
 
 def _sources(service: ServiceState, key: str | None) -> tuple[SourceState, ...]:

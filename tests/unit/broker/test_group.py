@@ -2,94 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-from typing import Any
-
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.group import Group, Member, Phase
 from headrace_broker.group_state import restore, saved
 from headrace_broker.protocol.groups import (
-    Assignment,
     JoinGroupRequest,
-    JoinGroupResponse,
     Protocol,
-    SyncGroupRequest,
-    SyncGroupResponse,
 )
-
-RANGE = (Protocol("range", b"r"),)
-BOTH = (Protocol("sticky", b"s"), Protocol("range", b"r"))
-
-
-class Clients:
-    """Members of one group, each with its newest answers."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.now = 0.0
-        self.ids = 0
-        self.joined: dict[str, JoinGroupResponse] = {}
-        self.synced: dict[str, SyncGroupResponse] = {}
-
-    def join(
-        self, member_id: str = "", *, protocols: tuple[Protocol, ...] = RANGE, instance: str | None = None,
-        session_s: float = 10, rebalance_s: float = 20,
-    ) -> str:  # fmt: skip
-        """Send a JoinGroup; a new member learns its id first. Returns the id; the answer comes to `joined`."""
-        request = JoinGroupRequest(
-            "g", int(session_s * 1000), int(rebalance_s * 1000), member_id, instance, "consumer", protocols
-        )
-        self.ids += 1
-        member = Member(
-            member_id or f"m{self.ids}",
-            instance,
-            "client",
-            "/host",
-            session_s,
-            rebalance_s,
-            protocols,
-            self.now + session_s,
-        )
-        try:
-            self.group.join(request, member, partial(self.joined.__setitem__, member.id), self.now)
-        except Rejected as error:
-            if error.code is not Code.MEMBER_ID_REQUIRED:
-                raise
-            return self.join(member.id, protocols=protocols, session_s=session_s, rebalance_s=rebalance_s)
-        return member.id
-
-    def sync(self, member_id: str, assignments: dict[str, bytes] | None = None) -> None:
-        given = tuple(Assignment(*item) for item in (assignments or {}).items())
-        request = SyncGroupRequest("g", self.joined[member_id].generation_id, member_id, None, given)
-        self.group.sync(request, partial(self.synced.__setitem__, member_id), self.now)
-
-    def heartbeat(self, member_id: str) -> Code:
-        try:
-            self.group.heartbeat(member_id, self.joined[member_id].generation_id, self.now)
-        except Rejected as error:
-            return error.code
-        return Code.NONE
-
-    def settle(self, *members: str) -> None:
-        """All rejoin and sync; each is assigned its own name."""
-        for member in members:
-            self.join(member)
-        leader = self.joined[members[0]].leader
-        for member in members:
-            self.sync(member, {m: m.encode() for m in members} if member == leader else None)
-
-    def phase(self) -> Phase:
-        return self.group.phase
-
-    def pass_time(self, seconds: float) -> None:
-        self.now += seconds
-        self.group.tick(self.now)
+from tests.unit.broker.group_clients import BOTH, RANGE, Clients
 
 
 @pytest.fixture
@@ -341,77 +263,6 @@ def test_a_restart_costs_no_rebalance(clients: Clients) -> None:
     assert (again.group.generation, again.group.leader) == (2, a)
     again.pass_time(10.1)
     assert again.phase() is Phase.EMPTY, "who is not heard of after the restart is out"
-
-
-class GroupMachine(RuleBasedStateMachine):
-    """Any order of requests: nobody waits for ever, and a stable group agrees with itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.clients = Clients(Group("g", members_max=4))
-        self.waiting: dict[str, float] = {}
-
-    def _try(self, request: Any, *arguments: Any, **options: Any) -> Any:
-        try:
-            return request(*arguments, **options)
-        except Rejected:
-            return None
-
-    @rule(instance=st.none() | st.sampled_from(["i", "j"]), protocols=st.sampled_from([RANGE, BOTH]))
-    def join(self, instance: str | None, protocols: tuple[Protocol, ...]) -> None:
-        self._try(self.clients.join, instance=instance, protocols=protocols)
-
-    @precondition(lambda self: self.clients.group.members)
-    @rule(data=st.data(), protocols=st.sampled_from([RANGE, BOTH]))
-    def rejoin(self, data: st.DataObject, protocols: tuple[Protocol, ...]) -> None:
-        member = data.draw(st.sampled_from(sorted(self.clients.group.members)))
-        instance = self.clients.group.members[member].instance_id
-        self._try(self.clients.join, member, instance=instance, protocols=protocols)
-
-    @precondition(lambda self: self.clients.joined)
-    @rule(data=st.data(), action=st.sampled_from(["sync", "heartbeat", "leave"]))
-    def act(self, data: st.DataObject, action: str) -> None:
-        member = data.draw(st.sampled_from(sorted(self.clients.joined)))
-        if action == "sync":
-            everybody = {m: m.encode() for m in self.clients.group.members}
-            leads = member == self.clients.group.leader
-            self._try(self.clients.sync, member, everybody if leads else None)
-        elif action == "heartbeat":
-            self.clients.heartbeat(member)
-        else:
-            self._try(self.clients.group.leave, member, self.clients.now)
-
-    @rule(seconds=st.sampled_from([1.0, 9.0, 21.0]))
-    def pass_time(self, seconds: float) -> None:
-        self.clients.pass_time(seconds)
-
-    @invariant()
-    def nobody_waits_longer_than_a_rebalance(self) -> None:
-        group, now = self.clients.group, self.clients.now
-        for member in group.members.values():
-            if member.joining or member.syncing:
-                assert group.phase in (Phase.PREPARING, Phase.COMPLETING)
-                assert now <= group.rebalance_ends_s
-
-    @invariant()
-    def phases_are_what_they_say(self) -> None:
-        group = self.clients.group
-        assert bool(group.members) == (group.phase is not Phase.EMPTY)
-        assert len(group.members) <= 4
-        assert all(key == member.id for key, member in group.members.items())
-        if group.phase in (Phase.COMPLETING, Phase.STABLE):
-            assert group.leader in group.members
-            assert all(group.protocol in {p.name for p in m.protocols} for m in group.members.values())
-        if group.phase is Phase.STABLE:
-            copy = Group("g")
-            restore(copy, saved(group), now_s=0)
-            assert saved(copy) == saved(group)
-            members = [replace(m, expires_s=0.0, joining=None, syncing=None) for m in group.members.values()]
-            assert [replace(m, expires_s=0.0) for m in copy.members.values()] == members
-
-
-GroupMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestAnyOrder = GroupMachine.TestCase
 
 
 def test_who_commits_in_a_transaction_is_a_member_of_this_generation(clients: Clients) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ async def test_the_replica_gets_what_the_client_asked_for_and_what_capture_needs
     async with replica.running(), gateway(tmp_path, replica) as served:
         await served.chat(temperature=0.5, top_p=0.9, seed=3, stop=["END"], tools=[TOOL], frequency_penalty=0.5)
         (request,) = replica.requests
+    assert re.fullmatch("[0-9a-f]{32}", request.pop("cache_salt")), "it does not name the tenant"
     assert request == {
         "model": VERSION,
         "messages": [{"role": "user", "content": "hello"}],

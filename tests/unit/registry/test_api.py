@@ -185,13 +185,14 @@ async def test_promoting_another_tokenizer_is_refused_even_by_force(rig: Rig, ht
     assert error(answer) == (409, "incompatible_version")
 
 
-async def test_changes_need_the_internal_key_when_there_is_one(rig: Rig) -> None:
+async def test_every_page_needs_the_internal_key_when_there_is_one(rig: Rig) -> None:
     await rig.crowned(0, 1)
     async with client(rig, "secret") as http:
         path = f"/v1/models/{MODEL}/rollback"
         assert error(await http.post(path)) == (401, "invalid_api_key")
         assert error(await http.post(path, headers={"Authorization": "Bearer wrong"})) == (401, "invalid_api_key")
-        assert (await http.get("/v1/models")).status_code == 200
+        assert error(await http.get("/v1/models")) == (401, "invalid_api_key")
+        assert (await http.get("/v1/models", headers={"Authorization": "Bearer secret"})).status_code == 200
         assert (await http.post(path, headers={"Authorization": "Bearer secret"})).status_code == 200
 
 

@@ -40,10 +40,8 @@ def status(
     The account is computed from the topics alone. Exit status 1 when it does not add up.
     """
     from headrace import living
-    from headrace.supervisor.asking import asked
 
-    state = None if bus else asked(running(data_dir))
-    alive = living.alive(state) if state else {}
+    state, alive = (None, {}) if bus else living.asked(running(data_dir))
     sources = living.sources(state, key) if state else ()
     models = _models(state, key) if state else ()
     found = _account(bus or (state.bus if state else ""), lineage or []) if account else None
