@@ -12,6 +12,7 @@ import logging
 import random
 import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -184,8 +185,12 @@ def installed(seed: int) -> Iterator[None]:
         yield
 
 
-def common(request_timeout_s: float) -> Common:
-    """What every simulated service is told."""
+def common(request_timeout_s: float, folder: Path) -> Common:
+    """What every simulated service is told. `folder` is of this run alone: files in it outlive processes, not runs."""
     return Common.model_validate(
-        {"bus": {"address": "simulated:9092", "request_timeout_s": request_timeout_s}, "blobs": {"url": BLOBS}}
+        {
+            "data_dir": folder,
+            "bus": {"address": "simulated:9092", "request_timeout_s": request_timeout_s},
+            "blobs": {"url": BLOBS},
+        }
     )

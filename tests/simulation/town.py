@@ -54,7 +54,7 @@ class Town:
         """What no process should ever have done."""
         self.blobs = BlobStore(BLOBS)
         self._draw = random.Random(f"town {seed}")
-        self._common = common(self.request_timeout_s)
+        self._common = common(self.request_timeout_s, folder / "data")
         self.gateways = [Gateway(f"gateway-{number}", self._common, folder) for number in (1, 2)]
         self._tasks: set[asyncio.Task[Any]] = set()
 
