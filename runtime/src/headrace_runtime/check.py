@@ -65,7 +65,7 @@ async def _database(common: Common) -> list[str]:
 
     from headrace_runtime.database import Database
 
-    if common.database.url == "sqlite":  # a file under data_dir
+    if common.database.url.get_secret_value() == "sqlite":  # a file under data_dir
         return []
     database = Database.open("check", common)
     try:
