@@ -25,7 +25,7 @@ from headrace_runtime.errors import DiskFull, HeadraceError, InvalidEvent, Unava
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import BATCH_SECONDS, EVENT_AGE_SECONDS, EVENTS_HANDLED, PAUSED, RETRIES
 from headrace_runtime.outbox import Outbox
-from headrace_runtime.refusal_limit import RefusalBounds, RefusalLimit
+from headrace_runtime.refusal_limit import REMEDY, RefusalBounds, RefusalLimit
 from headrace_runtime.stream_tables import StreamTables
 from headrace_runtime.sweeping import remove_some
 from headrace_runtime.upsert import upsert
@@ -156,9 +156,8 @@ class Processor:
         self.paused = self._refusals.reason or "too many records were refused"
         self._resumed.clear()
         PAUSED.labels(self.service).set(1)
-        remedy = "mend the cause and restart this service, or POST /resume to go on as it is"
         place = f"{record.topic}[{record.partition}]@{record.offset}"
-        log.error("consumer_paused", reason=self.paused, next=place, remedy=remedy)
+        log.error("consumer_paused", reason=self.paused, next=place, remedy=REMEDY)
         await self._resumed.wait()
 
     def resume(self) -> None:

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+REMEDY = "mend the cause and restart this service, or POST /resume to go on as it is"
+
 
 @dataclass(frozen=True, slots=True)
 class RefusalBounds:

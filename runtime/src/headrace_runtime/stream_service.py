@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from headrace_runtime import disk, migrations, topics, web
 from headrace_runtime.blobs import BlobStore
@@ -17,6 +15,7 @@ from headrace_runtime.database import Database
 from headrace_runtime.faust_host import FaustHost
 from headrace_runtime.logs import get_logger
 from headrace_runtime.outbox import Outbox
+from headrace_runtime.pausing import resume_route
 from headrace_runtime.processor import DEFAULT_LIMITS, Handler, Limits, Processor, Step, in_turns
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common, ServiceSettings
@@ -93,18 +92,6 @@ async def run(service: StreamService, common: Common, settings: ServiceSettings)
     finally:
         await producer.stop()
         await database.close()
-
-
-def resume_route(processor: Processor, common: Common) -> Route:
-    """`POST /resume` lets a consumer go on that has paused because it refused too much."""
-
-    async def resume(request: Request) -> Response:
-        web.require_internal_key(request, common)
-        paused = processor.paused
-        processor.resume()
-        return JSONResponse({"paused_because": paused})
-
-    return Route("/resume", resume, methods=["POST"])
 
 
 async def _repeat(processor: Processor, timer: Timer) -> None:

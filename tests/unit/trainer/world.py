@@ -12,6 +12,8 @@ from pathlib import Path
 
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import InvalidEvent
+from headrace_runtime.pausing import Refusing
+from headrace_runtime.refusal_limit import RefusalBounds
 from headrace_runtime.wire import Record
 from headrace_schemas import Branch, Checkpoint, Event, Experience, ModelEvent, Span, TrainingMetrics, Verdict
 from headrace_schemas.envelope import Envelope
@@ -176,6 +178,7 @@ class World:
     blobs: BlobStore = field(init=False)
     reporter: Quiet = field(default_factory=Quiet)
     source: MemorySource = field(init=False)
+    bounds: RefusalBounds = field(default_factory=RefusalBounds)
 
     def __post_init__(self) -> None:
         self.blobs = BlobStore((self.folder / "blobs").as_uri())
@@ -187,7 +190,7 @@ class World:
             self.blobs,
             self.source,
             self.bus,
-            self.bus.refuse,
+            Refusing("trainer", self.bus.refuse, self.bounds),
             self.clock,
             lambda: self.reporter,
         )

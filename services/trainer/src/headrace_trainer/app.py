@@ -9,6 +9,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.dead_letters import Refusals
 from headrace_runtime.logs import get_logger
+from headrace_runtime.pausing import Refusing, resume_route
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
 from headrace_schemas import Event, ModelEvent
@@ -38,20 +39,22 @@ async def run(common: Common, settings: TrainerSettings) -> None:
     producer = EventProducer(common.bus, "headrace/trainer", blobs)
     source = KafkaSource(common.bus, settings.topic, ModelEvent.topic)
     folder = common.data_dir.absolute() / "trainer" / "tensorboard" / settings.lineage
+    refuse = Refusing("trainer", Refusals("trainer", producer, common.data_dir / "trainer"), common.dead_letters.bounds)
     trainer = Trainer(
         settings,
         blobs,
         source,
         Announcer(producer, settings.announce_to),
-        Refusals("trainer", producer, common.data_dir / "trainer"),
+        refuse,
         SystemClock(),
         lambda: Reporter(folder),
     )
     checks: dict[str, web.Check] = {
         "bus": lambda: source.started or trainer.stands_by,
         "lineage": lambda: trainer.lineage is not None or trainer.stands_by,
+        "consumer": lambda: refuse.paused is None,
     }
-    async with web.serve(web.app(checks, common=common), settings) as port:
+    async with web.serve(web.app(checks, [resume_route(refuse, common)], common), settings) as port:
         log.info("listening", port=port)
         try:
             await topics.ensure(common.bus)

@@ -20,6 +20,7 @@ from headrace_runtime.clock import Clock
 from headrace_runtime.errors import DiskFull, InvalidEvent, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import EVENTS_HANDLED, RETRIES
+from headrace_runtime.pausing import Refusing
 from headrace_runtime.wire import Patience, Record
 from headrace_schemas import Event, Experience, ModelEvent
 from headrace_trainer.cutting import mark_of
@@ -53,7 +54,7 @@ class Trainer:
         blobs: BlobStore,
         source: Source,
         sink: Sink,
-        refuse: Callable[[Record, InvalidEvent], Awaitable[None]],
+        refuse: Refusing,
         clock: Clock,
         reporter: Callable[[], Reporter],
     ) -> None:
@@ -182,6 +183,7 @@ class Trainer:
             await self._retry(partial(self._refuse, record, error))
         else:
             EVENTS_HANDLED.labels(record.topic, "handled").inc()
+            self._refuse.handled()
             if isinstance(event, Experience):
                 await self._admit(event, record, lineage)
             elif isinstance(event, ModelEvent) and event.model == self._settings.model:

@@ -1,0 +1,86 @@
+"""A consumer that refuses nearly everything stops, says so, and goes on when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from headrace_runtime import web
+from headrace_runtime.errors import InvalidEvent
+from headrace_runtime.logs import get_logger
+from headrace_runtime.metrics import PAUSED
+from headrace_runtime.refusal_limit import REMEDY, RefusalBounds, RefusalLimit
+from headrace_runtime.settings import Common
+from headrace_runtime.wire import Record
+
+log = get_logger(__name__)
+
+
+class Pausable(Protocol):
+    """`paused` is why it has stopped, None while it goes on."""
+
+    @property
+    def paused(self) -> str | None: ...
+
+    def resume(self) -> None: ...
+
+
+class Refusing:
+    """Dead letters of a service without the stream host, one record at a time."""
+
+    def __init__(
+        self, service: str, send: Callable[[Record, InvalidEvent], Awaitable[None]], bounds: RefusalBounds
+    ) -> None:
+        self._service = service
+        self._send = send
+        self._limit = RefusalLimit(bounds)
+        self._resumed = asyncio.Event()
+        self.paused: str | None = None
+        PAUSED.labels(service).set(0)
+
+    def handled(self) -> None:
+        """A record was none to refuse."""
+        self._limit.note([False])
+
+    async def __call__(self, record: Record, error: InvalidEvent) -> None:
+        """Returns once the dead letter is durable, and not before `resume` when there were too many.
+
+        Raises `Unavailable` when the bus is away.
+        """
+        if not self._limit.admits([True]):
+            self._limit.note([True])  # so that `reason` says why
+            await self._pause(record)
+        await self._send(record, error)
+        self._limit.note([True])
+
+    def resume(self) -> None:
+        """Go on; as much may be refused again before the next pause."""
+        self._limit.reset()
+        self.paused = None
+        PAUSED.labels(self._service).set(0)
+        self._resumed.set()
+
+    async def _pause(self, record: Record) -> None:
+        self.paused = self._limit.reason or "too many records were refused"
+        self._resumed.clear()
+        PAUSED.labels(self._service).set(1)
+        place = f"{record.topic}[{record.partition}]@{record.offset}"
+        log.error("consumer_paused", reason=self.paused, next=place, remedy=REMEDY)
+        await self._resumed.wait()
+
+
+def resume_route(consumer: Pausable, common: Common) -> Route:
+    """`POST /resume` lets a consumer go on that has paused because it refused too much."""
+
+    async def resume(request: Request) -> Response:
+        web.require_internal_key(request, common)
+        paused = consumer.paused
+        consumer.resume()
+        return JSONResponse({"paused_because": paused})
+
+    return Route("/resume", resume, methods=["POST"])
