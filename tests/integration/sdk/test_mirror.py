@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from aiokafka import ConsumerRecord, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.errors import TopicAuthorizationFailedError
 
 from headrace.errors import UsageError
 from headrace.mirror import Mirrored, mirror
@@ -207,26 +208,43 @@ async def expire(source: str, count: int) -> int:
 
 @pytest.mark.kafka
 async def test_a_log_that_does_not_begin_at_0_begins_there_on_kafka_too(source: str, own_kafka: str) -> None:
-    begun = await expire(source, 5_000)
-    await create(own_kafka, "feedback", 1, LOG)
-    async with producing(own_kafka) as producer:  # as if it had been killed while it padded
-        for _ in range(3):
-            await producer.send_and_wait("feedback", None, PADDING, 0, 1)
-    await commit(source, "headrace-scorer", {("feedback", 0): begun + 3})
-    await mirror(source, own_kafka)
-    assert await first_offset(own_kafka, "feedback") == begun
-    assert facts(await records(own_kafka, "feedback")) == facts(await records(source, "feedback"))
-    expected = (await records(source, "feedback"))[3]
-    assert (await next_of(own_kafka, "headrace-scorer", "feedback")).value == expected.value
-    await fill(source, "feedback", 5, partitions=1, name="later")
-    assert (await mirror(source, own_kafka)).moving == []
-    assert facts(await records(own_kafka, "feedback")) == facts(await records(source, "feedback"))
+    await begins_where_the_source_does(source, own_kafka)
     await wipe(own_kafka)
 
 
-async def test_a_bus_that_cannot_begin_a_log_elsewhere_is_refused(source: str, brokers: tuple[str, str]) -> None:
+async def test_a_log_that_does_not_begin_at_0_begins_there_on_a_broker_too(
+    source: str, brokers: tuple[str, str]
+) -> None:
+    await begins_where_the_source_does(source, brokers[1])
+    await wipe(brokers[1])
+
+
+async def begins_where_the_source_does(source: str, bus: str) -> None:
+    begun = await expire(source, 5_000)
+    await create(bus, "feedback", 1, LOG)
+    async with producing(bus) as producer:  # as if it had been killed while it padded
+        for _ in range(3):
+            await producer.send_and_wait("feedback", None, PADDING, 0, 1)
+    await commit(source, "headrace-scorer", {("feedback", 0): begun + 3})
+    await mirror(source, bus)
+    assert await first_offset(bus, "feedback") == begun
+    assert facts(await records(bus, "feedback")) == facts(await records(source, "feedback"))
+    expected = (await records(source, "feedback"))[3]
+    assert (await next_of(bus, "headrace-scorer", "feedback")).value == expected.value
+    await fill(source, "feedback", 5, partitions=1, name="later")
+    assert (await mirror(source, bus)).moving == []
+    assert facts(await records(bus, "feedback")) == facts(await records(source, "feedback"))
+
+
+async def test_a_bus_that_cannot_begin_a_log_elsewhere_is_refused(
+    source: str, brokers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def forbidden(*_: object) -> None:
+        raise TopicAuthorizationFailedError
+
+    monkeypatch.setattr(AIOKafkaAdminClient, "delete_records", forbidden)
     await expire(source, 100)
-    with pytest.raises(UsageError, match="mirror to Apache Kafka"):
+    with pytest.raises(UsageError, match="the right to delete records"):
         await mirror(source, brokers[1])
     await wipe(brokers[1])
 

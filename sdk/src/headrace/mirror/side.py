@@ -204,7 +204,7 @@ class Side:
         except (KafkaError, NotImplementedError) as error:
             raise UsageError(
                 f"{place.topic}[{place.partition}] begins at {offset} and has to begin there on {self.bus} too, which "
-                f"does not delete records ({error!r}); mirror to Apache Kafka, with the right to delete records"
+                f"does not delete records ({error!r}); mirror with the right to delete records there"
             ) from error
 
 
