@@ -19,7 +19,9 @@ from headrace_runtime.settings import load
 from tests.support.broker_process import BrokerProcess
 from tests.support.ports import free_port
 
-START_CPU_S_MAX = 1.0
+START_CPU_RATIO_MAX = 4.0
+"""Of what importing the event contracts alone costs here and now: machines differ, and so do their hours."""
+_IMPORTS = "import headrace_schemas, resource; used = resource.getrusage(resource.RUSAGE_SELF)"
 
 
 @pytest.fixture
@@ -37,14 +39,19 @@ def _run(tmp_path: Path, *arguments: str, **settings: object) -> subprocess.Comp
     )  # fmt: skip
 
 
+def _import_cpu_s() -> float:
+    command = [sys.executable, "-c", f"{_IMPORTS}; print(used.ru_utime + used.ru_stime)"]
+    return float(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processor time is read from /proc")
-def test_it_starts_in_less_than_a_second_of_work_and_stops_cleanly(broker: BrokerProcess) -> None:
+def test_it_starts_with_little_more_work_than_its_imports_and_stops_cleanly(broker: BrokerProcess) -> None:
     """Processor time, because other tests share the machine. `make bench` measures the clock."""
     broker.start()
     process = broker._process
     assert process is not None
     started = _cpu_s(process.pid)
-    assert started < START_CPU_S_MAX
+    assert started < START_CPU_RATIO_MAX * _import_cpu_s()
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
 
