@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from headrace.supervisor.asking import lacking
+from headrace.supervisor.asking import get, lacking
 from headrace.supervisor.state import RunState, ServiceState, Status
 from headrace_schemas.source_api import SourceList, SourceState
 
@@ -70,10 +70,4 @@ def _sources(service: ServiceState, key: str | None) -> tuple[SourceState, ...]:
 
 
 def _get(service: ServiceState, path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=TIMEOUT_S)
-    try:
-        connection.request("GET", path, headers=dict(headers))
-        answer = connection.getresponse()
-        return answer.status, answer.read(_BODY_BYTES_MAX)
-    finally:
-        connection.close()
+    return get(f"{service.url}{path}", TIMEOUT_S, _BODY_BYTES_MAX, headers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+from collections.abc import Mapping
 from typing import NamedTuple
 
 _BYTES_MAX = 65_536
@@ -18,13 +19,21 @@ class Answer(NamedTuple):
 
 def ask(url: str, timeout_s: float) -> Answer | None:
     """None when it does not answer in time."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=timeout_s)
     try:
-        connection.request("GET", "/health")
-        answer = connection.getresponse()
-        return Answer(answer.status == 200, lacking(answer.read(_BYTES_MAX)))
+        status, body = get(f"{url}/health", timeout_s, _BYTES_MAX)
     except (OSError, http.client.HTTPException):
         return None
+    return Answer(status == 200, lacking(body))
+
+
+def get(url: str, timeout_s: float, bytes_max: int, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
+    """Status and body of a page of a service. Raises `OSError` or `HTTPException` when there is none in time."""
+    host, _, path = url.removeprefix("http://").partition("/")
+    connection = http.client.HTTPConnection(host, timeout=timeout_s)
+    try:
+        connection.request("GET", f"/{path}", headers=dict(headers or {}))
+        answer = connection.getresponse()
+        return answer.status, answer.read(bytes_max)
     finally:
         connection.close()
 
