@@ -1,4 +1,7 @@
-"""Kafka Streams on the bus: state, a repartition and a changelog topic, exactly once, through kill -9 of both sides."""
+"""Kafka Streams on the bus: state, a repartition and a changelog topic, exactly once, through kill -9 of both sides.
+
+Apache Kafka itself is the reference for the program: it plays the same with the program killed, and is not killed.
+"""
 
 from __future__ import annotations
 
@@ -62,9 +65,7 @@ class Streams:
 
 
 @pytest.mark.timeout(400)
-async def test_counts_are_exact_through_kills_of_streams_and_of_the_bus(
-    killable: BrokerProcess | kafka_node.KafkaNode, tmp_path: Path
-) -> None:
+async def test_counts_are_exact_through_kills(killable: BrokerProcess | kafka_node.KafkaNode, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -78,8 +79,9 @@ async def test_counts_are_exact_through_kills_of_streams_and_of_the_bus(
         await streams.kill()
         await streams.start()
         await _produce(killable.address, rng, expected)
-        killable.kill()
-        killable.start()
+        if isinstance(killable, BrokerProcess):
+            killable.kill()
+            killable.start()
         await _produce(killable.address, rng, expected)
 
         async def exact() -> bool:

@@ -1,12 +1,15 @@
-"""A Kafka whose topics are nobody else's: a mirror refuses a bus that is in use."""
+"""Buses whose topics are nobody else's: a mirror refuses one in use, and what is known of models bounds strangers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.integration.sdk.wiping import wipe
 from tests.support import presence
+from tests.support.broker_process import BrokerProcess
 from tests.support.kafka_node import KafkaNode
 
 
@@ -18,3 +21,17 @@ def own_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     node.start()
     yield node.address
     node.stop()
+
+
+@pytest.fixture(params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
+async def own_bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
+    """An empty bus of each kind."""
+    if request.param == "embedded":
+        broker = BrokerProcess(tmp_path / "broker")
+        broker.start()
+        yield broker.address
+        broker.stop()
+        return
+    address: str = request.getfixturevalue("own_kafka")
+    yield address
+    await wipe(address)

@@ -18,7 +18,7 @@ from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings
 from headrace_schemas import Experience, Trajectory, Turn
 from tests.contract.bus.clients import eventually
-from tests.integration.sdk.test_mirror import wipe
+from tests.integration.sdk.wiping import wipe
 from tests.integration.streams.town import Town, assert_equal_facts, town_on
 from tests.support.broker_process import BrokerProcess
 from tests.support.postgres_node import PostgresNode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -18,26 +17,10 @@ from headrace_runtime.wire import Record
 from headrace_schemas import DeadLetter, Experience, Trajectory, Turn
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
 from tests.contract.bus.clients import eventually
-from tests.integration.sdk.test_mirror import wipe
 from tests.integration.streams.town import town_on
-from tests.support.broker_process import BrokerProcess
 from tests.support.turns import ask, feedback, user
 
 MEBIBYTE = 1_048_576
-
-
-@pytest.fixture(params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
-async def own_bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
-    """Nobody else's: who reads a large record needs the folder that its content is in."""
-    if request.param == "embedded":
-        broker = BrokerProcess(tmp_path / "broker")
-        broker.start()
-        yield broker.address
-        broker.stop()
-        return
-    address: str = request.getfixturevalue("own_kafka")
-    yield address
-    await wipe(address)
 
 
 async def test_a_turn_of_three_mebibytes_becomes_an_experience(own_bus: str, tmp_path: Path) -> None:

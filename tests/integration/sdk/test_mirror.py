@@ -8,7 +8,6 @@ import random
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from headrace.mirror import Mirrored, mirror
 from headrace.mirror.logs import PADDING
 from headrace.mirror.side import NotACopy
 from tests.contract.bus.clients import consuming, eventually, producing
+from tests.integration.sdk.wiping import admin_of, wipe
 from tests.support.broker_process import BrokerProcess
 
 NOW_MS = int(time.time() * 1000)
@@ -57,29 +57,6 @@ async def target(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     address: str = request.getfixturevalue("brokers")[1] if embedded else request.getfixturevalue("own_kafka")
     yield address
     await wipe(address)
-
-
-async def wipe(bus: str) -> None:
-    async with admin_of(bus) as admin:
-
-        async def topics() -> list[str]:
-            return [name for name in await admin.list_topics() if not name.startswith("__")]
-
-        async def empty() -> bool:
-            return not await topics()
-
-        await admin.delete_topics(await topics())
-        await eventually(empty)
-
-
-@asynccontextmanager
-async def admin_of(bus: str) -> AsyncIterator[AIOKafkaAdminClient]:
-    client = AIOKafkaAdminClient(bootstrap_servers=bus)
-    await client.start()
-    try:
-        yield client
-    finally:
-        await client.close()
 
 
 async def create(bus: str, name: str, partitions: int, config: dict[str, str]) -> None:

@@ -51,12 +51,12 @@ def test_fifteen_lines_are_enough_with_the_sdk() -> None:
 
 
 @pytest.fixture
-async def town(bus: str, tmp_path: Path) -> AsyncIterator[Town]:
-    """A scorer that waits for both of the example's sources of rewards."""
-    async with town_on(bus, tmp_path) as made:
+async def town(own_bus: str, tmp_path: Path) -> AsyncIterator[Town]:
+    """A scorer that waits for both of the example's sources, on a bus that knows no models: it asks for none."""
+    async with town_on(own_bus, tmp_path) as made:
         settings = {"SCORER__REQUIRED": ["short", "polite"]}
-        made.processes = {"scorer": [ServiceProcess("scorer", tmp_path, bus, **settings)]}
-        with running("with_sdk.py", bus, tmp_path), running("without_sdk.py", bus, tmp_path):
+        made.processes = {"scorer": [ServiceProcess("scorer", tmp_path, own_bus, **settings)]}
+        with running("with_sdk.py", own_bus, tmp_path), running("without_sdk.py", own_bus, tmp_path):
             made.every[0].start()
             yield made
 
