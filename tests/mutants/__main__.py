@@ -52,6 +52,9 @@ def main() -> int:
     written = [] if arguments.planted else library.written(groups)
     changes = {mutant: change for change, mutant in written}
     mutants = [*by_hand, *changes] if not arguments.only else [*changes]
+    if arguments.again:
+        lived = json.loads(arguments.again.read_text(encoding="utf-8"))["survived"]
+        mutants = [mutant for mutant in mutants if mutant.name in lived]
     if arguments.sample:
         mutants = random.Random(arguments.seed).sample(mutants, min(arguments.sample, len(mutants)))
     memory = Memory(arguments.memory)
@@ -61,7 +64,7 @@ def main() -> int:
         print(*(mutant.name for mutant in broken), "fail without any mutant; what they would say of one means nothing")
         return 1
     account = try_all(mutants, memory, arguments)
-    if not arguments.sample and not arguments.only and not arguments.planted:
+    if not (arguments.sample or arguments.only or arguments.planted or arguments.again):
         there = {change.lines for change in changes.values()}
         stale += [f"no mutant turns {one[1]!r} into {one[2]!r} in {one[0]}" for one in sorted(listed - there)]
     return _report(account, changes, listed, stale, arguments)
@@ -184,6 +187,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="modules whose path contains this")
     parser.add_argument("--planted", action="store_true", help="only the faults that were planted by hand")
+    parser.add_argument("--again", type=Path, help="only those that survived according to this report")
     parser.add_argument("--sample", type=int, default=0, help="so many, drawn by the seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)

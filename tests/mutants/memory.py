@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -13,33 +14,47 @@ from tests.mutants.trial import Mutant, Verdict
 
 
 class Memory:
-    """A file with a line for each verdict. A verdict counts while the mutant and its tests are what they were."""
+    """A file with a line for each verdict.
+
+    A mutant that was killed stays so while it and the file whose test killed it are what they were; any other verdict
+    holds while none of its tests has changed.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known: dict[str, Verdict] = {}
+        self._known: dict[str, dict[str, tuple[Verdict, list[str]]]] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
             said = json.loads(line)
-            self._known[said.pop("key")] = Verdict(**said)
+            self._remember(said.pop("mutant"), said.pop("digest"), said.pop("tests"), Verdict(**said))
 
     def of(self, mutant: Mutant) -> Verdict | None:
-        return self._known.get(_key(mutant))
+        for digest, (verdict, tests) in self._known.get(_name(mutant), {}).items():
+            if {*tests} <= {*mutant.tests} and digest == _digest(tests) and (verdict.by or tests == [*mutant.tests]):
+                return verdict
+        return None
 
     def keep(self, mutant: Mutant, verdict: Verdict) -> None:
-        self._known[_key(mutant)] = verdict
+        tests = [verdict.by] if verdict.by in mutant.tests else [*mutant.tests]
+        digest = _digest(tests)
+        self._remember(_name(mutant), digest, tests, verdict)
+        line = {"mutant": _name(mutant), "digest": digest, "tests": tests, **asdict(verdict)}
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"key": _key(mutant), **asdict(verdict)}) + "\n")
+            file.write(json.dumps(line) + "\n")
+
+    def _remember(self, name: str, digest: str, tests: list[str], verdict: Verdict) -> None:
+        self._known.setdefault(name, {})[digest] = verdict, tests
 
 
-def _key(mutant: Mutant) -> str:
-    digest = hashlib.sha256(f"{mutant.file}\0{mutant.text}".encode())
-    for test in mutant.tests:
-        digest.update(_digest(ROOT / test))
-    return digest.hexdigest()
+def _name(mutant: Mutant) -> str:
+    return hashlib.sha256(f"{mutant.file}\0{mutant.text}".encode()).hexdigest()
+
+
+def _digest(tests: Sequence[str]) -> str:
+    return hashlib.sha256(b"".join(_content(ROOT / test) for test in tests)).hexdigest()
 
 
 @cache
-def _digest(path: Path) -> bytes:
+def _content(path: Path) -> bytes:
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path, *sorted(path.parent.glob("conftest.py"))]
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).digest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -41,6 +42,8 @@ class Verdict:
     outcome: Outcome
     seconds: float
     said: str
+    by: str = ""
+    """The file of the test that killed it, where pytest says so."""
 
     @property
     def killed(self) -> bool:
@@ -52,7 +55,9 @@ def tried(mutant: Mutant, timeout_s: float) -> Verdict:
     began = time.monotonic()
     with overlaid(mutant.file, mutant.text) as environ:
         status, said = _pytest(mutant.tests, environ, timeout_s)
-    return Verdict(_OUTCOMES.get(status, "not run"), round(time.monotonic() - began, 1), said)
+    killer = re.search(r"^(?:FAILED|ERROR) ([^:\s]+)", said, re.MULTILINE)
+    by = killer[1] if killer and status == 1 else ""
+    return Verdict(_OUTCOMES.get(status, "not run"), round(time.monotonic() - began, 1), said, by)
 
 
 _OUTCOMES: dict[int | None, Outcome] = {0: "survived", 1: "killed", 2: "killed", None: "timeout"}

@@ -14,6 +14,8 @@ from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import Outgoing, encode
 from headrace_schemas import Event
 
+_AT_A_TIME = 8
+
 
 class EventProducer:
     """One connection to the bus. `send` returns when the record is durable; many may wait at once.
@@ -79,12 +81,12 @@ class EventProducer:
         if self._producer is None:
             raise Unavailable("the producer is not started")
         try:
-            acks = [
-                await self._producer.send(
-                    record.topic, record.value, record.key, record.partition, headers=list(record.headers)
-                )
-                for record in records
-            ]
+            acks = []
+            for number, record in enumerate(records, 1):
+                place = (record.topic, record.value, record.key, record.partition)
+                acks.append(await self._producer.send(*place, headers=list(record.headers)))
+                if number % _AT_A_TIME == 0:
+                    await asyncio.sleep(0)  # aiokafka only queues: many records in a row would hold up everybody else
             await asyncio.gather(*acks)
         except MessageSizeTooLargeError as error:
             raise InvalidEvent("too_large", f"a record is larger than the bus takes: {error}") from error
