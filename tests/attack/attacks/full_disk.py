@@ -29,7 +29,7 @@ from tests.support.gateway_process import BusView, bus_view
 
 TITLE = "a disk that is full while agents work"
 _SERVICES = ("broker", "gateway", "collector", "scorer", "registry")
-_SIZE_MB = 96
+_SIZE_MB = 512
 _USERS = 6
 _BEFORE_S, _AFTER_S = 5.0, 8.0
 _FULL_S = float(os.environ.get("ATTACK_FULL_DISK_S", "30"))
