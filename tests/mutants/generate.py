@@ -29,7 +29,7 @@ OPERATORS = (
     "ReplaceUnaryOperator_USub_UAdd", "ZeroIterationForLoop", "ExceptionReplacer",
 )  # fmt: skip
 
-_NOT_CODE = ("@", "def ", "async def ", "class ", "import ", "from ", ")", '"""')
+_NOT_CODE = ("@", "*,", "/,", "def ", "async def ", "class ", "import ", "from ", ")", '"""')
 """Decorators and signatures: what they say about types and frozen fields is mypy's business."""
 
 

@@ -163,7 +163,7 @@ async def _stack(folder: Path, data_dir: Path, planted: Planted, answers: dict[s
                 planted.outputs[f"{one.url}/health"] = (await http.get(f"{one.url}/health")).text
         async with bus_view(state.bus, data_dir) as view:
             await view.producer.send(closed())
-            await asyncio.to_thread(wait_until, lambda: _spied(data_dir), 60, "the reward function has looked")
+            await asyncio.to_thread(wait_until, lambda: _spied(data_dir), 180, "the reward function has looked")
             assert await view.read(Trajectory)
         command = [str(Path(sys.executable).with_name("headrace")), "status", "--json", "--data-dir", str(data_dir)]
         done = await asyncio.to_thread(
