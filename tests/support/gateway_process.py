@@ -111,7 +111,7 @@ async def bus_view(address: str, folder: Path) -> AsyncIterator[BusView]:
     settings = BusSettings(address=address)
     await topics.ensure(settings)
     blobs = BlobStore(f"file://{folder}/blobs")
-    producer = EventProducer(settings, "test", blobs)
+    producer = EventProducer(settings, "headrace/test", blobs)  # what services of ours would send
     await producer.start()
     try:
         yield BusView(settings, producer, blobs)
