@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.retraining import Retraining
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 WITNESSES = 12
 SWAPS = 2

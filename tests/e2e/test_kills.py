@@ -9,7 +9,7 @@ from tests.e2e.conftest import CACHE
 from tests.e2e.killed_demo import GAIN, KilledDemo, Played, endless
 from tests.support.fake_llm import FakeLLM
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 ORDER = ("collector", "broker", "scorer", "gateway", "judge", "inference", "trainer", "registry")
 EVALUATE = ["{python}", "-m", "email_agent.evaluate", "--base-url", "{base_url}", "--model", "{model}", "--tasks", "48"]

@@ -64,6 +64,7 @@ class Streams:
         return (self._folder / "streams.log").read_text()[-3_000:]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 async def test_counts_are_exact_through_kills(killable: BrokerProcess | kafka_node.KafkaNode, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(2**32)

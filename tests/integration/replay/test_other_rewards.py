@@ -18,6 +18,8 @@ from tests.support.fake_llm import FakeLLM, verdict
 from tests.support.trajectories import closed
 from tests.support.turns import ask, user
 
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+
 REWARDS = """
 def strict(trajectory, context):
     number = int(trajectory.session_id.removeprefix("s"))
@@ -59,7 +61,6 @@ async def version(town: Town, tmp_path: Path) -> str:
     return version
 
 
-@pytest.mark.timeout(400)
 async def test_another_reward(town: Town, version: str, tmp_path: Path) -> None:
     rewards = ["--rewards", f"{tmp_path / 'rewards.py'}:strict"]
     plan = await town.report("plan", *rewards)
@@ -94,7 +95,6 @@ async def test_another_reward(town: Town, version: str, tmp_path: Path) -> None:
     assert "foreign_version" not in grouped["training"]["dropped"]
 
 
-@pytest.mark.timeout(400)
 async def test_another_judge(town: Town, version: str) -> None:
     with FakeLLM(verdict(outcome=5, grounding=5, conduct=5, clarity=5)) as llm:
         town.settings |= {"judge.endpoint.base_url": llm.base_url, "judge.endpoint.model": "judge-2"}
@@ -107,7 +107,6 @@ async def test_another_judge(town: Town, version: str) -> None:
     assert plan["kinds"] == {"rewarded": COUNT}
 
 
-@pytest.mark.timeout(400)
 async def test_refusals_leave_nothing_behind(town: Town, version: str, tmp_path: Path) -> None:
     wrong = await town.headrace("run", "broken", "--rewards", f"{tmp_path / 'rewards.py'}:missing", status=2)
     assert "scorer: setting scorer.functions" in wrong

@@ -22,6 +22,8 @@ from tests.support.trajectories import closed
 from tests.support.turns import ask, user
 from tests.unit.trainer.world import experience
 
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+
 Report = dict[str, Any]
 
 
@@ -38,7 +40,6 @@ async def interrupted(town: Town, lineage: str, plan: Report) -> Report:
     return await town.report("resume", lineage)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("own_bus", "replay"),
     [("embedded", interrupted), pytest.param("kafka", whole, marks=pytest.mark.kafka)],

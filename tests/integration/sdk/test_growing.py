@@ -25,7 +25,7 @@ from tests.support.postgres_node import PostgresNode
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import after, ask, end, feedback, user
 
-pytestmark = [pytest.mark.kafka, pytest.mark.postgres, pytest.mark.slow]
+pytestmark = [pytest.mark.kafka, pytest.mark.postgres, pytest.mark.long]
 SETTINGS = {"SCORER__REQUIRED": ["feedback"]}
 
 

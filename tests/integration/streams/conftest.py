@@ -11,7 +11,7 @@ from tests.integration.streams.town import Town, town_on
 
 
 @pytest.fixture(
-    params=["laptop", pytest.param("cluster", marks=[pytest.mark.kafka, pytest.mark.postgres, pytest.mark.slow])]
+    params=["laptop", pytest.param("cluster", marks=[pytest.mark.kafka, pytest.mark.postgres, pytest.mark.long])]
 )
 async def town(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Town]:
     """Embedded broker, SQLite, one of each; or Kafka, PostgreSQL, two of each. Not started yet."""
