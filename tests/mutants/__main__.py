@@ -8,21 +8,24 @@ time was over before all were tried.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty, Queue
 
 from tests.mutants import library
 from tests.mutants.library import Change, Group
 from tests.mutants.memory import Memory
 from tests.mutants.overlay import ROOT
 from tests.mutants.planted import planted
-from tests.mutants.trial import Mutant, Verdict, tried
+from tests.mutants.trial import Mutant, Verdict, served
 
 SHARE_MIN = 0.95
 _LOG_EVERY_S = 10.0
@@ -71,36 +74,44 @@ def main() -> int:
 
 
 def unchanged(mutants: Sequence[Mutant]) -> list[Mutant]:
-    """For each set of tests a mutant that changes nothing."""
+    """For each file and set of tests a mutant that changes nothing."""
     found = {}
     for mutant in mutants:
         text = (ROOT / mutant.file).read_text(encoding="utf-8")
-        found[mutant.tests] = Mutant(f"unchanged, {' '.join(mutant.tests)}", mutant.file, text, mutant.tests)
+        name = f"unchanged {mutant.file}, {' '.join(mutant.tests)}"
+        found[mutant.place] = Mutant(name, mutant.file, text, mutant.tests)
     return list(found.values())
 
 
 def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Namespace) -> Account:
     """Bounded by `--minutes`: what has begun by then is finished, the rest stays untried."""
     account = Account({mutant: known for mutant in mutants if (known := memory.of(mutant))})
-    left = [mutant for mutant in mutants if mutant not in account.verdicts]
+    left = deque(mutant for mutant in mutants if mutant not in account.verdicts)
     print(f"mutants: {len(mutants)}, of which {len(account.verdicts)} are known from before", flush=True)
     ends = time.monotonic() + 60 * arguments.minutes
     progress = _Progress(len(left))
-    running: dict[Future[Verdict], Mutant] = {}
-    with ThreadPoolExecutor(arguments.processes) as pool:  # each waits for a pytest of its own
-        while left or running:
-            while left and len(running) < arguments.processes and time.monotonic() < ends:
-                mutant = left.pop(0)
-                running[pool.submit(tried, mutant, arguments.timeout_s)] = mutant
-            if not running:
-                break
-            for done in wait(running, timeout=1.0, return_when=FIRST_COMPLETED).done:
-                mutant = running.pop(done)
-                verdict = account.verdicts[mutant] = done.result()
+    told: Queue[tuple[Mutant, Verdict]] = Queue()
+
+    def work() -> None:
+        """Mutants of one file after the other, as long as there is time."""
+        while left and time.monotonic() < ends:
+            with contextlib.suppress(IndexError), served(left[0]) as server:
+                while left[0].place == server.place and time.monotonic() < ends:
+                    mutant = left.popleft()
+                    told.put((mutant, server.tried(mutant, arguments.timeout_s)))
+
+    with ThreadPoolExecutor(arguments.processes) as pool:  # each waits for a process of its own
+        workers = [pool.submit(work) for _ in range(arguments.processes)]
+        while not (told.empty() and all(worker.done() for worker in workers)):
+            with contextlib.suppress(Empty):
+                mutant, verdict = told.get(timeout=1.0)
+                account.verdicts[mutant] = verdict
                 if verdict.outcome != "not run":
                     memory.keep(mutant, verdict)
                 progress.step(mutant, verdict)
             progress.show()
+        for worker in workers:
+            worker.result()
     account.untried = len(left)
     return account
 

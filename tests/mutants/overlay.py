@@ -6,7 +6,6 @@ Subprocesses that tests start inherit it.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
-def overlaid(file: str, text: str) -> Iterator[dict[str, str]]:
-    """The environment in which `file` (a path in the repository) reads `text`."""
+def overlaid(file: str, text: str) -> Iterator[str]:
+    """The folder in which `file` (a path in the repository) reads `text`, for PYTHONPATH."""
     package, inside = split(file)
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         target = Path(folder) / package.name
@@ -26,7 +25,7 @@ def overlaid(file: str, text: str) -> Iterator[dict[str, str]]:
         changed = target / inside
         changed.unlink()
         changed.write_text(text, encoding="utf-8")
-        yield os.environ | {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+        yield folder
 
 
 def split(file: str) -> tuple[Path, Path]:

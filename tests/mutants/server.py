@@ -1,0 +1,131 @@
+"""`python -m tests.mutants.server FILE TEST...` answers for each mutant of one file what the tests say of it.
+
+Each line on standard input is a trial: the folder of an overlay, a file for what pytest prints, and a time limit. The
+answer is a line with pytest's exit status, null when the time was over. A trial is a fork of this process, which has
+imported all that does not depend on the file: what is left of a short trial is the tests themselves.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import gc
+import importlib
+import importlib.abc
+import importlib.util
+import json
+import os
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+import pytest
+
+from tests.mutants.overlay import ROOT, split
+
+_OWN = ("headrace", "tests", "email_agent")
+_OPTIONS = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not postgres")
+
+
+class Changed(importlib.abc.MetaPathFinder):
+    """Finds one module in the overlay: its package is known already, and would be searched where it lies."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self._name = name
+        self._path = path
+
+    def find_spec(self, name: str, _path: object, _target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        inside = [str(self._path.parent)] if self._path.name == "__init__.py" else None
+        return importlib.util.spec_from_file_location(name, self._path, submodule_search_locations=inside)
+
+
+def main(file: str, tests: Sequence[str]) -> None:
+    package, inside = split(file)
+    parts = (package.name, *inside.with_suffix("").parts)
+    name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    sys.dont_write_bytecode = True
+    for test in tests:
+        importlib.import_module(test.removesuffix(".py").replace("/", "."))
+    _forget({name, *(test.removesuffix(".py").replace("/", ".") for test in tests)})
+    gc.collect()
+    gc.freeze()  # what is shared with the forks is not written to
+    for line in sys.stdin:
+        overlay, log, timeout_s = json.loads(line)
+        status = _fork(Changed(name, Path(overlay, package.name, inside)), overlay, log, tests, timeout_s)
+        print(json.dumps(status), flush=True)
+
+
+def _forget(changed: set[str]) -> None:
+    """Everything of ours that imports what changes is imported again in each trial."""
+    known = {name: _imports(name, module) for name, module in sys.modules.items() if name.startswith(_OWN)}
+    gone = set(changed)
+    while more := {name for name, imported in known.items() if imported & gone} - gone:
+        gone |= more
+    for name in gone:
+        module = sys.modules.pop(name, None)
+        parent, _, leaf = name.rpartition(".")
+        if module is not None and vars(sys.modules.get(parent, module)).get(leaf) is module:
+            delattr(sys.modules[parent], leaf)
+
+
+def _imports(name: str, module: ModuleType) -> set[str]:
+    """What a module imports anywhere in its text. Names in a package may be modules."""
+    path = getattr(module, "__file__", None)
+    if path is None or not path.endswith(".py"):
+        return set()
+    found = set()
+    for node in ast.walk(ast.parse(Path(path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found - {name}
+
+
+def _fork(changed: Changed, overlay: str, log: str, tests: Sequence[str], timeout_s: float) -> int | None:
+    pid = os.fork()
+    if pid == 0:
+        _run(changed, overlay, log, tests)
+    watched = os.pidfd_open(pid)
+    try:
+        ended, _, _ = select.select([watched], [], [], timeout_s)
+    finally:
+        os.close(watched)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # with whatever the tests have started
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _run(changed: Changed, overlay: str, log: str, tests: Sequence[str]) -> NoReturn:
+    """In the fork: what `PYTHONPATH=OVERLAY pytest` does, in a group of its own."""
+    os.setsid()
+    with Path(log).open("w", encoding="utf-8") as output:
+        os.dup2(output.fileno(), sys.stdout.fileno())
+        os.dup2(output.fileno(), sys.stderr.fileno())
+    with Path(os.devnull).open() as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
+    os.environ |= {"PYTHONPATH": overlay, "PYTHONDONTWRITEBYTECODE": "1"}  # for processes that tests start
+    sys.path[:0] = [overlay]
+    sys.meta_path.insert(0, changed)
+    status = 3
+    try:
+        status = int(pytest.main([*_OPTIONS, *tests]))
+    finally:
+        if status == 3:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(status)  # threads that a mutant left behind keep nobody waiting
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    main(sys.argv[1], sys.argv[2:])
