@@ -5,7 +5,8 @@ idempotent, never appends one send twice by itself; a consumer without a group r
 `tests/contract/used` holds them to what the embedded broker and Apache Kafka promise.
 
 Harsher than the real ones on purpose: what a fetch finds is only some of what is there, from partitions in any order;
-`Bus.repeat` sends twice, as a retrying service above the producer does; `Bus.hold` shows records late.
+`Bus.repeat` sends twice, as a retrying service above the producer does; `Bus.hold` shows records late. Kinder: a record
+without a key goes to partition 0, where aiokafka draws one; our runtime always sends a key.
 """
 
 from __future__ import annotations
