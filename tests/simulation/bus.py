@@ -53,6 +53,10 @@ class Bus:
         self.held: dict[TopicPartition, tuple[float, int]] = {}
         """Partitions that consumers see with a delay: until when, and how far they see until then."""
 
+    def create(self, topic: str, partitions: int) -> None:
+        """A topic beside those of the topic files."""
+        self.logs[topic] = [[] for _ in range(partitions)]
+
     @property
     def away(self) -> bool:
         return asyncio.get_running_loop().time() < self.outage.until_s

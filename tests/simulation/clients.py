@@ -2,6 +2,11 @@
 
 The same calls, the same exceptions, and the same guarantees: a producer keeps the order within a partition and, being
 idempotent, never appends one send twice by itself; a consumer without a group reads from where it was told to.
+`tests/contract/used` holds them to what the embedded broker and Apache Kafka promise.
+
+Harsher than the real ones on purpose: what a fetch finds is only some of what is there, from partitions in any order;
+`Bus.repeat` sends twice, as a retrying service above the producer does; `Bus.hold` shows records late. Kinder: a record
+without a key goes to partition 0, where aiokafka draws one; our runtime always sends a key.
 """
 
 from __future__ import annotations
@@ -14,7 +19,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from aiokafka import TopicPartition
-from aiokafka.errors import KafkaConnectionError, KafkaTimeoutError, RequestTimedOutError
+from aiokafka.errors import (
+    ConsumerStoppedError,
+    IllegalOperation,
+    IllegalStateError,
+    KafkaConnectionError,
+    KafkaTimeoutError,
+    MessageSizeTooLargeError,
+    ProducerClosed,
+    RequestTimedOutError,
+    UnknownTopicOrPartitionError,
+)
+from aiokafka.structs import RecordMetadata
 
 from headrace_runtime.wire import Record
 from tests.simulation.bus import Bus
@@ -23,6 +39,8 @@ from tests.simulation.world import world
 
 _IN_FLIGHT = 0.3
 """How often a record that a dying process was about to send has left it already."""
+_OVERHEAD = 21
+"""Bytes that aiokafka counts for a record beside its key, its value and its headers."""
 
 
 async def connect(bus: Bus) -> None:
@@ -52,15 +70,19 @@ class _Send:
     key: bytes | None
     value: bytes | None
     headers: tuple[tuple[str, bytes], ...]
-    done: asyncio.Future[None] = field(repr=False)
+    done: asyncio.Future[RecordMetadata] = field(repr=False)
+    answer: RecordMetadata | None = None
+    """Where it is on the bus."""
 
 
 class Producer:
     """`aiokafka.AIOKafkaProducer`."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, max_request_size: int = 1_048_576, **options: Any) -> None:
         self._bus = world().bus
         self._process: Process = living()
+        self._size_max = max_request_size
+        self._closed = False
         self._waiting: dict[TopicPartition, deque[_Send]] = defaultdict(deque)
 
     async def start(self) -> None:
@@ -68,14 +90,23 @@ class Producer:
 
     async def stop(self) -> None:
         """Flushes, for ever when the bus stays away."""
+        self._closed = True
         while any(self._waiting.values()):
             living()
             await asyncio.sleep(0.05)
 
     async def send(
         self, topic: str, value: bytes | None, key: bytes | None, partition: int | None, headers: list[Any]
-    ) -> asyncio.Future[None]:
+    ) -> asyncio.Future[RecordMetadata]:
         living()
+        assert not (value is None and key is None), "Need at least one: key or value"
+        if self._closed:
+            raise ProducerClosed
+        if topic not in self._bus.logs:
+            await asyncio.sleep(world().request_timeout_s)  # it might yet be created
+            raise UnknownTopicOrPartitionError
+        if len(key or b"") + len(value or b"") + _OVERHEAD > self._size_max:
+            raise MessageSizeTooLargeError
         number = self._bus.partition_of(topic, key) if partition is None else partition
         place = TopicPartition(topic, number)
         one = _Send(place, key, value, tuple(headers), asyncio.get_running_loop().create_future())
@@ -86,6 +117,8 @@ class Producer:
 
     async def partitions_for(self, topic: str) -> set[int]:
         await ask(self._bus, world().request_timeout_s)
+        if topic not in self._bus.logs:
+            raise UnknownTopicOrPartitionError
         return {place.partition for place in self._bus.places(topic)}
 
     def _later(self, place: TopicPartition, after_s: float = 0.0) -> None:
@@ -110,7 +143,9 @@ class Producer:
         bus = self._bus
         times = 2 if bus.draw.random() < bus.repeat else 1
         for _ in range(times):
-            bus.append(one.place, one.key, one.value, one.headers, self._process.name)
+            record = bus.append(one.place, one.key, one.value, one.headers, self._process.name)
+            if one.answer is None:
+                one.answer = RecordMetadata(*one.place, one.place, record.offset, record.timestamp_ms, 0, 0)
         if times > 1:
             world().count("duplicate")
 
@@ -125,7 +160,9 @@ class Producer:
                 asyncio.get_running_loop().call_later(wait_s, self._acknowledge, place)
             return
         sends = self._waiting[place]
-        _finish(sends.popleft().done, None)
+        one = sends.popleft()
+        assert one.answer is not None, "only what was appended is acknowledged"
+        _finish(one.done, one.answer)
         if sends:
             self._later(place)
 
@@ -135,14 +172,14 @@ class Producer:
             _finish(sends.popleft().done, RequestTimedOutError())
 
 
-def _finish(done: asyncio.Future[None], error: Exception | None) -> None:
+def _finish(done: asyncio.Future[RecordMetadata], answer: RecordMetadata | Exception) -> None:
     if done.done():
         return
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)
+    if isinstance(answer, Exception):
+        done.set_exception(answer)
         done.exception()  # nobody may be waiting any more
+    else:
+        done.set_result(answer)
 
 
 class Consumer:
@@ -154,6 +191,7 @@ class Consumer:
         self._group_id = group_id
         self._next: dict[TopicPartition, int] = {}
         self._paused: set[TopicPartition] = set()
+        self._closed = False
         self._client = SimpleNamespace(fetch_all_metadata=self._metadata)
 
     async def start(self) -> None:
@@ -161,32 +199,50 @@ class Consumer:
 
     async def stop(self) -> None:
         living()
+        self._closed = True
 
     async def _metadata(self) -> Any:
         await ask(self._bus, world().request_timeout_s)
         return SimpleNamespace(partitions_for_topic=self.partitions_for_topic)
 
-    def partitions_for_topic(self, topic: str) -> set[int]:
+    def partitions_for_topic(self, topic: str) -> set[int] | None:
+        if topic not in self._bus.logs:
+            return None
         return {place.partition for place in self._bus.places(topic)}
 
     def assign(self, places: Sequence[TopicPartition]) -> None:
-        self._next = dict.fromkeys(places, 0)
+        """Begins anew: where the group has committed, else at the oldest record (`auto_offset_reset`)."""
+        committed = self._bus.group(self._group_id).committed if self._group_id is not None else {}
+        self._next = {place: committed.get(place, 0) for place in places}
+        self._paused.clear()
 
     def seek(self, place: TopicPartition, offset: int) -> None:
+        if offset < 0:
+            raise ValueError("Offset must be a positive integer")
+        self._assigned(place)
         self._next[place] = offset
 
     async def seek_to_beginning(self, *places: TopicPartition) -> None:
+        self._assigned(*places)
         for place in places:
             self._next[place] = 0
 
     def pause(self, *places: TopicPartition) -> None:
+        self._assigned(*places)
         self._paused.update(places)
 
     def resume(self, *places: TopicPartition) -> None:
+        self._assigned(*places)
         self._paused.difference_update(places)
 
     async def position(self, place: TopicPartition) -> int:
+        self._assigned(place)
         return self._next[place]
+
+    def _assigned(self, *places: TopicPartition) -> None:
+        for place in places:
+            if place not in self._next:
+                raise IllegalStateError(f"Partition {place} is not assigned")
 
     async def beginning_offsets(self, places: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         await ask(self._bus, world().request_timeout_s)
@@ -197,14 +253,18 @@ class Consumer:
         return {place: self._bus.end(place) for place in places}
 
     async def committed(self, place: TopicPartition) -> int | None:
+        if self._group_id is None:
+            raise IllegalOperation("Requires group_id")
         await ask(self._bus, world().request_timeout_s)
-        return self._bus.group(self._group_id or "").committed.get(place)
+        return self._bus.group(self._group_id).committed.get(place)
 
     async def getmany(
         self, *places: TopicPartition, timeout_ms: int = 0, max_records: int | None = None
     ) -> dict[TopicPartition, list[Any]]:
         """Some of what is there, partition by partition, in any order of partitions; nothing while the bus is away."""
         living()
+        if self._closed:
+            raise ConsumerStoppedError
         found = self._fetch(places, max_records or 1000)
         await asyncio.sleep(self._bus.latency_s() if found else timeout_ms / 1000)
         living()
@@ -215,6 +275,8 @@ class Consumer:
         self._bus.draw.shuffle(chosen)
         found: dict[TopicPartition, list[Any]] = {}
         for place in chosen:
+            if self._next[place] > self._bus.end(place):  # out of range: the reset that our readers ask for
+                self._next[place] = 0
             limit = min(room, self._bus.draw.randint(1, 12))
             records = self._bus.read(place, self._next[place], limit) if limit else []
             if records:

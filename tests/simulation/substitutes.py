@@ -32,7 +32,7 @@ from headrace_scorer.functions.pool import Pool
 from headrace_scorer.functions.protocol import Call
 from headrace_scorer.functions.verdicts import Outcome, outcome_of
 from headrace_scorer.settings import Settings as ScorerSettings
-from tests.simulation import clients, faust_app, learner
+from tests.simulation import clients, kafka, learner
 from tests.simulation.database import open_database
 from tests.simulation.loop import VirtualClock
 from tests.simulation.process import TaskGroup
@@ -124,9 +124,7 @@ async def _serve(*_: object) -> AsyncIterator[int]:
 def _names() -> Mapping[str, Any]:
     return {
         "asyncio.TaskGroup": TaskGroup,
-        "headrace_runtime.producer.AIOKafkaProducer": clients.Producer,
-        "headrace_runtime.consumer.AIOKafkaConsumer": clients.Consumer,
-        "headrace_runtime.faust_host._app": faust_app.App,
+        **kafka.STANDS_FOR,
         "headrace_runtime.database.Database.open": lambda service, _common: open_database(service),
         "headrace_runtime.blobs.BlobStore.put": _put,
         "headrace_runtime.blobs.BlobStore.set_pointer": _set_pointer,

@@ -1,0 +1,111 @@
+"""What a scenario stands on: a bus, and the same clients of it that our services use.
+
+A scenario is written once. It asks a `Ground` for topics, producers, consumers and hosts, and states what every bus
+promises. `grounds.py` has the grounds: the simulated bus, the embedded broker, Apache Kafka.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.consumer import assign_all, consumer, record_of
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import BusSettings
+from headrace_runtime.wire import Record
+
+WAIT_MAX_S = 60.0
+
+
+class Ground(Protocol):
+    """`draw` is the scenario's source of chance; the seed is printed."""
+
+    bus: BusSettings
+    folder: Path
+    draw: random.Random
+
+    async def create(self, partitions: int) -> str:
+        """A topic that is empty; returns its name."""
+
+    def spawn(self, main: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+        """Run something as a process of its own would, beside the scenario."""
+
+
+Scenario = Callable[[Ground], Coroutine[Any, Any, None]]
+
+
+@contextlib.asynccontextmanager
+async def producing(ground: Ground) -> AsyncIterator[AIOKafkaProducer]:
+    """The client inside `EventProducer`, with the options that it has there."""
+    made = EventProducer(ground.bus, "used", BlobStore(f"memory://{ground.folder.name}"))
+    await made.start()
+    try:
+        yield made._producer
+    finally:
+        await made.stop()
+
+
+@contextlib.asynccontextmanager
+async def consuming(ground: Ground, **options: object) -> AsyncIterator[AIOKafkaConsumer]:
+    """A consumer with our defaults, started, with nothing assigned."""
+    made = consumer(ground.bus, "used", **options)
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+async def send(producer: AIOKafkaProducer, topic: str, values: Iterable[bytes], partition: int = 0) -> None:
+    """Send all in order to one partition and wait until the bus has them."""
+    await asyncio.gather(*[await producer.send(topic, value, b"k", partition, headers=[]) for value in values])
+
+
+async def poll(reader: AIOKafkaConsumer, *places: TopicPartition, records_max: int | None = None) -> list[Record]:
+    found = await reader.getmany(*places, timeout_ms=100, max_records=records_max)
+    return [record_of(message) for messages in found.values() for message in messages]
+
+
+async def take(reader: AIOKafkaConsumer, count: int) -> list[Record]:
+    """The next `count` records, as they come; fails when there are more, or when they do not come."""
+    taken: list[Record] = []
+    async with asyncio.timeout(WAIT_MAX_S):
+        while len(taken) < count:
+            taken += await poll(reader)
+    assert len(taken) == count
+    return taken
+
+
+async def everything(ground: Ground, topic: str) -> list[list[Record]]:
+    """All that is on a topic now, by partition."""
+    async with consuming(ground) as reader:
+        places = await assign_all(reader, topic)
+        ends = await reader.end_offsets(places)
+        taken = await take(reader, sum(ends.values()))
+    return [[record for record in taken if record.partition == place.partition] for place in places]
+
+
+async def eventually(holds: Callable[[], Awaitable[bool] | bool], what: str) -> None:
+    """Let time pass until it holds. Raises `AssertionError` when it does not come to that."""
+    deadline_s = asyncio.get_running_loop().time() + WAIT_MAX_S
+    while True:
+        held = holds()
+        if held if isinstance(held, bool) else await held:
+            return
+        assert asyncio.get_running_loop().time() < deadline_s, f"never: {what}"
+        await asyncio.sleep(0.05)
+
+
+def offsets(records: Sequence[Record]) -> list[int]:
+    return [record.offset for record in records]
+
+
+def values(records: Sequence[Record]) -> list[bytes | None]:
+    return [record.value for record in records]

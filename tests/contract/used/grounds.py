@@ -1,0 +1,136 @@
+"""The three grounds: the simulated bus on its virtual clock, and a bus at an address, which is real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import tempfile
+import uuid
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+
+from headrace_runtime.settings import BusSettings
+from tests.contract.bus.clients import eventually
+from tests.contract.used.ground import Scenario
+from tests.simulation import kafka, world
+from tests.simulation.bus import Bus
+from tests.simulation.loop import VirtualLoop
+from tests.simulation.mishaps import Mishaps
+from tests.simulation.process import Process, TaskGroup, alive, end, task_factory
+from tests.simulation.trace import Trace
+
+if TYPE_CHECKING:
+    from tests.simulation.database import Server
+
+
+class RealGround:
+    """A bus that listens somewhere. Processes are tasks."""
+
+    def __init__(self, address: str, folder: Path, seed: int) -> None:
+        self.bus = BusSettings(address=address, session_timeout_s=6.0)
+        self.folder = folder
+        self.draw = random.Random(seed)
+
+    async def create(self, partitions: int) -> str:
+        admin = AIOKafkaAdminClient(bootstrap_servers=self.bus.address)
+        await admin.start()
+        try:
+            name = f"used-{uuid.uuid4().hex[:12]}"
+            response = await admin.create_topics([NewTopic(name, partitions, 1)])
+            assert [code for _, code, _ in response.topic_errors] == [0]
+            await eventually(lambda: _known(admin, name))
+        finally:
+            await admin.close()
+        return name
+
+    def spawn(self, main: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+        return asyncio.get_running_loop().create_task(main())
+
+
+async def _known(admin: AIOKafkaAdminClient, topic: str) -> bool:
+    """Kafka answers the creation a little before its metadata has the topic."""
+    (described,) = await admin.describe_topics([topic])
+    return described["error_code"] == 0 and all(place["leader"] >= 0 for place in described["partitions"])
+
+
+class SimulatedGround:
+    """A `World` with a bus and nothing else; no fault is ordered, but chance deals with everything that it may."""
+
+    request_timeout_s = 3.0
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        """`bus` is what services are told; the bus itself is what the simulated clients find in their world."""
+        self.folder = folder
+        self.draw = random.Random(seed)
+        self.bus = BusSettings(address="simulated:9092", request_timeout_s=self.request_timeout_s)
+        self.world = _World(seed, self.request_timeout_s)
+        self._made = 0
+
+    async def create(self, partitions: int) -> str:
+        self._made += 1
+        name = f"used-{self._made}"
+        self.world.bus.create(name, partitions)
+        return name
+
+    def spawn(self, main: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+        self._made += 1
+        return Process(f"process-{self._made}", "used", 0).spawn(main())
+
+
+class _World:
+    def __init__(self, seed: int, request_timeout_s: float) -> None:
+        self.bus = Bus(random.Random(f"bus {seed}"), Trace())
+        self.injected: Counter[str] = Counter()
+        self.mishaps = Mishaps(self.count)
+        self.databases: dict[str, Server] = {}
+        self.request_timeout_s = request_timeout_s
+        self.skews_s: dict[str, float] = {}
+
+    def count(self, fault: str) -> None:
+        self.injected[fault] += 1
+
+
+def play_for_real(scenario: Scenario, address: str, folder: Path, seed: int) -> None:
+    """Raises what the scenario raises."""
+    asyncio.run(scenario(RealGround(address, folder, seed)))
+
+
+def play_simulated(scenario: Scenario, seed: int) -> None:
+    """The same in the simulated world, where no time passes outside. Raises what the scenario raises."""
+    with tempfile.TemporaryDirectory(prefix="headrace-") as folder, _installed():
+        ground = SimulatedGround(Path(folder), seed)
+        loop = VirtualLoop(lambda: ground.world.bus.draw.random() * 1e-3, alive)
+        loop.set_task_factory(task_factory)
+        asyncio.set_event_loop(loop)
+        world.enter(ground.world)
+        try:
+            loop.run_until_complete(_play(scenario, ground))
+        finally:
+            world.leave()
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            asyncio.set_event_loop(None)
+            loop.close()
+
+
+@contextlib.contextmanager
+def _installed() -> Iterator[None]:
+    """What the simulation puts in place of Kafka's clients, and nothing else of it."""
+    with contextlib.ExitStack() as stack:
+        for name, substitute in {**kafka.STANDS_FOR, "asyncio.TaskGroup": TaskGroup}.items():
+            stack.enter_context(mock.patch(name, substitute))
+        yield
+
+
+async def _play(scenario: Scenario, ground: SimulatedGround) -> None:
+    me = asyncio.current_task()
+    try:
+        await Process("scenario", "used", 0).spawn(scenario(ground))
+    finally:
+        with contextlib.suppress(AssertionError):  # what went wrong before matters more
+            await end(lambda: [task for task in asyncio.all_tasks() if task is not me], "these do not end")

@@ -1,0 +1,262 @@
+"""What our stream host relies on. `FaustHost` is the real one; what it hands records to is a `Handler`.
+
+On the real buses Faust is underneath, on the simulated one what stands for it. Members stop as processes do that are
+told to; death without a word is the business of the tests that kill processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, cast
+
+from aiokafka import AIOKafkaProducer, TopicPartition
+
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.faust_host import FaustHost
+from headrace_runtime.offsets import Offsets
+from headrace_runtime.processor import Processor
+from headrace_runtime.wire import Record
+from tests.contract.used.ground import Ground, Scenario, consuming, eventually, everything, producing, send
+
+_COMMITS_WITHIN_S = 2.5
+"""Some commit intervals of the host: whoever wanted to commit has done so."""
+
+
+class Handler:
+    """In place of a `Processor`: notes what comes; while it is `closed`, nothing is finished."""
+
+    ends: Any = None
+
+    def __init__(self, refuses: bytes | None = None) -> None:
+        self.refuses = refuses
+        self.starts: Mapping[tuple[str, int], int] = {}
+        self.seen: list[Record] = []
+        self.handled: list[Record] = []
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def recover(self, starts: Mapping[tuple[str, int], int]) -> None:
+        self.starts = starts
+
+    async def process(self, records: Sequence[Record]) -> None:
+        self.seen += records
+        await self.open.wait()
+        for record in records:
+            if record.value is not None and record.value == self.refuses:
+                raise Unavailable("it is refused")
+            self.handled.append(record)
+
+    async def prune(self) -> None:
+        """There is nothing to forget."""
+
+
+class Member:
+    """One host of a group."""
+
+    def __init__(
+        self, ground: Ground, group: str, *topics: str, batch_max: int = 1, refuses: bytes | None = None
+    ) -> None:
+        self.handler = Handler(refuses)
+        self._ground = ground
+        self._topics = topics
+        self._group = group
+        self._batch_max = batch_max
+        self._host: FaustHost | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = self._ground.spawn(self._run)
+
+    async def stop(self) -> None:
+        """As SIGTERM does."""
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def ended(self) -> BaseException | None:
+        """Wait until it ends by itself; what it ended by."""
+        assert self._task is not None
+        await asyncio.wait([self._task], timeout=60)
+        return self._task.exception()
+
+    def waiting(self) -> list[TopicPartition]:
+        """Where the records come from that it was given and has not begun to handle."""
+        if self._host is None:
+            return []
+        queued = [event.message for event in cast(Any, self._host._queue)._queue]
+        return [TopicPartition(message.topic, message.partition) for message in queued]
+
+    async def _run(self) -> None:
+        self._host = FaustHost(
+            cast(Processor, self.handler),
+            self._topics,
+            self._ground.bus,
+            group=self._group,
+            folder=self._ground.folder / f"{self._group}-{id(self)}",
+            batch_max=self._batch_max,
+        )
+        await self._host.run()
+
+
+@contextlib.asynccontextmanager
+async def _started(*members: Member) -> AsyncIterator[None]:
+    for member in members:
+        member.start()
+    try:
+        yield
+    finally:
+        for member in members:
+            await member.stop()
+
+
+def _group(ground: Ground) -> str:
+    """A name that no other scenario has."""
+    return f"used-{ground.draw.getrandbits(64):016x}"
+
+
+async def _starts(ground: Ground, group: str, *topics: str) -> Mapping[tuple[str, int], int]:
+    """What the host itself asks before it starts."""
+    asked = Offsets(ground.bus, group)
+    await asked.start()
+    try:
+        return await asked.starts(topics)
+    finally:
+        await asked.stop()
+
+
+async def _ends(ground: Ground, *topics: str) -> Mapping[tuple[str, int], int]:
+    asked = Offsets(ground.bus, None, "used")
+    await asked.start()
+    try:
+        return {(topic, number): end for topic in topics for number, end in (await asked.ends(topic)).items()}
+    finally:
+        await asked.stop()
+
+
+def _places(records: Sequence[Record]) -> dict[tuple[str, int], list[int]]:
+    found: dict[tuple[str, int], list[int]] = {}
+    for record in records:
+        found.setdefault((record.topic, record.partition), []).append(record.offset)
+    return found
+
+
+async def restart_goes_on_where_it_acknowledged(ground: Ground) -> None:
+    """Two topics with one agent. What was acknowledged before a stop is not handled again, all else is, in order."""
+    topics = [await ground.create(2), await ground.create(2)]
+    group = _group(ground)
+    async with producing(ground) as producer:
+        for topic in topics:
+            for partition in range(2):
+                await send(producer, topic, [b"%d:%d" % (partition, number) for number in range(10)], partition)
+        odd = await producer.send(topics[0], None, b"", 0, headers=[("a", b"1"), ("a", b""), ("b", b"2")])
+        await odd
+        await send(producer, topics[0], [b"refused", b"behind it"], 0)
+        first = Member(ground, group, *topics, refuses=b"refused")
+        first.start()
+        error = await first.ended()
+        assert isinstance(error, BaseExceptionGroup)
+        assert error.subgroup(Unavailable) is not None
+        assert (await _starts(ground, group, *topics))[topics[0], 0] == 11, "up to what was refused"
+        await send(producer, topics[1], [b"later"], 1)
+    assert set(first.handler.starts.values()) == {0}
+    second = Member(ground, group, *topics)
+    async with _started(second):
+        ends = await _ends(ground, *topics)
+        sent = sum(ends.values())
+        await eventually(lambda: len(first.handler.handled) + len(second.handler.handled) >= sent, "all is handled")
+    handled = [*first.handler.handled, *second.handler.handled]
+    assert _places(handled) == {place: list(range(end)) for place, end in ends.items()}, "each once, in order"
+    assert second.handler.starts[topics[0], 0] == 11
+    assert await _starts(ground, group, *topics) == ends, "a clean stop commits what was acknowledged"
+    on_the_bus = [record for topic in topics for records in await everything(ground, topic) for record in records]
+    assert sorted(handled, key=repr) == sorted(on_the_bus, key=repr), "a host gets what a consumer gets"
+
+
+async def committed_is_seen_by_others(ground: Ground) -> None:
+    """By a consumer that only asks, and by one that is assigned by hand under the same group; by no other group."""
+    topic, group = await ground.create(1), _group(ground)
+    place = TopicPartition(topic, 0)
+    member = Member(ground, group, topic)
+    async with producing(ground) as producer, consuming(ground, group_id=group) as asking:
+        assert await asking.committed(place) is None
+        await send(producer, topic, [b"1", b"2", b"3"])
+        async with _started(member):
+            await eventually(lambda: len(member.handler.handled) == 3, "all is handled")
+
+            async def committed() -> bool:
+                return bool(await asking.committed(place) == 3)
+
+            await eventually(committed, "it commits while it runs")
+        await send(producer, topic, [b"4"])
+        asking.assign([place])
+        assert await asking.position(place) == 3
+        async with consuming(ground, group_id=f"{group}-other") as stranger:
+            assert await stranger.committed(place) is None
+            stranger.assign([place])
+            assert await stranger.position(place) == 0
+
+
+async def members_share_and_survivors_take_over(ground: Ground) -> None:
+    """And the late acknowledgement of a former owner changes nothing: the new owner handles the record, too.
+
+    Whose partitions are dealt out anew may be given again what it has not committed, so not all comes once.
+    """
+    topic, group = await ground.create(4), _group(ground)
+    old, new = (Member(ground, group, topic, batch_max=50) for _ in range(2))
+    async with producing(ground) as producer, contextlib.AsyncExitStack() as stack:
+        await _send_to_each(producer, topic, b"first")
+        old.handler.open.clear()
+        old.start()
+        stack.push_async_callback(old.stop)
+        await eventually(lambda: len(_given(old)) == 4, "the first member is given everything")
+        new.handler.open.clear()
+        async with _started(new):
+            await eventually(lambda: len(_given(new)) == 2, "the second member is given its half")
+            moved = _given(new)
+            old.handler.open.set()
+            await eventually(lambda: len(_handled(old)) == 4, "the former owner finishes, late")
+            await asyncio.sleep(_COMMITS_WITHIN_S)
+            committed = await _starts(ground, group, topic)
+            expected = {(topic, number): int(number not in moved) for number in range(4)}
+            assert committed == expected, f"{moved} moved, committed are {committed}"
+            new.handler.open.set()
+            await eventually(lambda: _handled(new) == moved, "the new owner handles what it got")
+            await old.stop()
+            await _send_to_each(producer, topic, b"second")
+            await eventually(lambda: len(_handled(new, b"second")) == 4, "the survivor takes over")
+
+            async def all_committed() -> bool:
+                return await _starts(ground, group, topic) == await _ends(ground, topic)
+
+            await eventually(all_committed, "what came again is committed, too")
+        assert not _handled(old, b"second")
+
+
+async def _send_to_each(producer: AIOKafkaProducer, topic: str, value: bytes) -> None:
+    for partition in range(4):
+        await send(producer, topic, [value], partition)
+
+
+def _given(member: Member) -> set[int]:
+    """Partitions of what it was given up to now."""
+    return {place.partition for place in member.waiting()} | {record.partition for record in member.handler.seen}
+
+
+def _handled(member: Member, value: bytes = b"first") -> set[int]:
+    return {record.partition for record in member.handler.handled if record.value == value}
+
+
+HOSTING: tuple[Scenario, ...] = (
+    restart_goes_on_where_it_acknowledged,
+    committed_is_seen_by_others,
+    members_share_and_survivors_take_over,
+)
+
+
+async def hosts_beside_each_other(ground: Ground) -> None:
+    """All of the above at once, in groups of their own: real members take seconds to come and to go."""
+    async with asyncio.TaskGroup() as group:
+        for scenario in HOSTING:
+            group.create_task(scenario(ground))

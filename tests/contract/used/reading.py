@@ -1,0 +1,204 @@
+"""What our readers without a group rely on: tables, the trainer's source, the registry's reader, offsets."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiokafka import TopicPartition
+from aiokafka.errors import ConsumerStoppedError, IllegalOperation, IllegalStateError
+
+from headrace_runtime.consumer import assign_all, partitions_of
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.wire import Record
+from tests.contract.used.ground import (
+    Ground,
+    Scenario,
+    consuming,
+    eventually,
+    offsets,
+    poll,
+    producing,
+    send,
+    take,
+    values,
+)
+
+
+async def _filled(ground: Ground, *counts: int) -> str:
+    """A topic with so many records in each partition; each says its partition and offset."""
+    topic = await ground.create(len(counts))
+    async with producing(ground) as producer:
+        for partition, count in enumerate(counts):
+            await send(producer, topic, [b"%d:%d" % (partition, number) for number in range(count)], partition)
+    return topic
+
+
+async def begin_end_and_position(ground: Ground) -> None:
+    topic = await _filled(ground, 3, 0)
+    async with consuming(ground) as reader:
+        assert await partitions_of(reader, topic) == [TopicPartition(topic, 0), TopicPartition(topic, 1)]
+        first, empty = places = await assign_all(reader, topic)
+        assert await reader.beginning_offsets(places) == {first: 0, empty: 0}
+        assert await reader.end_offsets(places) == {first: 3, empty: 0}
+        assert [await reader.position(place) for place in places] == [0, 0], "our readers begin at the oldest record"
+        assert values(await take(reader, 3)) == [b"0:0", b"0:1", b"0:2"]
+        assert [await reader.position(place) for place in places] == [3, 0]
+
+
+async def unknown_topics_have_no_partitions(ground: Ground) -> None:
+    async with consuming(ground) as reader:
+        with pytest.raises(Unavailable, match="does not exist yet"):
+            await partitions_of(reader, "no-such-topic")
+
+
+async def seek_anywhere(ground: Ground) -> None:
+    """Forth, back, to the beginning, to the end; the position is the new one at once."""
+    topic = await _filled(ground, 40)
+    place = TopicPartition(topic, 0)
+    async with consuming(ground) as reader:
+        reader.assign([place])
+        for offset in (ground.draw.randrange(40), 39, 0, ground.draw.randrange(40)):
+            reader.seek(place, offset)
+            assert await reader.position(place) == offset
+            assert offsets(await take(reader, 40 - offset)) == list(range(offset, 40))
+        await reader.seek_to_beginning(place)
+        assert await reader.position(place) == 0
+        assert offsets(await take(reader, 40)) == list(range(40))
+        reader.seek(place, 40)
+        assert await poll(reader) == []
+        async with producing(ground) as producer:
+            await send(producer, topic, [b"new"])
+        assert values(await take(reader, 1)) == [b"new"]
+
+
+async def behind_the_end_starts_over(ground: Ground) -> None:
+    """A bus that was replaced ends before the position: we have told our readers to read from the oldest record."""
+    topic = await _filled(ground, 4)
+    place = TopicPartition(topic, 0)
+    async with consuming(ground) as reader:
+        reader.assign([place])
+        reader.seek(place, 9)
+        assert offsets(await take(reader, 4)) == [0, 1, 2, 3]
+
+
+async def some_at_a_time(ground: Ground) -> None:
+    """Never more than `max_records`, only from the places that were asked for, and in the end each record once."""
+    topic = await _filled(ground, 30, 30, 30)
+    taken: list[Record] = []
+    async with consuming(ground) as reader:
+        places = await assign_all(reader, topic)
+        for _ in range(12):
+            room, asked = ground.draw.randint(1, 7), ground.draw.sample(places, ground.draw.randint(1, 2))
+            found = await poll(reader, *asked, records_max=room)
+            assert len(found) <= room
+            assert {record.partition for record in found} <= {place.partition for place in asked}
+            taken += found
+        taken += await take(reader, 90 - len(taken))
+        assert await poll(reader) == []
+    for place in places:
+        assert offsets([one for one in taken if one.partition == place.partition]) == list(range(30))
+
+
+async def paused_places_wait(ground: Ground) -> None:
+    """Also with what was fetched before the pause; where they wait does not move, and resuming loses nothing."""
+    topic = await _filled(ground, 20, 20)
+    async with consuming(ground) as reader:
+        held, open_ = await assign_all(reader, topic)
+        before: list[Record] = []
+        while len(before) < 3:
+            before += await poll(reader, held, records_max=1)
+        reader.pause(held)
+        assert {record.partition for record in await take(reader, 20)} == {open_.partition}
+        assert await poll(reader) == []
+        assert await poll(reader, held) == []
+        assert await reader.position(held) == 3
+        reader.pause(held)
+        reader.resume(held, open_)
+        after = await take(reader, 17)
+        assert offsets([*before, *after]) == list(range(20))
+
+
+async def a_pause_survives_seeking(ground: Ground) -> None:
+    topic = await _filled(ground, 5)
+    place = TopicPartition(topic, 0)
+    async with consuming(ground) as reader:
+        reader.assign([place])
+        reader.pause(place)
+        reader.seek(place, 2)
+        assert await poll(reader) == []
+        reader.resume(place)
+        assert offsets(await take(reader, 3)) == [2, 3, 4]
+
+
+async def assigning_forgets(ground: Ground) -> None:
+    """Positions and pauses of the assignment before."""
+    topic = await _filled(ground, 3, 3)
+    first, second = TopicPartition(topic, 0), TopicPartition(topic, 1)
+    async with consuming(ground) as reader:
+        reader.assign([first])
+        await take(reader, 3)
+        reader.pause(first)
+        reader.assign([first, second])
+        assert sorted(values(await take(reader, 6)), key=str) == [b"0:0", b"0:1", b"0:2", b"1:0", b"1:1", b"1:2"]
+        reader.assign([second])
+        assert values(await take(reader, 3)) == [b"1:0", b"1:1", b"1:2"]
+
+
+async def what_is_not_ours_is_refused(ground: Ground) -> None:
+    topic = await _filled(ground, 1, 1)
+    mine, other = TopicPartition(topic, 0), TopicPartition(topic, 1)
+    async with consuming(ground) as reader:
+        reader.assign([mine])
+        with pytest.raises(IllegalStateError):
+            reader.seek(other, 0)
+        with pytest.raises(IllegalStateError):
+            await reader.seek_to_beginning(other)
+        with pytest.raises(IllegalStateError):
+            await reader.position(other)
+        with pytest.raises(IllegalStateError):
+            reader.pause(other)
+        with pytest.raises(IllegalStateError):
+            reader.resume(other)
+        with pytest.raises(ValueError, match="positive"):
+            reader.seek(mine, -1)
+        with pytest.raises(IllegalOperation):
+            await reader.committed(mine)
+        assert values(await take(reader, 1)) == [b"0:0"]
+    with pytest.raises(ConsumerStoppedError):
+        await reader.getmany(timeout_ms=0)
+
+
+async def readers_do_not_meet(ground: Ground) -> None:
+    """Without a group everybody reads everything, and a reader that waits hears of new records."""
+    topic = await _filled(ground, 6)
+    place = TopicPartition(topic, 0)
+    async with consuming(ground) as one, consuming(ground) as other, producing(ground) as producer:
+        one.assign([place])
+        other.assign([place])
+        other.seek(place, 4)
+        assert offsets(await take(one, 6)) == [0, 1, 2, 3, 4, 5]
+        assert offsets(await take(other, 2)) == [4, 5]
+        waiting = asyncio.create_task(take(one, 2))
+        await send(producer, topic, [b"a", b"b"])
+        assert values(await waiting) == [b"a", b"b"]
+
+        async def told() -> bool:
+            return bool((await other.end_offsets([place]))[place] == 8)
+
+        await eventually(told, "the end moves")
+        assert await other.position(place) == 6
+
+
+READING: tuple[Scenario, ...] = (
+    begin_end_and_position,
+    unknown_topics_have_no_partitions,
+    seek_anywhere,
+    behind_the_end_starts_over,
+    some_at_a_time,
+    paused_places_wait,
+    a_pause_survives_seeking,
+    assigning_forgets,
+    what_is_not_ours_is_refused,
+    readers_do_not_meet,
+)

@@ -1,0 +1,13 @@
+"""Which names of Kafka's client libraries and of Faust the simulated bus stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tests.simulation import clients, faust_app
+
+STANDS_FOR: Mapping[str, object] = {
+    "headrace_runtime.producer.AIOKafkaProducer": clients.Producer,
+    "headrace_runtime.consumer.AIOKafkaConsumer": clients.Consumer,
+    "headrace_runtime.faust_host._app": faust_app.App,
+}
