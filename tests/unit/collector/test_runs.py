@@ -69,6 +69,11 @@ def test_run_ids_of_the_client_split_a_named_session() -> None:
     assert runs([a, c], feedback("s", a, c, run_id="0", task_id="t")) == [[a, c]], "a task's name makes no other run"
 
 
+def test_a_name_is_one_run_whoever_gave_it() -> None:
+    a, b, c = (ask([user("q")], at=at, run_id=run) for at, run in enumerate(["0", "1", None]))
+    assert runs([a, b, c], feedback("s", c, run_id="0")) == [[a, c], [b]], "the client or the feedback"
+
+
 def test_one_name_alone_splits_nothing() -> None:
     named, unnamed = ask([user("a")], at=0, run_id="0"), ask([user("b")], at=1)
     assert runs([named, unnamed]) == [[named, unnamed]]
@@ -160,6 +165,11 @@ def test_runs_that_the_client_numbers_itself_need_no_session() -> None:
     rewritten = implicit([user("summary")], at=2, run_id="0")
     unnamed = implicit(after(rewritten, user("m")), at=3)
     assert runs([a, b, rewritten, unnamed]) == [[a, rewritten, unnamed], [b]]
+
+
+def test_tasks_that_count_their_runs_from_zero_are_told_apart_without_a_session() -> None:
+    a, b = (implicit([user("q")], "x", at=at, task_id=task, run_id="0") for at, task in enumerate("tu"))
+    assert runs([a, b]) == [[a], [b]]
 
 
 def test_a_retry_is_in_the_run_of_what_it_repeats() -> None:
