@@ -189,11 +189,12 @@ def test_small_batches_are_read_many_at_a_time(broker: Harness, partition: int) 
     for number in range(20):
         broker.put(partition, (b"%d" % number, b""))
     _transaction(broker, partition, (b"a", b""), commit=True)
+    broker.put(partition, (b"behind the marker", b""))
     broker.put(partition, (b"z", b""))
-    work = compaction.Pass(partition, 0, 22, 0, -1, 1000)
+    work = compaction.Pass(partition, 0, 23, 0, -1, 1000)
     compaction.begin(broker.reader, work)
     assert compaction.index(broker.reader, work)
-    assert len(work.newest) == 21
+    assert len(work.newest) == 22
     assert not compaction.index(broker.reader, work)
 
 

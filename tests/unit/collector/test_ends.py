@@ -181,16 +181,15 @@ async def test_a_lagging_collector_splits_no_session(stream: Bench) -> None:
 
 
 async def test_an_end_that_nothing_can_reach_is_applied_in_the_end(stream: Bench) -> None:
-    turn = ask([user("q")])
-    await stream.deliver(turn)
-    stream.append("turns", None)  # say, a transaction marker, which no consumer ever sees
-    await stream.deliver(end())
-    await pass_time(stream, 200)
-    assert turns_of(stream) == []
-    await pass_time(stream, 699)
-    assert turns_of(stream) == []
-    await pass_time(stream, 1)
-    assert turns_of(stream) == [("end_call", [turn.turn_id])]
+    for number, session in enumerate(("at the start", "later")):
+        turn = ask([user("q")], session=session)
+        await stream.deliver(turn)
+        stream.append("turns", None)  # say, a transaction marker, which no consumer ever sees
+        await stream.deliver(end(session))
+        await pass_time(stream, 899)
+        assert len(turns_of(stream)) == number
+        await pass_time(stream, 1)
+        assert turns_of(stream)[number:] == [("end_call", [turn.turn_id])]
 
 
 async def test_what_comes_after_the_end_is_a_trajectory_of_its_own(stream: Bench) -> None:
@@ -306,6 +305,18 @@ async def test_an_idle_run_is_found_once_while_its_end_waits(stream: Bench) -> N
     assert await stream.count("ends") == 2
 
 
+async def test_each_run_of_a_session_is_looked_at_when_it_may_be_idle(stream: Bench) -> None:
+    quiet, busy = (ask([user("q")], name, at=at, session_source="implicit") for at, name in enumerate("xy"))
+    await stream.deliver(quiet)
+    stream.clock.advance(200)
+    await stream.deliver(busy)
+    idle = partial(find_idle, settings=Settings(idle_s=300), started=START, turns_end={0: 9})
+    for seconds, found in ((100, 1), (199, 1), (1, 2)):
+        stream.clock.advance(seconds)
+        await stream.step(idle)
+        assert await stream.count("ends") == found
+
+
 async def test_many_idle_runs_are_found_in_steps(stream: Bench) -> None:
     turns = [ask([user("q")], session=f"s{number}") for number in range(60)]
     await stream.deliver(*turns)
@@ -326,5 +337,6 @@ async def test_nothing_is_idle_until_a_restarted_collector_has_been_there_as_lon
         await stream.step(idle)
         assert await stream.count("ends") == 0
     stream.clock.advance(2)
-    await stream.step(idle)
-    assert await stream.count("ends") == 1
+    for _ in range(2):
+        await stream.step(idle)
+        assert await stream.count("ends") == 1
