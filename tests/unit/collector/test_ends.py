@@ -207,6 +207,16 @@ async def test_what_comes_after_the_end_is_a_trajectory_of_its_own(stream: Bench
     assert branch.spans[0].start == len(late.prompt_token_ids), "its history is context"
 
 
+async def test_all_that_continues_a_closed_run_is_one_run(stream: Bench) -> None:
+    closed = ask([user("q")], "a", at=0, session_source="implicit")
+    await stream.deliver(closed)
+    await stream.deliver(end())
+    left, right = (ask(after(closed, user(name)), at=1, session_source="implicit") for name in "lr")
+    await stream.deliver(left, right)
+    await stream.deliver(end())
+    assert turns_of(stream)[1:] == [("end_call", [left.turn_id, right.turn_id])]
+
+
 async def test_another_tenant_ends_nothing(stream: Bench) -> None:
     turn = ask([user("q")])
     forged = end(tenant="b").model_copy(update={"session_key": turn.session_key})
