@@ -65,6 +65,43 @@ def test_a_gap_is_read_over(broker: Harness, partition: int) -> None:
     assert [row.offset for row in broker.rows(partition, offset=1)] == [3, 4]
 
 
+def test_what_is_older_than_the_new_part_and_not_in_it_stays(broker: Harness, partition: int) -> None:
+    for key in (b"first", b"second", b"z"):
+        broker.put(partition, (key, b"1"))
+    broker.compact(partition)
+    broker.put(partition, (b"second", b"2"))
+    broker.put(partition, (b"z", b"2"))
+    broker.compact(partition)
+    assert [offset for offset, _, _ in _seen(broker, partition)] == [0, 2, 3, 4]
+
+
+def test_records_without_a_key_stay(broker: Harness, partition: int) -> None:
+    broker.put(partition, (None, b"1"), (b"a", b"1"), (None, b"2"))
+    broker.put(partition, (b"a", b"2"))
+    broker.put(partition, (b"z", b"1"))
+    broker.compact(partition)
+    assert [value for _, _, value in _seen(broker, partition)] == [b"1", b"2", b"2", b"1"]
+
+
+@pytest.mark.parametrize("codec", [0, 1])
+def test_what_was_compressed_stays_so(broker: Harness, partition: int, codec: int) -> None:
+    broker.put(partition, (b"a", b"1"), (b"b", b"1"), compression=codec)
+    broker.put(partition, (b"a", b"2"), compression=codec)
+    broker.put(partition, (b"z", b"1"), compression=codec)
+    broker.compact(partition)
+    assert [found.codec for found in split(broker.fetch(partition).records)] == [codec] * 3
+
+
+def test_what_a_pass_left_is_counted(broker: Harness, partition: int) -> None:
+    for number in range(3):
+        broker.put(partition, (b"a", b"%d" % number), (b"%d" % number, b""))
+    broker.put(partition, (b"z", b"1"))
+    limit = broker.compact(partition).limit
+    left = sum(len(found.raw) for found in split(broker.fetch(partition).records) if found.base_offset < limit)
+    assert compaction.progress(broker.reader, partition) == (6, left)
+    assert compaction.progress(broker.reader, partition + 1) == (0, 0), "of one that was deleted meanwhile"
+
+
 def test_a_tombstone_outlives_its_key_until_it_is_old(broker: Harness, partition: int) -> None:
     broker.put(partition, (b"a", b"1"), timestamps=[1_000])
     broker.put(partition, (b"a", None), timestamps=[2_000])
@@ -86,6 +123,14 @@ def test_what_was_aborted_supersedes_nothing(broker: Harness, partition: int) ->
     assert broker.rows(partition, committed=True) == broker.rows(partition)
     assert broker.db.execute("SELECT count(*) FROM aborted").fetchone() == (0,)
     assert not [found for found in split(broker.fetch(partition).records) if found.control]
+
+
+def test_all_batches_of_what_was_aborted_go(broker: Harness, partition: int) -> None:
+    broker.put(partition, (b"a", b"kept"), (b"b", b"kept"))
+    _transaction(broker, partition, (b"a", b"aborted"), (b"b", b"aborted"), (b"c", b"aborted"), commit=False)
+    broker.put(partition, (b"z", b"end"))
+    broker.compact(partition)
+    assert [found.base_offset for found in split(broker.fetch(partition).records)] == [0, 6]
 
 
 def test_what_is_undecided_is_not_looked_at(broker: Harness, partition: int) -> None:
@@ -140,6 +185,28 @@ def test_a_step_is_small_however_large_the_log_is(broker: Harness, partition: in
     assert len(first) <= 3
 
 
+def test_small_batches_are_read_many_at_a_time(broker: Harness, partition: int) -> None:
+    for number in range(20):
+        broker.put(partition, (b"%d" % number, b""))
+    _transaction(broker, partition, (b"a", b""), commit=True)
+    broker.put(partition, (b"behind the marker", b""))
+    broker.put(partition, (b"z", b""))
+    work = compaction.Pass(partition, 0, 23, 0, -1, 1000)
+    compaction.begin(broker.reader, work)
+    assert compaction.index(broker.reader, work)
+    assert len(work.newest) == 22
+    assert not compaction.index(broker.reader, work)
+
+
+def test_no_batch_is_left_out_between_two_steps(broker: Harness, partition: int) -> None:
+    for turn in range(2):
+        for number in range(6):
+            broker.put(partition, (b"%d" % number, b"%d" % turn + bytes(30_000)))
+    broker.put(partition, (b"z", b""))
+    broker.compact(partition)
+    assert [offset for offset, _, _ in _seen(broker, partition)] == [6, 7, 8, 9, 10, 11, 12]
+
+
 def test_retention_and_compaction_at_once(broker: Harness, partition: int) -> None:
     """What retention deleted between reading and writing is not written again."""
     for number in range(4):
@@ -158,10 +225,12 @@ def test_retention_and_compaction_at_once(broker: Harness, partition: int) -> No
     assert broker.log.partition(partition).bytes == before - saved
 
 
-def _transaction(broker: Harness, partition: int, entry: Entry, *, commit: bool | None) -> None:
+def _transaction(broker: Harness, partition: int, *entries: Entry, commit: bool | None) -> None:
+    """Each entry is a batch of its own."""
     transactions, name = broker.transactions, f"tx-{commit}"
     producer, epoch = broker.run(lambda: transactions.begin_session(name, 1000, 0))
     broker.run(lambda: transactions.add_partitions(name, producer, epoch, {partition}, 0))
-    broker.put(partition, entry, producer_id=producer, epoch=epoch, sequence=0, transactional=True)
+    for sequence, entry in enumerate(entries):
+        broker.put(partition, entry, producer_id=producer, epoch=epoch, sequence=sequence, transactional=True)
     if commit is not None:
         broker.run(lambda: transactions.end(name, producer, epoch, commit=commit, now_ms=0))

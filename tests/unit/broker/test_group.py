@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.group import Group, Member, Phase
 from headrace_broker.group_state import restore, saved
 from headrace_broker.protocol.groups import (
+    JoinedMember,
     JoinGroupRequest,
+    JoinGroupResponse,
     Protocol,
+    SyncGroupRequest,
+    SyncGroupResponse,
 )
+from headrace_broker.settings import BrokerSettings
 from tests.unit.broker.group_clients import BOTH, RANGE, Clients
 
 
@@ -25,8 +32,9 @@ def test_one_member(clients: Clients) -> None:
     assert (answer.generation_id, answer.leader, answer.protocol_name) == (1, a, "range")
     assert [m.member_id for m in answer.members] == [a]
     assert clients.phase() is Phase.COMPLETING
+    assert not clients.group.changed, "nothing to save before the assignments"
     clients.sync(a, {a: b"all"})
-    assert clients.synced[a].assignment == b"all"
+    assert clients.synced[a] == SyncGroupResponse(0, Code.NONE, b"all")
     assert clients.phase() is Phase.STABLE
     assert clients.group.changed
 
@@ -111,8 +119,10 @@ def test_leaving_ends_the_wait_of_the_others(clients: Clients) -> None:
     clients.join(b)
     assert clients.joined[b].leader == b
     clients.sync(b, {b: b"all"})
+    clients.group.changed = False
     clients.group.leave(b, clients.now)
     assert clients.phase() is Phase.EMPTY
+    assert clients.group.changed, "that nobody is left is saved"
     assert clients.group.generation == 4
 
 
@@ -149,6 +159,76 @@ def test_a_follower_that_joins_again_unchanged_changes_nothing(clients: Clients)
     assert clients.phase() is Phase.PREPARING
 
 
+def test_only_the_last_of_two_equal_requests_waits(clients: Clients) -> None:
+    a = clients.join()
+    clients.sync(a, {a: b"all"})
+    b = clients.join()
+    clients.join(b)
+    assert clients.joined[b] == JoinGroupResponse(0, Code.REBALANCE_IN_PROGRESS, -1, "", "", b, ())
+    clients.join(a)
+    assert clients.joined[b].error_code == Code.NONE
+    clients.sync(b)
+    clients.sync(b)
+    assert clients.synced[b] == SyncGroupResponse(0, Code.REBALANCE_IN_PROGRESS, b"")
+
+
+def test_who_leaves_while_it_waits_hears_that_it_is_no_member(clients: Clients) -> None:
+    a = clients.join()
+    clients.sync(a, {a: b"all"})
+    b = clients.join()
+    clients.group.leave(b, clients.now)
+    assert clients.joined[b] == JoinGroupResponse(0, Code.UNKNOWN_MEMBER_ID, -1, "", "", b, ())
+    b = clients.join()
+    clients.join(a)
+    clients.sync(b)
+    clients.group.leave(b, clients.now)
+    assert clients.synced[b] == SyncGroupResponse(0, Code.UNKNOWN_MEMBER_ID, b"")
+
+
+def test_the_leader_learns_what_each_member_subscribes_to(clients: Clients) -> None:
+    a = clients.join(protocols=BOTH)
+    clients.sync(a)
+    b = clients.join(protocols=(Protocol("range", b"its topics"),))
+    clients.join(a, protocols=BOTH)
+    told = (JoinedMember(a, None, b"r"), JoinedMember(b, None, b"its topics"))
+    assert clients.joined[a] == JoinGroupResponse(0, Code.NONE, 2, "range", a, a, told)
+
+
+def test_who_has_been_there_longest_leads_when_the_leader_is_gone(clients: Clients) -> None:
+    a, b, c = clients.join(), clients.join(), clients.join()
+    clients.settle(a, b, c)
+    clients.group.leave(a, clients.now)
+    clients.join(c)
+    clients.join(b)
+    assert clients.group.leader == b
+
+
+def test_a_time_is_over_when_it_has_passed_not_when_it_is_reached(clients: Clients) -> None:
+    with pytest.raises(Rejected):
+        clients.group.join(*_first_call("x", expires_s=4), lambda _: None, 0)
+    clients.pass_time(4)
+    a = clients.join("x", session_s=10, rebalance_s=20)
+    clients.sync(a)
+    clients.pass_time(10)
+    assert clients.heartbeat(a) is Code.NONE
+    b = clients.join(session_s=60)
+    clients.pass_time(10)
+    clients.heartbeat(a)
+    clients.pass_time(10)
+    assert set(clients.group.members) == {a, b}, "20 s to join again"
+    clients.join(a, session_s=60)
+    clients.sync(b)
+    clients.pass_time(20)
+    assert set(clients.group.members) == {a, b}, "20 s to assign"
+    clients.pass_time(0.1)
+    assert set(clients.group.members) == {b}
+
+
+def _first_call(member_id: str, expires_s: float) -> tuple[JoinGroupRequest, Member]:
+    request = JoinGroupRequest("g", 10_000, 10_000, "", None, "consumer", RANGE)
+    return request, Member(member_id, None, "c", "h", 10, 10, RANGE, expires_s=expires_s)
+
+
 def test_changed_subscriptions_rebalance(clients: Clients) -> None:
     a, b = clients.join(), clients.join()
     clients.settle(a, b)
@@ -170,10 +250,8 @@ def test_the_protocol_that_all_know_and_most_like(clients: Clients) -> None:
 
 
 def test_ids_that_nobody_came_back_with_are_forgotten(clients: Clients) -> None:
-    request = JoinGroupRequest("g", 10_000, 10_000, "", None, "consumer", RANGE)
-    member = Member("x", None, "c", "h", 10, 10, RANGE, expires_s=10)
     with pytest.raises(Rejected) as caught:
-        clients.group.join(request, member, lambda _: None, 0)
+        clients.group.join(*_first_call("x", expires_s=10), lambda _: None, 0)
     assert caught.value.code is Code.MEMBER_ID_REQUIRED
     clients.pass_time(11)
     with pytest.raises(Rejected) as caught:
@@ -187,11 +265,28 @@ def test_a_full_group(clients: Clients) -> None:
     with pytest.raises(Rejected) as caught:
         clients.join()
     assert caught.value.code is Code.GROUP_MAX_SIZE_REACHED
+    assert Group("g").members_max == BrokerSettings().group_members_max
+
+
+def test_ids_that_were_given_out_fill_a_group_too(clients: Clients) -> None:
+    clients.group.members_max = 2
+    clients.join()
+    with pytest.raises(Rejected):
+        clients.group.join(*_first_call("x", expires_s=10), lambda _: None, 0)
+    with pytest.raises(Rejected) as caught:
+        clients.join()
+    assert caught.value.code is Code.GROUP_MAX_SIZE_REACHED
+    clients.group.leave("x", clients.now)
+    clients.join()
+    assert len(clients.group.members) == 2
 
 
 def test_commits(clients: Clients) -> None:
     group = clients.group
     group.check_commit("", -1, 0)
+    with pytest.raises(Rejected) as caught:
+        group.check_commit("", 0, 0)
+    assert caught.value.code is Code.UNKNOWN_MEMBER_ID, "who names a generation says that it is a member"
     a = clients.join()
     with pytest.raises(Rejected, match="REBALANCE"):
         group.check_commit(a, 1, 0)
@@ -217,9 +312,11 @@ class TestStaticMembers:
 
     def test_coming_back_under_a_new_id_keeps_the_assignment(self, clients: Clients) -> None:
         a, b = self._two(clients)
+        clients.group.changed = False
         again = clients.join(instance="b")
         assert clients.phase() is Phase.STABLE
-        assert clients.joined[again].generation_id == 2
+        assert clients.group.changed, "its new id is saved"
+        assert clients.joined[again] == JoinGroupResponse(0, Code.NONE, 2, "range", a, again, ())
         clients.sync(again)
         assert clients.synced[again].assignment == b"2"
         assert clients.heartbeat(b) is Code.UNKNOWN_MEMBER_ID
@@ -230,6 +327,54 @@ class TestStaticMembers:
         again = clients.join(instance="a")
         assert clients.joined[again].leader == a != again
         assert clients.group.leader == again
+
+    def test_coming_back_with_another_subscription_rebalances(self, clients: Clients) -> None:
+        self._two(clients)
+        again = clients.join(instance="b", protocols=(Protocol("range", b"other topics"),))
+        assert clients.phase() is Phase.PREPARING
+        assert again not in clients.joined
+
+    def test_coming_back_during_a_rebalance_joins_it(self, clients: Clients) -> None:
+        self._two(clients)
+        clients.join(instance="c")
+        again = clients.join(instance="b")
+        assert clients.phase() is Phase.PREPARING
+        assert again not in clients.joined
+
+    def test_what_the_old_id_waits_for_is_answered_as_fenced(self, clients: Clients) -> None:
+        a, b = self._two(clients)
+        clients.join(b, instance="b", protocols=(Protocol("range", b"other topics"),))
+        clients.joined.pop(b)
+        clients.join(instance="b")
+        assert clients.joined[b] == JoinGroupResponse(0, Code.FENCED_INSTANCE_ID, -1, "", "", b, ())
+        clients.join(a, instance="a")
+        clients.sync(a_follower := next(m for m in clients.group.members if m != clients.group.leader))
+        clients.join(instance="b" if a_follower != a else "a")
+        assert clients.synced[a_follower] == SyncGroupResponse(0, Code.FENCED_INSTANCE_ID, b"")
+
+    def test_a_sync_names_the_right_instance(self, clients: Clients) -> None:
+        _, b = self._two(clients)
+        clients.synced.clear()
+        request = SyncGroupRequest("g", 2, b, "b", ())
+        clients.group.sync(request, partial(clients.synced.__setitem__, b), clients.now)
+        assert clients.synced[b].assignment == b"2"
+        with pytest.raises(Rejected) as caught:
+            clients.group.sync(request._replace(group_instance_id="a"), lambda _: None, clients.now)
+        assert caught.value.code is Code.FENCED_INSTANCE_ID
+
+    def test_one_that_comes_late_waits_for_the_others_that_are_late(self, clients: Clients) -> None:
+        a, b = self._two(clients)
+        c = clients.join(instance="c", session_s=300)
+        clients.group.leave(c, clients.now)
+        for member in clients.group.members.values():
+            member.expires_s = clients.now + 300
+        clients.pass_time(20.1)
+        clients.join(b, instance="b", session_s=300)
+        clients.pass_time(19)
+        assert clients.phase() is Phase.PREPARING
+        clients.join(a, instance="a")
+        assert clients.phase() is Phase.COMPLETING
+        assert len(clients.joined[clients.group.leader].members) == 2
 
     def test_an_id_with_the_wrong_instance_is_fenced(self, clients: Clients) -> None:
         a, _ = self._two(clients)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headrace_broker.batch import parse_produced
 from headrace_broker.errors import Code, Rejected
-from headrace_broker.idempotence import REMEMBERED, SEQUENCES, Producer
+from headrace_broker.idempotence import Producer
 from tests.support.record_batches import batch, patched
 
 
@@ -27,10 +27,10 @@ def test_the_last_five_are_duplicates_and_the_next_is_next(counts: list[int], st
         _accept(producer, sequence, count, offset * 10)
         sent.append((sequence, count, offset * 10))
         sequence += count
-    for known_sequence, count, offset in sent[-REMEMBERED:]:
+    for known_sequence, count, offset in sent[-5:]:
         known = parse_produced(batch([(None, b"x")] * count, producer_id=1, epoch=0, sequence=known_sequence))
         assert producer.duplicate_of(known) == offset
-    for known_sequence, count, _ in sent[:-REMEMBERED]:
+    for known_sequence, count, _ in sent[:-5]:
         _refuses(producer, known_sequence, count, 0, Code.OUT_OF_ORDER_SEQUENCE)
     _refuses(producer, sequence + 1, 1, 0, Code.OUT_OF_ORDER_SEQUENCE)
     _accept(producer, sequence, 1, 999)
@@ -58,11 +58,25 @@ def test_a_duplicate_has_the_same_length() -> None:
     _refuses(producer, 0, 2, 0, Code.OUT_OF_ORDER_SEQUENCE)
 
 
-def test_sequences_wrap() -> None:
+@pytest.mark.parametrize(
+    ("last", "count", "following"),
+    [(2**31 - 2, 3, 1), (2**31 - 1, 1, 0), (2**31 - 2, 1, 2**31 - 1), (2**30, 1, 2**30 + 1)],
+)
+def test_sequences_wrap_behind_the_largest_int32(last: int, count: int, following: int) -> None:
     producer = Producer(0)
-    _accept(producer, SEQUENCES - 2, 3, 0)
-    wrapped = parse_produced(patched(batch(producer_id=1, epoch=0, sequence=1)))
+    _accept(producer, last, count, 0)
+    wrapped = parse_produced(patched(batch(producer_id=1, epoch=0, sequence=following)))
     assert producer.duplicate_of(wrapped) is None
+
+
+def test_a_transaction_is_open_from_its_first_batch_on() -> None:
+    producer = Producer(0)
+    _accept(producer, 0, 1, 10)
+    assert producer.open_from is None
+    for sequence, offset in ((1, 20), (2, 30)):
+        sent = batch(producer_id=1, epoch=0, sequence=sequence, transactional=True)
+        producer.note(parse_produced(sent), offset, now_ms=1)
+        assert producer.open_from == 20
 
 
 def test_it_survives_being_packed() -> None:

@@ -86,6 +86,15 @@ def test_turns_that_cannot_be_trained_are_context() -> None:
     assert sum(branch.loss_mask) == 4
 
 
+def test_a_line_goes_on_where_there_is_most_to_train_however_long_the_rest_is() -> None:
+    first = ask([user("q")], "a")
+    long = ask(after(first, user("m")), "a long answer", sampling=Sampling(temperature=0.0), at=1)
+    short = ask(after(first, user("n")), "b", at=2)
+    graph, dialogues = branches([first, long, short])
+    assert [spans(branch) for branch in graph] == [[(first.turn_id, 0), (short.turn_id, 0)]]
+    assert [dialogue.messages[-1].text for dialogue in dialogues] == ["b", "a long answer"]
+
+
 def test_a_branch_ends_with_its_last_trained_token_and_its_dialogue_with_the_last_word() -> None:
     first = ask([user("q")], "a")
     greedy = ask(after(first, user("m")), "final", sampling=Sampling(temperature=0.0))
@@ -98,6 +107,10 @@ def test_a_line_with_nothing_to_train_is_a_dialogue_and_no_branch() -> None:
     greedy = ask([user("q")], "a", sampling=Sampling(temperature=0.0))
     graph, dialogues = branches([greedy])
     assert (graph, [dialogue.messages[-1].text for dialogue in dialogues]) == ([], ["a"])
+    other = ask([user("r")], "b", at=1, sampling=Sampling(temperature=0.0))
+    more = ask(after(greedy, user("m")), "c", at=2, sampling=Sampling(temperature=0.0))
+    _, dialogues = branches([other, more, greedy])
+    assert [dialogue.messages[-1].text for dialogue in dialogues] == ["c", "b"], "in the order in which they began"
 
 
 def test_a_very_long_line_is_walked_without_recursion() -> None:

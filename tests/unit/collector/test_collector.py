@@ -7,11 +7,12 @@ import random
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from prometheus_client import REGISTRY
 from sqlalchemy import Connection, text
 
 from headrace_collector import schema, upkeep
 from headrace_collector.settings import Settings
-from headrace_schemas import DeadLetter, Event, Message, Trajectory, Turn
+from headrace_schemas import DeadLetter, Event, Message, Sampling, Trajectory, Turn
 from tests.support.streams import START, Bench
 from tests.support.turns import after, ask, commit, end, feedback, tool, user
 from tests.unit.collector.conftest import Open, pass_time, turns_of
@@ -63,8 +64,19 @@ async def test_a_run_that_makes_no_trajectory_is_dead_lettered_and_blocks_nobody
     assert turns_of(stream) == [("end_call", [good.turn_id])]
     (letter,) = stream.sent(DeadLetter)
     assert (letter.reason, letter.source_id, letter.value) == ("invalid_trajectory", bad.turn_id, chatty)
+    assert (letter.source_partition, letter.source_offset) == (None, None), "of no record"
     await stream.deliver(end("bad"))
     assert len(stream.sent(DeadLetter)) == 1
+
+
+async def test_what_is_left_out_of_branches_is_counted(stream: Bench) -> None:
+    def counted() -> float:
+        return REGISTRY.get_sample_value("headrace_collector_left_out_total", {"reason": "truncated_sampling"}) or 0.0
+
+    before = counted()
+    greedy = ask([user("q")], sampling=Sampling(temperature=0.0))
+    await stream.deliver(greedy, ask(after(greedy, user("m")), at=1), end())
+    assert counted() == before + 1
 
 
 async def test_feedback_for_nothing_is_dead_lettered_after_a_while(stream: Bench) -> None:
@@ -253,6 +265,6 @@ async def test_duplicates_and_reordering_change_no_trajectory(with_settings: Ope
     }
 
 
-async def test_a_commit_before_any_session_is_harmless(stream: Bench) -> None:
-    await stream.deliver(commit())
+async def test_an_end_before_any_session_is_harmless(stream: Bench) -> None:
+    await stream.deliver(commit(), end())
     assert (turns_of(stream), await stream.count("ends")) == ([], 0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 
 import pytest
+from sqlalchemy import text
 
 from headrace_collector.idle import find_idle
 from headrace_collector.settings import Settings
+from headrace_runtime.clock import epoch_ms
 from headrace_schemas import DeadLetter, SessionEnd, Trajectory
 from tests.support.streams import START, Bench
 from tests.support.turns import after, ask, commit, end, feedback, tool, user
@@ -21,6 +24,14 @@ async def test_an_end_call_closes_the_session(stream: Bench) -> None:
     assert turns_of(stream) == []
     await stream.deliver(end())
     assert turns_of(stream) == [("end_call", [first.turn_id, second.turn_id])]
+
+
+async def test_an_end_that_overtakes_its_only_turn_waits_for_it(stream: Bench) -> None:
+    (turn,) = stream.produce(ask([user("q")]))
+    await stream.deliver(end())
+    assert await stream.count("ends") == 1
+    await stream.deliver(turn)
+    assert [len(turns) for _, turns in turns_of(stream)] == [1]
 
 
 async def test_an_end_that_overtakes_its_turns_waits_for_them(stream: Bench) -> None:
@@ -46,7 +57,7 @@ async def test_partitions_do_not_wait_for_each_other(stream: Bench) -> None:
 
 
 async def test_an_end_waits_for_feedback_that_was_sent_before_it(stream: Bench) -> None:
-    a, b = (ask([user("q")], text, at=at, session_source="implicit") for at, text in enumerate("xy"))
+    a, b = (ask([user("q")], name, at=at, session_source="implicit") for at, name in enumerate("xy"))
     await stream.deliver(a, b)
     judged = stream.produce(feedback("s", a, run_id="7"))[0]
     await stream.deliver(end())
@@ -65,9 +76,12 @@ async def test_feedback_may_end_its_session(stream: Bench) -> None:
 
 
 async def test_feedback_that_lists_turns_ends_their_run_alone(stream: Bench) -> None:
-    a, b = (ask([user("q")], text, at=at, session_source="implicit") for at, text in enumerate("xy"))
+    a, b = (ask([user("q")], name, at=at, session_source="implicit") for at, name in enumerate("xy"))
     await stream.deliver(a, b, feedback("s", b, ends_session=True))
     assert turns_of(stream) == [("feedback", [b.turn_id])]
+    async with stream.processor.database.transaction() as tx:
+        check_ms = (await tx.execute(text("SELECT check_ms FROM sessions"))).scalar_one()
+    assert check_ms == epoch_ms(START + timedelta(seconds=300)), "when the run that is left may be idle"
     await stream.deliver(end())
     assert turns_of(stream)[1:] == [("end_call", [a.turn_id])]
 
@@ -82,7 +96,7 @@ async def test_a_commit_closes_what_has_feedback(stream: Bench) -> None:
 
 
 async def test_a_commit_may_name_a_time(stream: Bench) -> None:
-    old, new = ask([user("q")], session="old", at=0), ask([user("q")], session="new", at=20)
+    old, new = ask([user("q")], session="old", at=9), ask([user("q")], session="new", at=9.001)  # each takes 1 s
     await stream.deliver(old, new, feedback("old"), feedback("new"))
     await stream.deliver(commit(before=10))
     assert turns_of(stream) == [("commit", [old.turn_id])]
@@ -103,8 +117,9 @@ async def test_a_commit_closes_thousands_in_steps(with_settings: Open) -> None:
         await stream.deliver(*(ask([user("q")], session=name) for name in sessions))
         await stream.deliver(*(feedback(name) for name in sessions))
         await stream.deliver(commit())
-        for _ in range(3):
-            await pass_time(stream, 1)
+        settle = stream.processor.settle
+        assert settle is not None
+        assert [await stream.processor.step(settle) for _ in range(2)] == [True, False], "whether there is more to do"
         assert len(turns_of(stream)) == 450
         assert await stream.count("ends") == 0
 
@@ -118,13 +133,13 @@ async def test_a_run_ends_when_nothing_was_seen_of_it_for_long(stream: Bench) ->
     await stream.deliver(second)
     await pass_time(stream, 200)
     assert turns_of(stream) == [], "seen 200 s ago"
-    await pass_time(stream, 101)
+    await pass_time(stream, 100)
     assert turns_of(stream) == [("idle", [first.turn_id, second.turn_id])]
 
 
 async def test_idleness_is_each_runs_own(stream: Bench) -> None:
     stream.clock.advance(400)
-    quiet, busy = (ask([user("q")], text, at=at, session_source="implicit") for at, text in enumerate("xy"))
+    quiet, busy = (ask([user("q")], name, at=at, session_source="implicit") for at, name in enumerate("xy"))
     await stream.deliver(quiet, busy)
     await pass_time(stream, 200)
     await stream.deliver(ask(after(busy, user("m")), session_source="implicit"))
@@ -136,6 +151,8 @@ async def test_a_restarted_collector_splits_no_session(stream: Bench) -> None:
     await stream.deliver(ask([user("q")]))
     await pass_time(stream, 299)
     assert turns_of(stream) == [], "the service has not been here for idle_s"
+    await pass_time(stream, 1)
+    assert len(turns_of(stream)) == 1
 
 
 async def test_what_is_old_at_the_start_is_idle_only_once_the_service_has_been_here_for_as_long(stream: Bench) -> None:
@@ -164,14 +181,15 @@ async def test_a_lagging_collector_splits_no_session(stream: Bench) -> None:
 
 
 async def test_an_end_that_nothing_can_reach_is_applied_in_the_end(stream: Bench) -> None:
-    turn = ask([user("q")])
-    await stream.deliver(turn)
-    stream.append("turns", None)  # say, a transaction marker, which no consumer ever sees
-    await stream.deliver(end())
-    await pass_time(stream, 200)
-    assert turns_of(stream) == []
-    await pass_time(stream, 701)
-    assert turns_of(stream) == [("end_call", [turn.turn_id])]
+    for number, session in enumerate(("at the start", "later")):
+        turn = ask([user("q")], session=session)
+        await stream.deliver(turn)
+        stream.append("turns", None)  # say, a transaction marker, which no consumer ever sees
+        await stream.deliver(end(session))
+        await pass_time(stream, 899)
+        assert len(turns_of(stream)) == number
+        await pass_time(stream, 1)
+        assert turns_of(stream)[number:] == [("end_call", [turn.turn_id])]
 
 
 async def test_what_comes_after_the_end_is_a_trajectory_of_its_own(stream: Bench) -> None:
@@ -187,6 +205,16 @@ async def test_what_comes_after_the_end_is_a_trajectory_of_its_own(stream: Bench
     assert later.turn_ids == (late.turn_id, more.turn_id)
     (branch,) = later.branches
     assert branch.spans[0].start == len(late.prompt_token_ids), "its history is context"
+
+
+async def test_all_that_continues_a_closed_run_is_one_run(stream: Bench) -> None:
+    closed = ask([user("q")], "a", at=0, session_source="implicit")
+    await stream.deliver(closed)
+    await stream.deliver(end())
+    left, right = (ask(after(closed, user(name)), at=1, session_source="implicit") for name in "lr")
+    await stream.deliver(left, right)
+    await stream.deliver(end())
+    assert turns_of(stream)[1:] == [("end_call", [left.turn_id, right.turn_id])]
 
 
 async def test_another_tenant_ends_nothing(stream: Bench) -> None:
@@ -213,7 +241,7 @@ async def test_a_session_that_grows_too_large_is_closed(with_settings: Open) -> 
 
 async def test_of_many_runs_under_one_key_those_not_seen_for_longest_are_closed(with_settings: Open) -> None:
     async with with_settings(completions_per_session_max=4) as stream:
-        runs = [ask([user("q")], text, at=at, session_source="implicit") for at, text in enumerate("abc")]
+        runs = [ask([user("q")], name, at=at, session_source="implicit") for at, name in enumerate("abc")]
         for turn in runs:
             stream.clock.advance(1)
             await stream.deliver(turn)
@@ -269,6 +297,45 @@ async def test_a_redelivered_end_closes_nothing_twice(stream: Bench, times: int)
     assert len(turns_of(stream)) == 1
 
 
+async def test_an_idle_run_is_found_once_while_its_end_waits(stream: Bench) -> None:
+    quiet, busy = ask([user("q")], session="quiet"), ask([user("q")], session="busy")
+    await stream.deliver(quiet)
+    idle = partial(find_idle, settings=Settings(idle_s=300), started=START, turns_end={0: 9})
+    stream.clock.advance(100)
+    await stream.deliver(busy)
+    stream.clock.advance(200)
+    for _ in range(2):
+        await stream.step(idle)
+        assert await stream.count("ends") == 1
+    stream.clock.advance(99)
+    await stream.step(idle)
+    assert await stream.count("ends") == 1
+    stream.clock.advance(1)
+    await stream.step(idle)
+    assert await stream.count("ends") == 2
+
+
+async def test_each_run_of_a_session_is_looked_at_when_it_may_be_idle(stream: Bench) -> None:
+    quiet, busy = (ask([user("q")], name, at=at, session_source="implicit") for at, name in enumerate("xy"))
+    await stream.deliver(quiet)
+    stream.clock.advance(200)
+    await stream.deliver(busy)
+    idle = partial(find_idle, settings=Settings(idle_s=300), started=START, turns_end={0: 9})
+    for seconds, found in ((100, 1), (199, 1), (1, 2)):
+        stream.clock.advance(seconds)
+        await stream.step(idle)
+        assert await stream.count("ends") == found
+
+
+async def test_many_idle_runs_are_found_in_steps(stream: Bench) -> None:
+    turns = [ask([user("q")], session=f"s{number}") for number in range(60)]
+    await stream.deliver(*turns)
+    stream.clock.advance(300)
+    idle = partial(find_idle, settings=Settings(idle_s=300), started=START, turns_end={0: 60})
+    assert [await stream.processor.step(idle) for _ in range(2)] == [True, False], "whether there is more to do"
+    assert await stream.count("ends") == 60
+
+
 async def test_nothing_is_idle_until_a_restarted_collector_has_been_there_as_long(stream: Bench) -> None:
     await stream.deliver(ask([user("q")]))
     stream.clock.advance(10_000)  # it was away, and the client's next turn waits on the bus
@@ -280,5 +347,6 @@ async def test_nothing_is_idle_until_a_restarted_collector_has_been_there_as_lon
         await stream.step(idle)
         assert await stream.count("ends") == 0
     stream.clock.advance(2)
-    await stream.step(idle)
-    assert await stream.count("ends") == 1
+    for _ in range(2):
+        await stream.step(idle)
+        assert await stream.count("ends") == 1

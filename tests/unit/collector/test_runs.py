@@ -69,10 +69,21 @@ def test_run_ids_of_the_client_split_a_named_session() -> None:
     assert runs([a, c], feedback("s", a, c, run_id="0", task_id="t")) == [[a, c]], "a task's name makes no other run"
 
 
+def test_a_name_is_one_run_whoever_gave_it() -> None:
+    a, b, c = (ask([user("q")], at=at, run_id=run) for at, run in enumerate(["0", "1", None]))
+    assert runs([a, b, c], feedback("s", c, run_id="0")) == [[a, c], [b]], "the client or the feedback"
+
+
+def test_one_name_alone_splits_nothing() -> None:
+    named, unnamed = ask([user("a")], at=0, run_id="0"), ask([user("b")], at=1)
+    assert runs([named, unnamed]) == [[named, unnamed]]
+
+
 def test_conversations_that_open_alike_are_told_apart_by_their_history() -> None:
     a, b = implicit([user("q")], "red", at=0), implicit([user("q")], "blue", at=1)
     next_b, next_a = implicit(after(b, tool("x")), at=2), implicit(after(a, tool("x")), at=3)
     assert runs([a, b, next_b, next_a]) == [[a, next_a], [b, next_b]]
+    assert partition(facts(a, b, next_b, next_a), []).ties == frozenset(), "no tokens are needed to tell"
 
 
 def test_equal_conversations_are_shared_out() -> None:
@@ -91,6 +102,14 @@ def test_exact_tokens_decide_between_equal_conversations() -> None:
     turns = [a, b, heir]
     assert partition(facts(*turns), []).ties == {turn.turn_id for turn in turns}, "conversations alone do not tell"
     assert runs(turns, given=tokens(*turns)) == [[a], [b, heir]]
+
+
+def test_tokens_that_are_no_longer_there_decide_nothing() -> None:
+    """Content is dropped after a while; what is left of a turn counts like one whose tokens do not match."""
+    a, b = implicit([user("q")], "same", at=0), implicit([user("q")], "same", at=1)
+    heir = implicit(after(b, tool("x")), at=2, prompt_token_ids=(7, 7))
+    for known in ([heir, a, b], [heir, a], [heir, b], [heir], [a, b]):
+        assert runs([a, b, heir], given=tokens(*known)) == [[a, heir], [b]]
 
 
 def replace_tokens(turn: Turn, ids: tuple[int, ...]) -> Any:
@@ -148,6 +167,11 @@ def test_runs_that_the_client_numbers_itself_need_no_session() -> None:
     assert runs([a, b, rewritten, unnamed]) == [[a, rewritten, unnamed], [b]]
 
 
+def test_tasks_that_count_their_runs_from_zero_are_told_apart_without_a_session() -> None:
+    a, b = (implicit([user("q")], "x", at=at, task_id=task, run_id="0") for at, task in enumerate("tu"))
+    assert runs([a, b]) == [[a], [b]]
+
+
 def test_a_retry_is_in_the_run_of_what_it_repeats() -> None:
     lost, parallel = implicit([user("q")], "x", delivered=False), implicit([user("q")], "y", at=1)
     retry = implicit([user("q")], "z", at=5, retry=1)
@@ -164,6 +188,21 @@ def test_what_continues_a_closed_run_starts_a_new_one() -> None:
     closed = [replace(known[0], trajectory_id="t"), *known[1:]]
     found = [sorted(run.turn_ids) for run in partition(closed, []).runs]
     assert found == [sorted([late.turn_id, follows.turn_id, fork.turn_id]), [stranger.turn_id]]
+
+
+def test_of_equal_conversations_the_open_one_is_continued() -> None:
+    closed, still_open = implicit([user("q")], "same", at=0), implicit([user("q")], "same", at=1)
+    heir = implicit(after(closed, tool("x")), at=2)
+    known = facts(closed, still_open, heir)
+    (run,) = partition([replace(known[0], trajectory_id="t"), *known[1:]], []).runs
+    assert run.turn_ids == {still_open.turn_id, heir.turn_id}
+
+
+def test_runs_that_begin_at_one_place_are_in_the_order_of_their_first_turns() -> None:
+    a, b = implicit([user("q")], "x", at=0), implicit([user("q")], "y", at=0)
+    more = implicit(after(a, tool("r")), at=1)
+    assert a.turn_id < b.turn_id < more.turn_id
+    assert runs([b, a, more]) == [[a, more], [b]]
 
 
 def test_each_model_of_a_run_is_a_trajectory_of_its_own() -> None:

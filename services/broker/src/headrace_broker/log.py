@@ -85,16 +85,8 @@ class Log:
             "UPDATE partitions SET log_start = ?, log_end = ?, bytes = ?, max_timestamp = ? WHERE id = ?",
             [(p.start, p.end, p.bytes, p.max_timestamp, p.id) for p in partitions],
         )
-        self._db.executemany(
-            "INSERT OR REPLACE INTO producers VALUES (?, ?, ?, ?, ?, ?)",
-            [
-                (*key, producer.epoch, producer.packed(), producer.open_from, producer.seen_ms)
-                for key in self._noted
-                if (producer := self._producers.get(key)) and key[0] in self._partitions
-            ],
-        )
+        self._save_producers()
         self._moved.clear()
-        self._noted.clear()
         while len(self._producers) > _PRODUCERS_CACHED:
             self._producers.popitem(last=False)
         return [_moved(partition) for partition in partitions]
@@ -125,6 +117,7 @@ class Log:
         self._partitions.pop(partition_id, None)
         for key in [key for key in self._producers if key[0] == partition_id]:
             del self._producers[key]
+            self._noted.discard(key)
         self._db.execute("DELETE FROM partitions WHERE id = ?", (partition_id,))
         self._db.execute("DELETE FROM producers WHERE partition = ?", (partition_id,))
         self._db.execute("DELETE FROM aborted WHERE partition = ?", (partition_id,))
@@ -183,9 +176,18 @@ class Log:
 
     def forget_producers(self, before_ms: int) -> None:
         """Drop what is remembered of producers that were last seen before; a late duplicate of theirs is stored."""
+        self._save_producers()  # one that comes back in the transaction that forgets the others is not forgotten
         statement = "DELETE FROM producers WHERE open_from IS NULL AND seen_ms < ? RETURNING partition, producer_id"
         for key in self._db.execute(statement, (before_ms,)).fetchall():
             self._producers.pop(key, None)
+
+    def _save_producers(self) -> None:
+        noted = [(key, self._producers[key]) for key in self._noted]
+        self._db.executemany(
+            "INSERT OR REPLACE INTO producers VALUES (?, ?, ?, ?, ?, ?)",
+            [(*key, kept.epoch, kept.packed(), kept.open_from, kept.seen_ms) for key, kept in noted],
+        )
+        self._noted.clear()
 
     def _store(self, partition: Partition, batch: Batch, now_ms: int) -> int:
         offset = partition.end

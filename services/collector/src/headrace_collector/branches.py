@@ -25,7 +25,7 @@ class _Node:
     sequence: bytes
     trainable: bool
     children: list[_Node] = field(default_factory=list)
-    reach: tuple[int, int] = (0, 0)
+    reach: tuple[int, int] = field(init=False)
     """Length of the longest trainable sequence from here on, and of the longest at all."""
 
     @property
@@ -81,11 +81,9 @@ def _roots(nodes: Sequence[_Node]) -> list[_Node]:
 
 
 def _parent(node: _Node, earlier: Sequence[_Node], continued: Counter[int]) -> _Node | None:
-    """Equal sequences are equal parents; parallel samples that came out equal are continued in turn."""
+    """What is longest. Parallel samples that came out equal are continued in turn."""
     fitting = [other for other in earlier if node.prompt.startswith(other.sequence)]
-    longest = max((len(other.sequence) for other in fitting), default=0)
-    equal = [other for other in fitting if len(other.sequence) == longest]
-    return min(equal, key=lambda other: (continued[id(other)], other.born), default=None)
+    return min(fitting, key=lambda other: (-len(other.sequence), continued[id(other)], other.born), default=None)
 
 
 def _lines(roots: Sequence[_Node]) -> list[list[_Node]]:

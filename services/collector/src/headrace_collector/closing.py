@@ -113,7 +113,7 @@ async def _close(
 
 
 def _refused(turn: Turn, error: ValidationError) -> Event:
-    problem = error.errors(include_input=False, include_url=False, include_context=False)[0]
+    problem, *_ = error.errors()
     text = f"its run makes no trajectory: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
     value = turn.to_json()[:_DEAD_LETTER_BYTES_MAX]
     record = Record(turn.topic, -1, -1, turn.key.encode(), value, (("ce_id", turn.event_id.encode()),))

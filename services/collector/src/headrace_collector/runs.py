@@ -113,8 +113,8 @@ class _Labels:
         original = self._original.get(turn.turn_id)
         if original in self._label and self._joinable(original):
             return self._label[original]
-        for length in range(len(turn.prefixes) - 1, 0, -1):
-            continues = self._by_reply.get(turn.prefixes[length - 1])
+        for prefix in reversed(turn.prefixes[:-1]):
+            continues = self._by_reply.get(prefix)
             if continues:
                 parent, choice = self._closest(turn, continues)
                 self._continued[parent.turn_id, choice] += 1
@@ -124,7 +124,7 @@ class _Labels:
     def _closest(self, turn: TurnFacts, candidates: Iterable[tuple[TurnFacts, int]]) -> tuple[TurnFacts, int]:
         """Equal conversations: exact tokens decide, then what is open, then what nobody has continued yet."""
         found = list(candidates)
-        if len(found) > 1 and len({self._label[parent.turn_id] for parent, _ in found}) > 1:
+        if len({self._label[parent.turn_id] for parent, _ in found}) > 1:
             self.ties |= {turn.turn_id, *(parent.turn_id for parent, _ in found)}
         return min(
             found,
@@ -134,7 +134,6 @@ class _Labels:
                 self._continued[one[0].turn_id, one[1]],
                 one[0].place,
                 one[0].turn_id,
-                one[1],
             ),
         )
 
