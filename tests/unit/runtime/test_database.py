@@ -80,6 +80,6 @@ async def test_a_file_that_cannot_be_opened_is_not_ready(tmp_path: Path) -> None
     "url", ["secret", "postgresql://headrace:secret@host:port/x", "mysql://headrace:secret@host/x"]
 )
 def test_what_is_no_url_of_a_database_is_refused_and_not_repeated(tmp_path: Path, url: str) -> None:
-    with pytest.raises(SettingError, match="database.url") as refused:
+    with pytest.raises(SettingError, match=r"database\.url") as refused:
         opened(tmp_path, url)
     assert "secret" not in str(refused.value)
