@@ -78,7 +78,7 @@ def publisher_of(
     **capture: Any,
 ) -> Publisher:
     settings = CaptureSettings.model_validate({"bus_wait_s": 0.02, **capture})
-    more = {} if tenants is None else {"tenants": tenants}
+    more: dict[str, Any] = {} if tenants is None else {"tenants": tenants}
     return Publisher(make, spool, settings, send_timeout_s=send_timeout_s, **more)
 
 
@@ -224,7 +224,8 @@ async def test_a_bus_that_is_away_is_not_asked_without_a_pause(tmp_path: Path) -
 
 
 async def test_a_connection_is_closed_with_all_that_belongs_to_it(tmp_path: Path) -> None:
-    made, stopped = Connections(tmp_path), []
+    made = Connections(tmp_path)
+    stopped: list[object] = []
 
     class Offsets:
         async def start(self) -> None: ...

@@ -119,7 +119,7 @@ async def test_what_is_away_when_a_record_is_tried_alone_is_waited_for_too(strea
 
 
 async def test_a_broken_step_is_not_tried_again_for_a_record_alone(stream: Bench, handler: Handler) -> None:
-    ran = []
+    ran: list[datetime] = []
 
     async def settle(_tx: AsyncConnection, now: datetime) -> Sequence[Event]:
         ran.append(now)
