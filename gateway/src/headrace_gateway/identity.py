@@ -109,5 +109,5 @@ def _implied(caller: Caller, use: str, messages: tuple[Message, ...]) -> str:
 
 def opening(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Everything up to and including the first user message; all of it when there is none."""
-    first = next((at for at, message in enumerate(messages) if message.role == "user"), len(messages) - 1)
+    first = next((at for at, message in enumerate(messages) if message.role == "user"), len(messages))
     return messages[: first + 1]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pydantic_core import from_json
 
 from headrace_gateway.spool_file import Spooled
+from headrace_schemas import EVENTS
 
 
 class Shares:
@@ -22,11 +23,11 @@ class Shares:
 
     def add(self, events: Iterable[Spooled]) -> None:
         for event in events:
-            self._bytes[tenant_of(event.value)] += len(event.value)
+            self._bytes[tenant_of(event)] += len(event.value)
 
     def remove(self, events: Iterable[Spooled]) -> None:
         for event in events:
-            tenant = tenant_of(event.value)
+            tenant = tenant_of(event)
             self._bytes[tenant] -= len(event.value)
             if self._bytes[tenant] <= 0:
                 del self._bytes[tenant]
@@ -35,10 +36,14 @@ class Shares:
         return self._bytes[tenant]
 
 
-def tenant_of(value: bytes) -> str:
+def tenant_of(item: Spooled) -> str:
     """Empty for what is nobody's, as a dead letter is."""
     try:
-        event = from_json(value)
+        event = from_json(item.value)
     except ValueError:
         return ""
-    return str(event.get("tenant", "")) if isinstance(event, dict) else ""
+    if not isinstance(event, dict):
+        return ""
+    model = EVENTS.get(item.topic)
+    field = model.model_fields.get("tenant") if model is not None else None
+    return str(event.get("tenant", field.default if field is not None else ""))  # feedback leaves its defaults out

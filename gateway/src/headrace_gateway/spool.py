@@ -128,7 +128,7 @@ class Spool:
     def _tenants(self) -> Mapping[str, int]:
         found: Counter[str] = Counter()
         for event in self._log.waiting():
-            found[tenant_of(event.value)] += len(event.value)
+            found[tenant_of(event)] += len(event.value)
         return found
 
     def _want_room(self) -> None:

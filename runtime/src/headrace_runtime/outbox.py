@@ -79,8 +79,6 @@ class Outbox:
         query = select(table).order_by(table.c.id).limit(_SEND_AT_ONCE_MAX)
         if not at_start:
             query = query.where(table.c.at_ms < epoch_ms(self._clock.now()) - _ORPHAN_AGE_MS)
-        if self._acknowledged:
-            query = query.where(table.c.id.not_in(self._acknowledged))
         adopted = 0
         while True:
             async with self._database.transaction() as tx:

@@ -114,3 +114,10 @@ def test_an_id_that_is_none_is_refused(said: dict[str, Any], param: str) -> None
     with pytest.raises(ApiError) as caught:
         identity(**said)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_an_implied_session_is_the_same_for_every_release_of_the_gateway() -> None:
+    """Gateways are replaced one after the other, in the middle of runs."""
+    opened = b'{"role":"system","content":"You are helpful."}{"role":"user","content":"hello"}'
+    expected = hashlib.sha256(caller().key_id.encode() + b"\0train tiny" + opened).hexdigest()[:32]
+    assert identity(SYSTEM, HELLO).session_id == f"implicit-{expected}"

@@ -88,3 +88,33 @@ def test_concurrency_is_counted_by_key_and_in_total_and_a_refused_request_is_cha
     with pytest.raises(ApiError, match="all callers together") as refused, limits.admit(two):
         pass
     assert refused.value.code == "rate_limit_exceeded"
+
+
+def test_what_a_request_causes_may_be_owed_and_nothing_begins_until_it_is_paid() -> None:
+    clock = Clock()
+    limits = Limits(LimitSettings(requests_per_s=100, burst=100), clock)
+    one = caller(requests_per_s=2, burst=3)
+    with limits.admit(one):
+        limits.charge(one, 3)
+        limits.charge(one, 2)  # nothing was left, and nothing was owed yet
+        limits.charge(one, 1)  # itself, which `admit` has counted
+        with pytest.raises(ApiError, match="counts as 5, with 2 allowed per second") as refused:
+            limits.charge(one, 5)
+    assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
+    assert refused.value.retry_after_s == 1.0, "one is owed and one is needed, at two per second"
+    clock.at_s += 0.75
+    with pytest.raises(ApiError) as refused, limits.admit(one):
+        pass
+    assert refused.value.retry_after_s == 0.25
+    clock.at_s += 0.25
+    with limits.admit(one):
+        pass
+
+
+def test_who_has_all_places_in_use_comes_back_in_a_second() -> None:
+    limits = Limits(LimitSettings(), Clock())
+    one = caller(concurrency=1)
+    with limits.admit(one), pytest.raises(ApiError) as refused, limits.admit(one):
+        pass
+    assert (refused.value.status, refused.value.code) == (429, "concurrency_limit_exceeded")
+    assert refused.value.retry_after_s == 1

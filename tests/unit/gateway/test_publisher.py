@@ -265,3 +265,4 @@ async def test_a_spooled_event_of_another_release_becomes_a_dead_letter(tmp_path
             "feedback",
             b'{"from": "the future"}',
         )
+        assert (letter.source_partition, letter.source_offset) == (None, None), "it never had a place in its topic"

@@ -10,12 +10,14 @@ import random
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from headrace_gateway.spool import Spool, SpoolBroken, Spooled
+from headrace_gateway.settings import CaptureSettings
+from headrace_gateway.spool import RESERVE_BYTES, Spool, SpoolBroken, Spooled
 from headrace_runtime.errors import DiskFull, SettingError, Unavailable
 from tests.support.full_disk import no_room
 from tests.support.gateway import until
@@ -235,3 +237,42 @@ async def test_a_damaged_position_only_sends_again(tmp_path: Path) -> None:
     (tmp_path / "position").write_bytes(b"?" * 80)
     async with Spool(tmp_path, 1000) as spool:
         assert await values(spool) == list(range(10))
+
+
+async def test_what_is_being_written_counts_and_nothing_is_done_beside_it(tmp_path: Path) -> None:
+    go = threading.Event()
+    async with Spool(tmp_path, 1000) as spool:
+        with mock.patch.object(os, "fdatasync", side_effect=lambda _: go.wait(10)):
+            writing = asyncio.create_task(spool.append(items(1)))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            reading = asyncio.create_task(spool.oldest(10))
+            await asyncio.sleep(0)
+            threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("spool")]
+            assert (spool.events, spool.bytes, len(threads)) == (1, 1, 1)
+            go.set()
+            await writing
+        assert [item.value for item in await reading] == [b"1"]
+        assert (spool.events, spool.bytes) == (1, 1)
+
+
+async def test_it_tells_whose_events_wait(tmp_path: Path) -> None:
+    written = [b'{"tenant": "a", "n": 1}', b'{"tenant": "b"}', b'{"tenant": "a"}', b"nobody's"]
+    async with Spool(tmp_path, 1000) as spool:
+        await spool.append([Spooled("dead-letters", value) for value in written])
+        assert await spool.tenants() == {"a": 38, "b": 15, "": 8}
+
+
+async def test_leaving_it_on_a_full_disk_ends_what_it_began(tmp_path: Path) -> None:
+    before = asyncio.all_tasks()
+    with no_room():
+        async with Spool(tmp_path, 1000) as spool:
+            for _ in range(2):
+                with pytest.raises(DiskFull):
+                    await spool.append(items(1))
+        await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before
+
+
+def test_its_reserve_is_that_of_the_settings_unless_told_otherwise() -> None:
+    assert CaptureSettings().spool_reserve_bytes == RESERVE_BYTES

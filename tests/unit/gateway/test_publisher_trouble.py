@@ -1,0 +1,314 @@
+"""What the publisher does, and whom it blames, when the bus, the disk or its connection fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from prometheus_client import REGISTRY
+
+from headrace_gateway.publisher import Publisher
+from headrace_gateway.reach import Reach
+from headrace_gateway.refusals import ApiError
+from headrace_gateway.settings import CaptureSettings
+from headrace_gateway.spool import Spool, Spooled
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.wire import Outgoing, Record, decode
+from headrace_schemas import DeadLetter, Feedback, ids
+from headrace_schemas.base import utcnow
+from tests.support.full_disk import no_room
+from tests.support.gateway import ListBus, ListProducer, until
+
+KEY = ids.session_key("default", "run")
+
+
+def feedback(number: int) -> Feedback:
+    return Feedback(time=utcnow(), feedback_id=str(number), session_key=KEY, value=float(number))
+
+
+def numbers(bus: ListBus) -> list[int]:
+    return [int(event.feedback_id) for event in bus.events(Feedback)]
+
+
+class Connections:
+    """Makes producers and notes what becomes of them. While `taking` is clear, the bus is there and takes nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bus = ListBus()
+        self.blobs = BlobStore((folder / "blobs").as_uri())
+        self.taking = asyncio.Event()
+        self.taking.set()
+        self.made = 0
+        self.abandoned = 0
+        self.stopped = 0
+
+    def __call__(self) -> ListProducer:
+        self.made += 1
+        return _Producer(self)
+
+
+class _Producer(ListProducer):
+    def __init__(self, of: Connections) -> None:
+        super().__init__(of.bus, of.blobs)
+        self._of = of
+
+    async def stop(self) -> None:
+        await asyncio.sleep(0.01)
+        self._of.stopped += 1
+
+    async def abandon(self) -> None:
+        self._of.abandoned += 1
+
+    async def send_raw(self, records: Iterable[Outgoing]) -> None:
+        await self._of.taking.wait()
+        await super().send_raw(records)
+
+
+def publisher_of(
+    make: Callable[[], ListProducer],
+    spool: Spool,
+    send_timeout_s: float = 30,
+    tenants: int | None = None,
+    **capture: Any,
+) -> Publisher:
+    settings = CaptureSettings.model_validate({"bus_wait_s": 0.02, **capture})
+    more: dict[str, Any] = {} if tenants is None else {"tenants": tenants}
+    return Publisher(make, spool, settings, send_timeout_s=send_timeout_s, **more)
+
+
+@contextlib.asynccontextmanager
+async def running(publisher: Publisher) -> AsyncIterator[None]:
+    task = asyncio.create_task(publisher.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def fill(publisher: Publisher, spool: Spool) -> None:
+    while not spool.full:
+        await publisher.publish(feedback(1))
+
+
+async def test_a_disk_without_room_matters_only_while_events_go_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Connections(tmp_path)
+    async with Spool(tmp_path / "spool", 100_000) as spool:
+        publisher = publisher_of(made, spool)
+
+        def lack() -> str | None:
+            return publisher.lacks_room
+
+        monkeypatch.setattr(Spool, "trouble", "no room")
+        assert lack() == "no room", "there is no connection yet"
+        async with running(publisher):
+            await until(lambda: publisher.connected)
+            assert lack() is None
+            made.taking.clear()
+            await publisher.publish(feedback(1))
+            assert lack() == "no room"
+            made.taking.set()
+            await until(lambda: lack() is None)
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["at the start", "after direct ones"])
+async def test_a_full_spool_that_is_being_sent_does_not_blame_the_bus(tmp_path: Path, direct: bool) -> None:
+    made = Connections(tmp_path)
+    async with Spool(tmp_path / "spool", 1024) as spool:
+        publisher = publisher_of(made, spool)
+        if direct:
+            async with running(publisher):
+                await until(lambda: publisher.connected)
+                await publisher.publish(feedback(0))
+        await fill(publisher, spool)
+        assert "the bus is away" in str(publisher.lacks_room), "there is no connection"
+        made.taking.clear()
+        async with running(publisher):
+            await until(lambda: publisher.connected)
+            assert "is being sent to the bus" in str(publisher.lacks_room)
+            made.taking.set()
+            await until(lambda: publisher.lacks_room is None)
+
+
+async def test_a_bus_that_takes_nothing_of_the_spool_for_long_is_away(tmp_path: Path) -> None:
+    made = Connections(tmp_path)
+    made.taking.clear()
+    async with Spool(tmp_path / "spool", 1024) as spool:
+        publisher = publisher_of(made, spool, send_timeout_s=0.05)
+        await fill(publisher, spool)
+        async with running(publisher):
+            await until(lambda: publisher.connected)
+            await until(lambda: "the bus is away" in str(publisher.lacks_room))
+
+
+async def test_a_bus_that_did_not_take_the_last_event_is_away(tmp_path: Path) -> None:
+    made = Connections(tmp_path)
+    async with Spool(tmp_path / "spool", 1024) as spool:
+        publisher = publisher_of(made, spool)
+        async with running(publisher):
+            await until(lambda: publisher.connected)
+            made.taking.clear()
+            await fill(publisher, spool)
+            assert "the bus is away" in str(publisher.lacks_room)
+
+
+async def test_one_of_several_tenants_may_fill_its_part_and_not_a_byte_more(tmp_path: Path) -> None:
+    event, bytes_max = feedback(1), 8192
+    size = len(event.to_json())
+
+    async def refused(tenants: int | None, share_bytes: int, tenant: str = "default") -> bool:
+        async with Spool(tmp_path / f"{tenants}-{share_bytes}-{tenant}", bytes_max) as spool:
+            room = {"spool_bytes_max": bytes_max, "spool_tenant_share": share_bytes / bytes_max}
+            publisher = publisher_of(Connections(tmp_path), spool, tenants=tenants, **room)
+            await publisher.publish(event)
+            with contextlib.suppress(ApiError):
+                publisher.admit(tenant)
+                return False
+            return True
+
+    assert await refused(2, size)
+    assert not await refused(2, size + 1)
+    assert not await refused(2, size, "other")
+    assert not await refused(1, size), "who is alone has all of it"
+    assert not await refused(None, size)
+
+
+async def test_what_neither_the_bus_nor_the_disk_took_is_given_up_with_its_connection(tmp_path: Path) -> None:
+    made = Connections(tmp_path)
+    async with Spool(tmp_path / "spool", 100_000) as spool:
+        publisher = publisher_of(made, spool)
+        async with running(publisher):
+            await until(lambda: publisher.connected)
+            made.taking.clear()
+            with no_room(in_place=False), pytest.raises(Unavailable):
+                await publisher.publish(feedback(1))
+            assert (made.abandoned, publisher._shares.of("default")) == (1, 0)
+            made.taking.set()
+            await until(lambda: made.made == 2 and publisher.connected)
+            await publisher.publish(feedback(2))
+            assert numbers(made.bus) == [2]
+
+
+async def test_a_connection_that_hangs_is_made_anew(tmp_path: Path) -> None:
+    made = Connections(tmp_path)
+
+    class Hanging(_Producer):
+        async def start(self) -> None:
+            await made.taking.wait()
+
+    def make() -> ListProducer:
+        made.made += 1
+        return Hanging(made)
+
+    made.taking.clear()
+    async with Spool(tmp_path / "spool", 1024) as spool:
+        publisher = publisher_of(make, spool, send_timeout_s=0.05)
+        async with running(publisher):
+            await until(lambda: made.made == 2)
+            made.taking.set()
+            await until(lambda: publisher.connected)
+
+
+async def test_a_bus_that_is_away_is_not_asked_without_a_pause(tmp_path: Path) -> None:
+    made = Connections(tmp_path)
+    made.bus.back.clear()
+    async with Spool(tmp_path / "spool", 1024) as spool, running(publisher_of(made, spool)):
+        await until(lambda: made.made)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert made.made < 20
+
+
+async def test_a_connection_is_closed_with_all_that_belongs_to_it(tmp_path: Path) -> None:
+    made = Connections(tmp_path)
+    stopped: list[object] = []
+
+    class Offsets:
+        async def start(self) -> None: ...
+
+        async def stop(self) -> None:
+            stopped.append(self)
+
+    async with Spool(tmp_path / "spool", 1024) as spool:
+        publisher = Publisher(
+            made, spool, CaptureSettings(), send_timeout_s=30, reach=lambda: Reach(cast("Any", Offsets()))
+        )
+        async with running(publisher):
+            await until(lambda: publisher.connected)
+        assert (made.stopped, len(stopped), publisher.connected) == (1, 1, False)
+
+
+async def test_what_is_still_on_its_way_to_the_disk_is_asked_for_again(tmp_path: Path) -> None:
+    class Late(Spool):
+        asked = 0
+
+        async def oldest(self, limit: int) -> list[Spooled]:
+            self.asked += 1
+            return [] if self.asked == 1 else await super().oldest(limit)
+
+    made = Connections(tmp_path)
+    async with Late(tmp_path / "spool", 1024) as spool:
+        await spool.append([Spooled("feedback", feedback(1).to_json())])
+        async with running(publisher_of(made, spool)):
+            await until(lambda: numbers(made.bus) == [1])
+
+
+async def test_a_damaged_event_becomes_a_dead_letter_with_what_is_left_of_it(tmp_path: Path) -> None:
+    class Damaged(Spool):
+        async def oldest(self, limit: int) -> list[Spooled]:
+            return [replace(item, damage="0.spool, byte 7") for item in await super().oldest(limit)]
+
+    made = Connections(tmp_path)
+    async with Damaged(tmp_path / "spool", 10_000_000) as spool:
+        await spool.append([Spooled("feedback", b"x" * 800_000)])
+        async with running(publisher_of(made, spool)):
+            await until(lambda: made.bus.records)
+    (sent,) = made.bus.records
+    letter = (await decode(Record(sent.topic, 0, 0, sent.key, sent.value, sent.headers), made.blobs)).event
+    assert isinstance(letter, DeadLetter)
+    assert (letter.reason, letter.error) == ("spool_damaged", "0.spool, byte 7")
+    assert (letter.source_topic, letter.source_partition, letter.source_offset) == ("spool", None, None)
+    assert letter.value == b"x" * 700_000
+
+
+async def test_between_the_events_of_one_request_others_have_their_turn(tmp_path: Path) -> None:
+    made, turns = Connections(tmp_path), 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with Spool(tmp_path / "spool", 10_000) as spool:
+        publisher = publisher_of(made, spool, bus_wait_s=5)
+        async with running(publisher):
+            await until(lambda: publisher.connected)
+            beside = asyncio.create_task(other())
+            await publisher.publish(*map(feedback, range(10)))
+            beside.cancel()
+            assert turns >= 9
+            assert (numbers(made.bus), spool.events) == (list(range(10)), 0)
+
+
+async def test_events_are_counted_by_where_they_became_durable(tmp_path: Path) -> None:
+    def counts() -> list[float]:
+        labels = [{"topic": "feedback", "where": where} for where in ("bus", "spool")]
+        return [REGISTRY.get_sample_value("headrace_gateway_published_total", one) or 0.0 for one in labels]
+
+    made, before = Connections(tmp_path), counts()
+    async with Spool(tmp_path / "spool", 10_000) as spool:
+        publisher = publisher_of(made, spool, bus_wait_s=5)
+        await publisher.publish(feedback(1))
+        async with running(publisher):
+            await until(lambda: publisher.connected and spool.events == 0)
+            await publisher.publish(feedback(2), feedback(3))
+    assert [now - then for now, then in zip(counts(), before, strict=True)] == [2, 1]
