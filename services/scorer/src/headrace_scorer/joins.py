@@ -41,9 +41,7 @@ class Closed:
 
     def had_begun(self, heard: Heard) -> bool:
         """When the feedback was given."""
-        place, until = (
-            (self.place, heard.trajectories_until) if self.began is None else (self.began, heard.turns_until)
-        )
+        place, until = (self.place, heard.trajectories_until) if self.began is None else (self.began, heard.turns_until)
         return until is not None and place < until
 
     @property
