@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from headrace_registry.reconcile import Reconciler
 from headrace_schemas import Routing
 from tests.unit.registry.rig import MODEL, Rig
@@ -45,3 +47,21 @@ async def test_a_model_that_was_never_routed_is_left_alone(rig: Rig) -> None:
     await reconciler.tick()
     await reconciler.tick()
     assert rig.sent(Routing) == []
+
+
+@pytest.mark.parametrize(("waited_s", "again"), [(PATIENCE_S - 0.5, False), (PATIENCE_S, True), (PATIENCE_S + 1, True)])
+async def test_patience_is_counted_from_when_the_difference_was_first_seen(
+    rig: Rig, waited_s: float, again: bool
+) -> None:
+    await rig.crowned(0)
+    revision = rig.routing.revision
+    rig.clock.elapsed_s += 1000.0
+    reconciler = Reconciler(rig.processor, rig.lease, {}, rig.clock, PATIENCE_S)
+    await reconciler.tick()
+    rig.clock.elapsed_s += waited_s / 2
+    await reconciler.tick()
+    rig.clock.elapsed_s += waited_s / 2
+    await reconciler.tick()
+    assert rig.routing.revision == revision + again, "a bus that has nothing gets the next revision"
+    await reconciler.tick()
+    assert rig.routing.revision == revision + again, "it is on its way now"
