@@ -33,7 +33,7 @@ HELD = Gate(margin=0.125, minimum_score=0.0)
 
 
 def version(step: int, **fields: Any) -> VersionRecord:
-    given = {
+    given: dict[str, Any] = {
         "number": step,
         "version": name(step),
         "model": MODEL,
@@ -57,6 +57,10 @@ def name(step: int) -> str:
     return f"{MODEL}@{step:012x}"
 
 
+def _named(step: int | None) -> str | None:
+    return None if step is None else name(step)
+
+
 def view(
     *versions: VersionRecord,
     champion: int | None = None,
@@ -66,10 +70,18 @@ def view(
     paused: bool = False,
     measured: Mapping[int, Evaluation] | None = None,
 ) -> View:
-    """Those without a role that are registered wait."""
-    roles = [None if step is None else name(step) for step in (champion, previous, candidate, pinned)]
-    record = ModelRecord(MODEL, *roles, paused=paused, revision=0, routing=None)
-    waiting = tuple(one for one in versions if one.state == "registered" and one.version not in roles[:3])
+    """Those that are registered wait."""
+    record = ModelRecord(
+        model=MODEL,
+        champion=_named(champion),
+        previous=_named(previous),
+        candidate=_named(candidate),
+        pinned=_named(pinned),
+        paused=paused,
+        revision=0,
+        routing=None,
+    )
+    waiting = tuple(one for one in versions if one.state == "registered")
     evaluations = {name(step): one for step, one in (measured or {}).items()}
     return View(record, {one.version: one for one in versions}, waiting, evaluations)
 
