@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from headrace_registry.reconcile import Reconciler
 from headrace_schemas import Routing
 from tests.unit.registry.rig import MODEL, Rig
@@ -21,13 +23,15 @@ async def test_a_routing_that_the_bus_lost_is_published_again_above_what_it_has(
     await reconciler.tick()
     assert rig.routing == last.model_copy(update={"revision": 42, "time": rig.clock.now()})
     on_bus[MODEL] = rig.routing
-    rig.clock.elapsed_s += 10 * PATIENCE_S
-    await reconciler.tick()
+    for _ in range(3):
+        rig.clock.elapsed_s += 10 * PATIENCE_S
+        await reconciler.tick()
     assert rig.routing.revision == 42, "nothing to do"
 
 
 async def test_a_difference_that_goes_away_is_forgotten(rig: Rig) -> None:
     await rig.crowned(0)
+    revision = rig.routing.revision
     on_bus: dict[str, Routing] = {}
     reconciler = Reconciler(rig.processor, rig.lease, on_bus, rig.clock, PATIENCE_S)
     for _ in range(5):
@@ -36,7 +40,7 @@ async def test_a_difference_that_goes_away_is_forgotten(rig: Rig) -> None:
         rig.clock.elapsed_s += PATIENCE_S - 1
         on_bus[MODEL] = rig.routing
         await reconciler.tick()
-    assert len({routing.revision for routing in rig.sent(Routing)}) == rig.routing.revision + 1
+    assert rig.routing.revision == revision
 
 
 async def test_a_model_that_was_never_routed_is_left_alone(rig: Rig) -> None:
@@ -45,3 +49,23 @@ async def test_a_model_that_was_never_routed_is_left_alone(rig: Rig) -> None:
     await reconciler.tick()
     await reconciler.tick()
     assert rig.sent(Routing) == []
+
+
+@pytest.mark.parametrize(("waited_s", "again"), [(PATIENCE_S - 0.5, False), (PATIENCE_S, True), (PATIENCE_S + 1, True)])
+async def test_patience_is_counted_from_when_the_difference_was_first_seen(
+    rig: Rig, waited_s: float, again: bool
+) -> None:
+    await rig.checkpoint(0)
+    await rig.ticks()
+    revision = rig.routing.revision
+    assert revision == 0
+    rig.clock.elapsed_s += 1000.0
+    reconciler = Reconciler(rig.processor, rig.lease, {}, rig.clock, PATIENCE_S)
+    await reconciler.tick()
+    rig.clock.elapsed_s += waited_s / 2
+    await reconciler.tick()
+    rig.clock.elapsed_s += waited_s / 2
+    await reconciler.tick()
+    assert rig.routing.revision == revision + again, "a bus that has nothing gets the next revision"
+    await reconciler.tick()
+    assert rig.routing.revision == revision + again, "it is on its way now"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
+from prometheus_client import REGISTRY
 
 from headrace_schemas import RewardPart
 from headrace_scorer.accounts import Account, _experiences, _ready
@@ -10,6 +13,8 @@ from headrace_scorer.ledger import Entries
 from headrace_scorer.policy import Policy, Verdict
 from tests.support.streams import START
 from tests.support.trajectories import closed
+from tests.unit.scorer.conftest import Open, half
+from tests.unit.scorer.test_scorer import reward
 
 MINE = Policy({"*": 1.0}, expected=["mine"])
 
@@ -71,3 +76,39 @@ def test_nothing_is_ready_while_functions_have_not_seen_the_newest_feedback(emit
     assert not _ready(book, policy)
     book.change(scored_inputs="new")
     assert _ready(book, policy)
+
+
+async def test_functions_that_missed_the_end_of_waiting_are_not_waited_for_again(open_scorer: Open) -> None:
+    async with open_scorer(half, settle_s=60) as rig:
+        trajectory = closed()
+        await rig.stream.deliver(trajectory)
+        await rig.pass_time(61)
+        assert rig.experiences() == [(0, 0, None, "no_reward")]
+        await rig.stream.deliver(reward(trajectory, "judge:x", 1.0))
+        assert rig.experiences()[1:] == [(0, 1, 1.0, None)]
+
+
+def measured(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"headrace_scorer_{name}", labels) or 0.0
+
+
+@pytest.mark.parametrize(("age_s", "seconds"), [(0.25, 0.25), (-3.0, 0.0)])
+def test_the_time_to_the_first_experience_is_measured_once(age_s: float, seconds: float) -> None:
+    """A negative age comes of clocks that differ."""
+    book = account(Verdict("mine", None, "scored", 1.0))
+    count, total = measured("experience_seconds_count"), measured("experience_seconds_sum")
+    now = book.trajectory.time + timedelta(seconds=age_s)
+    assert len(_experiences(book, now, MINE)) == 1
+    book.change(task_id="t")
+    assert len(_experiences(book, now + timedelta(seconds=100), MINE)) == 1
+    assert measured("experience_seconds_count") == count + 1
+    assert measured("experience_seconds_sum") == pytest.approx(total + seconds)
+
+
+def test_experiences_are_counted_by_what_they_say() -> None:
+    book = account()
+    before = [measured("experiences_total", state=state) for state in ("rewarded", "withdrawn")]
+    say(book, Verdict("mine", None, "scored", 1.0))
+    say(book, Verdict("mine", None, "withdrawn", None))
+    after = [measured("experiences_total", state=state) for state in ("rewarded", "withdrawn")]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1]

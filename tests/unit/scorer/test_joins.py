@@ -54,7 +54,16 @@ def test_what_was_ingested_began_when_it_was_sent() -> None:
     assert targets(word(feedback(), turns_until=0, trajectories_until=10), peers) == {"second"}
 
 
+def test_what_was_ingested_counts_as_later_than_what_the_gateway_saw_begin() -> None:
+    peers = [closed("sampled", 3, at=1), closed("ingested", None, at=2, place=0)]
+    assert targets(word(feedback(), turns_until=4, trajectories_until=1), peers) == {"ingested"}
+    assert targets(word(feedback(), turns_until=4, trajectories_until=0), peers) == {"sampled"}
+    assert targets(word(feedback(), turns_until=4), peers) == {"sampled"}
+    assert targets(word(feedback(), turns_until=0, trajectories_until=0), peers) == {"sampled"}, "nothing had begun"
+
+
 def test_what_no_gateway_stamped_has_only_its_time() -> None:
+    assert targets(word(feedback(at=1)), TWO) == {"first"}, "it came as that was closed"
     assert targets(word(feedback(at=1.5)), TWO) == {"second"}
     assert targets(word(feedback(at=3)), TWO) == {"second"}
     assert targets(word(feedback(at=0.5)), TWO) == {"first"}
@@ -99,6 +108,8 @@ def test_what_only_brings_context_is_no_verdict() -> None:
     assert verdicts(said(fact), [turn.turn_id]) == {}
     assert said(fact).context({"expected": "old", "kept": 1}) == {"expected": "x", "kept": 1}
     assert said(fact).named("task_id", "old") == "task"
+    vote = feedback("s", turn, value=1.0)
+    assert verdicts(said(fact, vote), [turn.turn_id]) == {("", "feedback"): vote}, "what follows it counts"
 
 
 def test_names_come_from_the_list_then_the_trajectory_then_the_session() -> None:

@@ -97,8 +97,7 @@ class Ledger:
     async def promote(self, model: ModelRecord, version: str, reason: str, statistics: Mapping[str, float]) -> None:
         """The candidate takes over; the champion becomes `previous`."""
         await self._set_state(version, "promoted", request="", replaced=model.champion)
-        previous = model.champion or model.previous
-        await self._set_roles(model, champion=version, previous=previous, candidate=None)
+        await self._set_roles(model, champion=version, previous=model.champion, candidate=None)
         await self._decide(model.model, version, "promoted", reason, statistics, model.champion)
 
     async def reject(self, model: ModelRecord, version: str, reason: str, statistics: Mapping[str, float]) -> None:
@@ -116,11 +115,12 @@ class Ledger:
         assert model.champion
         assert model.previous
         heir = await store.version(self._tx, model.previous)
+        assert heir
         await self._set_state(model.champion, "withdrawn", request="")
         await self._set_state(model.previous, "promoted", request="")
         await self._decide(model.model, model.champion, "rolled_back", reason, previous=model.previous)
         barred = await self._bar(model.champion, model.previous)
-        behind = await store.version(self._tx, heir.replaced) if heir and heir.replaced else None
+        behind = await store.version(self._tx, heir.replaced) if heir.replaced else None
         previous = behind.version if behind and behind.state == "promoted" else None
         candidate = None if model.candidate in {model.previous, *barred} else model.candidate
         pinned = None if model.pinned in {model.champion, *barred} else model.pinned

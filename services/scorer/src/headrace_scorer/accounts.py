@@ -45,9 +45,10 @@ class Book:
     async def open(self, tx: AsyncConnection, trajectory_id: str) -> Account | None:
         """None when the trajectory is not known (any more)."""
         row = await store.lock(tx, trajectory_id)
-        trajectory = await self._library.get(tx, trajectory_id) if row is not None else None
-        if row is None or trajectory is None:
+        if row is None:
             return None
+        trajectory = await self._library.get(tx, trajectory_id)
+        assert trajectory is not None  # its row is locked
         return Account(trajectory, dict(row), await ledger.read(tx, trajectory_id, trajectory.tenant))
 
     async def settle(self, tx: AsyncConnection, now: datetime, account: Account, policy: Policy) -> list[Experience]:

@@ -41,12 +41,12 @@ class Closed:
 
     def had_begun(self, heard: Heard) -> bool:
         """When the feedback was given."""
-        until = heard.trajectories_until if self.began is None else heard.turns_until
-        return (self.place if self.began is None else self.began) < (until or 0)
+        place, until = (self.place, heard.trajectories_until) if self.began is None else (self.began, heard.turns_until)
+        return until is not None and place < until
 
     @property
     def order(self) -> tuple[bool, int]:
-        """Of beginning."""
+        """Of beginning; what was ingested comes after what the gateway saw begin."""
         return (self.began is None, self.place if self.began is None else self.began)
 
 

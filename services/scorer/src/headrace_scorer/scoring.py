@@ -38,7 +38,7 @@ log = get_logger(__name__)
 _KIND = "score"
 _POLL_S = 1.0
 _QUEUE_MAX = 64
-_ENTER_AT_ONCE_MAX = 50
+_DONE_MAX = 50
 
 
 class Order(BaseModel):
@@ -79,7 +79,7 @@ class Scoring:
         self._held: set[str] = set()
         """Jobs that are leased to this process."""
         self._waiting: asyncio.Queue[Work] = asyncio.Queue(_QUEUE_MAX)
-        self._done: asyncio.Queue[Done] = asyncio.Queue(_ENTER_AT_ONCE_MAX)
+        self._done: asyncio.Queue[Done] = asyncio.Queue(_DONE_MAX)
 
     @property
     def functions(self) -> Sequence[Function]:
@@ -170,7 +170,7 @@ class Scoring:
     async def _enter_results(self, processor: Processor) -> None:
         while True:
             done = [await self._done.get()]
-            while len(done) < _ENTER_AT_ONCE_MAX and not self._done.empty():
+            while not self._done.empty():  # bounded: nobody adds to it meanwhile
                 done.append(self._done.get_nowait())
             await processor.step(self.enter(done))
 

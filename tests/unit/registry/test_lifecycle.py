@@ -1,0 +1,272 @@
+"""The one next step, for what the database, the replicas and the gate may say. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from headrace_registry.lifecycle import (
+    Action,
+    Adopt,
+    Gate,
+    Measure,
+    Probed,
+    Promote,
+    Reject,
+    Release,
+    RollBack,
+    Situation,
+    Wait,
+    objection,
+    plan,
+)
+from headrace_registry.records import Evaluation, ModelRecord, VersionRecord, View
+from headrace_schemas import LoadedVersion, Replica
+from headrace_schemas.blobs import BlobRef
+from tests.unit.registry.rig import MODEL, START, loaded
+from tests.unit.registry.test_probe import replica
+
+HELD = Gate(margin=0.125, minimum_score=0.0)
+
+
+def version(step: int, **fields: Any) -> VersionRecord:
+    given: dict[str, Any] = {
+        "number": step,
+        "version": name(step),
+        "model": MODEL,
+        "lineage": "main",
+        "step": step,
+        "parent": None,
+        "base": None,
+        "manifest": BlobRef(uri="memory://manifest", sha256="0" * 64, size=1),
+        "tokenizer_sha256": "a" * 64,
+        "template_sha256": "b" * 64,
+        "state": "registered",
+        "request": "",
+        "replaced": None,
+        "registered": START,
+        "changed": START,
+    }
+    return VersionRecord(**{**given, **fields})
+
+
+def name(step: int) -> str:
+    return f"{MODEL}@{step:012x}"
+
+
+def _named(step: int | None) -> str | None:
+    return None if step is None else name(step)
+
+
+def view(
+    *versions: VersionRecord,
+    champion: int | None = None,
+    previous: int | None = None,
+    candidate: int | None = None,
+    pinned: int | None = None,
+    paused: bool = False,
+    measured: Mapping[int, Evaluation] | None = None,
+) -> View:
+    """Those that are registered wait."""
+    record = ModelRecord(
+        model=MODEL,
+        champion=_named(champion),
+        previous=_named(previous),
+        candidate=_named(candidate),
+        pinned=_named(pinned),
+        paused=paused,
+        revision=0,
+        routing=None,
+    )
+    waiting = tuple(one for one in versions if one.state == "registered")
+    evaluations = {name(step): one for step, one in (measured or {}).items()}
+    return View(record, {one.version: one for one in versions}, waiting, evaluations)
+
+
+def now(*replicas: Replica, gate: Gate | None = HELD, **fields: Any) -> Situation:
+    return Situation(replicas=replicas, gate=gate, **fields)
+
+
+def serving(*steps: int, at_s: float = 0) -> Replica:
+    return replica("r", *(loaded(name(step)) for step in steps), at_s=at_s)
+
+
+def refusing(step: int, *others: int) -> Replica:
+    return replica("r", loaded(name(step), "failed", error="no memory"), *(loaded(name(one)) for one in others))
+
+
+def scored(value: float, *, at_s: float = 0, task: str = "t") -> Evaluation:
+    return Evaluation({task: value}, START + timedelta(seconds=at_s))
+
+
+def chosen(action: Action) -> tuple[type[Action], str | None]:
+    return type(action), getattr(action, "version", None)
+
+
+CROWNED = version(1, state="promoted")
+BEFORE = version(0, state="promoted")
+
+
+def test_a_champion_that_nobody_can_serve_makes_room_for_a_previous_that_somebody_serves() -> None:
+    both = view(CROWNED, BEFORE, champion=1, previous=0)
+    assert plan(both, now(refusing(1, 0))) == RollBack("no replica can serve it: no memory")
+    assert not isinstance(plan(both, now(serving(1, 0))), RollBack)
+    assert not isinstance(plan(both, now(refusing(1))), RollBack), "nobody serves the other one either"
+    assert not isinstance(plan(both, now()), RollBack), "nobody is there"
+    assert not isinstance(plan(view(CROWNED, champion=1), now(refusing(1))), RollBack)
+    assert not isinstance(plan(view(BEFORE), now(refusing(1, 0))), RollBack)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (Adopt, name(2))),
+        ({"paused": True}, (Wait, None)),
+        ({"pinned": 1}, (Wait, None)),
+    ],
+)
+def test_what_waits_gets_its_turn_unless_the_model_is_held(fields: Any, expected: tuple[type[Action], str]) -> None:
+    assert chosen(plan(view(CROWNED, version(2), champion=1, **fields), now())) == expected
+
+
+def test_a_candidate_comes_before_what_waits_and_waits_again_when_the_model_is_held() -> None:
+    versions = CROWNED, version(2, state="probing"), version(3)
+    assert chosen(plan(view(*versions, champion=1, candidate=2), now(serving(2)))) == (Probed, name(2))
+    assert plan(view(*versions, champion=1, candidate=2, paused=True), now(serving(2))) == Release(name(2))
+
+
+def test_the_newest_is_next_and_the_older_ones_never() -> None:
+    waiting = [version(step) for step in (2, 3, 4)]
+    assert plan(view(CROWNED, *waiting, champion=1), now()) == Adopt(name(4), (name(2), name(3)))
+    assert plan(view(CROWNED, waiting[0], champion=1), now()) == Adopt(name(2))
+
+
+def test_a_model_without_a_champion_starts_with_its_earliest_step() -> None:
+    waiting = [version(5, number=0), version(3, number=2), version(4, number=1)]
+    assert plan(view(*waiting), now()) == Adopt(name(3))
+
+
+def test_what_an_operator_asked_for_last_comes_first() -> None:
+    early, late = START + timedelta(seconds=1), START + timedelta(seconds=2)
+    asked = [version(2, request="gate", changed=late), version(3, request="force", changed=early), version(4)]
+    assert plan(view(CROWNED, *asked, champion=1), now()) == Adopt(name(2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, None),
+        ({"tokenizer_sha256": "c" * 64}, "its tokenizer differs"),
+        ({"template_sha256": "c" * 64}, "its chat template differs"),
+        ({"base": name(0)}, None),
+        ({"base": name(8)}, f"its base {name(8)} is withdrawn"),
+        ({"base": name(9)}, f"its base {name(9)} is not registered"),
+    ],
+)
+def test_what_can_never_serve_is_rejected_when_its_turn_comes(fields: Any, reason: str | None) -> None:
+    new = version(2, **fields)
+    seen = view(BEFORE, CROWNED, version(8, state="withdrawn"), new, champion=1)
+    found = objection(new, seen)
+    assert (found is None) if reason is None else (found or "").startswith(reason)
+    assert plan(seen, now()) == (Adopt(name(2)) if reason is None else Reject(name(2), found or ""))
+    if "sha256" in "".join(fields):
+        assert objection(new, view(new)) is None, "without a champion it is the first of its kind"
+
+
+def probing(state: str = "probing", changed_s: float = 0) -> View:
+    candidate = version(2, state=state, changed=START + timedelta(seconds=changed_s))
+    return view(CROWNED, candidate, champion=1, candidate=2)
+
+
+@pytest.mark.parametrize(
+    ("held", "patience_over", "expected"),
+    [
+        (loaded(name(2)), False, (Probed, name(2))),
+        (loaded(name(2)), True, (Probed, name(2))),
+        (loaded(name(2), "loading"), False, (Wait, None)),
+        (loaded(name(2), "loading"), True, (Reject, name(2))),
+        (loaded(name(2), "failed"), False, (Reject, name(2))),
+        (loaded(name(2), passed=False), False, (Reject, name(2))),
+    ],
+)
+def test_the_probe_decides_first(
+    held: LoadedVersion, patience_over: bool, expected: tuple[type[Action], str | None]
+) -> None:
+    assert chosen(plan(probing(), now(replica("r", held), patience_over=patience_over))) == expected
+
+
+def test_time_is_not_over_unless_somebody_says_so() -> None:
+    assert isinstance(plan(probing(), now(replica("r", loaded(name(2), "loading")))), Wait)
+
+
+def test_heartbeats_from_before_it_was_adopted_say_nothing_of_a_candidate() -> None:
+    old = serving(2, at_s=1)
+    assert isinstance(plan(probing(changed_s=2), now(old)), Wait)
+    assert isinstance(plan(probing("evaluating", changed_s=2), now(old)), Measure), "those after its probe do"
+
+
+def judged(
+    gate: Gate | None = HELD, *, step: int = 2, request: str = "", champion: bool = True, **fields: Any
+) -> Action:
+    """Of a candidate that passed its probe. `measured` maps steps to evaluations."""
+    candidate = version(step, state="evaluating", request=request)
+    measured = fields.pop("measured", {})
+    others = (CROWNED,) if champion else ()
+    seen = view(*others, candidate, champion=1 if champion else None, candidate=step, measured=measured)
+    return plan(seen, now(serving(1, step), gate=gate, **fields))
+
+
+def test_what_needs_no_gate_is_promoted_after_its_probe() -> None:
+    assert judged(request="force") == Promote(name(2), "an operator promoted it past the gate")
+    assert chosen(judged(request="gate")) == (Measure, name(2))
+    first = Promote(name(0), "the first version of its model: nothing to compare with")
+    assert judged(step=0, champion=False) == first
+    assert chosen(judged(step=0)) == (Measure, name(0)), "there is something to compare with"
+    assert chosen(judged(step=2, champion=False)) == (Measure, name(2)), "nobody knows how good it is"
+    assert judged(gate=None) == Promote(name(2), "promoted after its probe: gate.command is empty")
+
+
+def test_a_gate_that_failed_rejects() -> None:
+    assert judged(failures={name(2): "boom"}) == Reject(name(2), "the gate failed: boom")
+    measured = {2: scored(0.5)}
+    failed = judged(failures={name(1): "boom"}, measured=measured)
+    assert failed == Reject(name(2), f"the gate failed on the champion {name(1)}: boom")
+    assert chosen(judged(measured=measured)) == (Measure, name(1))
+
+
+@pytest.mark.parametrize(("score", "expected"), [(0.75, Promote), (0.5, Promote), (0.25, Reject)])
+def test_the_minimum_is_enough(score: float, expected: type[Action]) -> None:
+    gate = Gate(margin=0.125, minimum_score=0.5)
+    action = judged(gate, champion=False, measured={2: scored(score)})
+    assert isinstance(action, expected)
+    assert isinstance(action, Promote | Reject)
+    assert action.statistics["score"] == score
+
+
+@pytest.mark.parametrize(("score", "expected"), [(0.5, Promote), (0.375, Promote), (0.25, Reject)])
+def test_who_is_not_inferior_by_more_than_the_margin_is_promoted(score: float, expected: type[Action]) -> None:
+    assert isinstance(judged(measured={1: scored(0.5), 2: scored(score)}), expected)
+
+
+@pytest.mark.parametrize(
+    ("at_s", "expected"), [(-1, (Measure, name(1))), (0, (Reject, name(2))), (1, (Reject, name(2)))]
+)
+def test_a_champion_that_was_measured_on_other_tasks_before_plays_again(
+    at_s: float, expected: tuple[type[Action], str]
+) -> None:
+    other = {1: scored(0.5, at_s=at_s, task="another"), 2: scored(0.5)}
+    assert chosen(judged(measured=other)) == expected
+    assert isinstance(judged(measured={1: scored(0.5, at_s=at_s), 2: scored(0.5)}), Promote), "the same tasks do"
+
+
+def test_a_champion_without_a_score_is_measured_when_nothing_waits() -> None:
+    alone = view(CROWNED, champion=1)
+    assert plan(alone, now(serving(1))) == Measure(name(1))
+    assert plan(alone, now(serving(0))) == Wait(f"no replica serves the champion {name(1)}")
+    assert plan(alone, now(serving(1), gate=None)) == Wait()
+    assert plan(alone, now(serving(1), failures={name(1): "boom"})) == Wait()
+    assert plan(view(CROWNED, champion=1, measured={1: scored(0.5)}), now(serving(1))) == Wait()
+    assert plan(view(), now(serving(1))) == Wait()
