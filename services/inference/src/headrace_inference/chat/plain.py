@@ -20,7 +20,7 @@ from typing import Any
 TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 """What parsers look for; text even where a tokenizer calls them special."""
 
-_SECRET = str(10**23 + secrets.randbelow(9 * 10**23))
+_SECRET = "".join(secrets.choice("0123456789") for _ in range(24))
 """Drawn once: a prompt's stand-ins are compared with those of the prompt before it."""
 _NUMBER_DIGITS = 6
 _STAND_IN = re.compile(rf"{_SECRET}([0-9]{{{_NUMBER_DIGITS}}})")
@@ -115,7 +115,7 @@ class PlainText:
 
     def _mask_disguised(self, text: str) -> str:
         """Normalization may turn other letters into a control token, which is found only by trying."""
-        found = self._inner.encode_batch([text], add_special_tokens=False)[0]
+        (found,) = self._inner.encode_batch([text], add_special_tokens=False)
         for token, (start, end) in reversed([*zip(found.ids, found.offsets, strict=True)]):
             if token in self._forbidden and self._added[token].text not in TAGS:
                 text = text[:start] + self._number(self._added[token].text) + text[end:]
@@ -152,7 +152,8 @@ class PlainText:
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
     """Without the interpreter's lock, which `Tokenizer.encode` would keep until it is done."""
-    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    (found,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    ids: list[int] = found.ids
     return ids
 
 
