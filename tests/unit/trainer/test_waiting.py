@@ -104,4 +104,4 @@ def test_a_group_is_late_when_its_first_member_is() -> None:
 
 def test_what_came_without_a_branch_has_no_tokens() -> None:
     assert Waiting(experience=experience(0, V, length=14), since_ms=0).tokens == 14
-    assert Waiting(experience=experience(0, V, branch=False), since_ms=0).tokens == 0
+    assert Waiting(experience=experience(0, V, None, branch=False), since_ms=0).tokens == 0

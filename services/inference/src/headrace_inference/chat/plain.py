@@ -53,7 +53,9 @@ class PlainText:
             [token.content for token in added.values() if token.special and token.content not in TAGS]
         )
         self._forbidden = frozenset(number for number, token in added.items() if token.content in self._numbers)
-        self._normalizes = inner.normalizer is not None and any(token.normalized for token in added.values())
+        words = inner.get_vocab(with_added_tokens=False)
+        made_up = any(token.normalized or token.content in words for token in added.values())
+        self._normalizes = inner.normalizer is not None and made_up
 
     @cached_property
     def _bare(self) -> Any:
@@ -114,7 +116,8 @@ class PlainText:
         return self._mask_disguised(masked) if self._normalizes else masked
 
     def _mask_disguised(self, text: str) -> str:
-        """Normalization may turn other letters into a control token, which is found only by trying."""
+        """Normalization may turn other letters into a control token, as such or as a word of the vocabulary: it is found
+        only by trying."""
         (found,) = self._inner.encode_batch([text], add_special_tokens=False)
         for token, (start, end) in reversed([*zip(found.ids, found.offsets, strict=True)]):
             if token in self._forbidden and self._added[token].text not in TAGS:

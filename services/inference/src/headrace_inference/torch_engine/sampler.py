@@ -35,7 +35,7 @@ def seed_of(seed: int, choice: int) -> int:
     """The stream of one choice: choices of one request differ, and differ the same way every time."""
     with np.errstate(over="ignore"):
         base = np.array([seed % 2**64], dtype=np.uint64)
-        return int(mix(mix(base + _GOLDEN) + np.uint64(choice))[0])
+        return int(mix(mix(base + _GOLDEN) + np.uint64(choice)).item())
 
 
 def draw(logits_RV: Tensor, temperature_R: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
