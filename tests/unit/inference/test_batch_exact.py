@@ -1,4 +1,4 @@
-"""Whatever the schedule does with a sequence, it is sampled as it would be alone; and the schedule's bounds, exactly."""
+"""Whatever the schedule does with a sequence, it is sampled as if it were alone; and the schedule's bounds, exactly."""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ class PlainText:
         return self._mask_disguised(masked) if self._normalizes else masked
 
     def _mask_disguised(self, text: str) -> str:
-        """Normalization may turn other letters into a control token, as such or as a word of the vocabulary: it is found
-        only by trying."""
+        """Normalization may turn other letters into a control token, or into a word of the vocabulary that is one. It
+        is found only by trying."""
         (found,) = self._inner.encode_batch([text], add_special_tokens=False)
         for token, (start, end) in reversed([*zip(found.ids, found.offsets, strict=True)]):
             if token in self._forbidden and self._added[token].text not in TAGS:
