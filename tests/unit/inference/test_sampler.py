@@ -150,6 +150,8 @@ def test_truncation_by_hand() -> None:
     logits, top_p, top_k = (torch.tensor(column) for column in zip(*rows, strict=True))
     kept = torch.isfinite(sampler.truncate(logits, top_p, top_k)).sum(1)
     assert kept.tolist() == [1, 4, 2, 3, 2, 4]
+    one = slice(1, 2)
+    assert torch.equal(sampler.truncate(logits[one], top_p[one], top_k[one]), logits[one]), "a batch of one row"
 
 
 def test_the_most_likely_come_first_and_never_more_than_there_are() -> None:
