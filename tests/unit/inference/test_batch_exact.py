@@ -73,7 +73,8 @@ def assert_exact(model: Model, one: Sequence) -> None:
 def test_keeping_every_token_is_no_truncation(model: Model, temperature: float) -> None:
     plain = sequence(prompt_of(9), 12, temperature=temperature)
     kept = sequence(prompt_of(9), 12, temperature=temperature, top_k=model.vocabulary)
-    run(batch_of(model), plain, kept)
+    run(batch_of(model), plain)
+    run(batch_of(model), kept)  # in a batch of its own, as one such row changes how all are drawn
     assert kept.tokens == plain.tokens
     assert kept.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
 

@@ -120,6 +120,7 @@ def test_prefixes_are_found_by_blocks_of_sixteen_tokens() -> None:
     assert cache.bytes == 0, "too short to be found again"
     cache.add([*range(64)], held([*range(64)]))
     assert [cache.longest([*range(count), 999, 999])[1] for count in (15, 16, 17, 33)] == [0, 16, 17, 33]
+    assert cache.longest([*range(16)])[1] == 16
 
 
 def test_an_entry_as_large_as_the_cache_is_kept() -> None:
