@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from headrace_inference.chat.exact import for_template
@@ -235,3 +236,108 @@ def test_rendering_is_bounded_in_size_and_time(models: Models, tmp_path: Path, t
     with pytest.raises(Refused) as refused:
         slow.render(messages, None, {}, RenderLimits(size, 0.05))
     assert refused.value.code == "template_timeout"
+
+
+def spelled(*added: AddedToken, first: bool = False, bos: str = "") -> Tokenizer:
+    """A token for each character, so that what a text becomes can be written down."""
+    pieces = {character: number for number, character in enumerate("▁abc <>/LRS|")}
+    inner = Tokenizer(models.BPE(vocab=pieces, merges=[]))
+    if first:
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    inner.add_special_tokens([*added])
+    if bos:  # as many tokenizers do, unless they are told not to
+        special = [(bos, inner.token_to_id(bos))]
+        inner.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=special)
+    return inner
+
+
+def tokens_of(inner: Tokenizer, ids: list[int]) -> list[str]:
+    return [inner.id_to_token(token) or "" for token in ids]
+
+
+def test_whitespace_beside_a_control_token_goes_where_the_token_says_so() -> None:
+    added = [AddedToken("<L>", lstrip=True), AddedToken("<R>", rstrip=True), AddedToken("<S>")]
+    inner = spelled(*added, bos="<S>")
+    plain = PlainText(inner, "")
+    text = plain.mask(" <S> ")
+    ids = plain.encode(f"{text}<R>{text}<S>{text}<L>{text}")
+    kept = ["<", "S", ">"]
+    assert tokens_of(inner, ids) == [
+        " ", *kept, " ", "<R>", *kept, " ", "<S>", " ", *kept, "<L>", " ", *kept, " ",
+    ]  # fmt: skip
+
+
+def test_only_the_first_text_begins_like_one() -> None:
+    inner = spelled(AddedToken("<S>"), first=True)
+    plain = PlainText(inner, "")
+    text = plain.mask("a<S>")
+    assert tokens_of(inner, plain.encode(f"{text}<S>{text}")) == [*"▁a<S>", "<S>", *"a<S>"]
+    assert tokens_of(inner, plain.encode(f"b<S>{text}<S>c")) == ["▁", "b", "<S>", *"a<S>", "<S>", "c"]
+
+
+def test_a_text_is_tokenized_whole_once_unless_control_tokens_are_not_where_it_spells_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inner = spelled(AddedToken("<S>"), AddedToken("<S"), AddedToken("<R>"))
+    plain = PlainText(inner, "")
+    monkeypatch.setattr(PlainText, "_by_offsets", lambda *_: pytest.fail("the slow way was taken"))
+    text = f"<S><R>{plain.mask('<S>')}<S"
+    assert tokens_of(inner, plain.encode(text)) == ["<S>", "<R>", *"<S>", "<S"]
+
+
+def test_a_control_token_that_the_template_writes_in_other_letters_is_one() -> None:
+    inner = spelled(AddedToken("<a>", normalized=True), AddedToken("<S>"), bos="<S>")
+    inner.normalizer = normalizers.Lowercase()
+    plain = PlainText(inner, "")
+    text = plain.mask("b<A>")
+    assert tokens_of(inner, plain.encode(f"<A>{text}<S>{text}")) == ["<a>", *"b<a>", "<S>", *"b<a>"]
+
+
+@pytest.mark.parametrize("sign", ["</s>", "<>"])
+def test_words_of_the_vocabulary_that_are_control_tokens_are_taken_apart(sign: str) -> None:
+    """Wherever they stand and however many there are, and the words beside them stay whole."""
+    pieces = [("<unk>", 0.0), (sign, 0.0), ("ba", -1.0), *((c, -2.0) for c in "</s>ab▁")]
+    inner = Tokenizer(models.Unigram(pieces, unk_id=0))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    inner.add_special_tokens([sign])
+    plain = PlainText(inner, "")
+    for text, expected in (
+        (sign, ["▁", *sign]),
+        (f"a{sign}", ["▁", "a", *sign]),
+        (f"{sign}bababa", ["▁", *sign, "ba", "ba", "ba"]),
+        (f"bababa{sign}{sign}", ["▁", "ba", "ba", "ba", *sign, *sign]),
+    ):
+        assert tokens_of(inner, plain.encode(plain.mask(text))) == expected
+    many = plain.encode(plain.mask(3000 * sign))
+    assert tokens_of(inner, many) == ["▁", *(3000 * sign)]
+
+
+def test_a_word_that_is_a_control_token_in_other_letters_is_taken_apart() -> None:
+    """The vocabulary knows it, and the normalizer makes it of letters in which no one would look for it."""
+    inner = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *((c, -2.0) for c in "</s>ab")], unk_id=0))
+    inner.normalizer = normalizers.Lowercase()
+    inner.add_special_tokens(["</s>"])
+    plain = PlainText(inner, "")
+    for text in ("a</S>b", "</S>", "</S></s>a"):
+        assert tokens_of(inner, plain.encode(plain.mask(text) + "</s>")) == [*text.lower(), "</s>"]
+
+
+def test_what_is_a_control_token() -> None:
+    """What is called special, tags, and signs that the template writes; a word or spaces in it are none."""
+    inner = spelled()
+    inner.add_special_tokens([AddedToken("abc", normalized=False)])
+    names = ["<think>", "[A]", "[B]", "<<user", "user", "    "]
+    inner.add_tokens([AddedToken(name, normalized=False) for name in names])
+    plain = PlainText(inner, "    [A]<<user")
+    assert {name for name in ("abc", *names) if plain.mask(name) != name} == {"abc", "<think>", "[A]"}
+    assert {name for name in ("abc", *names) if plain.mask(name, answer=True) != name} == {"abc"}
+
+
+def test_a_stand_in_is_digits_and_nothing_else_is_touched() -> None:
+    plain = PlainText(spelled(AddedToken("<S>")), "")
+    assert re.fullmatch(r"a[0-9]{30}b", plain.mask("a<S>b"))
+    value = {"<S>": ["<S>", 1, None, {"a": True}], "b": 2.5}
+    masked = plain.mask(value)
+    assert [plain.unmask(text) for text in (*masked, masked[next(iter(masked))][0])] == ["<S>", "b", "<S>"]
+    assert (masked["b"], next(iter(masked.values()))[1:]) == (2.5, [1, None, {"a": True}])
+    assert PlainText(spelled(), "").mask("a<S>b") == "a<S>b"

@@ -111,3 +111,65 @@ def test_kv_rows_move_and_swap() -> None:
     assert kv.snapshot(0, 2)[0, 0, :, 0].tolist() == [4, 5]
     kv.move(1, 2, 3)
     assert kv.snapshot(2, 3)[0, 0, :, 0].tolist() == [1, 2, 3]
+
+
+def test_prefixes_are_found_by_blocks_of_sixteen_tokens() -> None:
+    cache = PrefixCache(2**20)
+    assert cache.longest([*range(64)]) == (None, 0)
+    cache.add([*range(15)], held([*range(15)]))
+    assert cache.bytes == 0, "too short to be found again"
+    cache.add([*range(64)], held([*range(64)]))
+    assert [cache.longest([*range(count), 999, 999])[1] for count in (15, 16, 17, 33)] == [0, 16, 17, 33]
+    assert cache.longest([*range(16)])[1] == 16
+
+
+def test_an_entry_as_large_as_the_cache_is_kept() -> None:
+    kv = held([*range(64)])
+    cache = PrefixCache(kv.numel() * 4)
+    cache.add([*range(64)], kv)
+    assert cache.longest([*range(64)])[1] == 64
+
+
+def test_kv_takes_no_more_than_it_needs_and_grows_by_doubling() -> None:
+    shape = KVShape(layers=2, heads=3, size=5, dtype=torch.float16, device=torch.device("cpu"))
+    assert shape.token_bytes == 120, "a key and a value of 5 numbers of 2 bytes, for 3 heads in 2 layers"
+    kv = KV(shape, bytes_max=1000 * 120)
+    assert (kv.rows, kv.length, kv.bytes) == (0, 0, 0)
+    sizes = []
+    for rows, length in ((1, 40), (1, 64), (1, 65), (1, 129), (2, 256), (3, 256), (2, 400), (4, 60)):
+        assert kv.reserve(rows, length)
+        sizes.append((kv.rows, kv.length))
+        assert kv.bytes == kv.rows * kv.length * 120
+    assert sizes == [(1, 64), (1, 64), (1, 128), (1, 256), (2, 256), (3, 333), (2, 500), (4, 250)]
+    assert not kv.reserve(4, 251), "what does not fit changes nothing"
+    assert (kv.rows, kv.length) == (4, 250)
+    kv.release()
+    assert (kv.rows, kv.length) == (0, 0)
+
+
+def test_kv_doubles_the_direction_that_is_short_alone() -> None:
+    kv = KV(SHAPE, bytes_max=2**20)
+    sizes = []
+    for rows, length in ((2, 100), (3, 100), (3, 129), (9, 10)):
+        assert kv.reserve(rows, length)
+        sizes.append((kv.rows, kv.length))
+    assert sizes == [(2, 128), (4, 128), (4, 256), (9, 256)]
+
+
+def test_kv_that_has_room_is_left_where_it_is() -> None:
+    kv = KV(SHAPE, bytes_max=2**20)
+    kv.reserve(4, 64)
+    rows = kv.view(1, 2)
+    assert kv.reserve(4, 64)
+    rows[:] = 7.0
+    assert [kv.snapshot(row, 64).sum() for row in range(4)] == [0, 7 * 256, 7 * 256, 0]
+
+
+def test_kv_keeps_every_row_when_it_grows_and_restores_no_more_than_asked() -> None:
+    kv = KV(SHAPE, bytes_max=2**20)
+    kv.reserve(3, 32)
+    for row in range(3):
+        kv.restore(row, held([row + 1, row + 2, row + 3]), row + 1)
+    kv.reserve(4, 64)
+    spelled = [kv.snapshot(row, 3)[0, 0, :, 0].tolist() for row in range(4)]
+    assert spelled == [[1, 0, 0], [2, 3, 0], [3, 4, 5], [0, 0, 0]]

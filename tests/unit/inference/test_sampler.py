@@ -111,3 +111,50 @@ def test_penalties_are_openais() -> None:
     counts = torch.tensor([[0.0, 1.0, 3.0], [2.0, 0.0, 0.0]])
     found = sampler.penalise(logits, counts, torch.tensor([0.5, -1.0]), torch.tensor([0.25, 0.0]))
     assert found.tolist() == [[0.0, -0.75, -1.25], [1.0, 0.0, 0.0]]
+
+
+def test_a_choices_stream_is_known_and_must_never_change() -> None:
+    """Two rounds of SplitMix64, in whole numbers of Python: one names the seed, the other the choice of it."""
+    for seed, choice in ((0, 0), (0, 1), (7, 3), (2**63, 2)):
+        assert sampler.seed_of(seed, choice) == _mixed(_mixed(seed + 0x9E3779B97F4A7C15) + choice)
+
+
+def _mixed(bits: int) -> int:
+    bits %= 2**64
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64
+    return bits ^ bits >> 31
+
+
+def test_a_token_is_drawn_where_the_number_falls_among_the_probabilities() -> None:
+    """Probabilities 1/2, 0, 1/4, 1/4; a number on the edge of a share belongs to the next one that has any."""
+    logits = torch.tensor([0.5, 0.0, 0.25, 0.25]).log().expand(6, -1)
+    drawn = torch.tensor([0.0, 0.499, 0.5, 0.7499, 0.75, 0.9999], dtype=torch.float64)
+    ids, logprobs, every = sampler.draw(logits, torch.ones(6), drawn)
+    assert ids.tolist() == [0, 0, 2, 2, 3, 3]
+    assert logprobs.tolist() == [every[row, token] for row, token in enumerate(ids.tolist())]
+
+
+def test_rows_have_temperatures_of_their_own_and_at_zero_the_best_is_taken_as_it_is() -> None:
+    logits = torch.tensor([[1.0, 3.0], [3.0, 1.0], [1.0, 4.0]]).log()
+    ids, _, every = sampler.draw(logits, torch.tensor([0.0, 0.0, 0.5]), torch.zeros(3, dtype=torch.float64))
+    assert ids.tolist() == [1, 0, 0]
+    shares = [[1 / 4, 3 / 4], [3 / 4, 1 / 4], [1 / 17, 16 / 17]]
+    assert torch.allclose(every.exp(), torch.tensor(shares)), "half the temperature squares the odds"
+
+
+def test_truncation_by_hand() -> None:
+    """Four tokens of probability 1/4 each, and one row in which a token is less likely than rounding can show."""
+    even, lost = [0.0] * 4, [0.0, -200.0, -200.0, -200.0]
+    rows = [(even, 1.0, 1), (even, 1.0, 0), (even, 0.5, 0), (even, 0.6, 0), (even, 0.9, 2), (lost, 1.0, 0)]
+    logits, top_p, top_k = (torch.tensor(column) for column in zip(*rows, strict=True))
+    kept = torch.isfinite(sampler.truncate(logits, top_p, top_k)).sum(1)
+    assert kept.tolist() == [1, 4, 2, 3, 2, 4]
+    one = slice(1, 2)
+    assert torch.equal(sampler.truncate(logits[one], top_p[one], top_k[one]), logits[one]), "a batch of one row"
+
+
+def test_the_most_likely_come_first_and_never_more_than_there_are() -> None:
+    logprobs = torch.tensor([[-3.0, -1.0, -2.0], [-1.5, -0.5, -4.0]])
+    assert sampler.most_likely(logprobs, 2) == [[(1, -1.0), (2, -2.0)], [(1, -0.5), (0, -1.5)]]
+    assert [len(row) for row in sampler.most_likely(logprobs, 9)] == [3, 3]

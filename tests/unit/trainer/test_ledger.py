@@ -16,6 +16,7 @@ from headrace_trainer.history import History, Published
 from headrace_trainer.ledger import Ledger
 from headrace_trainer.prepare import prepare
 from headrace_trainer.settings import AdvantageSettings, MemorySettings
+from headrace_trainer.waiting import Waiting
 from tests.unit.trainer.test_history import chain, name, publish
 from tests.unit.trainer.world import START, experience
 
@@ -56,6 +57,36 @@ def test_tokens_that_wait_are_counted() -> None:
     assert ledger.room == 0
     step(ledger)
     assert ledger.room == 1024
+
+
+def test_a_queue_that_was_larger_when_it_was_saved_has_no_room() -> None:
+    saved = [Waiting(experience=experience(number, name(0), length=40), since_ms=0) for number in range(2)]
+
+    def room(**memory: int) -> int:
+        return Ledger(chain(0), LIMITS, MemorySettings(**memory), waiting=saved).room
+
+    assert [room(queue_experiences=count) for count in (1, 2, 3)] == [0, 0, 1]
+    assert room(queue_experiences=3, queue_tokens=80) == 0, "their tokens are counted from the beginning"
+    assert room(queue_experiences=3, queue_tokens=81) == 1
+
+
+def test_what_was_read_is_noted_by_stretches_and_the_next_place_of_every_partition() -> None:
+    ledger = ledger_on(chain(0))
+    for topic, partition, offset, noted in (
+        ("experiences", 0, 3, True), ("experiences", 0, 4, True), ("experiences", 1, 7, True), ("other", 0, 9, False),
+        ("experiences", 1, 8, True), ("experiences", 0, 5, True),
+    ):  # fmt: skip
+        ledger.passed(topic, partition, offset, noted=noted)
+    assert ledger.offsets == {"experiences": {0: 6, 1: 9}, "other": {0: 10}}
+    assert [(read.partition, read.until) for read in ledger.read] == [(0, 5), (1, 9), (0, 6)]
+
+
+def test_a_new_lineage_is_at_its_first_version_until_it_steps() -> None:
+    ledger = Ledger(chain(0), LIMITS, MemorySettings())
+    assert (ledger.steps, ledger.current, ledger.promoted) == (0, name(0), (name(0),))
+    ledger.admit(experience(1, name(0)), (0, 0), START)
+    step(ledger)
+    assert (ledger.steps, ledger.current, ledger.promoted) == (1, None, (name(0),))
 
 
 def test_what_could_change_the_weights_again_is_never_forgotten() -> None:

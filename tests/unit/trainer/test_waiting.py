@@ -63,6 +63,7 @@ def test_a_run_is_named_by_task_and_run_id_else_by_its_trajectory() -> None:
     assert run_of(experience(1, V, task="a", run="0")) == run_of(experience(2, V, task="a", run="0"))
     assert run_of(experience(1, V, task="a", run="0")) != run_of(experience(2, V, task="b", run="0"))
     assert run_of(experience(1, V, run="0")) != run_of(experience(2, V, run="0")), "without a task a run id says little"
+    assert run_of(experience(1, V, task="a")) != run_of(experience(2, V, task="a")), "nor does a task without a run id"
 
 
 def test_groups_wait_for_their_runs() -> None:
@@ -93,3 +94,14 @@ def test_a_group_is_never_cut_and_corrections_need_none() -> None:
     assert chosen(items, GROUPED, corrections="3") == ("3012", ""), "the correction, then all of group a"
     five = [waits(n, "a", str(n)) for n in range(5)]
     assert chosen([*five, waits(6, "b", "0")], GROUPED)[0] == "01234"
+
+
+def test_a_group_is_late_when_its_first_member_is() -> None:
+    three = Rules(4, 2, timedelta(seconds=10), 3, timedelta(seconds=60))
+    items = [waits(0, "a", "0"), waits(1, "a", "1", at_s=30)]
+    assert chosen(items, three, at_s=60) == ("01", "")
+
+
+def test_what_came_without_a_branch_has_no_tokens() -> None:
+    assert Waiting(experience=experience(0, V, length=14), since_ms=0).tokens == 14
+    assert Waiting(experience=experience(0, V, None, branch=False), since_ms=0).tokens == 0

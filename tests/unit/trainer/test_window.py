@@ -46,7 +46,7 @@ def test_a_revision_without_tokens_does_not_hide_where_the_tokens_are() -> None:
     assert (entry.partition, entry.offset, entry.versions) == (0, 1, (VERSION,))
 
 
-@pytest.mark.parametrize(("count", "age_s", "left"), [(3, 1e9, "cde"), (99, 1.5, "de"), (0, 1e9, "")])
+@pytest.mark.parametrize(("count", "age_s", "left"), [(3, 1e9, "cde"), (99, 1.5, "de"), (99, 1.4, "de"), (0, 1e9, "")])
 def test_the_longest_untouched_leave_by_count_and_by_age(count: int, age_s: float, left: str) -> None:
     window = Window()
     for number, name in enumerate("abcde"):
@@ -80,3 +80,27 @@ def test_a_later_reward_is_judged_by_the_terms_of_the_first_training() -> None:
     assert entry.advantage_of(0.0, 10.0) == -2.0
     assert entry.advantage_of(None, 10.0) == 0.0
     assert entry.advantage_of(1e5, 10.0) == 10.0
+
+
+def test_a_revision_between_remembered_ones_is_new_and_one_below_them_only_when_the_memory_is_full() -> None:
+    window = Window()
+    for revision in range(100, 100 + 2 * 63, 2):
+        seen(window, "a", revision)
+    entry = window.get("a")
+    assert entry is not None
+    assert not entry.seen(99), "63 revisions are fewer than are remembered"
+    seen(window, "a", 226)
+    entry = window.get("a")
+    assert entry is not None
+    assert [entry.seen(revision) for revision in (98, 99, 100, 101, 225, 226, 227)] == [
+        True, True, True, False, False, True, False,
+    ]  # fmt: skip
+
+
+def test_an_experience_without_tokens_has_no_place_and_terms_of_its_own() -> None:
+    window = Window()
+    window.see("a", 0, (), None, START)
+    entry = window.get("a")
+    assert entry is not None
+    assert (entry.partition, entry.offset, entry.trained) == (-1, -1, False)
+    assert [entry.advantage_of(reward, 3.0) for reward in (2.0, -2.0, -9.0)] == [2.0, -2.0, -3.0]

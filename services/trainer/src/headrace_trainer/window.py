@@ -81,10 +81,11 @@ class Window:
         now: datetime,
     ) -> None:
         """Note that a revision has arrived. `place` is the partition and offset of its tokens, None without any."""
-        entry = self._entries.get(experience_id) or Entry(revisions=(), versions=(), touched_ms=0)
+        touched_ms = epoch_ms(now)
+        entry = self._entries.get(experience_id) or Entry(revisions=(), versions=(), touched_ms=touched_ms)
         change: dict[str, object] = {
             "revisions": tuple(sorted({*entry.revisions, revision})[-REVISIONS_MAX:]),
-            "touched_ms": epoch_ms(now),
+            "touched_ms": touched_ms,
         }
         if place is not None:
             change |= {"versions": tuple(versions), "partition": place[0], "offset": place[1]}

@@ -20,7 +20,7 @@ from typing import Any
 TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 """What parsers look for; text even where a tokenizer calls them special."""
 
-_SECRET = str(10**23 + secrets.randbelow(9 * 10**23))
+_SECRET = "".join(secrets.choice("0123456789") for _ in range(24))
 """Drawn once: a prompt's stand-ins are compared with those of the prompt before it."""
 _NUMBER_DIGITS = 6
 _STAND_IN = re.compile(rf"{_SECRET}([0-9]{{{_NUMBER_DIGITS}}})")
@@ -53,7 +53,9 @@ class PlainText:
             [token.content for token in added.values() if token.special and token.content not in TAGS]
         )
         self._forbidden = frozenset(number for number, token in added.items() if token.content in self._numbers)
-        self._normalizes = inner.normalizer is not None and any(token.normalized for token in added.values())
+        words = inner.get_vocab(with_added_tokens=False)
+        made_up = any(token.normalized or token.content in words for token in added.values())
+        self._normalizes = inner.normalizer is not None and made_up
 
     @cached_property
     def _bare(self) -> Any:
@@ -114,8 +116,9 @@ class PlainText:
         return self._mask_disguised(masked) if self._normalizes else masked
 
     def _mask_disguised(self, text: str) -> str:
-        """Normalization may turn other letters into a control token, which is found only by trying."""
-        found = self._inner.encode_batch([text], add_special_tokens=False)[0]
+        """Normalization may turn other letters into a control token, or into a word of the vocabulary that is one. It
+        is found only by trying."""
+        (found,) = self._inner.encode_batch([text], add_special_tokens=False)
         for token, (start, end) in reversed([*zip(found.ids, found.offsets, strict=True)]):
             if token in self._forbidden and self._added[token].text not in TAGS:
                 text = text[:start] + self._number(self._added[token].text) + text[end:]
@@ -152,7 +155,8 @@ class PlainText:
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
     """Without the interpreter's lock, which `Tokenizer.encode` would keep until it is done."""
-    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    (found,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    ids: list[int] = found.ids
     return ids
 
 

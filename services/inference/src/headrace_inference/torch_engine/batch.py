@@ -8,6 +8,7 @@ KV the decode step itself writes; so prompts, resumed sequences and those set ba
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ class Batch:
         self._rows = Rows(limits.sequences_max, model.kv_shape.device)
         self._window = torch.arange(model.context_tokens + LENGTH_STEP, device=model.kv_shape.device)
         self._counts: Tensor | None = None
-        self._arrivals = 0
+        self._arrivals = itertools.count()
         self._gauges = metrics.VersionGauges(model.version)
 
     @property
@@ -65,8 +66,7 @@ class Batch:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; its followers come after it once its prompt is computed."""
-        self._arrivals += 1
-        sequence.arrival = self._arrivals
+        sequence.arrival = next(self._arrivals)
         self.waiting.append(sequence)
 
     def abort(self, owner: object) -> None:
@@ -109,7 +109,7 @@ class Batch:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self._limits.sequences_max:
             sequence = self.waiting[0]
-            if not self._kv.reserve(len(self.running) + 1, max(self._longest(), len(sequence.tokens))):
+            if not self._kv.reserve(len(self.running) + 1, self._longest(sequence)):
                 return
             self.waiting.popleft()
             self._join(sequence)
@@ -134,15 +134,13 @@ class Batch:
         oldest = min(range(first, len(self.running)), key=lambda row: self.running[row].arrival)
         self._swap(oldest, first)
         counts: list[int] = []
-        width = 0
         for sequence in self.running[first:]:
             count = min(len(sequence.tokens) - 1 - sequence.filled, self._limits.prefill_tokens_max)
-            wider = max(width, count)
-            area = wider * (len(counts) + 1)
+            area = max([*counts, count]) * (len(counts) + 1)
             if counts and (area > self._limits.prefill_tokens_max or sum(counts) + count < area * (1 - _PADDING_MAX)):
                 break
             counts.append(count)
-            width = wider
+        width = max(counts)
         group = self.running[first : first + len(counts)]
         ids = np.zeros((len(group), width), np.int64)
         start = np.empty((len(group), 1), np.int64)
@@ -151,13 +149,12 @@ class Batch:
             start[place] = sequence.filled
         # Padding is written behind a row's own tokens, where decoding overwrites it before anything can see it.
         positions = np.minimum(start + np.arange(width), self._kv.length - 1)
-        window = self._window[: self._round(int(positions.max()) + 1)]
         device = self.model.kv_shape.device
         self.model.program.prefill(
             self.model.weights,
             torch.from_numpy(ids).to(device),
             torch.from_numpy(positions).to(device),
-            window,
+            self._until(int(positions.max())),
             self._kv.view(first, len(group)),
         )
         metrics.PROMPT_TOKENS.labels("computed").inc(sum(counts))
@@ -185,12 +182,11 @@ class Batch:
         if not count:
             return []
         rows = self._rows
-        length = self._round(int(rows.position[:count].max()) + 1)
         ids, logprobs, all_logprobs, logits = self.model.program.decode(
             self.model.weights,
             rows.tensor(rows.last, count)[:, None],
             rows.tensor(rows.position, count)[:, None],
-            self._window[:length],
+            self._until(int(rows.position[:count].max())),
             self._kv.view(0, count),
             rows.tensor(rows.temperature, count),
             rows.uniform(count),
@@ -254,9 +250,8 @@ class Batch:
         drawn = sampler.draw(logits, temperature, rows.uniform(count))
         if special & PENALISED:
             assert self._counts is not None
-            self._counts[:count].scatter_add_(
-                1, drawn[0][:, None], torch.ones_like(drawn[0], dtype=torch.float32)[:, None]
-            )
+            ids = drawn[0][:, None]
+            self._counts[:count].scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.float32))
         return drawn
 
     def _count_earlier(self, row: int, sequence: Sequence) -> None:
@@ -283,7 +278,6 @@ class Batch:
             latest = max(range(len(self.running)), key=lambda row: self.running[row].arrival)
             sequence = self.running[latest]
             self._remove(latest)
-            sequence.filled = 0
             self.waiting.appendleft(sequence)
             metrics.PREEMPTIONS.inc()
         return 0
@@ -329,12 +323,12 @@ class Batch:
         if self._counts is not None:
             self._counts[target] = self._counts[source]
 
-    def _longest(self) -> int:
-        return max((len(sequence.tokens) for sequence in self.running), default=0)
+    def _longest(self, *joining: Sequence) -> int:
+        return max(len(sequence.tokens) for sequence in (*self.running, *joining))
 
-    def _round(self, length: int) -> int:
-        """Lengths change the shape of attention rarely, and never beyond the KV."""
-        return min(-(-length // LENGTH_STEP) * LENGTH_STEP, self._kv.length)
+    def _until(self, last: int) -> Tensor:
+        """Positions up to `last`, and some more, so that the shape of attention changes rarely; never beyond the KV."""
+        return self._window[: min((last // LENGTH_STEP + 1) * LENGTH_STEP, self._kv.length)]
 
     def _report(self) -> None:
         self._gauges.waiting.set(len(self.waiting))

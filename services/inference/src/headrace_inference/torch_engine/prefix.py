@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ class Entry:
     salt: str
     tokens: Sequence[int]
     kv: Tensor
-    keys: list[int] = field(repr=False)
+    keys: list[int]
 
     @property
     def bytes(self) -> int:

@@ -35,7 +35,7 @@ def seed_of(seed: int, choice: int) -> int:
     """The stream of one choice: choices of one request differ, and differ the same way every time."""
     with np.errstate(over="ignore"):
         base = np.array([seed % 2**64], dtype=np.uint64)
-        return int(mix(mix(base + _GOLDEN) + np.uint64(choice))[0])
+        return int(mix(mix(base + _GOLDEN) + np.uint64(choice)).item())
 
 
 def draw(logits_RV: Tensor, temperature_R: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,14 +45,14 @@ def draw(logits_RV: Tensor, temperature_R: Tensor, uniform_R: Tensor) -> tuple[T
     gets a NaN logprob and disturbs no other.
     """
     sampled_R = temperature_R > 0
-    logprobs_RV = torch.log_softmax(logits_RV / torch.where(sampled_R, temperature_R, 1.0)[:, None], -1)
-    cumulated_RV = logprobs_RV.exp().cumsum(-1, dtype=torch.float64)
+    logprobs_RV = torch.log_softmax(logits_RV / torch.where(sampled_R, temperature_R, 1.0)[:, None], 1)
+    cumulated_RV = logprobs_RV.exp().cumsum(1, dtype=torch.float64)
     total_R = cumulated_RV[:, -1]
     # Strictly below the total, whatever the rounding, so that no token of probability zero is ever the answer.
     target_R = torch.minimum(uniform_R * total_R, torch.nextafter(total_R, torch.zeros_like(total_R)))
     ids_R1 = torch.searchsorted(cumulated_RV, target_R[:, None], right=True).clamp(max=logits_RV.shape[1] - 1)
-    ids_R1 = torch.where(sampled_R[:, None], ids_R1, logits_RV.argmax(-1, keepdim=True))
-    return ids_R1[:, 0], logprobs_RV.gather(1, ids_R1)[:, 0], logprobs_RV
+    ids_R1 = torch.where(sampled_R[:, None], ids_R1, logits_RV.argmax(1, keepdim=True))
+    return ids_R1.squeeze(1), logprobs_RV.gather(1, ids_R1).squeeze(1), logprobs_RV
 
 
 def penalise(logits_RV: Tensor, counts_RV: Tensor, presence_R: Tensor, frequency_R: Tensor) -> Tensor:
@@ -66,11 +66,11 @@ def truncate(logits_RV: Tensor, top_p_R: Tensor, top_k_R: Tensor) -> Tensor:
 
     Rows with `top_k` 0 or `top_p` 1 keep all. The temperature must be in the logits already.
     """
-    ordered_RV, order_RV = logits_RV.sort(stable=True, dim=-1, descending=True)
+    ordered_RV, order_RV = logits_RV.sort(stable=True, dim=1, descending=True)
     rank_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
     keep_R = torch.where(top_k_R > 0, top_k_R, logits_RV.shape[1])
     ordered_RV = ordered_RV.masked_fill(rank_V >= keep_R[:, None], float("-inf"))
-    before_RV = ordered_RV.softmax(-1).cumsum(-1).roll(1, -1)
+    before_RV = ordered_RV.softmax(1).cumsum(1).roll(1, 1)
     before_RV[:, 0] = 0.0
     beyond_RV = (before_RV >= top_p_R[:, None]) & (top_p_R[:, None] < 1.0)
     ordered_RV = ordered_RV.masked_fill(beyond_RV, float("-inf"))
@@ -79,6 +79,6 @@ def truncate(logits_RV: Tensor, top_p_R: Tensor, top_k_R: Tensor) -> Tensor:
 
 def most_likely(logprobs_RV: Tensor, count: int) -> list[list[tuple[int, float]]]:
     """The `count` best tokens of each row with their logprobs, best first."""
-    values, ids = logprobs_RV.topk(min(count, logprobs_RV.shape[1]), dim=-1)
+    values, ids = logprobs_RV.topk(min(count, logprobs_RV.shape[1]), dim=1)
     pairs: Any = zip(ids.tolist(), values.tolist(), strict=True)
     return [list(zip(row_ids, row_values, strict=True)) for row_ids, row_values in pairs]

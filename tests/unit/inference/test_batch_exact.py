@@ -1,0 +1,219 @@
+"""Whatever the schedule does with a sequence, it is sampled as if it were alone; and the schedule's bounds, exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from headrace_inference.engine import Sampling
+from headrace_inference.errors import EngineFailed
+from headrace_inference.torch_engine.batch import Batch, BatchLimits
+from headrace_inference.torch_engine.loader import Loader
+from headrace_inference.torch_engine.model import Model
+from headrace_inference.torch_engine.sequence import Sequence
+from tests.unit.inference.conftest import Models, prompt_of
+
+CONTEXT = 112
+
+
+@pytest.fixture(scope="module")
+def model(models: Models) -> Model:
+    loader = Loader(torch.device("cpu"), torch.float32, CONTEXT, trace=False)
+    return loader.load(models.first.folder, models.first.manifest, None, None)
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def batch_of(model: Model, *, portion: int = 32, kv_tokens: int = 4096, prefixes: int = 2**22) -> Batch:
+    kv_bytes = kv_tokens * model.kv_shape.token_bytes
+    return Batch(model, BatchLimits(4, prefill_tokens_max=portion, kv_bytes_max=kv_bytes, prefix_bytes_max=prefixes))
+
+
+def sequence(prompt: list[int], tokens: int, *, owner: object = None, seed: int = 7, **how: Any) -> Sequence:
+    return Sequence(
+        owner=owner or object(), choice=0, tokens=[*prompt], prompt_length=len(prompt), limit=len(prompt) + tokens,
+        sampling=Sampling(**how), seed=seed, stream=True,
+    )  # fmt: skip
+
+
+def run(batch: Batch, *sequences: Sequence) -> None:
+    for one in sequences:
+        batch.add(one)
+    for _ in range(500):
+        if not batch.busy:
+            return
+        batch.step()
+    raise AssertionError("it never ends")
+
+
+def alone(model: Model, like: Sequence) -> Sequence:
+    """The same sequence with all memory and no neighbour."""
+    how = {name: getattr(like.sampling, name) for name in ("temperature", "top_k", "top_logprobs")}
+    limit = like.limit - like.prompt_length
+    again = sequence(like.tokens[: like.prompt_length], limit, seed=like.seed, **how)
+    run(batch_of(model, portion=CONTEXT, prefixes=0), again)
+    return again
+
+
+def assert_exact(model: Model, one: Sequence) -> None:
+    expected = alone(model, one)
+    assert one.tokens == expected.tokens
+    assert one.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.6])
+def test_keeping_every_token_is_no_truncation(model: Model, temperature: float) -> None:
+    plain = sequence(prompt_of(9), 12, temperature=temperature)
+    kept = sequence(prompt_of(9), 12, temperature=temperature, top_k=model.vocabulary)
+    run(batch_of(model), plain)
+    run(batch_of(model), kept)  # in a batch of its own, as one such row changes how all are drawn
+    assert kept.tokens == plain.tokens
+    assert kept.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+
+
+def test_attention_sees_no_more_than_it_needs_and_all_of_that_up_to_the_end_of_the_context(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths are rounded up to 32, so that shapes change rarely."""
+    seen: dict[int, int] = {}
+    for name in ("decode", "prefill"):
+        real = getattr(model.program, name)
+
+        def spied(weights: Any, ids: Any, at: Any, window: Any, *more: Any, real: Any = real) -> Any:
+            seen[int(at.max())] = len(window)
+            return real(weights, ids, at, window, *more)
+
+        monkeypatch.setattr(model.program, name, spied)
+    batch = batch_of(model)
+    run(batch, sequence(prompt_of(34), CONTEXT - 34), sequence(prompt_of(3, 1), CONTEXT - 3))
+    assert {at: window for at, window in seen.items() if window != 32 * (at // 32 + 1)} == {}
+    assert max(seen) == CONTEXT - 2
+
+
+def test_a_portion_of_prompts_is_bounded_and_at_most_half_of_it_is_padding(model: Model) -> None:
+    """Sums by hand, of prompts less the last token, which the first decode step computes."""
+
+    def first_step(*lengths: int) -> list[int]:
+        batch = batch_of(model)
+        together = [sequence(prompt_of(length, salt), 5) for salt, length in enumerate(lengths)]
+        for one in together:
+            batch.add(one)
+        batch.step()
+        return [one.filled for one in together]
+
+    assert first_step(17, 17) == [17, 17], "two of 16 are the whole portion of 32"
+    assert first_step(17, 17, 17) == [17, 17, 0]
+    assert first_step(3, 3, 9) == [3, 3, 9], "half of 3 x 8 is padding"
+    assert first_step(3, 3, 10) == [3, 3, 0], "more than half of 3 x 9 would be"
+    assert first_step(9, 33, 9) == [9, 0, 0], "nobody is preferred to one that has waited longer"
+
+
+def test_padding_beside_a_full_row_harms_nobody(model: Model) -> None:
+    """The first row continues a cached prompt up to the last place of the KV; the second one's prompt is longer."""
+    batch = batch_of(model)
+    cached = sequence(prompt_of(56), 4)
+    run(batch, cached)
+    full = sequence([*cached.tokens[:59], *prompt_of(5, 3)], 9)
+    other = sequence(prompt_of(11, 4), 9)
+    run(batch, full, other)
+    assert full.cached == 59
+    assert_exact(model, full)
+    assert_exact(model, other)
+
+
+def test_as_many_as_memory_holds_run_at_once(model: Model) -> None:
+    batch = batch_of(model, kv_tokens=128)
+    three = [sequence(prompt_of(60, salt), 2) for salt in range(3)]
+    for one in three:
+        batch.add(one)
+    batch.step()
+    assert batch.running == three[:2]
+    run(batch)
+    for one in three:
+        assert_exact(model, one)
+
+
+def test_where_only_decoding_rows_can_give_way_they_wait_and_lose_nothing(model: Model) -> None:
+    """Memory for 2 x 96 tokens: one row needs it for its prompt, the other, whose prompt is cached, outgrows it."""
+    batch = batch_of(model, portion=16, kv_tokens=192)
+    cached = sequence(prompt_of(94), 1)
+    run(batch, cached)
+    long, grows = sequence(prompt_of(96, 1), 6), sequence(prompt_of(94), 9, seed=8)
+    run(batch, long, grows)
+    assert grows.cached > 0
+    assert_exact(model, long)
+    assert_exact(model, grows)
+
+
+def test_a_longer_continuation_takes_the_place_of_what_it_continues(model: Model) -> None:
+    batch = batch_of(model)
+    first = sequence(prompt_of(40), 5)
+    run(batch, first)
+    size = batch._prefixes.bytes
+    run(batch, sequence(prompt_of(40), 5))
+    assert batch._prefixes.bytes == size, "the same tokens are kept once"
+    run(batch, sequence(first.tokens, 5))
+    assert len(batch._prefixes._entries) == 1
+    assert batch._prefixes.longest(first.tokens)[1] == 45
+
+
+def test_a_continuation_of_a_part_leaves_the_whole_to_others(model: Model) -> None:
+    batch = batch_of(model)
+    run(batch, sequence(prompt_of(60), 5))
+    run(batch, sequence([*prompt_of(32), *prompt_of(30, 3)], 5))
+    again = sequence(prompt_of(60), 5)
+    run(batch, again)
+    assert again.cached == 59
+    assert len(batch._prefixes._entries) == 2
+
+
+def test_one_row_that_went_astray_costs_neither_its_neighbour_a_token_nor_the_cache_an_entry(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = batch_of(model)
+    run(batch, sequence(prompt_of(40), 1))
+    lost, kept = sequence(prompt_of(40), 9), sequence(prompt_of(7, 1), 9)
+    real = model.program.decode
+
+    def astray(*given: Any) -> Any:
+        ids, logprobs, *rest = real(*given)
+        logprobs[given[2][:, 0] == 39] = math.nan
+        return ids, logprobs, *rest
+
+    monkeypatch.setattr(model.program, "decode", astray)
+    batch.add(lost)
+    batch.add(kept)
+    deliveries = batch.step()
+    assert [(one, isinstance(news, EngineFailed)) for one, news in deliveries] == [(lost, True), (kept, False)]
+    assert batch._prefixes.longest(prompt_of(39))[1] == 39
+    run(batch)
+    assert_exact(model, kept)
+
+
+def test_all_choices_of_an_aborted_generation_leave_whether_they_decode_or_not(model: Model) -> None:
+    owner = object()
+    gone = [sequence(prompt_of(6, salt), 9, owner=owner) for salt in range(3)]
+    gone[2] = sequence(prompt_of(100, 2), 9, owner=owner)
+    stays = sequence(prompt_of(6, 4), 9)
+    batch = batch_of(model)
+    for one in (gone[0], gone[1], stays, gone[2]):
+        batch.add(one)
+    batch.step()
+    assert len(batch.running) == 4
+    batch.abort(owner)
+    assert batch.running == [stays]
+    run(batch)
+    assert_exact(model, stays)
+    batch.add(alone_gone := sequence(prompt_of(6), 9, owner=owner))
+    batch.step()
+    assert batch.running == [alone_gone]
+    batch.abort(owner)
+    assert not batch.busy
