@@ -11,17 +11,18 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from headrace_runtime.errors import SettingError
 from headrace_trainer import forward
 from headrace_trainer.batch import pack
-from headrace_trainer.policy import Policy, device_of, from_folder, said, weights_dtype
+from headrace_trainer.forward import Pack
+from headrace_trainer.policy import Policy, config_of, device_of, from_folder, said, weights_dtype
 from headrace_trainer.reach import Plan, integers, plan
 from headrace_trainer.settings import TrainerSettings
 
@@ -29,13 +30,13 @@ T = TypeVar("T")
 
 _ROUTED_SHARE = 0.9
 """Where tokens go to experts, rounding alone sends a few to another one. This share of them has to agree."""
-_ROUGH = 30.0
-"""Weights in bfloat16 round so coarsely that only means can be compared: with `difference_max` this many times."""
+_COARSE = 30.0
+"""Weights in bfloat16 round so coarsely that only means can be compared, with `difference_max` this many times."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What was found. `difference` is in nats, the largest of all places, and `place` says where; None when nothing was
+    """What was found. `difference` is in nats, the largest of all places, and `place` says which; None when nothing was
     compared."""
 
     architecture: str
@@ -51,12 +52,13 @@ class Native:
     def __init__(self, folder: Path, settings: TrainerSettings) -> None:
         """Computes them. Blocks. Raises `SettingError` when the model cannot answer alone, or there is no room."""
         self._settings = settings
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = config_of(folder)
         text = config.get_text_config()
         self._architecture: str = (config.architectures or [type(config).__name__])[0]
         self._routed = any("expert" in name and count > 1 for name, count in integers(text.to_dict()))
         self._plan: Plan = plan(text, settings)
         self._dtype = weights_dtype(settings.compute, frozen=bool(settings.lora.rank))
+        self._coarse = self._dtype is not torch.float32
         self._own_N = self._answers(folder) if self._plan.rows else None
 
     def compare(self, policy: Policy) -> Compared:
@@ -65,10 +67,10 @@ class Native:
             return Compared(self._architecture, None, "", 0, self._plan.unseen)
         difference, place = self._largest(self._ours(policy, self._own_N))
         bound = self._settings.native.difference_max
-        if not difference <= bound:
+        if not difference <= bound * (_COARSE if self._coarse else 1.0):
             raise self._refused(
                 f"answers otherwise than its own eager attention does, by {difference:.2g} nats {place}, "
-                f"and {bound:g} is trainer.native.difference_max"
+                f"and trainer.native.difference_max is {bound:g}"
             )
         tokens = sum(row.length for row in self._plan.rows)
         return Compared(self._architecture, difference, place, tokens, self._plan.unseen)
@@ -97,7 +99,7 @@ class Native:
         try:
             for indices in pack([row.length for row in rows], self._settings.compute.pack_tokens):
                 one = policy.collate([rows[index] for index in indices])
-                ours_N = self._in_memory(lambda one=one: forward.logprobs(forward.logits(policy.model, one), one)[0])
+                ours_N = self._in_memory(partial(_logprobs, policy, one))
                 kept = torch.split(ours_N.cpu(), [len(parts[index]) for index in indices])
                 difference |= {i: (ours - parts[i]).abs() for i, ours in zip(indices, kept, strict=True)}
         except SettingError:
@@ -113,8 +115,8 @@ class Native:
         return max(found, key=lambda one: math.inf if math.isnan(one[0]) else one[0])
 
     def _one(self, difference_N: Tensor) -> float:
-        if self._dtype is not torch.float32:
-            return float(difference_N.mean()) / _ROUGH
+        if self._coarse:
+            return float(difference_N.mean())
         return float(difference_N.quantile(_ROUTED_SHARE) if self._routed else difference_N.max())
 
     def _refused(self, why: str) -> SettingError:
@@ -142,6 +144,11 @@ def examine(settings: TrainerSettings) -> Compared:
     return native.compare(Policy.open(folder, on_cpu.compute, on_cpu.lora, on_cpu.seed))
 
 
+def _logprobs(policy: Policy, one: Pack) -> Tensor:
+    """Without autocast: what differs shall not hide in the rounding of a coarser type."""
+    return forward.logprobs(forward.logits(policy.model, one), one)[0]
+
+
 def _alone(model: Any, token_ids_T: Any, loss_mask_T: Any, device: torch.device) -> Tensor:
     """Logprobs of one sequence, all of it in one pass, where the mask is set."""
     ids_T = torch.from_numpy(token_ids_T).long().to(device)
@@ -151,4 +158,5 @@ def _alone(model: Any, token_ids_T: Any, loss_mask_T: Any, device: torch.device)
         logits_NV = model(**inputs, logits_to_keep=targets_N - 1).logits[0]
     else:
         logits_NV = model(**inputs).logits[0, targets_N - 1]
-    return logits_NV.float().log_softmax(-1).gather(-1, ids_T[targets_N, None]).squeeze(-1)
+    logprobs_NV: Tensor = logits_NV.float().log_softmax(-1)
+    return logprobs_NV.gather(-1, ids_T[targets_N, None]).squeeze(-1)

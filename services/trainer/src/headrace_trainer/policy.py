@@ -226,10 +226,18 @@ def from_folder(folder: Path, dtype: torch.dtype, attn_implementation: str | Non
         raise SettingError("trainer.base", str(folder), f"is no model that transformers can load: {reason}") from None
 
 
+def config_of(folder: Path) -> Any:
+    """The configuration of the model in `folder`. Raises `SettingError`."""
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise SettingError("trainer.base", str(folder), f"has no configuration to use: {said(error)}") from None
+
+
 def _padded_attention(folder: Path) -> str | None:
     """None is the model's own choice: the fused attention, which takes no bound on scores and says nothing about it."""
-    text = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
-    return "eager" if getattr(text, "attn_logit_softcapping", None) else None
+    softcap = getattr(config_of(folder).get_text_config(), "attn_logit_softcapping", None)
+    return "eager" if softcap else None
 
 
 def said(error: BaseException) -> str:

@@ -29,7 +29,7 @@ class _Steady:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._own = module.forward
-        module.forward = self  # type: ignore[method-assign, assignment]
+        module.forward = self
 
     def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **named: Any) -> Any:
         if position_ids.ndim != 2:
