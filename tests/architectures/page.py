@@ -34,7 +34,7 @@ def write(trials: Sequence[Trial]) -> None:
 def verdicts(text: str) -> dict[str, str]:
     """Name to what the table says without its figures, which differ a little from machine to machine."""
     lines = [line for line in text.splitlines()[2:] if line.startswith("| ")]
-    return {line.split(" | ")[0].removeprefix("| "): re.sub(r"[0-9.]+(e-\d+)? nats", "nats", line) for line in lines}
+    return {line.split(" | ")[0].removeprefix("| "): re.sub(r"[0-9.]+(e-?\d+)? nats", "nats", line) for line in lines}
 
 
 def _cells(trial: Trial) -> list[str]:
@@ -44,5 +44,5 @@ def _cells(trial: Trial) -> list[str]:
 def _cell(outcome: Outcome) -> str:
     if outcome.refused is None:
         return "equal"
-    nats = re.search(r"by ([^ ]+ nats .*?),? and ", outcome.refused)
-    return f"refused: {nats[1]}" if nats else "refused: cannot be packed"
+    differs = re.search(r"by ([0-9.e-]+ nats)", outcome.refused)
+    return f"refused: {differs[1]}" if differs else "refused: attention of its own"

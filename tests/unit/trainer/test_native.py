@@ -143,7 +143,7 @@ def test_frozen_weights_in_bfloat16_are_compared_by_their_means(
     of_base = settings(models(name), lora={"rank": 4}, compute={"dtype": "bfloat16"})
     found = examine(of_base)
     assert found.difference is not None
-    assert 0 < found.difference < 0.03, "rounding is within the bound"
+    assert 0 < found.difference < 0.1, "rounding is within the bound"
     monkeypatch.setattr(attention.Seen, "of", lambda *_: None)
     if "window" in name:
         with pytest.raises(SettingError, match="beyond sliding_window"):

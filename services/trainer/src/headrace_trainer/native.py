@@ -22,7 +22,7 @@ from headrace_runtime.errors import SettingError
 from headrace_trainer import forward
 from headrace_trainer.batch import pack
 from headrace_trainer.forward import Pack
-from headrace_trainer.policy import Policy, config_of, device_of, from_folder, said, weights_dtype
+from headrace_trainer.policy import Policy, architecture_of, config_of, device_of, from_folder, said, weights_dtype
 from headrace_trainer.reach import Plan, integers, plan
 from headrace_trainer.settings import TrainerSettings
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 _ROUTED_SHARE = 0.9
 """Where tokens go to experts, rounding alone sends a few to another one. This share of them has to agree."""
-_COARSE = 30.0
+_COARSE = 100.0
 """Weights in bfloat16 round so coarsely that only means can be compared, with `difference_max` this many times."""
 
 
@@ -54,7 +54,7 @@ class Native:
         self._settings = settings
         config = config_of(folder)
         text = config.get_text_config()
-        self._architecture: str = (config.architectures or [type(config).__name__])[0]
+        self._architecture = architecture_of(config)
         self._routed = any("expert" in name and count > 1 for name, count in integers(text.to_dict()))
         self._plan: Plan = plan(text, settings)
         self._dtype = weights_dtype(settings.compute, frozen=bool(settings.lora.rank))

@@ -92,13 +92,11 @@ class Policy:
             alone_N = torch.cat([self.logprobs(self.collate([row]))[0] for row in rows])
             difference = float((together_N - alone_N).abs().max())
         except Exception as error:  # noqa: BLE001 (whatever a model's code does with a mask that is not its own)
-            difference, reason = float("inf"), said(error)
+            difference, reason = float("inf"), f"its code does not take our attention: {said(error)}"
         else:
-            reason = f"packed logprobs differ by {difference:.2g}"
+            reason = f"packed logprobs differ by {difference:.2g} nats"
         if not difference <= _PACKING_TOLERANCE[self._compute.dtype]:
-            raise SettingError(
-                "trainer.compute.packing", "blocks", f'this model cannot be packed ({reason}); set "padded"'
-            )
+            raise _not_packed(self.model.config, reason)
 
     def logprobs(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """`(logprobs_N, entropy_N)` of the present weights."""
@@ -220,10 +218,19 @@ def from_folder(folder: Path, dtype: torch.dtype, attn_implementation: str | Non
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         if attn_implementation == attention.BLOCKS and attention.BLOCKS in str(error):
-            why = 'this model has its own list of attentions and cannot be packed; set "padded"'
-            raise SettingError("trainer.compute.packing", "blocks", why) from None
+            raise _not_packed(config_of(folder), "its code has a list of attentions of its own") from None
         reason = said(error)
         raise SettingError("trainer.base", str(folder), f"is no model that transformers can load: {reason}") from None
+
+
+def architecture_of(config: Any) -> str:
+    """The name of the model's class, as its configuration has it."""
+    return str((config.architectures or [type(config).__name__])[0])
+
+
+def _not_packed(config: Any, reason: str) -> SettingError:
+    remedy = f'{architecture_of(config)} cannot be packed ({reason}); set "padded"'
+    return SettingError("trainer.compute.packing", "blocks", remedy)
 
 
 def config_of(folder: Path) -> Any:

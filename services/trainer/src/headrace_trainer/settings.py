@@ -121,7 +121,7 @@ class NativeSettings(Section):
     each head. 0 compares nothing, and the log says so."""
     difference_max: Positive = 1e-3
     """Largest difference in nats that is taken for rounding. With experts it holds for nine of ten tokens; for frozen
-    weights in bfloat16 it is the mean that may be 30 times as large."""
+    weights in bfloat16 it is the mean that may be 100 times as large."""
 
 
 class MemorySettings(Section):
