@@ -25,6 +25,7 @@ from tests.architectures.trial import Trial, play
 def main() -> int:
     arguments = _arguments()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     torch.set_num_threads(1)
     began = time.process_time()
     trials: list[Trial] = []

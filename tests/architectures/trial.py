@@ -9,7 +9,6 @@ from typing import Literal
 from pydantic import BaseModel
 
 from headrace_runtime.errors import SettingError
-from headrace_trainer.native import examine
 from headrace_trainer.settings import TrainerSettings
 from tests.architectures.catalog import Architecture
 
@@ -46,6 +45,8 @@ def play(architecture: Architecture) -> Trial:
 
 
 def _outcome(base: Path, packing: Literal["blocks", "padded"]) -> Outcome:
+    from headrace_trainer.native import examine  # torch, which the page's own test does without
+
     settings = TrainerSettings.model_validate({"base": str(base), "compute": {"packing": packing, "device": "cpu"}})
     try:
         found = examine(settings)

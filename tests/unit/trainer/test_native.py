@@ -73,6 +73,15 @@ def test_a_planted_fault_is_refused_with_its_place(
         examine(of_base)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("GPT-J", "its code has a list of attentions of its own"), ("BLOOM", "does not take our attention")],
+)
+def test_attention_of_another_kind_is_refused_by_name(models: Models, name: str, reason: str) -> None:
+    with pytest.raises(SettingError, match=rf"packing = 'blocks': \w+ForCausalLM cannot be packed .*{reason}.*padded"):
+        examine(settings(models(name)))
+
+
 def test_one_key_too_many_is_found(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = attention.Seen.of
 
