@@ -225,7 +225,7 @@ def test_a_fingerprint_of_two_tokens_can_be_probed(models: Models) -> None:
 @pytest.mark.parametrize("asked", ["softcap", "s_aux", "position_bias"])
 def test_attention_that_is_not_plain_is_refused(asked: str) -> None:
     """The fused attention would drop it without a word."""
-    some = torch.zeros(1, 2, 3, 8)
-    _attention(torch.nn.Identity(), some, some, some, torch.zeros(1, 1, 3, 3), **{asked: None})
+    some, mask = torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 3, 3)
+    _attention(torch.nn.Identity(), some, some, some, mask, None, **{asked: None})
     with pytest.raises(NotImplementedError, match="Identity needs more than plain attention"):
-        _attention(torch.nn.Identity(), some, some, some, torch.zeros(1, 1, 3, 3), **{asked: some})
+        _attention(torch.nn.Identity(), some, some, some, mask, None, **{asked: some})
