@@ -24,7 +24,7 @@ _SMALL = {
     "trainer.optimizer.learning_rate": 0.003,
     "trainer.compute.device": "cpu",
 }
-_FENCE_TIMEOUT_S = 90.0
+_FENCE_TIMEOUT_S = 240.0
 
 
 class Folder:

@@ -16,7 +16,7 @@ from tests.docs.not_run import executed
 from tests.docs.stack import BATCH, MODEL, Stack, running
 from tests.docs.trail import FOLLOWED, Missing, Trail, follow, read
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 WAIT_S = 120.0
 
