@@ -12,9 +12,10 @@ import contextlib
 import json
 import random
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from tests.mutants.library import Change, Group
 from tests.mutants.memory import Memory
 from tests.mutants.overlay import ROOT
 from tests.mutants.planted import planted
-from tests.mutants.trial import Mutant, Verdict, served
+from tests.mutants.trial import Mutant, Place, Verdict, served
 
 SHARE_MIN = 0.95
 _LOG_EVERY_S = 10.0
@@ -86,7 +87,7 @@ def unchanged(mutants: Sequence[Mutant]) -> list[Mutant]:
 def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Namespace) -> Account:
     """Bounded by `--minutes`: what has begun by then is finished, the rest stays untried."""
     account = Account({mutant: known for mutant in mutants if (known := memory.of(mutant))})
-    left = deque(mutant for mutant in mutants if mutant not in account.verdicts)
+    left = Waiting(mutant for mutant in mutants if mutant not in account.verdicts)
     print(f"mutants: {len(mutants)}, of which {len(account.verdicts)} are known from before", flush=True)
     ends = time.monotonic() + 60 * arguments.minutes
     progress = _Progress(len(left))
@@ -94,11 +95,12 @@ def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Names
 
     def work() -> None:
         """Mutants of one file after the other, as long as there is time."""
-        while left and time.monotonic() < ends:
-            with contextlib.suppress(IndexError), served(left[0]) as server:
-                while left[0].place == server.place and time.monotonic() < ends:
-                    mutant = left.popleft()
+        while time.monotonic() < ends and (first := left.take()):
+            with served(first) as server:
+                mutant: Mutant | None = first
+                while mutant:
                     told.put((mutant, server.tried(mutant, arguments.timeout_s)))
+                    mutant = left.take(server.place) if time.monotonic() < ends else None
 
     with ThreadPoolExecutor(arguments.processes) as pool:  # each waits for a process of its own
         workers = [pool.submit(work) for _ in range(arguments.processes)]
@@ -114,6 +116,24 @@ def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Names
             worker.result()
     account.untried = len(left)
     return account
+
+
+class Waiting:
+    """Mutants that nobody has begun; several workers take of them."""
+
+    def __init__(self, mutants: Iterable[Mutant]) -> None:
+        self._left = deque(mutants)
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def take(self, place: Place | None = None) -> Mutant | None:
+        """The next one, None when there is none or it is not of `place`."""
+        with self._lock:
+            if not self._left or place not in (None, self._left[0].place):
+                return None
+            return self._left.popleft()
 
 
 class _Progress:

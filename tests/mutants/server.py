@@ -52,9 +52,8 @@ def main(file: str, tests: Sequence[str]) -> None:
     parts = (package.name, *inside.with_suffix("").parts)
     name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
     sys.dont_write_bytecode = True
-    for test in tests:
-        importlib.import_module(test.removesuffix(".py").replace("/", "."))
-    _forget({name, *(test.removesuffix(".py").replace("/", ".") for test in tests)})
+    imported = [importlib.import_module(test.removesuffix(".py").replace("/", ".")) for test in tests]
+    _forget({name, *(module.__name__ for module in imported)})
     gc.collect()
     gc.freeze()  # what is shared with the forks is not written to
     for line in sys.stdin:

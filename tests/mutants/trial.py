@@ -19,6 +19,10 @@ Outcome = Literal["killed", "survived", "timeout", "not run"]
 """A mutant that never ends is noticed, too; `not run` is a fault of the trial: the tests could not be started."""
 
 
+Place = tuple[str, tuple[str, ...]]
+"""A file, and the tests that its mutants are tried with: what mutants must have in common to be tried by one server."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """A file of the repository, the text that it gets, and the tests that it is tried with."""
@@ -29,8 +33,7 @@ class Mutant:
     tests: tuple[str, ...]
 
     @property
-    def place(self) -> tuple[str, tuple[str, ...]]:
-        """What mutants must have in common to be tried by one server."""
+    def place(self) -> Place:
         return self.file, self.tests
 
 

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from tests.mutants import library
+from tests.mutants.__main__ import Waiting
 from tests.mutants.overlay import ROOT, split
 from tests.mutants.planted import Planted, planted
 from tests.mutants.trial import Mutant, tried
@@ -39,6 +40,18 @@ def test_a_sample_of_the_planted_faults_is_noticed(fault: Planted) -> None:
     """`make mutants` tries all of them."""
     verdict = tried(fault.mutant(), 300)
     assert verdict.outcome == "killed", verdict.said
+
+
+def test_a_worker_is_given_mutants_of_its_own_place_alone() -> None:
+    """Another worker may have taken the last of them between two looks."""
+    mutants = [Mutant(str(number), file, "", TESTS) for number, file in enumerate(("a.py", "a.py", "b.py"))]
+    waiting = Waiting(mutants)
+    assert waiting.take() == mutants[0]
+    assert waiting.take(("b.py", TESTS)) is None
+    assert waiting.take(mutants[0].place) == mutants[1]
+    assert waiting.take(mutants[0].place) is None
+    assert len(waiting) == 1
+    assert (waiting.take(), waiting.take()) == (mutants[2], None)
 
 
 def test_a_file_is_overlaid_with_its_whole_import_package() -> None:
