@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import NewTopic
 
 from tests.attack.line import Line, none_of
+from tests.contract.bus.clients import administering
 from tests.support.broker_process import BrokerProcess
 
 TITLE = "a flipped byte in the broker's files costs one record at most"
@@ -71,10 +72,8 @@ async def _traffic(folder: Path, rng: random.Random) -> tuple[Path, Content]:
     broker = BrokerProcess(folder)
     broker.start()
     try:
-        admin = AIOKafkaAdminClient(bootstrap_servers=broker.address)
-        await admin.start()
-        await admin.create_topics([NewTopic(name, partitions, 1) for name, partitions in TOPICS.items()])
-        await admin.close()
+        async with administering(broker.address) as admin:
+            await admin.create_topics([NewTopic(name, partitions, 1) for name, partitions in TOPICS.items()])
         await _produce(broker.address, rng, 300)
         broker.stop()
         broker.start()  # what came before is in the file now, what comes next stays in the log

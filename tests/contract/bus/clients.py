@@ -1,4 +1,4 @@
-"""aiokafka's producer and consumer as context managers, and reading until enough is there."""
+"""aiokafka's clients as context managers, and reading until enough is there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 READ_TIMEOUT_S = 20.0
 
@@ -36,6 +37,29 @@ async def consuming(bus: str, *topics: str, **options: object) -> AsyncIterator[
         yield consumer
     finally:
         await consumer.stop()
+
+
+@contextlib.asynccontextmanager
+async def administering(bus: str) -> AsyncIterator[AIOKafkaAdminClient]:
+    client = AIOKafkaAdminClient(bootstrap_servers=bus)
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def create(admin: AIOKafkaAdminClient, name: str, partitions: int, config: dict[str, str] | None = None) -> None:
+    """Returns once the topic can be used."""
+    response = await admin.create_topics([NewTopic(name, partitions, 1, topic_configs=config or {})])
+    assert [code for _, code, *_ in response.topic_errors] == [0]
+    await eventually(lambda: _known(admin, name))
+
+
+async def _known(admin: AIOKafkaAdminClient, topic: str) -> bool:
+    """Kafka answers the creation a little before its metadata has the topic."""
+    (described,) = await admin.describe_topics([topic])
+    return described["error_code"] == 0 and all(p["leader"] >= 0 for p in described["partitions"])
 
 
 async def eventually(holds: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:

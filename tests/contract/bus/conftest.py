@@ -6,19 +6,18 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient
 
-from tests.contract.bus.clients import eventually
+from tests.contract.bus import clients
+from tests.contract.bus.clients import administering
 
 CreateTopic = Callable[..., Awaitable[str]]
 
 
 @pytest.fixture
 async def admin(bus: str) -> AsyncIterator[AIOKafkaAdminClient]:
-    client = AIOKafkaAdminClient(bootstrap_servers=bus)
-    await client.start()
-    yield client
-    await client.close()
+    async with administering(bus) as client:
+        yield client
 
 
 @pytest.fixture
@@ -34,18 +33,10 @@ def create(admin: AIOKafkaAdminClient) -> CreateTopic:
     async def make(partitions: int = 1, **config: object) -> str:
         name = f"contract-{uuid.uuid4().hex[:12]}"
         settings = {key.replace("_", "."): str(value) for key, value in config.items()}
-        response = await admin.create_topics([NewTopic(name, partitions, 1, topic_configs=settings)])
-        assert [code for _, code, _ in response.topic_errors] == [0]
-        await eventually(lambda: _known(admin, name))
+        await clients.create(admin, name, partitions, settings)
         return name
 
     return make
-
-
-async def _known(admin: AIOKafkaAdminClient, topic: str) -> bool:
-    """Kafka answers the creation a little before its metadata has the topic."""
-    (described,) = await admin.describe_topics([topic])
-    return described["error_code"] == 0 and all(p["leader"] >= 0 for p in described["partitions"])
 
 
 @pytest.fixture

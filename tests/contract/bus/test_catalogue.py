@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from headrace_runtime import topics
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import BusSettings
+from tests.contract.bus.clients import administering
 from tests.support.broker_process import BrokerProcess
 
 
@@ -41,11 +42,9 @@ def own_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 async def own_admin(own_bus: str) -> AsyncIterator[AIOKafkaAdminClient]:
-    client = AIOKafkaAdminClient(bootstrap_servers=own_bus)
-    await client.start()
-    yield client
-    await client.delete_topics(list(await client.list_topics()))
-    await client.close()
+    async with administering(own_bus) as client:
+        yield client
+        await client.delete_topics(list(await client.list_topics()))
 
 
 async def test_what_somebody_changed_stays_and_is_told(own_bus: str, own_admin: AIOKafkaAdminClient) -> None:

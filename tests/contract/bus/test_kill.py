@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from aiokafka import AIOKafkaProducer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import NewTopic
 
-from tests.contract.bus.clients import consuming, eventually, producing
+from tests.contract.bus.clients import administering, consuming, eventually, producing
 from tests.support.broker_process import BrokerProcess
 
 PARTITIONS = 3
@@ -67,10 +67,8 @@ async def test_kill_under_load(tmp_path: Path) -> None:
     broker = BrokerProcess(tmp_path)
     broker.start()
     try:
-        admin = AIOKafkaAdminClient(bootstrap_servers=broker.address)
-        await admin.start()
-        await admin.create_topics([NewTopic("ledger", PARTITIONS, 1)])
-        await admin.close()
+        async with administering(broker.address) as admin:
+            await admin.create_topics([NewTopic("ledger", PARTITIONS, 1)])
         loads = [Load(number) for number in range(PARTITIONS)]
         seen: dict[int, list[int]] = {number: [] for number in range(PARTITIONS)}
         done = asyncio.Event()

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 from aiokafka import TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from tests.contract.bus.clients import consuming, eventually, producing
+from tests.contract.bus.clients import administering, consuming, create, eventually, producing
 from tests.support import kafka_node
 from tests.support.broker_process import BrokerProcess
 
@@ -98,13 +97,9 @@ async def test_counts_are_exact_through_kills(killable: BrokerProcess | kafka_no
 
 
 async def _create(address: str) -> None:
-    admin = AIOKafkaAdminClient(bootstrap_servers=address)
-    await admin.start()
-    try:
-        response = await admin.create_topics([NewTopic("lines", 2, 1), NewTopic("counts", 1, 1)])
-        assert [code for _, code, _ in response.topic_errors] == [0, 0]
-    finally:
-        await admin.close()
+    async with administering(address) as admin:
+        await create(admin, "lines", 2)
+        await create(admin, "counts", 1)
 
 
 async def _produce(address: str, rng: random.Random, expected: Counter[str]) -> None:

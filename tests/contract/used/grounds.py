@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-
 from headrace_runtime.settings import BusSettings
-from tests.contract.bus.clients import eventually
+from tests.contract.bus import clients
 from tests.contract.used.ground import Scenario
 from tests.simulation import kafka, world
 from tests.simulation.bus import Bus
@@ -38,25 +36,13 @@ class RealGround:
         self.draw = random.Random(seed)
 
     async def create(self, partitions: int) -> str:
-        admin = AIOKafkaAdminClient(bootstrap_servers=self.bus.address)
-        await admin.start()
-        try:
-            name = f"used-{uuid.uuid4().hex[:12]}"
-            response = await admin.create_topics([NewTopic(name, partitions, 1)])
-            assert [code for _, code, _ in response.topic_errors] == [0]
-            await eventually(lambda: _known(admin, name))
-        finally:
-            await admin.close()
+        name = f"used-{uuid.uuid4().hex[:12]}"
+        async with clients.administering(self.bus.address) as admin:
+            await clients.create(admin, name, partitions)
         return name
 
     def spawn(self, main: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(main())
-
-
-async def _known(admin: AIOKafkaAdminClient, topic: str) -> bool:
-    """Kafka answers the creation a little before its metadata has the topic."""
-    (described,) = await admin.describe_topics([topic])
-    return described["error_code"] == 0 and all(place["leader"] >= 0 for place in described["partitions"])
 
 
 class SimulatedGround:

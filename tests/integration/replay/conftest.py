@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient
 
 from headrace.topics import Range, connected
 from headrace_runtime import topics as catalogue
@@ -22,6 +21,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings
 from headrace_schemas import Event
+from tests.contract.bus.clients import administering
 from tests.integration.trainer.conftest import TrainerProcess
 from tests.support import tiny_model
 from tests.support.broker_process import BrokerProcess
@@ -112,17 +112,13 @@ class Town:
 
     async def standing(self) -> tuple[Offsets, dict[str, dict[int, int]], set[str]]:
         """Committed offsets of the live groups, ends of the live topics, and which groups there are at all."""
-        admin = AIOKafkaAdminClient(bootstrap_servers=self.bus)
-        await admin.start()
-        try:
+        async with administering(self.bus) as admin:
             committed: Offsets = {}
             for group in LIVE:
                 for place, found in (await admin.list_consumer_group_offsets(group)).items():
                     assert isinstance(place, TopicPartition)
                     committed[group, place.topic, place.partition] = found.offset
             groups = {name for name, *_ in await admin.list_consumer_groups()}
-        finally:
-            await admin.close()
         async with connected(self.bus) as topics:
             return committed, await topics.ends(sorted(catalogue.catalogue())), groups
 

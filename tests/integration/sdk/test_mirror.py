@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 from aiokafka import ConsumerRecord, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import TopicAuthorizationFailedError
 
 from headrace.errors import UsageError
 from headrace.mirror import Mirrored, mirror
 from headrace.mirror.logs import PADDING
 from headrace.mirror.side import NotACopy
-from tests.contract.bus.clients import consuming, eventually, producing
-from tests.integration.sdk.wiping import admin_of, wipe
+from tests.contract.bus import clients
+from tests.contract.bus.clients import administering, consuming, eventually, producing
+from tests.integration.sdk.wiping import wipe
 from tests.support.broker_process import BrokerProcess
 
 NOW_MS = int(time.time() * 1000)
@@ -60,15 +61,8 @@ async def target(request: pytest.FixtureRequest) -> AsyncIterator[str]:
 
 
 async def create(bus: str, name: str, partitions: int, config: dict[str, str]) -> None:
-    async with admin_of(bus) as admin:
-        response = await admin.create_topics([NewTopic(name, partitions, 1, topic_configs=config)])
-        assert [code for _, code, *_ in response.topic_errors] == [0]
-
-        async def led() -> bool:
-            (described,) = await admin.describe_topics([name])
-            return described["error_code"] == 0 and all(one["leader"] >= 0 for one in described["partitions"])
-
-        await eventually(led)
+    async with administering(bus) as admin:
+        await clients.create(admin, name, partitions, config)
 
 
 async def fill(bus: str, topic: str, count: int, *, partitions: int = 4, at_ms: int = NOW_MS, name: str = "r") -> None:
@@ -313,11 +307,11 @@ async def test_other_data_on_the_target_is_refused_with_a_remedy(source: str, ta
     await refused(NotACopy, r"turns\[0\] at 0: .* holds other data .* delete the topic there")
     await fill(target, "turns", 30, partitions=1, name="more")
     await refused(NotACopy, r"ends at 35 .* in use already")
-    async with admin_of(target) as admin:
+    async with administering(target) as admin:
         await admin.delete_topics(["turns"])
 
     async def recreated() -> bool:
-        async with admin_of(target) as admin:
+        async with administering(target) as admin:
             return "turns" not in await admin.list_topics()
 
     await eventually(recreated)

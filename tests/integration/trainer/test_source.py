@@ -6,23 +6,22 @@ import uuid
 
 import pytest
 from aiokafka import AIOKafkaProducer
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
+from aiokafka.admin import NewTopic, RecordsToDelete
 from aiokafka.structs import TopicPartition
 
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import Record
 from headrace_trainer.source import BusReplaced, KafkaSource
+from tests.contract.bus.clients import administering
 
 
 async def fill(bus: str) -> tuple[str, str]:
     """Two fresh topics: experiences with two partitions of five records, decisions with one of one."""
     suffix = uuid.uuid4().hex[:8]
     experiences, decisions = f"experiences-{suffix}", f"decisions-{suffix}"
-    admin = AIOKafkaAdminClient(bootstrap_servers=bus)
-    await admin.start()
-    await admin.create_topics([NewTopic(experiences, 2, 1), NewTopic(decisions, 1, 1)])
-    await admin.close()
+    async with administering(bus) as admin:
+        await admin.create_topics([NewTopic(experiences, 2, 1), NewTopic(decisions, 1, 1)])
     producer = AIOKafkaProducer(bootstrap_servers=bus)
     await producer.start()
     for number in range(10):
@@ -89,10 +88,8 @@ async def test_a_bus_that_ends_before_our_offsets_is_not_ours(bus: str, names: t
 async def test_what_retention_took_is_counted_and_passed(kafka_bus: str) -> None:
     """On Kafka alone: the embedded broker has retention by time and no request to delete records."""
     names = await fill(kafka_bus)
-    admin = AIOKafkaAdminClient(bootstrap_servers=kafka_bus)
-    await admin.start()
-    await admin.delete_records({TopicPartition(names[0], 0): RecordsToDelete(before_offset=3)})
-    await admin.close()
+    async with administering(kafka_bus) as admin:
+        await admin.delete_records({TopicPartition(names[0], 0): RecordsToDelete(before_offset=3)})
     source = KafkaSource(BusSettings(address=kafka_bus), *names)
     await source.start({names[0]: {0: 1, 1: 5}, names[1]: {0: 1}})
     found = await collect(source, 2)
