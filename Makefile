@@ -58,16 +58,17 @@ demo: $(VENV)/installed ## an agent gets better from its own calls, in about fiv
 up: $(VENV)/installed ## every service on this machine (ARGS="--set trainer.base=...")
 	$(BIN)/headrace up $(ARGS)
 
-PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=5
+PYTEST = $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=5
 
 test: $(VENV)/installed ## every test that does not play for minutes, fast ones first; under 10 minutes on 2 cores
 	mkdir -p reports
 	$(PYTEST) -m "not long" tests/unit tests/repo tests/docs tests/contract tests/simulation tests/e2e tests/integration
-	@echo "make test-long plays the rest: kills during a demo, every bus and database, replays, what docs say of a running stack"
+	@echo "make test-long plays the rest: kills under load, every bus and database, replays, what docs say of a running stack"
 
-test-long: $(VENV)/installed ## the tests that play for minutes: kills, Kafka with PostgreSQL, replays, docs on a running stack
+test-long: WORKERS = 2
+test-long: $(VENV)/installed ## the tests that kill and that play for minutes: Kafka with PostgreSQL, replays, docs on a running stack
 	mkdir -p reports
-	$(PYTEST) --numprocesses=2 -m long tests/e2e tests/docs tests/contract tests/integration/replay tests/integration
+	$(PYTEST) -m long tests/e2e tests/docs tests/contract tests/integration/replay tests/integration
 
 KILLS ?= 100
 chaos: $(VENV)/installed ## everything breaks at 50 turns/s, on each bus (SEED=, KILLS=strikes, BUS=embedded or kafka, NEMESIS=kill,stop,...)

@@ -297,6 +297,7 @@ def test_nothing_is_left_after_ctrl_c(up: HeadraceUp, folder: Path, done: Work) 
     assert run_of(folder) is None
 
 
+@pytest.mark.long
 def test_the_next_start_goes_on_where_this_one_ended(up: HeadraceUp, folder: Path, observed: Observed) -> None:
     if up.running():
         up.stop()

@@ -66,6 +66,12 @@ async def end(tasks: Callable[[], Collection[asyncio.Task[Any]]], else_say: str)
     raise AssertionError(f"{else_say}: {tasks()}")
 
 
+async def end_others() -> None:
+    """Everything but the task that calls."""
+    me = asyncio.current_task()
+    await end(lambda: [task for task in asyncio.all_tasks() if task is not me], "these do not end")
+
+
 class TaskGroup(asyncio.TaskGroup):
     """Cancels its tasks in the order in which they were made."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.simulation import rest, world
 from tests.simulation.loop import Stuck, VirtualLoop
-from tests.simulation.process import alive, end, task_factory
+from tests.simulation.process import alive, end_others, task_factory
 from tests.simulation.promises import check_all
 from tests.simulation.substitutes import installed
 from tests.simulation.town import Town
@@ -105,8 +105,7 @@ def _end(loop: VirtualLoop, town: Town) -> None:
 
     async def kill() -> None:
         town.end()
-        me = asyncio.current_task()
-        await end(lambda: [task for task in asyncio.all_tasks() if task is not me], "these do not end")
+        await end_others()
 
     loop.run_until_complete(kill())
     loop.run_until_complete(loop.shutdown_asyncgens())

@@ -15,6 +15,7 @@ from headrace_runtime.wire import Outgoing, encode
 from headrace_schemas import Event
 
 _AT_A_TIME = 8
+"""Records after which others get their turn: aiokafka only queues, and many in a row would hold up everybody."""
 
 
 class EventProducer:
@@ -86,7 +87,7 @@ class EventProducer:
                 place = (record.topic, record.value, record.key, record.partition)
                 acks.append(await self._producer.send(*place, headers=list(record.headers)))
                 if number % _AT_A_TIME == 0:
-                    await asyncio.sleep(0)  # aiokafka only queues: many records in a row would hold up everybody else
+                    await asyncio.sleep(0)
             await asyncio.gather(*acks)
         except MessageSizeTooLargeError as error:
             raise InvalidEvent("too_large", f"a record is larger than the bus takes: {error}") from error

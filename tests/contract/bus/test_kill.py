@@ -11,6 +11,7 @@ import random
 from functools import partial
 from pathlib import Path
 
+import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.admin import NewTopic
 
@@ -60,6 +61,7 @@ async def _follow(address: str, seen: dict[int, list[int]], done: asyncio.Event)
                     seen[partition.partition] += [int(record.value.split()[0]) for record in records]
 
 
+@pytest.mark.long
 async def test_kill_under_load(tmp_path: Path) -> None:
     seed = int(os.environ.get("KILL_SEED", random.SystemRandom().getrandbits(32)))
     print(f"KILL_SEED={seed} KILLS={KILLS}")

@@ -20,7 +20,7 @@ from tests.simulation import kafka, world
 from tests.simulation.bus import Bus
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.mishaps import Mishaps
-from tests.simulation.process import Process, TaskGroup, alive, end, task_factory
+from tests.simulation.process import Process, TaskGroup, alive, end_others, task_factory
 from tests.simulation.trace import Trace
 
 if TYPE_CHECKING:
@@ -114,9 +114,8 @@ def _installed() -> Iterator[None]:
 
 
 async def _play(scenario: Scenario, ground: SimulatedGround) -> None:
-    me = asyncio.current_task()
     try:
         await Process("scenario", "used", 0).spawn(scenario(ground))
     finally:
         with contextlib.suppress(AssertionError):  # what went wrong before matters more
-            await end(lambda: [task for task in asyncio.all_tasks() if task is not me], "these do not end")
+            await end_others()

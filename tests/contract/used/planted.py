@@ -19,7 +19,6 @@ from tests.simulation.bus import Bus, Group, Member
 from tests.simulation.clients import Consumer
 from tests.simulation.faust_app import App, Event
 
-_TAKE_OVER = hosting.members_share_and_survivors_take_over
 _APPEND, _COMMIT, _FETCH, _ENDS = Bus.append, Group.commit, Consumer._fetch, Consumer.end_offsets
 
 
@@ -135,6 +134,6 @@ PLANTED: Mapping[str, Planted] = {
     "former owners commit": Planted(
         "faust_app.App.acknowledge", _without_fences, hosting.members_share_and_survivors_take_over
     ),
-    "nobody takes over": Planted("bus.Group.leave", _leave_unnoticed, _TAKE_OVER),
+    "nobody takes over": Planted("bus.Group.leave", _leave_unnoticed, hosting.members_share_and_survivors_take_over),
 }
 """By name."""

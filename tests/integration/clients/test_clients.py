@@ -13,7 +13,7 @@ from tests.integration.clients.conftest import run
 from tests.support.fake_replica import Called, FakeReplica, Said
 from tests.support.gateway import Gateway, gateway
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 SEARCH = Called("search", {"query": "the invoice"})
 FOUND = "Ada wrote about the invoice"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx2
 import openai
+import pytest
 
 from headrace_schemas import Turn
 from tests.integration.gateway.conftest import Circle, circle
@@ -81,6 +82,7 @@ async def drained(made: Circle, expected: int) -> list[Turn]:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.long
 async def test_the_bus_dies_under_load_and_comes_back(tmp_path: Path, mortal_bus: BrokerProcess) -> None:
     async with circle(tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__CAPTURE__BUS_WAIT_S=0.3) as made:
         agents = Agents(made)
@@ -92,6 +94,7 @@ async def test_the_bus_dies_under_load_and_comes_back(tmp_path: Path, mortal_bus
         assert '"event": "spool_drained"' in made.gateway.log, "the outage was long enough to mean something"
 
 
+@pytest.mark.long
 async def test_the_gateway_is_killed_with_a_full_spool_while_the_bus_is_away(
     tmp_path: Path, mortal_bus: BrokerProcess
 ) -> None:
@@ -131,6 +134,7 @@ def start_replica(name: str, port: int, version: str) -> subprocess.Popen[bytes]
     return process
 
 
+@pytest.mark.long
 async def test_a_replica_is_killed_in_the_middle_of_its_streams(tmp_path: Path, embedded_bus: str) -> None:
     ports = free_port(), free_port()
     replicas = [FakeReplica(name, url=f"http://127.0.0.1:{port}") for name, port in zip("ab", ports, strict=True)]

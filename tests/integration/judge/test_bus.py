@@ -11,6 +11,8 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 from headrace_runtime import topics
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.consumer import assign_all, consumer, record_of
@@ -111,6 +113,7 @@ async def rewards_for(settings: BusSettings, blobs: BlobStore, names: set[str]) 
     return found
 
 
+@pytest.mark.long
 async def test_kill_9_in_the_middle_of_calls_loses_and_doubles_nothing(embedded_bus: str, tmp_path: Path) -> None:
     settings = BusSettings(address=embedded_bus)
     blobs = BlobStore((tmp_path / "blobs").as_uri())

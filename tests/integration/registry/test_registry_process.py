@@ -25,6 +25,7 @@ def own_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     broker.stop()
 
 
+@pytest.mark.long
 async def test_promotion_survives_kill_9_in_the_middle_of_the_gate(own_bus: str, tmp_path: Path) -> None:
     town = Town(own_bus, tmp_path)
     async with town.open():

@@ -12,6 +12,7 @@ from tests.integration.streams.town import account, episode, play, town_on
 from tests.support.broker_process import BrokerProcess
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 async def test_nothing_is_lost_when_the_bus_is_killed(tmp_path: Path) -> None:
     seed = random.randrange(2**32)

@@ -27,6 +27,7 @@ from headrace_runtime.stream_tables import StreamTables
 from headrace_schemas import Event, Feedback
 from headrace_schemas.base import utcnow
 from headrace_schemas.ids import session_key
+from tests.contract.bus.clients import eventually
 
 metadata = MetaData()
 tables = StreamTables(metadata)
@@ -146,13 +147,13 @@ async def test_only_what_was_handled_is_acknowledged(stage: Stage) -> None:
 
 async def _reached(stage: Stage, ends: Mapping[int, int]) -> None:
     """A partition's position is written when the group has given it to us, one after the other."""
-    async with asyncio.timeout(30):
-        while True:
-            async with stage.database.transaction() as tx:
-                reached = await position(tx, tables, "feedback")
-            if all(reached.get(number, -1) >= end for number, end in ends.items()):
-                return
-            await asyncio.sleep(0.05)
+
+    async def reached() -> bool:
+        async with stage.database.transaction() as tx:
+            found = await position(tx, tables, "feedback")
+        return all(found.get(number, -1) >= end for number, end in ends.items())
+
+    await eventually(reached, 30)
 
 
 async def test_a_new_database_takes_its_positions_from_the_group(
@@ -163,15 +164,18 @@ async def test_a_new_database_takes_its_positions_from_the_group(
     monkeypatch.chdir(elsewhere)
     partition = await stage.place()
     await stage.send("a")
-    async with running(stage.host()) as task:
-        await until(stage, "a")
+    async with offsets(stage) as asked, running(stage.host()) as task:
+        ends = await asked.ends("feedback")
+
+        async def acknowledged() -> bool:
+            return (await asked.starts(["feedback"]))["feedback", partition] == ends[partition]
+
+        await eventually(acknowledged, 30)
+        assert stage.handled == ["probe", "a"]
         assert not task.done()
     async with stage.database.transaction() as tx:
         await tx.execute(tables.positions.delete())
         await tx.execute(tables.seen.delete())
-    async with offsets(stage) as asked:
-        ends = await asked.ends("feedback")
-        assert (await asked.starts(["feedback"]))["feedback", partition] == ends[partition]
     async with running(stage.host()):
         await stage.send("b")
         await until(stage, "b")

@@ -10,6 +10,7 @@ import pytest
 from tests.integration.streams.town import Town, account, episode, play
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 async def test_nothing_is_lost_or_doubled_when_services_are_killed(town: Town) -> None:
     seed = random.randrange(2**32)

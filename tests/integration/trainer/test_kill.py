@@ -85,6 +85,7 @@ class Observer:
             pytest.fail(f"{what}: not after 60 s; {process.log.read_text()[-3000:]}")
 
 
+@pytest.mark.long
 async def test_a_killed_trainer_goes_on_where_it_was(
     bus: str, base: Path, tmp_path: Path, processes: list[TrainerProcess]
 ) -> None:

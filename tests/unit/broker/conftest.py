@@ -1,9 +1,9 @@
-"""A broker inside the test's own event loop, with every part real but the process."""
+"""A broker inside the test's own event loop, with every part real but the process; and its parts alone."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import NamedTuple
@@ -12,12 +12,15 @@ import pytest
 
 from headrace_broker.app import opened
 from headrace_broker.broker import Broker
+from headrace_broker.group import Group
 from headrace_broker.protocol.topics import ConfigEntry, CreateTopicsRequest, CreateTopicsResponse, NewTopic
 from headrace_broker.server import Server
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.store import Store
 from headrace_runtime.clock import SystemClock
 from tests.support.wire_client import WireClient, connected
+from tests.unit.broker.group_clients import Clients
+from tests.unit.broker.harness import Harness
 
 
 class Live(NamedTuple):
@@ -63,3 +66,17 @@ async def live(run: Run) -> AsyncIterator[Live]:
     """A broker with default settings."""
     async with run() as running:
         yield running
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Harness]:
+    """What writes and reads the file, without a server."""
+    harness = Harness(tmp_path)
+    yield harness
+    harness.close()
+
+
+@pytest.fixture
+def clients() -> Clients:
+    """Of a group in memory."""
+    return Clients(Group("g"))

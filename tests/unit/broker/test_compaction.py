@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from headrace_broker import compaction, retention
 from headrace_broker.topic_config import TopicConfig
 from tests.support.record_batches import Entry, batch
 from tests.unit.broker.harness import Harness, split
-
-
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[Harness]:
-    harness = Harness(tmp_path)
-    yield harness
-    harness.close()
 
 
 @pytest.fixture

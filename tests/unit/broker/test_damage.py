@@ -116,8 +116,11 @@ def test_a_batch_beyond_repair_is_a_gap_with_a_name(written: tuple[Harness, int]
     again.close()
 
 
-def test_a_frame_beyond_repair_does_not_hide_those_behind_it(written: tuple[Harness, int], tmp_path: Path) -> None:
+def test_a_frame_beyond_repair_does_not_hide_those_behind_it(
+    written: tuple[Harness, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broker, partition = written
+    monkeypatch.setattr(guard, "WAL_PAGES", 10_000)  # all of what is written now stays in the log
     for number in range(4):
         broker.put(partition, (b"large %d" % number, bytes([65 + number]) * 9_000))
         broker.store.committed(broker.db)

@@ -18,11 +18,6 @@ from headrace_broker.settings import BrokerSettings
 from tests.unit.broker.group_clients import BOTH, RANGE, Clients
 
 
-@pytest.fixture
-def clients() -> Clients:
-    return Clients(Group("g"))
-
-
 def test_one_member(clients: Clients) -> None:
     a = clients.join()
     answer = clients.joined[a]

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from headrace_broker.errors import Code, Rejected
-from headrace_broker.group import Group, Phase
+from headrace_broker.group import Phase
 from headrace_broker.protocol.groups import (
     JoinGroupResponse,
     Protocol,
@@ -15,11 +15,6 @@ from headrace_broker.protocol.groups import (
     SyncGroupResponse,
 )
 from tests.unit.broker.group_clients import Clients
-
-
-@pytest.fixture
-def clients() -> Clients:
-    return Clients(Group("g"))
 
 
 class TestStaticMembers:

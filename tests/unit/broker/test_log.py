@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from headrace_broker import log
@@ -13,13 +10,6 @@ from headrace_broker.errors import Code, Rejected
 from headrace_broker.store_format import OFFSET_MAX
 from tests.support.record_batches import batch
 from tests.unit.broker.harness import Harness
-
-
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[Harness]:
-    harness = Harness(tmp_path)
-    yield harness
-    harness.close()
 
 
 def _put(broker: Harness, partition: int, producer: int, sequence: int = 0, now_ms: int = 0) -> int:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from headrace_broker import retention
@@ -13,13 +10,6 @@ from headrace_broker.retention import Bounds
 from headrace_broker.topic_config import TopicConfig
 from tests.support.record_batches import batch
 from tests.unit.broker.harness import Harness
-
-
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[Harness]:
-    harness = Harness(tmp_path)
-    yield harness
-    harness.close()
 
 
 def _expire(broker: Harness, partition_id: int, config: TopicConfig, now_ms: int) -> int:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from headrace_broker import reads
@@ -14,13 +11,6 @@ from headrace_broker.transactions import Owner
 from tests.unit.broker.harness import Harness
 
 OFFSETS = (CommitTopic("t", (CommitPartition(0, 42, "m"),)),)
-
-
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[Harness]:
-    harness = Harness(tmp_path)
-    yield harness
-    harness.close()
 
 
 def _begin(broker: Harness, partition: int, name: str = "tx", now_ms: int = 0) -> tuple[int, int]:

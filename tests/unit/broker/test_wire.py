@@ -21,7 +21,7 @@ from headrace_broker.wire import Form, Source, decode, encode
 from tests.unit.broker.strategies import REQUESTS, RESPONSES, messages, response_of
 
 NEWEST = 100
-FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MODULES = ("admin", "commit", "coordination", "fetch", "group", "metadata", "offset", "produce", "transaction")
 
 

@@ -18,15 +18,10 @@ from headrace_runtime import tracing
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.wire import Outgoing
-from headrace_schemas import DeadLetter, Feedback, SessionEnd, ids
+from headrace_schemas import DeadLetter, SessionEnd
 from headrace_schemas.base import utcnow
 from tests.support.gateway import PARTITIONS, ListBus, ListProducer, until
-
-KEY = ids.session_key("default", "run")
-
-
-def feedback(number: int) -> Feedback:
-    return Feedback(time=utcnow(), feedback_id=str(number), session_key=KEY, value=float(number))
+from tests.unit.gateway.publishing import KEY, feedback, numbers, running
 
 
 def end(number: int) -> SessionEnd:
@@ -39,16 +34,8 @@ async def publishing(folder: Path, bus: ListBus, **settings: float) -> AsyncIter
     blobs = BlobStore((folder / "blobs").as_uri())
     async with Spool(folder / "spool", capture.spool_bytes_max) as spool:
         publisher = Publisher(lambda: ListProducer(bus, blobs), spool, capture, send_timeout_s=0.3)
-        running = asyncio.create_task(publisher.run())
-        try:
+        async with running(publisher):
             yield publisher
-        finally:
-            running.cancel()
-            await asyncio.wait([running])
-
-
-def numbers(bus: ListBus) -> list[int]:
-    return [int(event.feedback_id) for event in bus.events(Feedback)]
 
 
 async def test_with_the_bus_there_nothing_touches_the_disk(tmp_path: Path) -> None:
@@ -94,16 +81,14 @@ async def test_while_the_spool_drains_new_events_queue_behind_it(tmp_path: Path)
         publisher = Publisher(
             lambda: Slow(bus, BlobStore(tmp_path.as_uri())), spool, CaptureSettings(), send_timeout_s=30
         )
-        running = asyncio.create_task(publisher.run())
-        await until(lambda: publisher.connected)
-        for number in range(3, 6):
-            await publisher.publish(feedback(number))
-        assert numbers(bus) == [], "the bus is there, and yet nothing overtakes what waits"
-        drain_may_end.set()
-        await until(lambda: spool.events == 0)
-        await publisher.publish(feedback(6))
-        running.cancel()
-        await asyncio.wait([running])
+        async with running(publisher):
+            await until(lambda: publisher.connected)
+            for number in range(3, 6):
+                await publisher.publish(feedback(number))
+            assert numbers(bus) == [], "the bus is there, and yet nothing overtakes what waits"
+            drain_may_end.set()
+            await until(lambda: spool.events == 0)
+            await publisher.publish(feedback(6))
     assert numbers(bus) == list(range(7))
 
 
@@ -144,11 +129,9 @@ async def test_an_end_is_sent_only_after_the_events_before_it_are_acknowledged(t
         publisher = Publisher(
             lambda: Grouping(bus, BlobStore(tmp_path.as_uri())), spool, CaptureSettings(), send_timeout_s=1
         )
-        running = asyncio.create_task(publisher.run())
-        bus.back.set()
-        await until(lambda: spool.events == 0)
-        running.cancel()
-        await asyncio.wait([running])
+        async with running(publisher):
+            bus.back.set()
+            await until(lambda: spool.events == 0)
     assert sent == [["feedback", "feedback"], ["session-ends"], ["feedback"], ["session-ends"]]
 
 
@@ -213,13 +196,11 @@ async def test_a_producer_that_died_is_replaced(tmp_path: Path) -> None:
         publisher = Publisher(
             lambda: Mortal(bus, BlobStore(tmp_path.as_uri())), spool, CaptureSettings(), send_timeout_s=1
         )
-        running = asyncio.create_task(publisher.run())
-        await until(lambda: publisher.connected)
-        dead[0] = True
-        await publisher.publish(feedback(1))
-        await until(lambda: numbers(bus) == [1])
-        running.cancel()
-        await asyncio.wait([running])
+        async with running(publisher):
+            await until(lambda: publisher.connected)
+            dead[0] = True
+            await publisher.publish(feedback(1))
+            await until(lambda: numbers(bus) == [1])
 
 
 async def test_a_long_outage_is_waited_for_with_one_producer_and_topics_are_made_again(tmp_path: Path) -> None:
@@ -241,16 +222,14 @@ async def test_a_long_outage_is_waited_for_with_one_producer_and_topics_are_made
     async with Spool(tmp_path / "spool", 10_000) as spool:
         settings = CaptureSettings(bus_wait_s=0.02)
         publisher = Publisher(make, spool, settings, send_timeout_s=0.05, prepare=prepare)
-        running = asyncio.create_task(publisher.run())
-        await until(lambda: publisher.connected)
-        bus.back.clear()
-        await publisher.publish(feedback(1))
-        await until(lambda: prepared > 3)
-        bus.back.set()
-        await until(lambda: numbers(bus) == [1])
-        assert made == 1
-        running.cancel()
-        await asyncio.wait([running])
+        async with running(publisher):
+            await until(lambda: publisher.connected)
+            bus.back.clear()
+            await publisher.publish(feedback(1))
+            await until(lambda: prepared > 3)
+            bus.back.set()
+            await until(lambda: numbers(bus) == [1])
+            assert made == 1
 
 
 async def test_a_spooled_event_of_another_release_becomes_a_dead_letter(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,20 +20,10 @@ from headrace_gateway.spool import Spool, Spooled
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.wire import Outgoing, Record, decode
-from headrace_schemas import DeadLetter, Feedback, ids
-from headrace_schemas.base import utcnow
+from headrace_schemas import DeadLetter
 from tests.support.full_disk import no_room
 from tests.support.gateway import ListBus, ListProducer, until
-
-KEY = ids.session_key("default", "run")
-
-
-def feedback(number: int) -> Feedback:
-    return Feedback(time=utcnow(), feedback_id=str(number), session_key=KEY, value=float(number))
-
-
-def numbers(bus: ListBus) -> list[int]:
-    return [int(event.feedback_id) for event in bus.events(Feedback)]
+from tests.unit.gateway.publishing import feedback, numbers, running
 
 
 class Connections:
@@ -80,16 +70,6 @@ def publisher_of(
     settings = CaptureSettings.model_validate({"bus_wait_s": 0.02, **capture})
     more: dict[str, Any] = {} if tenants is None else {"tenants": tenants}
     return Publisher(make, spool, settings, send_timeout_s=send_timeout_s, **more)
-
-
-@contextlib.asynccontextmanager
-async def running(publisher: Publisher) -> AsyncIterator[None]:
-    task = asyncio.create_task(publisher.run())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 async def fill(publisher: Publisher, spool: Spool) -> None:
