@@ -9,7 +9,7 @@ UV := $(BIN)/uv
 MEMBERS := schemas runtime sdk gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients lock schemas lint test test-long test-clients demo up attack chaos simulate mutants bench bench-bus bench-state compose-test lock-images clean
+.PHONY: help install install-clients lock schemas lint test test-long test-clients demo up attack chaos simulate mutants test-architectures bench bench-bus bench-state compose-test lock-images clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -85,6 +85,9 @@ attack: $(VENV)/installed ## what outsiders tried to break, on running stacks, e
 
 mutants: $(VENV)/installed .venv-mutants/installed ## one changed line at a time, and the unit tests have to notice (SAMPLE=20, SEED=, ONLY=path)
 	$(BIN)/python -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE) --seed $(SEED)) $(if $(ONLY),--only $(ONLY))
+
+test-architectures: $(VENV)/installed ## some 80 kinds of model: equal to their own eager attention, or refused by name
+	$(BIN)/python -m tests.architectures $(ARGS)
 
 SEEDS ?= 1000
 FIRST ?= 0

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace_inference.errors import VersionUnusable
 from headrace_inference.torch_engine.engine import TorchEngine
-from headrace_inference.torch_engine.forward import forward
+from headrace_inference.torch_engine.forward import _attention, forward
 from headrace_inference.torch_engine.loader import Loader
 from headrace_inference.torch_engine.program import Programs, direct, tensors_of
 from headrace_schemas.manifest import Fingerprint
@@ -220,3 +220,12 @@ def test_a_fingerprint_of_two_tokens_can_be_probed(models: Models) -> None:
     assert isinstance(short, Fingerprint)
     manifest = models.first.manifest.model_copy(update={"fingerprint": short})
     assert probe(loader().load(models.first.folder, manifest, None, None), None, 1e-3).passed
+
+
+@pytest.mark.parametrize("asked", ["softcap", "s_aux", "position_bias"])
+def test_attention_that_is_not_plain_is_refused(asked: str) -> None:
+    """The fused attention would drop it without a word."""
+    some, mask = torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 3, 3)
+    _attention(torch.nn.Identity(), some, some, some, mask, None, **{asked: None})
+    with pytest.raises(NotImplementedError, match="Identity needs more than plain attention"):
+        _attention(torch.nn.Identity(), some, some, some, mask, None, **{asked: some})

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers import masking_utils
 
 from headrace_runtime.errors import SettingError
-from headrace_trainer import forward
+from headrace_trainer import attention, forward
 from headrace_trainer.batch import Row
 from headrace_trainer.policy import Policy
 from headrace_trainer.settings import ComputeSettings, LoraSettings
@@ -108,21 +109,60 @@ def test_entropy_is_that_of_the_distribution(base: Path) -> None:
     torch.testing.assert_close(forward.logprobs(logits_NV, pack)[1], expected, atol=1e-5, rtol=0)
 
 
-def test_a_sliding_window_reaches_as_far_as_it_says() -> None:
-    query, key, value = (torch.randn(1, 2, 10, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
-    found, _ = forward._attend_in_blocks(None, query, key, value, None, sliding_window=3, headrace_bounds=(0, 6, 10))
-    for start, stop in ((0, 6), (6, 10)):
+def seen(lengths: tuple[int, ...], mask_function: Any = masking_utils.causal_mask_function, **asked: Any) -> Any:
+    with attention.sequences(attention.bounds_of(lengths)):
+        total = sum(lengths)
+        return attention._seen(q_length=total, kv_length=total, mask_function=mask_function, **asked)
+
+
+def by_hand(
+    query: Any, key: Any, value: Any, spans: tuple[tuple[int, int], ...], sees: Any, **how: Any
+) -> torch.Tensor:
+    """Textbook attention of one head after the other; `sees(q, k)` with positions inside the sequence."""
+    answers = torch.zeros(query.shape[2], query.shape[1], query.shape[3])
+    for start, stop in spans:
         for t in range(start, stop):
-            seen = slice(max(start, t - 2), t + 1)
-            scores = (query[0, :, t, None] * key[0, :, seen]).sum(-1) / np.sqrt(8)
-            expected = (scores.softmax(-1)[..., None] * value[0, :, seen]).sum(1)
-            torch.testing.assert_close(found[0, t], expected, atol=1e-5, rtol=1e-5)
+            keys = [k for k in range(start, t + 1) if sees(t - start, k - start)]
+            scores = (query[0, :, t, None] * key[0, :, keys]).sum(-1) / np.sqrt(query.shape[3])
+            if cap := how.get("softcap"):
+                scores = cap * torch.tanh(scores / cap)
+            exps = scores.exp()
+            nowhere = how["s_aux"].exp() if "s_aux" in how else 0.0
+            answers[t] = (exps[..., None] * value[0, :, keys]).sum(1) / (exps.sum(-1) + nowhere)[..., None]
+    return answers
+
+
+def some_heads(heads: int = 2, length: int = 10) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(1, heads, length, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
+
+
+@pytest.mark.parametrize(
+    ("mask_function", "sees"),
+    [
+        (masking_utils.causal_mask_function, lambda q, k: True),
+        (masking_utils.sliding_window_causal_mask_function(3), lambda q, k: q - k < 3),
+        (
+            masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long)),
+            lambda q, k: q // 4 == k // 4,
+        ),
+    ],
+    ids=["causal", "window", "chunks"],
+)
+@pytest.mark.parametrize(
+    "how", [{}, {"softcap": 2.0}, {"s_aux": torch.tensor([0.3, -1.0])}], ids=["plain", "cap", "aux"]
+)
+def test_a_sequence_sees_what_the_models_mask_shows_it(mask_function: Any, sees: Any, how: dict[str, Any]) -> None:
+    local = {"local_size": 3} if mask_function is not masking_utils.causal_mask_function else {}
+    query, key, value = some_heads()
+    found, _ = attention.attend(None, query, key, value, seen((6, 4), mask_function, **local), **how)
+    expected = by_hand(query, key, value, ((0, 6), (6, 10)), sees, **how)
+    torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_grouped_heads_share_their_keys(base: Path) -> None:
     query = torch.randn(1, 4, 5, 8)
     key, value = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
-    found, _ = forward._attend_in_blocks(None, query, key, value, None, headrace_bounds=(0, 5))
+    found, _ = attention.attend(None, query, key, value, seen((5,)))
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
 
@@ -130,7 +170,9 @@ def test_grouped_heads_share_their_keys(base: Path) -> None:
 def test_attention_that_needs_more_is_refused() -> None:
     some = torch.zeros(1, 1, 2, 8)
     with pytest.raises(NotImplementedError, match="more than plain attention"):
-        forward._attend_in_blocks(None, some, some, some, None, softcap=30.0)
+        attention.attend(None, some, some, some, seen((2,)), position_bias=some)
+    with pytest.raises(NotImplementedError, match="makes a mask of its own"):
+        attention.attend(None, some, some, some, None)
 
 
 SMALL = {
@@ -150,7 +192,8 @@ def build_other(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "packing"), [("Llama", "blocks"), ("Mistral", "blocks"), ("Gemma2", "padded"), ("Mamba", "padded")]
+    ("kind", "packing"),
+    [("Llama", "blocks"), ("Mistral", "blocks"), ("Gemma2", "blocks"), ("Gemma2", "padded"), ("Mamba", "padded")],
 )
 def test_other_architectures_answer_as_their_rows_one_by_one(tmp_path: Path, kind: str, packing: str) -> None:
     base = build_other(tmp_path, kind)
@@ -159,12 +202,10 @@ def test_other_architectures_answer_as_their_rows_one_by_one(tmp_path: Path, kin
     torch.testing.assert_close(policy.logprobs(policy.collate(several))[0], alone_N, atol=5e-6, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"), [("Gemma2", "needs more than plain attention"), ("Mamba", "packed logprobs differ by")]
-)
-def test_a_model_that_cannot_be_packed_is_refused_at_the_start(tmp_path: Path, kind: str, reason: str) -> None:
-    with pytest.raises(SettingError, match=rf'compute\.packing = .blocks.: .*{reason}.* set "padded"'):
-        open_policy(build_other(tmp_path, kind))
+def test_a_model_that_cannot_be_packed_is_refused_at_the_start(tmp_path: Path) -> None:
+    said = r'compute\.packing = .blocks.: MambaForCausalLM cannot be packed \(.* differ by .* nats\); set "padded"'
+    with pytest.raises(SettingError, match=said):
+        open_policy(build_other(tmp_path, "Mamba"))
 
 
 def test_bfloat16_is_close_and_what_is_trained_stays_float32(base: Path) -> None:

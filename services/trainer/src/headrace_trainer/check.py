@@ -1,4 +1,5 @@
-"""What would stop the trainer's start, found without torch: the base folder, its tokenizer, and its chat template."""
+"""What would stop the trainer's start: the base folder, its tokenizer and its chat template, found without torch; and,
+where the base is small, whether we compute what it computes."""
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ from headrace_trainer.settings import TrainerSettings
 
 _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 _HEADER_BYTES_MAX = 100_000_000
+_COMPARED_BYTES_MAX = 256 << 20
+"""Weights of bases that are loaded to be compared; larger ones are compared by the start alone."""
 _MESSAGES = [
     {"role": "user", "content": "What is the weather in Paris?"},
     {"role": "assistant", "content": "Sunny."},
@@ -52,10 +55,18 @@ _TOOL_CALL = [
 
 
 async def check(_common: Common, settings: TrainerSettings) -> list[str]:
-    """Everything that is wrong with `trainer.base`, as `SettingError` says it."""
+    """Everything that is wrong with `trainer.base`, as `SettingError` says it. Raises one where the logprobs differ."""
     folder = Path(settings.base)
     found = await asyncio.to_thread(lambda: list(_problems(folder)))
+    if not found and settings.native.tokens and _weights_bytes(folder) <= _COMPARED_BYTES_MAX:
+        from headrace_trainer.native import examine  # seconds, for torch
+
+        await asyncio.to_thread(examine, settings)
     return [_said(folder, remedy) for remedy in found]
+
+
+def _weights_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def _said(folder: Path, remedy: str) -> str:

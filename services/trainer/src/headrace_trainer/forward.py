@@ -1,28 +1,24 @@
 """One forward pass over several sequences: what the present weights think of each sampled token.
 
-`blocks` joins the sequences of a pack into one row. Attention runs block by block, so a token sees its own sequence and
-nothing else, no mask and no padding is computed, and the result is that of one pass per sequence. Position ids restart
-with each sequence. `padded` is the classical rectangle with an attention mask, for models whose layers mix along
-the row in other ways.
+`blocks` joins the sequences of a pack into one row. `attention` runs sequence by sequence, so a token sees its own and
+nothing else, no padding is computed, and the result is that of one pass per sequence. Position ids restart with each
+sequence. `padded` is the classical rectangle with an attention mask, for models whose layers mix along the row in other
+ways.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface
 
+from headrace_trainer import attention
 from headrace_trainer.batch import Row
-
-BLOCKS = "headrace_blocks"
-"""The name under which transformers knows our attention."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,10 @@ def logits(model: Any, pack: Pack) -> Tensor:
     model."""
     inputs = {"input_ids": pack.token_ids_BT, "position_ids": pack.position_ids_BT, "use_cache": False}
     if pack.attention_mask_BT is None:
-        kept_NV: Tensor = model(**inputs, headrace_bounds=pack.bounds, logits_to_keep=pack.predicting_N).logits[0]
+        # Ones: without a mask, transformers tells sequences apart by their positions, in a mask of the whole row.
+        ones_BT = torch.ones_like(pack.token_ids_BT, dtype=torch.bool)
+        with attention.sequences(pack.bounds):
+            kept_NV: Tensor = model(**inputs, attention_mask=ones_BT, logits_to_keep=pack.predicting_N).logits[0]
         return kept_NV.float()
     logits_BTV: Tensor = model(**inputs, attention_mask=pack.attention_mask_BT).logits
     return logits_BTV.flatten(0, 1)[pack.predicting_N].float()
@@ -96,47 +95,3 @@ def logprobs(logits_NV: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         entropy_N = -(log_NV.exp() * log_NV).sum(-1)
     return chosen_N, entropy_N
-
-
-def _attend_in_blocks(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    headrace_bounds: Sequence[int] | None = None,
-    **unused: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention inside each block; shapes as transformers has them, `[1, heads, T, head_dim]` in."""
-    if any(unused.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
-        raise NotImplementedError(f"{type(module).__name__} needs more than plain attention")
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    lengths = [stop - start for start, stop in pairwise(headrace_bounds or (0, query.shape[2]))]
-    parts = (torch.split_with_sizes(tensor, lengths, dim=2) for tensor in (query, key, value))
-    attended = []
-    for q, k, v in zip(*parts, strict=True):
-        band = _band(q.shape[2], sliding_window, query.device)
-        attended.append(
-            functional.scaled_dot_product_attention(q, k, v, attn_mask=band, is_causal=band is None, scale=scaling)
-        )
-    return torch.cat(attended, dim=2).transpose(1, 2).contiguous(), None
-
-
-def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """The mask of a sliding window that is shorter than the block, None when plain causality will do."""
-    if window is None or window >= length:
-        return None
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
-    return (distance >= 0) & (distance < window)
-
-
-def _no_mask(**_unused: Any) -> None:
-    return None
-
-
-AttentionInterface.register(BLOCKS, _attend_in_blocks)
-AttentionMaskInterface.register(BLOCKS, _no_mask)

@@ -17,6 +17,7 @@ from headrace_trainer.baselines import Baselines
 from headrace_trainer.history import History, Published
 from headrace_trainer.ledger import Ledger
 from headrace_trainer.lineage import Lineage
+from headrace_trainer.native import Compared, Native
 from headrace_trainer.optimizer import Optimizer
 from headrace_trainer.policy import Policy
 from headrace_trainer.saved import Saved, Tensors
@@ -25,6 +26,7 @@ from headrace_trainer.store import LineageStore, LineageTaken, replayed
 from headrace_trainer.window import Window
 
 log = get_logger(__name__)
+_NATIVE_REMEDY = "raise trainer.native.tokens"
 
 
 def check_start(settings: TrainerSettings, blobs: BlobStore) -> None:
@@ -61,7 +63,9 @@ def open_lineage(
     # From here on the folder is not read again: what is in the store under its digest is what the lineage started from.
     contents = first.files if first else versions.base_files(blobs, base)
     with versions.unpacked(blobs, contents) as folder:
+        native = Native(folder, settings)
         policy = Policy.open(folder, settings.compute, settings.lora, settings.seed)
+        _say(native.compare(policy))
         if settings.loss.kl:
             policy.keep_reference(folder)
     optimizer = Optimizer(policy.parameters, settings.optimizer)
@@ -74,6 +78,14 @@ def open_lineage(
         log.info("lineage_continues", lineage=settings.lineage, head=saved.head, steps=saved.steps)
     ledger = _ledger(settings, policy, saved, replayed(settings, blobs))
     return Lineage(settings, clock, blobs, store, first, policy, optimizer, ledger, saved)
+
+
+def _say(found: Compared) -> None:
+    """What was compared with the model's own attention, and what was not."""
+    if found.difference is not None:
+        log.info("native_compared", architecture=found.architecture, difference=found.difference, tokens=found.tokens)
+    for what in found.unseen:
+        log.warning("native_not_compared", architecture=found.architecture, what=what, remedy=_NATIVE_REMEDY)
 
 
 def _begin(

@@ -17,14 +17,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from headrace_runtime.errors import SettingError
 from headrace_schemas.manifest import Fingerprint
-from headrace_trainer import forward
+from headrace_trainer import attention, forward, rope
 from headrace_trainer.batch import Row
 from headrace_trainer.forward import Pack
+from headrace_trainer.reach import context_of
 from headrace_trainer.settings import ComputeSettings, LoraSettings
 
 FINGERPRINT_TOKENS = 48
@@ -50,7 +51,7 @@ class Policy:
         """Load the weights in `folder`. Raises `SettingError` when model and settings do not go together."""
         torch.set_num_threads(compute.threads)
         transformers_logging.disable_progress_bar()
-        device = _device(compute.device)
+        device = device_of(compute.device)
         model = _load(folder, compute, frozen=bool(lora.rank)).to(device)
         if compute.gradient_checkpointing:
             _without_dropout(model)
@@ -77,7 +78,7 @@ class Policy:
     @property
     def context(self) -> int:
         """Longest sequence the model was made for, in tokens."""
-        return int(getattr(self.model.config, "max_position_embeddings", None) or 1 << 30)
+        return context_of(self.model.config.get_text_config())
 
     def collate(self, rows: list[Row]) -> Pack:
         return forward.collate(rows, self.device, padded=self._compute.packing == "padded")
@@ -90,14 +91,12 @@ class Policy:
             together_N = self.logprobs(self.collate(rows))[0]
             alone_N = torch.cat([self.logprobs(self.collate([row]))[0] for row in rows])
             difference = float((together_N - alone_N).abs().max())
-        except (TypeError, NotImplementedError) as error:
-            difference, reason = float("inf"), str(error).splitlines()[0]
+        except Exception as error:  # noqa: BLE001 (whatever a model's code does with a mask that is not its own)
+            difference, reason = float("inf"), f"its code does not take our attention: {said(error)}"
         else:
-            reason = f"packed logprobs differ by {difference:.2g}"
-        if difference > _PACKING_TOLERANCE[self._compute.dtype]:
-            raise SettingError(
-                "trainer.compute.packing", "blocks", f'this model cannot be packed ({reason}); set "padded"'
-            )
+            reason = f"packed logprobs differ by {difference:.2g} nats"
+        if not difference <= _PACKING_TOLERANCE[self._compute.dtype]:
+            raise _not_packed(self.model.config, reason)
 
     def logprobs(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """`(logprobs_N, entropy_N)` of the present weights."""
@@ -178,7 +177,8 @@ def _fixed_tokens(vocabulary: int) -> tuple[int, ...]:
     return tuple((17 + index * stride) % vocabulary for index in range(FINGERPRINT_TOKENS))
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """What `compute.device` names. Raises `SettingError`."""
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
         torch.empty(1, device=device)
@@ -194,19 +194,62 @@ def _load(folder: Path, compute: ComputeSettings, *, frozen: bool) -> Any:
                 pass
         except SafetensorError as error:
             raise SettingError("trainer.base", str(path), f"is not a safetensors file: {error}") from None
-    dtype = torch.bfloat16 if frozen and compute.dtype == "bfloat16" else torch.float32
+    implementation = attention.BLOCKS if compute.packing == "blocks" else _padded_attention(folder)
+    model = from_folder(folder, weights_dtype(compute, frozen=frozen), implementation)
+    rope.steady(model)
+    return model
+
+
+def weights_dtype(compute: ComputeSettings, *, frozen: bool) -> torch.dtype:
+    """What is trained is float32; what is not is kept as it is computed with."""
+    return torch.bfloat16 if frozen and compute.dtype == "bfloat16" else torch.float32
+
+
+def from_folder(folder: Path, dtype: torch.dtype, attn_implementation: str | None) -> Any:
+    """The model as transformers loads it. Raises `SettingError`."""
     try:
         return AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation=forward.BLOCKS if compute.packing == "blocks" else None,  # None: the model's own choice
+            attn_implementation=attn_implementation,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if attn_implementation == attention.BLOCKS and attention.BLOCKS in str(error):
+            raise _not_packed(config_of(folder), "its code has a list of attentions of its own") from None
+        reason = said(error)
         raise SettingError("trainer.base", str(folder), f"is no model that transformers can load: {reason}") from None
+
+
+def architecture_of(config: Any) -> str:
+    """The name of the model's class, as its configuration has it."""
+    return str((config.architectures or [type(config).__name__])[0])
+
+
+def _not_packed(config: Any, reason: str) -> SettingError:
+    remedy = f'{architecture_of(config)} cannot be packed ({reason}); set "padded"'
+    return SettingError("trainer.compute.packing", "blocks", remedy)
+
+
+def config_of(folder: Path) -> Any:
+    """The configuration of the model in `folder`. Raises `SettingError`."""
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise SettingError("trainer.base", str(folder), f"has no configuration to use: {said(error)}") from None
+
+
+def _padded_attention(folder: Path) -> str | None:
+    """None is the model's own choice: the fused attention, which takes no bound on scores and says nothing about it."""
+    softcap = getattr(config_of(folder).get_text_config(), "attn_logit_softcapping", None)
+    return "eager" if softcap else None
+
+
+def said(error: BaseException) -> str:
+    """The first line of what a library says, for a sentence of ours."""
+    return (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
 def _without_dropout(model: nn.Module) -> None:

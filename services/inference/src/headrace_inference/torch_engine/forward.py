@@ -21,13 +21,25 @@ ATTENTION = "headrace"
 Forward = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+_NOT_PLAIN = ("softcap", "s_aux", "position_bias")
+"""What a model may ask of its attention that the fused one does not do, and does not mention either."""
+
+
 def _attention(
-    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None = None, **_: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None = None,
+    **asked: Any,
 ) -> tuple[Tensor, None]:
     """SDPA without copies of grouped keys and values, which transformers makes and which cost more than the attention.
 
     A decoding row has one query: its heads that share keys become the queries of one head.
     """
+    if any(asked.get(name) is not None for name in _NOT_PLAIN):
+        raise NotImplementedError(f"{type(module).__name__} needs more than plain attention")
     rows, heads, queries, size = query.shape
     if queries == 1:
         grouped = query.view(rows, key.shape[1], -1, size)

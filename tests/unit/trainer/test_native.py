@@ -1,0 +1,280 @@
+"""The start compares our logprobs with the model's own eager attention, and finds planted faults where they act."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+import torch
+
+from headrace_runtime.errors import SettingError
+from headrace_runtime.settings import Common
+from headrace_trainer import attention, check, native, policy, reach
+from headrace_trainer.batch import Row
+from headrace_trainer.native import Native, examine
+from headrace_trainer.opening import open_lineage
+from headrace_trainer.policy import Policy
+from headrace_trainer.settings import ComputeSettings, LoraSettings, TrainerSettings
+from headrace_trainer.store import LineageStore
+from tests.architectures.catalog import CATALOG
+from tests.support import tiny_model
+from tests.unit.trainer.conftest import Make
+from tests.unit.trainer.world import World
+
+Models = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Builds a model of the catalogue once."""
+    built: dict[str, Path] = {}
+
+    def _build(name: str) -> Path:
+        if name not in built:
+            (architecture,) = [one for one in CATALOG if one.name == name]
+            built[name] = architecture.build(tmp_path_factory.mktemp("model"))
+        return built[name]
+
+    return _build
+
+
+def settings(base: Path, **sections: Any) -> TrainerSettings:
+    sections["compute"] = {"device": "cpu", **sections.get("compute", {})}
+    return TrainerSettings.model_validate({"base": str(base), **sections})
+
+
+FAULTS: list[tuple[str, str, str, Any, str]] = [
+    ("Mistral, sliding window", "attention.Seen.of", "blocks", lambda *_: None, "beyond sliding_window = 24"),
+    ("Llama 4", "attention.Seen.of", "blocks", lambda *_: None, "beyond attention_chunk_size = 32"),
+    ("Mixtral, sliding window", "attention.Seen.of", "blocks", lambda *_: None, "beyond sliding_window = 24"),
+    ("Llama, longrope", "rope.steady", "blocks", lambda _: None, "nats in short sequences"),
+    ("Llama, longrope", "rope.steady", "padded", lambda _: None, "nats in short sequences"),
+    ("Gemma 2", "policy._padded_attention", "padded", lambda _: None, r"0\.0\d+ nats"),
+]
+
+
+@pytest.mark.parametrize(("name", "where", "packing", "fault", "said"), FAULTS, ids=lambda value: str(value)[:24])
+def test_a_planted_fault_is_refused_with_its_place(
+    models: Models, monkeypatch: pytest.MonkeyPatch, name: str, where: str, packing: str, fault: Any, said: str
+) -> None:
+    of_base = settings(models(name), compute={"packing": packing})
+    found = examine(of_base)
+    assert found.difference is not None
+    assert found.difference < 5e-5
+    module, _, attribute = where.partition(".")
+    monkeypatch.setattr(f"headrace_trainer.{module}.{attribute}", fault)
+    setting = "compute.packing = 'blocks'" if packing == "blocks" else "base = "
+    with pytest.raises(SettingError, match=rf"trainer\.{setting}.*answers otherwise than its own eager.*{said}"):
+        examine(of_base)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("GPT-J", "its code has a list of attentions of its own"), ("BLOOM", "does not take our attention")],
+)
+def test_attention_of_another_kind_is_refused_by_name(models: Models, name: str, reason: str) -> None:
+    with pytest.raises(SettingError, match=rf"packing = 'blocks': \w+ForCausalLM cannot be packed .*{reason}.*padded"):
+        examine(settings(models(name)))
+
+
+def test_one_key_too_many_is_found(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = attention.Seen.of
+
+    def wider(seen: attention.Seen, length: int) -> torch.Tensor | None:
+        mask = exact(seen, length)
+        if mask is None:
+            return None
+        return mask | torch.nn.functional.pad(mask, (0, 1))[..., 1:]
+
+    monkeypatch.setattr(attention.Seen, "of", wider)
+    with pytest.raises(SettingError, match=r"nats .*sliding_window = 24"):
+        examine(settings(models("Mistral, sliding window")))
+
+
+def test_a_short_comparison_cannot_find_it_and_says_so(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sequences have to reach beyond the window; where the budget ends before, what was not seen has a name."""
+    monkeypatch.setattr(attention.Seen, "of", lambda *_: None)
+    found = examine(settings(models("Mistral, sliding window"), native={"tokens": 24}))
+    assert found.difference is not None
+    assert found.tokens == 24
+    assert found.unseen == (
+        "sequences of 57 tokens",
+        "sequences of 200 tokens",
+        "what lies beyond sliding_window = 24",
+    )
+
+
+def test_the_start_refuses_before_anything_is_published(
+    models: Models, monkeypatch: pytest.MonkeyPatch, make: Make, tmp_path: Path
+) -> None:
+    world = World(tmp_path / "world")
+    base = Path(shutil.copytree(tiny_model.build(tmp_path / "tokenizer", layers=1), tmp_path / "base"))
+    (base / "model.safetensors").unlink()
+    shutil.copytree(models("Mistral, sliding window"), base, dirs_exist_ok=True)
+    monkeypatch.setattr(attention.Seen, "of", lambda *_: None)
+    with pytest.raises(SettingError, match="MistralForCausalLM answers otherwise"):
+        open_lineage(make(base=str(base)), world.blobs, world.clock)
+    assert LineageStore(world.blobs, make().lineage).read() is None
+    monkeypatch.undo()
+    with structlog.testing.capture_logs() as logs:
+        open_lineage(make(base=str(base)), world.blobs, world.clock)
+    (told,) = [line for line in logs if line["event"] == "native_compared"]
+    assert told["architecture"] == "MistralForCausalLM"
+    assert told["difference"] < 5e-5
+
+
+def test_what_was_not_compared_is_in_the_log(make: Make, tmp_path: Path) -> None:
+    world = World(tmp_path)
+    with structlog.testing.capture_logs() as logs:
+        open_lineage(make(native={"tokens": 0}), world.blobs, world.clock)
+    (told,) = [line for line in logs if line["event"].startswith("native")]
+    assert told["event"] == "native_not_compared"
+    assert told["log_level"] == "warning"
+    assert (told["what"], told["remedy"]) == ("anything", "raise trainer.native.tokens")
+
+
+def test_a_wider_bound_accepts_it(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "_padded_attention", lambda _: None)
+    found = examine(settings(models("Gemma 2"), compute={"packing": "padded"}, native={"difference_max": 0.2}))
+    assert found.difference is not None
+    assert 1e-3 < found.difference < 0.2
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral, sliding window", "Qwen 3"])
+def test_frozen_weights_in_bfloat16_are_compared_by_their_means(
+    models: Models, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    of_base = settings(models(name), lora={"rank": 4}, compute={"dtype": "bfloat16"})
+    found = examine(of_base)
+    assert found.difference is not None
+    assert 0 < found.difference < 0.1, "rounding is within the bound"
+    monkeypatch.setattr(attention.Seen, "of", lambda *_: None)
+    if "window" in name:
+        with pytest.raises(SettingError, match="beyond sliding_window"):
+            examine(of_base)
+
+
+def test_few_tokens_that_went_to_other_experts_are_no_fault(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = native._logprobs
+
+    def rerouted(*arguments: Any) -> torch.Tensor:
+        logprobs_N = exact(*arguments)
+        logprobs_N[::20] += 0.5
+        return logprobs_N
+
+    monkeypatch.setattr(native, "_logprobs", rerouted)
+    assert (examine(settings(models("Mixtral"))).difference or 0) < 1e-4
+    with pytest.raises(SettingError, match=r"0\.5 nats"):
+        examine(settings(models("Llama")))
+
+
+def test_a_number_that_is_none_is_refused(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_logprobs", lambda policy, one: torch.full(one.targets_N.shape, float("nan")))
+    with pytest.raises(SettingError, match="by nan nats"):
+        examine(settings(models("Llama")))
+
+
+def test_no_room_for_the_comparison_names_its_setting(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(native, "_alone", full)
+    with pytest.raises(SettingError, match=r"trainer\.native\.tokens = 8192: LlamaForCausalLM runs out of memory"):
+        examine(settings(models("Llama")))
+
+
+@pytest.mark.parametrize("packing", ["blocks", "padded"])
+@pytest.mark.parametrize("name", ["Llama, dynamic NTK rope", "Llama, longrope", "Phi 3, longrope"])
+def test_rope_by_length_is_that_of_each_sequence_alone(models: Models, name: str, packing: Any) -> None:
+    """Beyond the context too, in any order, and whatever came before."""
+    base, rng = models(name), np.random.default_rng(0)
+    ours = Policy.open(base, ComputeSettings(device="cpu", packing=packing), LoraSettings(), 0)
+    for lengths in ((300, 40, 420), (40, 70), (20, 350)):
+        rows = [_row(rng.integers(3, 160, length)) for length in lengths]
+        own_N = torch.cat([_fresh(base, row) for row in rows])
+        with torch.no_grad():
+            torch.testing.assert_close(ours.logprobs(ours.collate(rows))[0], own_N, atol=5e-5, rtol=0)
+
+
+def _row(token_ids: Any) -> Row:
+    mask, zeros = np.arange(len(token_ids)) > 0, np.zeros(len(token_ids), np.float32)
+    return Row("", 0, token_ids.astype(np.int32), mask, zeros, zeros + 1, np.float32(0), ~mask)
+
+
+def _fresh(base: Path, row: Row) -> torch.Tensor:
+    """A model that has seen nothing before: transformers remembers the longest sequence."""
+    model = policy.from_folder(base, torch.float32, "eager").eval()
+    with torch.no_grad():
+        return native._alone(model, row.token_ids_T, row.loss_mask_T, torch.device("cpu"))
+
+
+class Config:
+    """As much of a configuration as a plan reads."""
+
+    def __init__(self, **values: Any) -> None:
+        self._values = {"vocab_size": 100, "max_position_embeddings": 32_768, "eos_token_id": 7, **values}
+        vars(self).update(self._values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._values
+
+
+def test_a_plan_reaches_beyond_what_may_be_trained_and_no_further() -> None:
+    of_base = settings(Path("x"))
+    plain = reach.plan(Config(), of_base)
+    assert [row.length for row in plain.rows] == [24, 57, 200]
+    assert all(7 not in row.token_ids_T for row in plain.rows), "no token that means something to the model"
+    long = Config(sliding_window=4096, rope_parameters={"full": {"original_max_position_embeddings": 2048}})
+    found = reach.plan(long, of_base)
+    assert [row.length for row in found.rows] == [24, 57, 200, 2081, 4129]
+    assert found.unseen == ()
+    beyond = found.places["beyond sliding_window = 4096"]
+    assert beyond.sum() == 32, "what the last row predicts from position 4096 on"
+    assert sum(row.loss_mask_T.sum() for row in found.rows) == sum(place.sum() for place in found.places.values())
+    assert reach.plan(Config(sliding_window=8192), of_base).unseen == (), "nothing so long is trained"
+    budget = settings(Path("x"), memory={"sequence_tokens": 16_384})
+    assert reach.plan(Config(sliding_window=8192), budget).unseen == ("what lies beyond sliding_window = 8192",)
+
+
+def test_a_row_of_several_sequences_is_as_wide_as_a_step_makes_it() -> None:
+    """Some code counts positions along the row: short sequences then show nothing, and a wide row does."""
+    config = Config(max_position_embeddings=256, floor_scale=1000)
+    lengths = [row.length for row in reach.plan(config, settings(Path("x"))).rows]
+    assert sum(lengths) > 1000
+    assert max(lengths) == 256
+    padded = reach.plan(config, settings(Path("x"), compute={"packing": "padded"}))
+    assert sum(row.length for row in padded.rows) < 300
+
+
+async def test_config_check_compares_a_small_base(models: Models, monkeypatch: pytest.MonkeyPatch, base: Path) -> None:
+    assert await check.check(Common(), settings(base)) == []
+    monkeypatch.setattr(check, "_problems", lambda _: iter(()))
+    of_base = settings(models("Llama 4, temperature by position"))
+    with pytest.raises(SettingError, match=r"Llama4ForCausalLM answers otherwise.*set \"padded\""):
+        await check.check(Common(), of_base)
+    monkeypatch.setattr(check, "_COMPARED_BYTES_MAX", 1000)
+    assert await check.check(Common(), of_base) == [], "the start will compare it"
+
+
+def test_the_two_are_never_in_memory_together(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gc
+    import weakref
+
+    opened: list[Any] = []
+    load = policy.from_folder
+
+    def watched(*arguments: Any) -> Any:
+        model = load(*arguments)
+        opened.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(native, "from_folder", watched)
+    kept = Native(base, settings(base))
+    gc.collect()
+    assert [model() for model in opened] == [None]
+    assert kept.compare(Policy.open(base, ComputeSettings(device="cpu"), LoraSettings(), 0)).difference is not None
