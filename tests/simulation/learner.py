@@ -22,6 +22,7 @@ from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import File, Fingerprint, Manifest
 from headrace_trainer.batch import Batch, Row
 from headrace_trainer.ledger import Ledger
+from headrace_trainer.native import Compared
 
 VOCABULARY = 4096
 CONTEXT = 4096
@@ -77,6 +78,16 @@ class Policy:
     @classmethod
     def open(cls, *_: object) -> Policy:
         return cls()
+
+
+class Native:
+    """`headrace_trainer.native.Native`: what has no attention is compared with nothing."""
+
+    def __init__(self, *_: object) -> None:
+        """Asks nobody."""
+
+    def compare(self, _policy: Policy) -> Compared:
+        return Compared("remembering", None, "", 0, ())
 
 
 class Optimizer:
@@ -192,6 +203,7 @@ class Silent:
 
 STANDS_FOR: Mapping[str, Any] = {
     "headrace_trainer.opening.Policy": Policy,
+    "headrace_trainer.opening.Native": Native,
     "headrace_trainer.opening.Optimizer": Optimizer,
     "headrace_trainer.opening.tensors": Tensors,
     "headrace_trainer.opening.versions": Versions,
