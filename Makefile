@@ -9,7 +9,7 @@ UV := $(BIN)/uv
 MEMBERS := schemas runtime sdk gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients lock schemas lint test test-long test-clients demo up attack chaos simulate mutants test-architectures bench bench-bus bench-state compose-test lock-images clean
+.PHONY: help install install-clients lock schemas lint test test-long test-clients demo up attack chaos simulate mutants test-architectures bench bench-bus bench-state bench-gate compose-test lock-images clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -105,6 +105,9 @@ bench-bus: $(VENV)/installed ## both buses side by side, from answered call to e
 
 bench-state: $(VENV)/installed ## the databases with millions of turns behind them; what the gateway adds to a call
 	@$(call MEASURE,$(filter state gateway_overhead,$(BENCHMARKS)))
+
+bench-gate: $(VENV)/installed ## the error rates of the gate, against versions whose true scores are known
+	@$(call MEASURE,gate)
 
 bench: $(VENV)/installed ## every benchmark there is; each writes reports/bench-<name>.json
 	@$(call MEASURE,$(BENCHMARKS))

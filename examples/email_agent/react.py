@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from openai import AsyncOpenAI, OpenAIError
+from openai import AsyncOpenAI, OpenAIError, omit
 
 from email_agent.tools import DEFINITIONS, Mailtools
 
@@ -31,14 +31,24 @@ class Episode:
         return len(self.response_ids) + (self.failure is not None)
 
 
-async def play(client: AsyncOpenAI, model: str, tools: Mailtools, question: str, max_tokens: int) -> Episode:
-    """Answer `question` within `TURNS_MAX` model calls. Never raises for what the model or the server does."""
+async def play(
+    client: AsyncOpenAI, model: str, tools: Mailtools, question: str, max_tokens: int, seed: int | None = None
+) -> Episode:
+    """Answer `question` within `TURNS_MAX` model calls. Never raises for what the model or the server does.
+
+    With a `seed` the server draws the same tokens for the same messages, as far as it can.
+    """
     episode = Episode()
     messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     for _ in range(TURNS_MAX):
         try:
             response = await client.chat.completions.create(
-                model=model, messages=messages, tools=DEFINITIONS, temperature=TEMPERATURE, max_tokens=max_tokens
+                model=model,
+                messages=messages,
+                tools=DEFINITIONS,
+                temperature=TEMPERATURE,
+                max_tokens=max_tokens,
+                seed=seed if seed is not None else omit,
             )
         except OpenAIError as error:
             episode.failure = f"{type(error).__name__}: {error}"

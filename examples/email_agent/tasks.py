@@ -1,4 +1,4 @@
-"""Questions over a mailbox with checkable answers, in two sets that share nothing that is asked about."""
+"""Questions over a mailbox with checkable answers, in sets that share no question."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Literal
 from email_agent.mailbox import Mailbox
 
 Kind = Literal["meeting_day", "attachment", "extension", "last_writer", "newest_meeting", "mail_count"]
-Split = Literal["train", "held_out"]
+Split = Literal["train", "held_out", "gate", "audit"]
+"""What the agent's own traffic asks, and what it never asks: one half decides about versions, one half nothing."""
 
 HELD_OUT_SHARE = 0.25
 
@@ -28,7 +29,13 @@ class Task:
 
 
 def tasks(mailbox: Mailbox, split: Split) -> list[Task]:
-    """Every question of `split`. A quarter of the projects and of the people is asked about in held-out tasks only."""
+    """Every question of `split`. A quarter of the projects and of the people is asked about in held-out tasks only.
+
+    Of each kind of held-out question a random half is for the audit.
+    """
+    if split in ("gate", "audit"):
+        audit = _audited(tasks(mailbox, "held_out"), random.Random(f"audit {mailbox.seed}"))
+        return [task for task in tasks(mailbox, "held_out") if (task.id in audit) == (split == "audit")]
     rng = random.Random(f"split {mailbox.seed}")
     folders = sorted({thread.folder for thread in mailbox.threads})
     people = sorted(contact.name for contact in mailbox.contacts)
@@ -38,6 +45,13 @@ def tasks(mailbox: Mailbox, split: Split) -> list[Task]:
     }
     wanted = split == "held_out"
     return [task for topic, task in _questions(mailbox) if (topic in held_out) == wanted]
+
+
+def _audited(held_out: list[Task], rng: random.Random) -> set[str]:
+    by_kind: dict[Kind, list[str]] = defaultdict(list)
+    for task in held_out:
+        by_kind[task.kind].append(task.id)
+    return {name for names in by_kind.values() for name in rng.sample(names, len(names) // 2)}
 
 
 def stream(mailbox: Mailbox, split: Split, seed: int) -> Iterator[Task]:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CONFIG = EXAMPLES / "email_agent" / "headrace.toml"
 MODEL = "email-agent"
-EVALUATE = ["{python}", "-m", "email_agent.evaluate", "--base-url", "{base_url}", "--model", "{model}", "--tasks", "8"]
+EVALUATE = ["{python}", "-m", "email_agent.evaluate", "--base-url", "{base_url}", "--gate", "--tasks", "8"]
 _WAIT_S = 180.0
 FACTS: tuple[type[Event], ...] = (
     Turn, Feedback, Trajectory, Reward, Experience, Checkpoint, TrainingMetrics, ModelEvent, DeadLetter,
@@ -64,6 +64,8 @@ def settings(base_model: Path, judge: FakeLLM) -> dict[str, object]:
         "trainer.max_staleness": 64,  # how fast this machine evaluates must not decide what is trained
         "registry.gate.command": EVALUATE,
         "registry.gate.margin": 1.0,
+        "registry.gate.anchor_margin": 1.0,
+        "registry.gate.audit_tasks": 8,
         "judge.endpoint.base_url": judge.base_url,
         "judge.endpoint.model": "judge-1",
         "scorer.expected": ["judge:helpfulness"],
@@ -219,13 +221,20 @@ async def settled(circle: HeadraceUp) -> Account:
     while True:
         account = await account_of(circle.state.bus)
         known = versions(circle)
-        undecided = [one.id for one in known if one.state in ("registered", "probing", "evaluating")]
+        undecided = [
+            one.id for one in known if one.state in ("registered", "probing", "evaluating") or _unmeasured(one)
+        ]
         if not account.waiting and not undecided:
             announced = {one.version for one in (await observe(circle.state.bus)).all(Checkpoint)}
             if announced == {one.id for one in known}:
                 return account
         assert time.monotonic() < deadline, f"{account}; undecided: {undecided} of {len(known)} versions"
         await asyncio.sleep(0.5)
+
+
+def _unmeasured(version: VersionState) -> bool:
+    """Whoever takes over is measured afterwards."""
+    return version.state == "promoted" and all(one.decision != "evaluated" for one in version.decisions)
 
 
 async def _until(condition: Callable[[], bool], what: str) -> None:

@@ -12,7 +12,7 @@ from tests.support.fake_llm import FakeLLM
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 ORDER = ("collector", "broker", "scorer", "gateway", "judge", "inference", "trainer", "registry")
-EVALUATE = ["{python}", "-m", "email_agent.evaluate", "--base-url", "{base_url}", "--model", "{model}", "--tasks", "48"]
+EVALUATE = ["{python}", "-m", "email_agent.evaluate", "--base-url", "{base_url}", "--gate", "--tasks", "48"]
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +22,7 @@ def demo(judge_llm: FakeLLM, tmp_path_factory: pytest.TempPathFactory) -> Killed
     settings: dict[str, object] = {
         "bus.session_timeout_s": 6,  # the dead are missed sooner
         "registry.gate.command": EVALUATE,
+        "registry.gate.audit_tasks": 48,
         "judge.endpoint.base_url": judge_llm.base_url,
         "judge.endpoint.model": "judge-1",
     }

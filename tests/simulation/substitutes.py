@@ -27,6 +27,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.settings import BusSettings, Common
 from headrace_schemas import Trajectory
 from headrace_schemas.blobs import BlobRef
+from headrace_schemas.gate import Tasks
 from headrace_scorer.functions.loading import Function
 from headrace_scorer.functions.pool import Pool
 from headrace_scorer.functions.protocol import Call
@@ -67,7 +68,7 @@ def right(trajectory: Trajectory) -> float | None:
 
 
 class LocalGate:
-    """The held-out gate: most versions are as good as the champion, some are not, some runs fail."""
+    """The gate's program: most versions are as good as the champion, some are not, some runs fail."""
 
     sha256 = "0" * 64
     configured = True
@@ -75,12 +76,22 @@ class LocalGate:
     def __init__(self, _settings: GateSettings) -> None:
         """Nothing is started."""
 
-    async def play(self, version: str) -> dict[str, float]:
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[LocalCourt]:
         await asyncio.sleep(world().bus.draw.expovariate(2))
+        yield LocalCourt()
+
+
+class LocalCourt:
+    """The program at work."""
+
+    tasks = Tasks(gate=("t1", "t2"), audit=("a1", "a2"))
+
+    async def play(self, version: str, _task: str, _seed: int) -> float:
         luck = random.Random(version).random()
         if luck < 0.05:
             raise GateFailed("out of luck")
-        return dict.fromkeys(("t1", "t2"), 0.2 if luck < 0.15 else 0.6)
+        return 0.2 if luck < 0.15 else 0.6
 
 
 def _put(store: BlobStore, data: bytes) -> BlobRef:

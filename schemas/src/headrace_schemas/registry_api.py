@@ -11,7 +11,11 @@ from headrace_schemas.events.model_event import ModelEvent
 
 
 class ModelState(Model):
-    """A model and who has which role. `revision` is that of its routing, -1 before the first one."""
+    """A model and who has which role. `revision` is that of its routing, -1 before the first one.
+
+    `anchor` is the best version so far, as far as trials have shown; `trials` counts the versions that were compared
+    with it.
+    """
 
     id: ModelName
     object: Literal["model"] = "model"
@@ -20,6 +24,8 @@ class ModelState(Model):
     candidate: Version | None = None
     pinned: Version | None = None
     paused: bool = False
+    anchor: Version | None = None
+    trials: Annotated[int, Field(ge=0)] = 0
     revision: int
 
 

@@ -78,9 +78,9 @@ def line(event: ModelEvent) -> str | None:
             return f"{event.version} is measured: {_measured(event.statistics)}"
         case "promoted":
             over = f" from {event.previous}" if event.previous else ""
-            return f"{event.version} takes over{over}{because}"
+            return f"{event.version} takes over{over}{because}{_compared(event.statistics)}"
         case "rejected":
-            return f"{event.version} is refused{because}"
+            return f"{event.version} is refused{because}{_compared(event.statistics)}"
         case "rolled_back":
             return f"{event.version} is taken back, {event.previous} serves again{because}"
         case "withdrawn":
@@ -91,9 +91,16 @@ def line(event: ModelEvent) -> str | None:
 
 def _measured(numbers: dict[str, float]) -> str:
     words = [f"score {numbers['score']:.3f}"] if "score" in numbers else ["no score"]
+    if "score_standard_error" in numbers:
+        words.append(f"± {numbers['score_standard_error']:.3f}")
     if "tasks" in numbers:
-        words.append(f"on {numbers['tasks']:.0f} tasks")
-    if "difference" in numbers:
-        error = f" ± {numbers['standard_error']:.3f}" if "standard_error" in numbers else ""
-        words.append(f"({numbers['difference']:+.3f}{error} against the champion)")
+        words.append(f"on {numbers['tasks']:.0f} audit tasks")
     return " ".join(words)
+
+
+def _compared(numbers: dict[str, float]) -> str:
+    if "difference" not in numbers:
+        return ""
+    error = f" ± {numbers['standard_error']:.3f}" if "standard_error" in numbers else ""
+    tasks = f" on {numbers['tasks']:.0f} gate tasks" if "tasks" in numbers else ""
+    return f" ({numbers['difference']:+.3f}{error}{tasks})"

@@ -35,7 +35,7 @@ async def test_promotion_survives_kill_9_in_the_middle_of_the_gate(own_bus: str,
         await town.until(lambda: "evaluated" in town.said(first), "its baseline")
         (tmp_path / "hold").touch()
         second = await town.publish("life", 1, {"t": 0.75})
-        await town.until(lambda: town.runs() == [first, second], "the gate's start")
+        await town.until(lambda: set(town.runs()[1:]) & {first, second}, "the trial's start")
         process.kill()
         process.wait()
         assert town.champion("life") == first
@@ -43,8 +43,9 @@ async def test_promotion_survives_kill_9_in_the_middle_of_the_gate(own_bus: str,
         await town.producer.send_raw([Outgoing(Checkpoint.topic, b"life", b"{poison", ())])
         _, url = town.registry()
         await town.until(lambda: town.champion("life") == second, "the second champion")
-        assert town.runs() == [first, second, second], "the run is repeated"
-        assert town.said(second) == ["registered", "probed", "evaluated", "promoted"], "each once"
+        assert len(town.runs()) >= 4, "the trial is begun anew"
+        await town.until(lambda: town.said(second)[-1] == "evaluated", "its audit")
+        assert town.said(second) == ["registered", "probed", "promoted", "evaluated"], "each once"
         async with httpx2.AsyncClient(base_url=url, timeout=10) as http:
             assert (await http.get("/v1/models/life")).json()["champion"] == second
             assert (await http.get("/health")).status_code == 200
@@ -73,7 +74,7 @@ async def test_a_standby_takes_over_from_a_killed_leader(
         leader.wait()
         second = await town.publish(model, 1)
         await town.until(lambda: town.champion(model) == second, "the second champion")
-        assert town.said(second) == ["registered", "probed", "evaluated", "promoted"]
+        assert town.said(second)[:3] == ["registered", "probed", "promoted"]
 
 
 async def _who(http: httpx2.AsyncClient, url: str) -> str:

@@ -26,12 +26,17 @@ from tests.support.ports import free_port
 GATE = """
 import json, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
-with (folder / "runs").open("a") as runs:
-    runs.write(sys.argv[2] + "\\n")
-while (folder / "hold").exists():
-    time.sleep(0.02)
-for task, score in json.loads((folder / "scores.json").read_text()).get(sys.argv[2], {"t": 0.5}).items():
-    print(json.dumps({"task": task, "score": score}))
+print(json.dumps({"gate": ["t"], "audit": ["a"]}), flush=True)
+players = set()
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked["version"] not in players:
+        players.add(asked["version"])
+        (folder / "runs").open("a").write(asked["version"] + "\\n")
+    while (folder / "hold").exists():
+        time.sleep(0.02)
+    scores = json.loads((folder / "scores.json").read_text()).get(asked["version"], {})
+    print(json.dumps(asked | {"score": scores.get("t", 0.5)}), flush=True)
 """
 HEARTBEAT_S = 0.1
 
@@ -54,7 +59,8 @@ class Town:
             "HEADRACE_BUS__ADDRESS": json.dumps(address),
             "HEADRACE_DATABASE__URL": json.dumps(database_url),
             "HEADRACE_REGISTRY__POLL_S": "0.2",
-            "HEADRACE_REGISTRY__GATE__COMMAND": json.dumps([sys.executable, "-S", "-c", GATE, str(folder), "{model}"]),
+            "HEADRACE_REGISTRY__GATE__COMMAND": json.dumps([sys.executable, "-S", "-c", GATE, str(folder)]),
+            "HEADRACE_REGISTRY__GATE__AUDIT_TASKS": "4",
         }
 
     def _decided(self, _key: str, event: ModelEvent | None) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,10 +11,14 @@ from email_agent import evaluate
 from email_agent.mailbox import Mailbox
 from email_agent.tasks import tasks
 from email_agent.tools import Mailtools
-from headrace_registry.gate import parse
+from headrace_registry.gate import Gate, GateFailed
+from headrace_registry.settings import GateSettings
 from tests.support.fake_llm import Behaviour, FakeLLM, status
 
 from .clerk_server import Clerk, clueless
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+VERSION, OTHER = "email-agent@0123456789abcdef", "email-agent@fedcba9876543210"
 
 
 def run(llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
@@ -27,16 +33,32 @@ def clerk(box: Mailbox, tools: Mailtools) -> Behaviour:
     return Clerk(box, tools)
 
 
-def test_it_prints_a_line_per_held_out_task_that_the_gate_can_read(
+def test_it_prints_a_line_per_audit_task(
     box: Mailbox, clerk: Behaviour, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with FakeLLM(clerk) as llm:
         run(llm, monkeypatch, tasks=24)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["score"] for line in lines] == [1] * 24
-    assert {line["task"] for line in lines} <= {task.id for task in tasks(box, "held_out")}
+    assert {line["task"] for line in lines} <= {task.id for task in tasks(box, "audit")}
     assert {line["calls"] for line in lines} == {3}
-    assert len(parse("\n".join(map(json.dumps, lines)).encode())) == 24
+
+
+async def test_the_gate_tells_it_what_to_play(box: Mailbox, clerk: Behaviour, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
+    with FakeLLM(clerk) as llm:
+        program = ("{python}", "-m", "email_agent.evaluate", "--base-url", "{base_url}", "--gate", "--seed", "1")
+        async with Gate(GateSettings(command=program, base_url=llm.base_url)).session() as court:
+            assert set(court.tasks.gate) <= {task.id for task in tasks(box, "gate")}
+            assert set(court.tasks.audit) <= {task.id for task in tasks(box, "audit")}
+            assert (len(court.tasks.gate), len(court.tasks.audit)) == (96, 96)
+            asked = [court.play(version, court.tasks.gate[0], 7) for version in (VERSION, OTHER)]
+            assert await asyncio.gather(*asked) == [1.0, 1.0]
+        assert {(call.body["model"], call.body["seed"]) for call in llm.calls} == {(VERSION, 7), (OTHER, 7)}
+        llm.then(status(400))
+        with pytest.raises(GateFailed, match=r"status 1: 1 tasks could not be played.*BadRequestError"):
+            async with Gate(GateSettings(command=program, base_url=llm.base_url)).session() as court:
+                await court.play(VERSION, court.tasks.audit[0], 7)
 
 
 def test_every_call_is_marked_as_evaluation_of_that_version(clerk: Behaviour, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,16 @@ def test_the_stream_of_one_split_never_shows_the_other(box: Mailbox) -> None:
     assert asked.isdisjoint(held_out)
 
 
+def test_gate_and_audit_are_halves_of_what_is_held_out(box: Mailbox) -> None:
+    gate, audit = ({task.id for task in tasks(box, split)} for split in ("gate", "audit"))
+    assert gate.isdisjoint(audit)
+    assert gate | audit == {task.id for task in tasks(box, "held_out")}
+    for kind in ROUTES:
+        halves = [sum(task.kind == kind for task in tasks(box, split)) for split in ("gate", "audit")]
+        assert halves[0] - halves[1] in (0, 1)
+        assert halves[1] >= 8
+
+
 def test_a_stream_asks_all_kinds_alike_and_nothing_twice_before_all(box: Mailbox) -> None:
     asked = list(itertools.islice(stream(box, "held_out", 0), 96))
     assert set(Counter(task.kind for task in asked).values()) == {16}

@@ -17,7 +17,7 @@ from headrace_registry.director import Director
 from headrace_registry.gate import GateFailed
 from headrace_registry.handlers import CheckpointHandler
 from headrace_registry.leader import Lease
-from headrace_registry.records import VersionRecord
+from headrace_registry.records import ModelRecord, VersionRecord
 from headrace_registry.settings import GateSettings, RegistrySettings
 from headrace_registry.tables import STREAM
 from headrace_runtime import migrations
@@ -31,12 +31,13 @@ from headrace_runtime.settings import BusSettings, Common, DatabaseSettings
 from headrace_runtime.wire import Outgoing, Record
 from headrace_schemas import EVENTS, Checkpoint, DeadLetter, Event, LoadedVersion, ModelEvent, Probe, Replica, Routing
 from headrace_schemas.blobs import BlobRef
+from headrace_schemas.gate import Tasks
 from headrace_schemas.manifest import File, Fingerprint, Manifest
 
 E = TypeVar("E", bound=Event)
 START = datetime(2026, 1, 1, tzinfo=UTC)
 MODEL = "m"
-EQUAL = {"t1": 0.5, "t2": 0.5}
+EQUAL = {"t1": 0.5, "t2": 0.5, "a1": 0.5, "a2": 0.5}
 
 
 class FakeClock:
@@ -73,28 +74,54 @@ class FakeBus(EventProducer):
 
 
 class FakeGate:
-    """Scores by version, `EQUAL` unless set; an exception is raised instead. Runs wait while `open` is not set."""
+    """Scores by version and task, `EQUAL` unless set; an exception is raised instead. Plays wait while `open` is not
+    set.
+    """
 
     def __init__(self) -> None:
         self.configured = True
         self.sha256 = "gate"
         self.scores: dict[str, dict[str, float] | GateFailed] = {}
-        self.played: list[str] = []
-        self.cancelled: list[str] = []
+        self.runs: list[set[str]] = []
+        """Who played, for each start of the program."""
+        self.asked: list[tuple[str, str, int]] = []
+        """Every play: version, task, seed."""
+        self.cancelled: list[set[str]] = []
         self.open = asyncio.Event()
         self.open.set()
 
-    async def play(self, version: str) -> dict[str, float]:
-        self.played.append(version)
+    @property
+    def players(self) -> set[str]:
+        return set().union(*self.runs)
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[FakeCourt]:
+        court = FakeCourt(self)
+        self.runs.append(court.players)
         try:
-            await self.open.wait()
+            yield court
         except asyncio.CancelledError:
-            self.cancelled.append(version)
+            self.cancelled.append(court.players)
             raise
-        found = self.scores.get(version, EQUAL)
+
+
+class FakeCourt:
+    """The program at work."""
+
+    tasks = Tasks(gate=("t1", "t2"), audit=("a1", "a2"))
+
+    def __init__(self, gate: FakeGate) -> None:
+        self._gate = gate
+        self.players: set[str] = set()
+
+    async def play(self, version: str, task: str, seed: int) -> float:
+        self.players.add(version)
+        self._gate.asked.append((version, task, seed))
+        await self._gate.open.wait()
+        found = self._gate.scores.get(version, EQUAL)
         if isinstance(found, GateFailed):
             raise found
-        return found
+        return found.get(task, EQUAL[task])
 
 
 class Rig:
@@ -107,7 +134,8 @@ class Rig:
         self.database = Database.open("registry", common)
         self.bus = FakeBus(self.blobs)
         self.gate = FakeGate()
-        self.settings = settings or RegistrySettings(gate=GateSettings(margin=0.05, attempts=2), poll_s=0.01)
+        gate = GateSettings(margin=0.25, anchor_margin=0.125, tasks_max=400, audit_tasks=4, attempts=2)
+        self.settings = settings or RegistrySettings(gate=gate, poll_s=0.01)
         self.replicas: dict[str, Replica] = {}
         self._offset = 0
         self._director: Director | None = None
@@ -115,8 +143,8 @@ class Rig:
 
     def boot(self) -> None:
         """A new process on the same database: everything in memory is gone, and gate runs die with their process."""
-        for _, run in self._director._runs.values() if self._director else ():
-            run.cancel()
+        for run in self._director._runner._runs.values() if self._director else ():
+            run.task.cancel()
         self.lease = Lease(self.database, self.clock, self.settings.lease_s)
         self.processor = Processor(
             service="registry",
@@ -265,6 +293,12 @@ class Rig:
 
     async def state(self, version: str) -> str:
         return (await self.record(version)).state
+
+    async def model(self) -> ModelRecord:
+        async with self.database.transaction() as tx:
+            found = await store.model(tx, MODEL)
+        assert found is not None
+        return found
 
     async def record(self, version: str) -> VersionRecord:
         async with self.database.transaction() as tx:

@@ -42,8 +42,9 @@ async def test_models_and_versions_with_their_decisions(rig: Rig, http: httpx2.A
     assert model.revision == rig.routing.revision
     found = VersionList.model_validate_json((await http.get(f"/v1/models/{MODEL}/versions")).content)
     assert [version.id for version in found.data] == [new, old]
-    assert [event.decision for event in found.data[0].decisions] == ["registered", "probed", "evaluated", "promoted"]
-    assert found.data[0].decisions[-1].statistics["champion_score"] == 0.5
+    assert [event.decision for event in found.data[0].decisions] == ["registered", "probed", "promoted", "evaluated"]
+    assert found.data[0].decisions[-1].statistics["score"] == 0.5
+    assert (model.anchor, model.trials) == (old, 1), "as good as the first one is not better"
     limited = await http.get(f"/v1/models/{MODEL}/versions", params={"limit": "1"})
     assert len(VersionList.model_validate_json(limited.content).data) == 1
 
@@ -135,7 +136,7 @@ async def test_promoting_through_the_gate_gives_a_second_chance(rig: Rig, http: 
         assert await rig.state(skipped) == "skipped"
         assert (await http.post(f"/v1/models/{MODEL}/promote", json={"version": skipped})).status_code == 202
         await rig.until(lambda: ("promoted", skipped) in rig.decided())
-    assert skipped in rig.gate.played
+    assert skipped in rig.gate.players
     again = await http.post(f"/v1/models/{MODEL}/promote", json={"version": skipped})
     assert error(again) == (409, "already_champion")
 
@@ -145,7 +146,7 @@ async def test_forcing_a_candidate_at_the_gate_does_not_wait_for_the_gate(rig: R
     rig.gate.open.clear()
     new = await rig.checkpoint(1)
     async with rig.running():
-        await rig.until(lambda: rig.gate.played == [old, new])
+        await rig.until(lambda: rig.gate.runs == [{old}, {old, new}])
         await http.post(f"/v1/models/{MODEL}/promote", json={"version": new, "force": True})
         await rig.until(lambda: ("promoted", new) in rig.decided())
 
@@ -155,10 +156,10 @@ async def test_withdrawing_the_candidate_ends_its_gate_run(rig: Rig, http: httpx
     rig.gate.open.clear()
     new = await rig.checkpoint(1)
     async with rig.running():
-        await rig.until(lambda: rig.gate.played == [old, new])
+        await rig.until(lambda: rig.gate.runs == [{old}, {old, new}])
         answer = await http.post(f"/v1/models/{MODEL}/withdraw", json={"version": new, "reason": "leaks"})
         assert answer.status_code == 200
-        await rig.until(lambda: rig.gate.cancelled == [new])
+        await rig.until(lambda: rig.gate.cancelled == [{old, new}])
     assert rig.routing.withdrawn == (new,)
     assert [served.version for served in rig.routing.serve] == [old]
     assert rig.last("withdrawn").reason == "leaks"

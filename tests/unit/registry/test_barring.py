@@ -18,7 +18,7 @@ async def chain(rig: Rig, length: int) -> list[str]:
     async with rig.running():
         for step in range(length):
             version = await rig.checkpoint(step, parent=line[-1] if line else None)
-            await rig.until(lambda version=version: ("promoted", version) in rig.decided())  # type: ignore[misc]
+            await rig.until(lambda version=version: ("evaluated", version) in rig.decided())  # type: ignore[misc]
             line.append(version)
     return line
 
@@ -45,10 +45,10 @@ async def test_a_child_at_the_gate_loses_its_place(rig: Rig) -> None:
     rig.gate.open.clear()
     child = await rig.checkpoint(2, parent=bad)
     async with rig.running():
-        await rig.until(lambda: child in rig.gate.played)
+        await rig.until(lambda: child in rig.gate.players)
         await roll_back(rig)
         rig.director.wake.set()
-        await rig.until(lambda: rig.gate.cancelled == [child])
+        await rig.until(lambda: rig.gate.cancelled == [{good, bad, child}])
         rig.gate.open.set()
         await rig.ticks()
     assert rig.routing.aliases == {"champion": good}
@@ -144,9 +144,9 @@ async def test_a_gate_result_of_a_former_leader_is_not_recorded(rig: Rig) -> Non
     rig.gate.open.clear()
     rig.follow()
     await rig.ticks(2)
-    assert rig.gate.played[-1] == version
+    await rig.until(lambda: version in rig.gate.players, follow=False)
     await held_by(rig, "elsewhere:1:x")
     rig.gate.open.set()
     with pytest.raises(LostLeadership):
-        await rig.director._runs[MODEL][1]
+        await rig.director._runner._runs[MODEL].task
     assert ("evaluated", version) not in rig.decided()

@@ -8,55 +8,112 @@ from pathlib import Path
 
 import pytest
 
-from headrace_registry.gate import Gate, GateFailed, parse
+from headrace_registry.gate import Gate, GateFailed, Session
 from headrace_registry.settings import GateSettings
+from headrace_schemas.gate import Tasks
 from tests.support.processes import alive, wait_until
 
-
-def gate(code: str, *arguments: str, timeout_s: float = 20.0) -> Gate:
-    command = (sys.executable, "-S", "-c", code, *arguments)
-    return Gate(GateSettings(command=command, base_url="http://g/v1", timeout_s=timeout_s, output_bytes_max=2000))
-
-
-async def test_the_program_gets_version_and_url_and_its_lines_are_scores() -> None:
-    code = """
+V1, V2 = "m@0123456789ab", "m@ba9876543210"
+NAMED = """
 import json, sys
-print("playing", file=sys.stderr)
-print(json.dumps({"task": sys.argv[1], "score": 1, "note": "extra fields are its own business"}))
-print()
-print(json.dumps({"task": sys.argv[2], "score": 0.25}))
-print(json.dumps({"task": sys.argv[2], "score": 0.75}))
+print(json.dumps({"gate": ["a", "b"], "audit": ["c"], "note": "extra fields are its own business"}), flush=True)
 """
-    scores = await gate(code, "{model}", "url={base_url}").play("m@0123456789ab")
-    assert scores == {"m@0123456789ab": 1.0, "url=http://g/v1": 0.5}
+
+
+def gate(code: str, *arguments: str, silence_s: float = 20.0) -> Gate:
+    command = (sys.executable, "-S", "-c", code, *arguments)
+    return Gate(GateSettings(command=command, base_url="http://g/v1", silence_s=silence_s, output_bytes_max=2000))
+
+
+async def score(program: Gate) -> float:
+    async with program.session() as court:
+        return await court.play(V1, "a", 7)
+
+
+async def test_it_names_its_tasks_and_answers_plays_in_any_order() -> None:
+    code = (
+        NAMED
+        + """
+print("playing", file=sys.stderr)
+first, second = (json.loads(sys.stdin.readline()) for _ in range(2))
+print(json.dumps(second | {"score": 0.25}))
+print()
+print(json.dumps(first | {"score": len(sys.argv[1]) / 100, "answer": "its own business"}), flush=True)
+sys.stdin.read()
+"""
+    )
+    async with gate(code, "url={base_url}").session() as court:
+        assert court.tasks == Tasks(gate=("a", "b"), audit=("c",))
+        assert await asyncio.gather(*(court.play(version, "a", 1) for version in (V1, V2))) == [0.15, 0.25]
 
 
 async def test_the_programs_interpreter_may_be_the_registrys_own() -> None:
-    code = "import json, sys; print(json.dumps({'task': sys.argv[1], 'score': 1}))"
-    assert await gate(code, "{python}").play("m@0123456789ab") == {sys.executable: 1.0}
+    code = "import json, sys; print(json.dumps({'gate': [sys.argv[1]], 'audit': ['c']}), flush=True); sys.stdin.read()"
+    async with gate(code, "{python}").session() as court:
+        assert court.tasks.gate == (sys.executable,)
+
+
+ANSWER = NAMED + "asked = json.loads(sys.stdin.readline())\n"
 
 
 @pytest.mark.parametrize(
     ("code", "message"),
     [
         ("import sys; sys.exit('no gateway')", r"status 1: no gateway"),
-        ('import sys; print(\'{"task": "a", "score": 1}\'); sys.exit(3)', r"status 3: no message"),
-        ("pass", "it printed no score"),
+        ("pass", "it ended before it had named its tasks"),
         ("print('hello')", r"line 1 .*Invalid JSON"),
-        ('print(\'{"task": "a", "score": 1.5}\')', r"line 1 .*score: .*less than or equal to 1"),
-        ('print(\'{"task": "a", "score": NaN}\')', r"line 1 "),
-        ('print(\'{"task": "a"}\')', r"line 1 .*score: Field required"),
-        ("print('x' * 5000)", r"gate\.output_bytes_max = 2000"),
+        ('print(\'{"gate": ["a"]}\')', r"line 1 .*audit: Field required"),
+        ('print(\'{"gate": ["a"], "audit": []}\')', r"line 1 .*audit: "),
+        (NAMED + "sys.exit(3)", r"status 3: no message"),
+        (NAMED, "it ended before its standard input did"),
+        (ANSWER + "print(json.dumps(asked | {'score': 1.5}), flush=True)", r"line 2 .*less than or equal to 1"),
+        (ANSWER + "print(json.dumps(asked | {'score': float('nan')}), flush=True)", r"line 2 "),
+        (ANSWER + "print(json.dumps(asked | {'score': None}), flush=True)", r"line 2 .*score: "),
+        (ANSWER + "print(json.dumps(asked), flush=True)", r"line 2 .*score: Field required"),
+        (
+            ANSWER + "asked['seed'] += 1; print(json.dumps(asked | {'score': 1}), flush=True)",
+            "line 2 .*not asked for: 'a'",
+        ),
+        (ANSWER + "print('x' * 5000, flush=True)", r"gate\.output_bytes_max = 2000"),
+        (ANSWER + "print('{\"version', end='', flush=True)", "line 2 of its output is not"),
     ],
 )
 async def test_failures_say_why(code: str, message: str) -> None:
     with pytest.raises(GateFailed, match=message):
-        await gate(code).play("m@0123456789ab")
+        await score(gate(code))
+
+
+def impatient(court: Session) -> Session:
+    """A program that has started is not waited for any more: how long the start takes is not the matter here."""
+    court._settings = court._settings.model_copy(update={"silence_s": 0.3})
+    return court
+
+
+async def test_whoever_is_silent_while_asked_for_something_has_failed() -> None:
+    with pytest.raises(GateFailed, match=r"silent for gate\.silence_s = 0\.3, asked for its tasks"):
+        await score(gate("import sys; sys.stdin.read()", silence_s=0.3))
+    async with gate(ANSWER + "sys.stdin.read()").session() as court:
+        with pytest.raises(GateFailed, match=r"silent for gate\.silence_s = 0\.3, asked for 1 plays"):
+            await impatient(court).play(V1, "a", 1)
+
+
+async def test_whoever_is_asked_for_nothing_may_be_silent() -> None:
+    code = ANSWER + "print(json.dumps(asked | {'score': 1}), flush=True); sys.stdin.read()"
+    async with gate(code).session() as court:
+        court._heard_s -= 1000  # so long ago it said its last word
+        assert await court.play(V1, "a", 1) == 1
+
+
+async def test_a_failed_session_plays_nothing_more() -> None:
+    async with gate(NAMED + "sys.exit('gone')").session() as court:
+        for _ in range(2):
+            with pytest.raises(GateFailed, match="gone"):
+                await court.play(V1, "a", 1)
 
 
 async def test_a_program_that_does_not_exist() -> None:
     with pytest.raises(GateFailed, match="no-such-gate: No such file"):
-        await Gate(GateSettings(command=("no-such-gate",))).play("m@0123456789ab")
+        await score(Gate(GateSettings(command=("no-such-gate",))))
 
 
 SLEEPER = """
@@ -73,8 +130,10 @@ def pids(path: Path) -> list[int]:
 
 async def test_a_time_out_kills_the_whole_group(tmp_path: Path) -> None:
     noted = tmp_path / "pids"
-    with pytest.raises(GateFailed, match=r"gate\.timeout_s = 1"):
-        await gate(SLEEPER, str(noted), timeout_s=1).play("m@0123456789ab")
+    async with gate(NAMED + SLEEPER, str(noted)).session() as court:
+        await asyncio.to_thread(wait_until, lambda: len(pids(noted)) == 2, 20, "the gate's start")
+        with pytest.raises(GateFailed, match=r"gate\.silence_s = 0\.3"):
+            await impatient(court).play(V1, "a", 1)
     started = pids(noted)
     assert len(started) == 2
     wait_until(lambda: not any(alive(pid) for pid in started), 5, "the gate's end")
@@ -82,7 +141,7 @@ async def test_a_time_out_kills_the_whole_group(tmp_path: Path) -> None:
 
 async def test_cancelling_kills_the_whole_group(tmp_path: Path) -> None:
     noted = tmp_path / "pids"
-    task = asyncio.create_task(gate(SLEEPER, str(noted)).play("m@0123456789ab"))
+    task = asyncio.create_task(score(gate(SLEEPER, str(noted))))
     await asyncio.to_thread(wait_until, lambda: len(pids(noted)) == 2, 10, "the gate's start")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -91,9 +150,4 @@ async def test_cancelling_kills_the_whole_group(tmp_path: Path) -> None:
 
 
 def test_another_command_is_another_gate() -> None:
-    assert gate("a").sha256 == gate("a", timeout_s=3).sha256 != gate("b").sha256
-
-
-def test_half_a_result_is_none() -> None:
-    with pytest.raises(GateFailed, match="line 2"):
-        parse(b'{"task": "a", "score": 1}\n{"task": "b", "sc')
+    assert gate("a").sha256 == gate("a", silence_s=3).sha256 != gate("b").sha256

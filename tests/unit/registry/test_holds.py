@@ -38,9 +38,9 @@ async def test_a_candidate_at_the_gate_waits_again(rig: Rig) -> None:
     rig.gate.open.clear()
     candidate = await rig.checkpoint(1)
     async with rig.running():
-        await rig.until(lambda: candidate in rig.gate.played)
+        await rig.until(lambda: candidate in rig.gate.players)
         await post(rig, "pause")
-        await rig.until(lambda: rig.gate.cancelled == [candidate])
+        await rig.until(lambda: rig.gate.cancelled == [{champion, candidate}])
         assert await rig.state(candidate) == "registered"
         assert rig.routing.paused
         rig.gate.open.set()

@@ -9,12 +9,11 @@ from datetime import datetime, timedelta
 import pytest
 from sqlalchemy import update
 
-from headrace_registry import store
 from headrace_registry.leader import Lease, LostLeadership
 from headrace_registry.tables import LEASE
 from headrace_runtime import holders
 from headrace_runtime.clock import Clock
-from tests.unit.registry.rig import EQUAL, Rig
+from tests.unit.registry.rig import MODEL, Rig
 
 
 def other(rig: Rig, holder: str = "elsewhere:1:x") -> Lease:
@@ -140,13 +139,14 @@ async def test_a_former_leader_registers_nothing_and_dead_letters_nothing(rig: R
 async def test_what_a_former_leaders_gate_measured_is_not_recorded(rig: Rig) -> None:
     (version,) = await rig.crowned(0)
     before = rig.decided()
+    keep = await rig.director._runner._measure(version)
     await held_by(rig, "elsewhere:1:x")
     with pytest.raises(LostLeadership):
-        await rig.director._record(version, {"t1": 1.0})
+        await rig.director._runner._write(keep)
+    with pytest.raises(LostLeadership):
+        await rig.director._runner._begin_trial(MODEL)
     assert rig.decided() == before
-    async with rig.database.transaction() as tx:
-        measured = await store.evaluations(tx, [version], rig.gate.sha256)
-    assert measured[version].scores == EQUAL
+    assert (await rig.model()).trials == 0
 
 
 async def test_keeping_renews(rig: Rig) -> None:

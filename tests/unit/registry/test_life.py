@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace_registry.gate import GateFailed
+from headrace_registry.ledger import Ledger
 from headrace_schemas import Routing
 from tests.unit.registry.rig import EQUAL, MODEL, Rig, loaded
 
@@ -19,48 +20,98 @@ async def test_a_checkpoint_is_registered_and_put_into_serve_but_gets_no_alias(r
     assert await rig.state(version) == "probing"
 
 
-async def test_the_first_version_serves_after_its_probe_and_its_score_is_the_baseline(rig: Rig) -> None:
+async def test_the_first_version_serves_after_its_probe_and_is_measured_on_the_audit_tasks_alone(rig: Rig) -> None:
     version = await rig.checkpoint(0)
-    rig.gate.scores[version] = {"t1": 1.0, "t2": 0.5}
+    rig.gate.scores[version] = {"t1": 0.0, "t2": 0.0, "a1": 1.0, "a2": 0.5}
     async with rig.running():
         await rig.until(lambda: ("evaluated", version) in rig.decided())
     assert rig.decided() == [(d, version) for d in ("registered", "probed", "promoted", "evaluated")]
     assert rig.routing.aliases == {"champion": version}
     assert rig.last("probed").statistics == {"replicas": 1, "max_abs_delta": 0.001, "parent_max_abs_delta": 0.5}
     assert "nothing to compare with" in (rig.last("promoted").reason or "")
-    assert rig.last("evaluated").statistics == {"score": 0.75, "tasks": 2}
-    assert rig.gate.played == [version], "the baseline is measured once"
+    error = pytest.approx((4 * 0.25**2 / 3 / 4) ** 0.5)
+    assert rig.last("evaluated").statistics == {"score": 0.75, "tasks": 4, "score_standard_error": error}
+    assert rig.gate.runs == [{version}], "it is measured once"
+    assert [asked[1:] for asked in rig.gate.asked] == [("a1", 0), ("a2", 1), ("a1", 2), ("a2", 3)]
 
 
-async def test_promotion_by_paired_comparison_with_all_numbers(rig: Rig) -> None:
+async def test_promotion_by_a_paired_trial_with_all_numbers(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await rig.checkpoint(1, parent=old)
-    rig.gate.scores[new] = {"t1": 0.75, "t2": 0.25}
+    rig.gate.scores[new] = {"t1": 0.75, "t2": 0.75, "a1": 0.5, "a2": 0.25}
     async with rig.running():
-        await rig.until(lambda: ("promoted", new) in rig.decided())
-    assert rig.decided()[-4:] == [(d, new) for d in ("registered", "probed", "evaluated", "promoted")]
+        await rig.until(lambda: ("evaluated", new) in rig.decided())
+    assert rig.decided()[-4:] == [(d, new) for d in ("registered", "probed", "promoted", "evaluated")]
     promoted = rig.last("promoted")
     assert promoted.previous == old
-    assert promoted.statistics == {
-        "score": 0.5, "champion_score": 0.5, "difference": 0.0, "standard_error": 0.25, "tasks": 2, "margin": 0.05,
+    assert promoted.reason == f"not inferior to {old}"
+    numbers = dict(promoted.statistics)
+    tasks = numbers.pop("tasks")
+    assert numbers == {
+        "plays": 2 * tasks, "trial": 1, "alpha": pytest.approx(0.02), "beta": 0.05,
+        "difference": 0.25, "standard_error": 0.0, "margin": 0.25,
     }  # fmt: skip
+    assert "score" not in promoted.statistics, "what has chosen is not reported"
+    assert rig.last("evaluated").statistics["score"] == 0.375
     assert rig.routing.aliases == {"champion": new, "previous": old}
     assert [served.version for served in rig.routing.serve] == [new, old]
-    assert rig.gate.played == [old, new], "the champion's recorded scores are used"
+    assert rig.gate.runs == [{old}, {new, old}, {new}], "audit, trial, audit"
+
+
+async def test_everybody_plays_the_same_tasks_and_seeds(rig: Rig) -> None:
+    (old,) = await rig.crowned(0)
+    new = await rig.checkpoint(1, parent=old)
+    async with rig.running():
+        await rig.until(lambda: ("promoted", new) in rig.decided())
+    drawn = {
+        name: [asked[1:] for asked in rig.gate.asked if asked[0] == name and asked[1] in "t1 t2"] for name in (old, new)
+    }
+    assert drawn[old] == drawn[new] != []
+    assert {task for task, _ in drawn[new]} == {"t1", "t2"}
+    assert len({seed for _, seed in drawn[new]}) == len(drawn[new])
 
 
 async def test_an_inferior_candidate_is_rejected_and_dropped(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await rig.checkpoint(1)
-    rig.gate.scores[new] = {"t1": 0.5, "t2": 0.375}
+    rig.gate.scores[new] = {"t1": 0.25, "t2": 0.0}
     async with rig.running():
         await rig.until(lambda: ("rejected", new) in rig.decided())
     rejected = rig.last("rejected")
     assert rejected.reason == f"inferior to {old}"
-    assert rejected.statistics["difference"] == -0.0625
+    assert rejected.statistics["difference"] < -0.25
     assert rig.routing.aliases == {"champion": old}
     assert [served.version for served in rig.routing.serve] == [old]
     assert await rig.state(new) == "rejected"
+
+
+async def test_a_candidate_that_nothing_is_decided_about_is_refused_and_says_so(rig: Rig) -> None:
+    (old,) = await rig.crowned(0)
+    gate = rig.settings.gate.model_copy(update={"tasks_max": 3})
+    rig.settings = rig.settings.model_copy(update={"gate": gate})
+    await reboot(rig)
+    new = await rig.checkpoint(1)
+    async with rig.running():
+        await rig.until(lambda: ("rejected", new) in rig.decided())
+    reason = f"undecided after 3 tasks (gate.tasks_max): not shown to be better than {old} - 0.25"
+    assert rig.last("rejected").reason == reason
+    assert len([asked for asked in rig.gate.asked if asked[0] == new]) == 3, "no play beyond the last task"
+
+
+async def test_a_rejected_version_that_is_asked_for_again_has_a_trial_of_its_own(rig: Rig) -> None:
+    (old,) = await rig.crowned(0)
+    new = await rig.checkpoint(1)
+    rig.gate.scores[new] = {"t1": 0.0, "t2": 0.0}
+    async with rig.running():
+        await rig.until(lambda: ("rejected", new) in rig.decided())
+        rig.gate.scores[new] = EQUAL
+        record = await rig.record(new)
+        async with rig.database.transaction() as tx:
+            await Ledger(tx, rig.clock.now()).request(record, "gate")
+        rig.director.wake.set()
+        await rig.until(lambda: ("promoted", new) in rig.decided())
+    assert rig.last("promoted").statistics["trial"] == 2
+    assert rig.gate.runs[1:3] == [{old, new}, {old, new}]
 
 
 async def test_a_failed_probe_rejects_with_the_replicas_error(rig: Rig) -> None:
@@ -71,7 +122,7 @@ async def test_a_failed_probe_rejects_with_the_replicas_error(rig: Rig) -> None:
     rig.say("r1", loaded(old), loaded(new, "failed", error="model.safetensors: digest differs"))
     await rig.ticks()
     assert rig.last("rejected").reason == "replica r1: model.safetensors: digest differs"
-    assert rig.gate.played == [old]
+    assert rig.gate.runs == [{old}]
 
 
 async def test_a_second_replica_that_lags_holds_the_candidate_back(rig: Rig) -> None:
@@ -110,7 +161,8 @@ async def test_the_gate_is_tried_again_and_then_rejects(rig: Rig) -> None:
     async with rig.running():
         await rig.until(lambda: ("rejected", new) in rig.decided())
     assert rig.last("rejected").reason == "the gate failed: status 1: boom"
-    assert rig.gate.played == [old, new, new]
+    assert rig.gate.runs == [{old}, {old, new}, {old, new}]
+    assert (await rig.model()).trials == 2, "what a trial may have shown is spent, also when it failed"
     assert rig.routing.aliases == {"champion": old}
 
 
@@ -118,52 +170,56 @@ async def test_a_baseline_that_fails_is_not_tried_for_ever(rig: Rig) -> None:
     version = await rig.checkpoint(0)
     rig.gate.scores[version] = GateFailed("boom")
     async with rig.running():
-        await rig.until(lambda: len(rig.gate.played) == 2)
-        await rig.ticks(0)
+        await rig.until(lambda: version in rig.director._runner.audits.failed)
     rig.follow()
     await rig.ticks(5)
-    assert rig.gate.played == [version, version]
+    assert rig.gate.runs == [{version}, {version}]
     new = await rig.checkpoint(1)
     rig.gate.scores[version] = EQUAL
     async with rig.running():
         await rig.until(lambda: ("promoted", new) in rig.decided())
-    assert rig.gate.played[2:] == [new, version], "the champion gets another chance with the next candidate"
+    assert rig.gate.runs[2:4] == [{version}, {version, new}], "the champion gets another chance with the next candidate"
 
 
-async def test_no_comparison_when_the_champion_cannot_be_measured(rig: Rig) -> None:
+async def test_a_gate_that_fails_on_the_champion_promotes_nobody(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
-    rig.gate.sha256 = "another gate"
     rig.gate.scores[old] = GateFailed("boom")
     new = await rig.checkpoint(1)
     async with rig.running():
         await rig.until(lambda: ("rejected", new) in rig.decided())
-    assert rig.last("rejected").reason == f"the gate failed on the champion {old}: boom"
+    assert rig.last("rejected").reason == "the gate failed: boom"
 
 
-async def test_tasks_that_changed_make_the_champion_play_again(rig: Rig) -> None:
+async def test_another_gate_measures_the_champion_again(rig: Rig) -> None:
+    (old,) = await rig.crowned(0)
+    rig.gate.sha256 = "another gate"
+    async with rig.running():
+        await rig.until(lambda: rig.decided().count(("evaluated", old)) == 2)
+    assert rig.gate.runs == [{old}, {old}]
+
+
+async def test_a_champion_that_is_not_served_is_waited_for(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await rig.checkpoint(1)
+    await rig.ticks()
     rig.clock.elapsed_s += 1
-    rig.gate.scores |= {old: {"t1": 0.25, "t3": 0.25}, new: {"t1": 0.25, "t3": 0.75}}
+    rig.say("r1", loaded(new), loaded(old, "loading"))
+    await rig.ticks()
+    assert await rig.state(new) == "evaluating"
+    assert rig.gate.runs == [{old}]
     async with rig.running():
         await rig.until(lambda: ("promoted", new) in rig.decided())
-    assert rig.gate.played == [old, new, old]
-    assert rig.last("promoted").statistics["champion_score"] == 0.25
 
 
-async def test_tasks_that_the_candidate_lacks_are_not_left_out(rig: Rig) -> None:
+async def test_a_champion_that_nobody_can_serve_blocks_no_candidate(rig: Rig) -> None:
     (old,) = await rig.crowned(0)
     new = await rig.checkpoint(1)
+    await rig.ticks()
     rig.clock.elapsed_s += 1
-    rig.gate.scores[new] = {"t1": 1.0}
-
-    def later() -> bool:
-        rig.clock.elapsed_s += 0.001
-        return ("rejected", new) in rig.decided()
-
-    async with rig.running():
-        await rig.until(later)
-    assert rig.last("rejected").reason == f"cannot be compared with {old}: 1 tasks were scored for one version only"
+    rig.say("r1", loaded(new), loaded(old, "failed", error="no memory"))
+    await rig.ticks()
+    assert rig.last("promoted").version == new
+    assert rig.last("promoted").reason == f"no replica can serve the champion {old}: nothing to compare with"
 
 
 async def test_without_a_gate_the_probe_decides_and_the_event_says_so(rig: Rig) -> None:
@@ -173,7 +229,7 @@ async def test_without_a_gate_the_probe_decides_and_the_event_says_so(rig: Rig) 
         await rig.until(lambda: ("promoted", first) in rig.decided())
         second = await rig.checkpoint(1)
         await rig.until(lambda: ("promoted", second) in rig.decided())
-    assert rig.gate.played == []
+    assert rig.gate.runs == []
     assert rig.last("promoted").reason == "promoted after its probe: gate.command is empty"
 
 
@@ -184,7 +240,7 @@ async def test_only_the_newest_of_those_that_wait_is_evaluated(rig: Rig) -> None
         await rig.until(lambda: ("promoted", waiting[2]) in rig.decided())
     assert [await rig.state(version) for version in waiting] == ["skipped", "skipped", "promoted"]
     assert [d for d in rig.decided() if d[0] == "skipped"] == [("skipped", version) for version in waiting[:2]]
-    assert rig.gate.played == [old, waiting[2]]
+    assert rig.gate.runs[:2] == [{old}, {old, waiting[2]}]
 
 
 async def test_a_candidate_at_the_gate_is_not_dropped_for_a_newer_one(rig: Rig) -> None:
@@ -192,7 +248,7 @@ async def test_a_candidate_at_the_gate_is_not_dropped_for_a_newer_one(rig: Rig) 
     rig.gate.open.clear()
     first = await rig.checkpoint(1)
     async with rig.running():
-        await rig.until(lambda: rig.gate.played == [old, first])
+        await rig.until(lambda: rig.gate.runs == [{old}, {old, first}])
         second = await rig.checkpoint(2)
         rig.gate.open.set()
         await rig.until(lambda: ("promoted", second) in rig.decided())
@@ -208,17 +264,22 @@ async def test_a_model_read_from_its_history_starts_with_its_base(rig: Rig) -> N
     assert [await rig.state(version) for version in versions] == ["promoted", "skipped", "promoted"]
 
 
-@pytest.mark.parametrize(("score", "decision"), [(0.75, "promoted"), (0.5, "rejected")])
+@pytest.mark.parametrize(("score", "decision"), [(0.75, "promoted"), (0.25, "rejected")])
 async def test_the_minimum_holds_for_a_model_without_champion_too(rig: Rig, score: float, decision: str) -> None:
     gate = rig.settings.gate.model_copy(update={"minimum_score": 0.6})
     rig.settings = rig.settings.model_copy(update={"gate": gate})
-    rig.boot()
-    await rig.lease.acquire()
+    await reboot(rig)
     version = await rig.checkpoint(7)
-    rig.gate.scores[version] = {"t": score}
+    rig.gate.scores[version] = {"t1": score, "t2": score}
     async with rig.running():
         await rig.until(lambda: (decision, version) in rig.decided())
-    assert rig.last(decision).statistics["score"] == score
+    assert "inferior to gate.minimum_score = 0.6" in (rig.last(decision).reason or "")
+    assert rig.last(decision).statistics["minimum_score"] == 0.6
+
+
+async def reboot(rig: Rig) -> None:
+    rig.boot()
+    await rig.lease.acquire()
 
 
 async def test_another_tokenizer_is_refused(rig: Rig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +11,6 @@ import pytest
 from headrace_registry.lifecycle import (
     Action,
     Adopt,
-    Gate,
     Measure,
     Probed,
     Promote,
@@ -19,17 +18,16 @@ from headrace_registry.lifecycle import (
     Release,
     RollBack,
     Situation,
+    Try,
     Wait,
     objection,
     plan,
 )
-from headrace_registry.records import Evaluation, ModelRecord, VersionRecord, View
+from headrace_registry.records import ModelRecord, Standing, Verdict, VersionRecord, View
 from headrace_schemas import LoadedVersion, Replica
 from headrace_schemas.blobs import BlobRef
 from tests.unit.registry.rig import MODEL, START, loaded
 from tests.unit.registry.test_probe import replica
-
-HELD = Gate(margin=0.125, minimum_score=0.0)
 
 
 def version(step: int, **fields: Any) -> VersionRecord:
@@ -66,9 +64,11 @@ def view(
     champion: int | None = None,
     previous: int | None = None,
     candidate: int | None = None,
+    anchor: int | None = None,
     pinned: int | None = None,
     paused: bool = False,
-    measured: Mapping[int, Evaluation] | None = None,
+    verdict: Verdict | None = None,
+    audited: Iterable[int] = (),
 ) -> View:
     """Those that are registered wait."""
     record = ModelRecord(
@@ -80,13 +80,15 @@ def view(
         paused=paused,
         revision=0,
         routing=None,
+        anchor=_named(anchor),
+        trials=0,
+        lead=None,
     )
     waiting = tuple(one for one in versions if one.state == "registered")
-    evaluations = {name(step): one for step, one in (measured or {}).items()}
-    return View(record, {one.version: one for one in versions}, waiting, evaluations)
+    return View(record, {one.version: one for one in versions}, waiting, verdict, frozenset(map(name, audited)))
 
 
-def now(*replicas: Replica, gate: Gate | None = HELD, **fields: Any) -> Situation:
+def now(*replicas: Replica, gate: bool = True, **fields: Any) -> Situation:
     return Situation(replicas=replicas, gate=gate, **fields)
 
 
@@ -96,10 +98,6 @@ def serving(*steps: int, at_s: float = 0) -> Replica:
 
 def refusing(step: int, *others: int) -> Replica:
     return replica("r", loaded(name(step), "failed", error="no memory"), *(loaded(name(one)) for one in others))
-
-
-def scored(value: float, *, at_s: float = 0, task: str = "t") -> Evaluation:
-    return Evaluation({task: value}, START + timedelta(seconds=at_s))
 
 
 def chosen(action: Action) -> tuple[type[Action], str | None]:
@@ -205,68 +203,85 @@ def test_time_is_not_over_unless_somebody_says_so() -> None:
 def test_heartbeats_from_before_it_was_adopted_say_nothing_of_a_candidate() -> None:
     old = serving(2, at_s=1)
     assert isinstance(plan(probing(changed_s=2), now(old)), Wait)
-    assert isinstance(plan(probing("evaluating", changed_s=2), now(old)), Measure), "those after its probe do"
+    found = plan(probing("evaluating", changed_s=2), now(serving(1, 2, at_s=1)))
+    assert isinstance(found, Measure), "those after its probe do"
 
 
 def judged(
-    gate: Gate | None = HELD, *, step: int = 2, request: str = "", champion: bool = True, **fields: Any
+    *,
+    step: int = 2,
+    request: str = "",
+    champion: bool = True,
+    served: Replica | None = None,
+    gate: bool = True,
+    audited: Iterable[int] = (1,),
+    **fields: Any,
 ) -> Action:
-    """Of a candidate that passed its probe. `measured` maps steps to evaluations."""
+    """Of a candidate that passed its probe, beside a champion that has been audited."""
     candidate = version(step, state="evaluating", request=request)
-    measured = fields.pop("measured", {})
-    others = (CROWNED,) if champion else ()
-    seen = view(*others, candidate, champion=1 if champion else None, candidate=step, measured=measured)
-    return plan(seen, now(serving(1, step), gate=gate, **fields))
+    about = {key: fields.pop(key) for key in ("verdict", "anchor") if key in fields}
+    others = (BEFORE, CROWNED) if champion else ()
+    seen = view(*others, candidate, champion=1 if champion else None, candidate=step, audited=audited, **about)
+    return plan(seen, now(served or serving(0, 1, step), gate=gate, **fields))
+
+
+def found(*, passed: bool, champion: int | None = 1) -> Verdict:
+    standing = Standing(name(0), 3, "lead")
+    return Verdict(_named(champion), name(0), passed, "said so", {"difference": 0.5}, standing)
 
 
 def test_what_needs_no_gate_is_promoted_after_its_probe() -> None:
     assert judged(request="force") == Promote(name(2), "an operator promoted it past the gate")
-    assert chosen(judged(request="gate")) == (Measure, name(2))
+    assert chosen(judged(request="gate")) == (Try, name(2))
     first = Promote(name(0), "the first version of its model: nothing to compare with")
     assert judged(step=0, champion=False) == first
-    assert chosen(judged(step=0)) == (Measure, name(0)), "there is something to compare with"
-    assert chosen(judged(step=2, champion=False)) == (Measure, name(2)), "nobody knows how good it is"
-    assert judged(gate=None) == Promote(name(2), "promoted after its probe: gate.command is empty")
+    assert chosen(judged(step=0)) == (Try, name(0)), "there is something to compare with"
+    assert judged(gate=False) == Promote(name(2), "promoted after its probe: gate.command is empty")
+    assert judged(champion=False) == Promote(name(2), "no champion: nothing to compare with")
+    assert judged(champion=False, minimum_score=0.5) == Try(name(2), None, None), "nobody knows how good it is"
 
 
-def test_a_gate_that_failed_rejects() -> None:
+def test_a_gate_that_failed_rejects_whom_it_failed_on() -> None:
     assert judged(failures={name(2): "boom"}) == Reject(name(2), "the gate failed: boom")
-    measured = {2: scored(0.5)}
-    failed = judged(failures={name(1): "boom"}, measured=measured)
-    assert failed == Reject(name(2), f"the gate failed on the champion {name(1)}: boom")
-    assert chosen(judged(measured=measured)) == (Measure, name(1))
+    assert chosen(judged(failures={name(3): "boom"})) == (Try, name(2))
 
 
-@pytest.mark.parametrize(("score", "expected"), [(0.75, Promote), (0.5, Promote), (0.25, Reject)])
-def test_the_minimum_is_enough(score: float, expected: type[Action]) -> None:
-    gate = Gate(margin=0.125, minimum_score=0.5)
-    action = judged(gate, champion=False, measured={2: scored(score)})
-    assert isinstance(action, expected)
-    assert isinstance(action, Promote | Reject)
-    assert action.statistics["score"] == score
+def test_a_verdict_is_acted_on_with_its_numbers_and_what_follows_for_the_anchor() -> None:
+    for passed, action in ((True, Promote), (False, Reject)):
+        verdict = found(passed=passed)
+        assert judged(verdict=verdict) == action(name(2), "said so", {"difference": 0.5}, verdict.standing)
 
 
-@pytest.mark.parametrize(("score", "expected"), [(0.5, Promote), (0.375, Promote), (0.25, Reject)])
-def test_who_is_not_inferior_by_more_than_the_margin_is_promoted(score: float, expected: type[Action]) -> None:
-    assert isinstance(judged(measured={1: scored(0.5), 2: scored(score)}), expected)
+def test_a_verdict_on_another_champion_says_nothing() -> None:
+    assert chosen(judged(verdict=found(passed=True, champion=0))) == (Try, name(2))
+    assert chosen(judged(verdict=found(passed=True, champion=None))) == (Try, name(2))
 
 
-@pytest.mark.parametrize(
-    ("at_s", "expected"), [(-1, (Measure, name(1))), (0, (Reject, name(2))), (1, (Reject, name(2)))]
-)
-def test_a_champion_that_was_measured_on_other_tasks_before_plays_again(
-    at_s: float, expected: tuple[type[Action], str]
-) -> None:
-    other = {1: scored(0.5, at_s=at_s, task="another"), 2: scored(0.5)}
-    assert chosen(judged(measured=other)) == expected
-    assert isinstance(judged(measured={1: scored(0.5, at_s=at_s), 2: scored(0.5)}), Promote), "the same tasks do"
+def test_it_plays_against_those_whom_somebody_serves() -> None:
+    assert judged() == Try(name(2), name(1), None)
+    assert judged(anchor=0) == Try(name(2), name(1), name(0))
+    way = replica("r", loaded(name(2)), loaded(name(1)), loaded(name(0), "loading"))
+    assert judged(anchor=0, served=way) == Wait(f"no replica serves {name(0)}, which {name(2)} is to be compared with")
+    gone = replica("r", loaded(name(2)), loaded(name(1)), loaded(name(0), "failed", error="no memory"))
+    assert judged(anchor=0, served=gone) == Try(name(2), name(1), None), "who is refused cannot serve"
+    lost = replica("r", loaded(name(2)), loaded(name(1), "failed", error="no memory"), loaded(name(0)))
+    assert judged(anchor=0, served=lost) == Try(name(2), None, name(0))
+    assert judged(served=lost) == Promote(
+        name(2), f"no replica can serve the champion {name(1)}: nothing to compare with"
+    )
+
+
+def test_a_champion_is_audited_before_somebody_may_take_its_place() -> None:
+    assert judged(audited=()) == Measure(name(1))
+    assert chosen(judged(audited=(), unmeasured={name(1): "boom"})) == (Try, name(2)), "not when that failed"
+    assert chosen(judged(audited=(), verdict=found(passed=True))) == (Promote, name(2)), "nor after the trial"
 
 
 def test_a_champion_without_a_score_is_measured_when_nothing_waits() -> None:
     alone = view(CROWNED, champion=1)
     assert plan(alone, now(serving(1))) == Measure(name(1))
     assert plan(alone, now(serving(0))) == Wait(f"no replica serves the champion {name(1)}")
-    assert plan(alone, now(serving(1), gate=None)) == Wait()
-    assert plan(alone, now(serving(1), failures={name(1): "boom"})) == Wait()
-    assert plan(view(CROWNED, champion=1, measured={1: scored(0.5)}), now(serving(1))) == Wait()
+    assert plan(alone, now(serving(1), gate=False)) == Wait()
+    assert plan(alone, now(serving(1), unmeasured={name(1): "boom"})) == Wait()
+    assert plan(view(CROWNED, champion=1, audited=(1,)), now(serving(1))) == Wait()
     assert plan(view(), now(serving(1))) == Wait()

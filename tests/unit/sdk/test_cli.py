@@ -175,12 +175,13 @@ def version(name: str, state: str, *decisions: ModelEvent, step: int = 0) -> Ver
 
 @pytest.fixture
 def registry(up: Path, http: HttpFake) -> HttpFake:
-    model = ModelState(id="m", champion=OLD, candidate=NEW, revision=3)
+    model = ModelState(id="m", champion=OLD, candidate=NEW, anchor=OLD, trials=2, revision=3)
     compared = decision(
-        NEW, "rejected", "inferior to the champion", score=0.25, champion_score=0.5, difference=-0.25,
-        standard_error=0.125, tasks=8,
+        NEW, "rejected", "inferior to the champion", difference=-0.25, standard_error=0.125, tasks=8,
+        anchor_difference=-0.5,
     )  # fmt: skip
-    versions = (version(NEW, "rejected", compared, step=1), version(OLD, "promoted"))
+    measured = decision(OLD, "evaluated", score=0.5, score_standard_error=0.05, tasks=96)
+    versions = (version(NEW, "rejected", compared, step=1), version(OLD, "promoted", measured))
     http.answer("GET", "/v1/models", json.loads(ModelList(data=(model,)).model_dump_json()))
     http.answer("GET", "/v1/models/m", json.loads(model.model_dump_json()))
     http.answer("GET", "/v1/models/m/versions", json.loads(VersionList(data=versions).model_dump_json()))
@@ -190,12 +191,12 @@ def registry(up: Path, http: HttpFake) -> HttpFake:
 def test_models_list_and_show(registry: HttpFake, up: Path) -> None:
     status, text = headrace("models", "list", data_dir=up)
     assert status == 0
-    assert text.split()[-6:] == ["m", OLD, "-", NEW, "-", "3"]
+    assert text.split()[-8:] == ["m", OLD, "-", NEW, OLD, "2", "-", "3"]
     status, text = headrace("models", "show", "m", data_dir=up)
     assert status == 0
     rows = {line.split()[0]: line.split(maxsplit=1)[1].rstrip() for line in text.splitlines() if "@" in line}
-    assert " ".join(rows[NEW].split()) == "1 candidate 0.250 8 -0.250 ± 0.125 inferior to the champion"
-    assert rows[OLD].split() == ["0", "champion", "-", "-", "-"]
+    assert " ".join(rows[NEW].split()) == "1 candidate - 8 -0.250 ± 0.125 -0.500 inferior to the champion"
+    assert rows[OLD].split() == ["0", "champion", "0.500", "±", "0.050", "-", "-", "-"]
     assert json.loads(headrace("models", "list", "--json", data_dir=up)[1])[0]["champion"] == OLD
     assert json.loads(headrace("models", "show", "m", "--json", data_dir=up)[1])[0]["id"] == NEW
 
@@ -320,6 +321,12 @@ def test_config_check_says_who_objects(tmp_path: Path, monkeypatch: pytest.Monke
     assert "not started: judge.endpoint.base_url is not set" in text
 
 
+GATE = """
+import json, sys
+print(json.dumps({"gate": ["a"], "audit": ["b"]}), flush=True)
+for line in sys.stdin:
+    print(json.dumps(json.loads(line) | {"score": 0.5}), flush=True)
+"""
 CHECKED = """
 data_dir = "{folder}/data"
 [broker]
@@ -341,7 +348,7 @@ def test_config_check_tries_what_a_start_would(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "c.toml"
     path.write_text(CHECKED.format(folder=tmp_path, ports=ports))
     (tmp_path / "rewards.py").write_text("def score(trajectory):\n    return 1.0\n")
-    (tmp_path / "gate.py").write_text('print("{\\"task\\": \\"a\\", \\"score\\": 0.5}")')
+    (tmp_path / "gate.py").write_text(GATE)
     status, text = headrace("config", "check", str(path))
     assert (status, text.split().count("ok")) == (0, 4), text
     assert not (tmp_path / "data").exists(), "nothing was started"
@@ -357,6 +364,20 @@ def test_config_check_tries_what_a_start_would(tmp_path: Path, monkeypatch: pyte
     assert "No module named 'nothing_of_that_name'" in said
     assert said.count("setting data_dir =") == 1, "once, though all mind"
     assert f"scorer.port = {ports[2]}" in said
+
+
+def test_config_check_says_what_a_gate_of_the_former_kind_is_to_become(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.supervisor.plan.installed", lambda: {"registry": "headrace_registry"})
+    path = tmp_path / "c.toml"
+    path.write_text('[registry.gate]\ncommand = ["{python}", "gate.py", "{model}", "{base_url}"]\n')
+    status, text = headrace("config", "check", str(path))
+    said = " ".join(text.split())
+    assert status == 1
+    assert "registry.gate.command" in said
+    assert "names {model}: a program is started once for all versions that are compared" in said
+    assert "docs/gate.md" in said
 
 
 def test_config_reference_of_one_service(tmp_path: Path) -> None:

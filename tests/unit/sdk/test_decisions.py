@@ -30,10 +30,14 @@ def event(decision: str, reason: str | None = None, number: int = 0, **statistic
     ("decided", "said"),
     [
         (
-            event("evaluated", score=0.75, tasks=20, difference=0.25, standard_error=0.1),
-            f"{NEW} is measured: score 0.750 on 20 tasks (+0.250 ± 0.100 against the champion)",
+            event("evaluated", score=0.75, tasks=20, score_standard_error=0.1),
+            f"{NEW} is measured: score 0.750 ± 0.100 on 20 audit tasks",
         ),
-        (event("evaluated", score=0.5, tasks=3), f"{NEW} is measured: score 0.500 on 3 tasks"),
+        (event("evaluated", score=0.5, tasks=3), f"{NEW} is measured: score 0.500 on 3 audit tasks"),
+        (
+            event("rejected", "inferior", difference=-0.25, standard_error=0.1, tasks=20),
+            f"{NEW} is refused: inferior (-0.250 ± 0.100 on 20 gate tasks)",
+        ),
         (event("promoted", "not inferior"), f"{NEW} takes over from {OLD}: not inferior"),
         (event("rejected", "inferior"), f"{NEW} is refused: inferior"),
         (event("rolled_back", "complaints"), f"{NEW} is taken back, {OLD} serves again: complaints"),

@@ -39,14 +39,19 @@ Reason = Annotated[str, typer.Option(help="Kept with the decision.")]
 
 
 def list_models(data_dir: DataDir = None, registry: Url = None, key: Key = None, json: AsJson = False) -> None:
-    """Every model with its champion, the version before it and the candidate."""
+    """Every model with its champion, the version before it, the candidate, and the best version so far.
+
+    The best one is the anchor: no version that is `registry.gate.anchor_margin` worse takes over, however slowly it
+    came to that. `trials` counts the versions that were compared with it.
+    """
     with _registry(data_dir, registry, key) as api:
         found = api.models()
     if json:
         typer.echo("[" + ", ".join(model.model_dump_json() for model in found) + "]")
         return
-    rows = [(m.id, m.champion or "-", m.previous or "-", m.candidate or "-", held(m), str(m.revision)) for m in found]
-    console().print(table(["model", "champion", "previous", "candidate", "held", "routing>"], rows))
+    rows = [_model_row(model) for model in found]
+    columns = ["model", "champion", "previous", "candidate", "anchor", "trials>", "held", "routing>"]
+    console().print(table(columns, rows))
 
 
 def show(
@@ -57,14 +62,18 @@ def show(
     key: Key = None,
     json: AsJson = False,
 ) -> None:
-    """A model's versions with what was decided about them and why."""
+    """A model's versions with what was decided about them and why.
+
+    The score comes from audit tasks, which chose nothing. The differences come from the gate tasks, which chose.
+    """
     with _registry(data_dir, registry, key) as api:
         model, versions = api.model(name), api.versions(name, limit=limit)
     if json:
         typer.echo("[" + ", ".join(version.model_dump_json() for version in versions) + "]")
         return
     rows = [_row(model, version) for version in versions]
-    console().print(table(["version", "step>", "state", "score>", "tasks>", "vs champion", "why"], rows, name))
+    columns = ["version", "step>", "state", "audit score>", "gate tasks>", "vs champion", "vs anchor", "why"]
+    console().print(table(columns, rows, name))
     if held(model) != "-":
         console().print(f"[yellow]{name} is {held(model)}: no candidate takes over by itself[/]")
 
@@ -208,22 +217,44 @@ def _decided(api: Registry, name: str, version: str, before: int, timeout_s: flo
         time.sleep(0.5)
 
 
+def _model_row(model: ModelState) -> tuple[str, ...]:
+    roles = (model.champion, model.previous, model.candidate, model.anchor)
+    return (model.id, *(role or "-" for role in roles), str(model.trials), held(model), str(model.revision))
+
+
 def _row(model: ModelState, version: VersionState) -> tuple[str, ...]:
-    roles = {model.champion: "champion", model.previous: "previous", model.candidate: "candidate"}
-    numbers = {name: value for event in version.decisions for name, value in event.statistics.items()}
+    roles = {
+        model.anchor: "anchor",
+        model.champion: "champion",
+        model.previous: "previous",
+        model.candidate: "candidate",
+    }
+    if model.anchor == model.previous != model.champion:
+        roles[model.previous] = "previous, anchor"
+    tried = _last(version, "promoted", "rejected")
     reasons = [event.reason for event in version.decisions if event.reason]
-    compared = f"{numbers['difference']:+.3f}" if "difference" in numbers else "-"
-    if "standard_error" in numbers:
-        compared += f" ± {numbers['standard_error']:.3f}"
     return (
         version.id,
         str(version.step),
         roles.get(version.id, version.state),
-        f"{numbers['score']:.3f}" if "score" in numbers else "-",
-        f"{numbers['tasks']:.0f}" if "tasks" in numbers else "-",
-        compared,
+        _number(_last(version, "evaluated"), "score", "score_standard_error", ".3f"),
+        f"{tried['tasks']:.0f}" if "tasks" in tried else "-",
+        _number(tried, "difference", "standard_error", "+.3f"),
+        _number(tried, "anchor_difference", "anchor_standard_error", "+.3f"),
         reasons[-1] if reasons else "",
     )
+
+
+def _last(version: VersionState, *decisions: str) -> dict[str, float]:
+    """The numbers of the last of these decisions; none when there is none."""
+    found = [event.statistics for event in version.decisions if event.decision in decisions]
+    return found[-1] if found else {}
+
+
+def _number(numbers: dict[str, float], name: str, error: str, form: str) -> str:
+    if name not in numbers:
+        return "-"
+    return f"{numbers[name]:{form}}" + (f" ± {numbers[error]:.3f}" if error in numbers else "")
 
 
 def add_to(parent: typer.Typer) -> None:

@@ -19,16 +19,17 @@ def draw(report: Report, title: str, path: Path) -> bool:
     except ImportError:
         return False
     figure, axes = plt.subplots(figsize=(7.2, 3.8), dpi=150)
-    promoted = [one for one in report.versions if one.promoted]
-    rejected = [one for one in report.versions if not one.promoted]
-    axes.step([v.at_s for v in promoted], [v.score * 100 for v in promoted], where="post", color=_LINE, linewidth=2)
-    axes.plot([v.at_s for v in promoted], [v.score * 100 for v in promoted], "o", color=_LINE, label="took over")
+    measured = [(one.at_s, one.score * 100) for one in report.versions if one.promoted and one.score is not None]
+    rejected = [one.at_s for one in report.versions if not one.promoted]
+    times, scores = zip(*measured, strict=True)
+    axes.step(times, scores, where="post", color=_LINE, linewidth=2)
+    axes.plot(times, scores, "o", color=_LINE, label="took over")
     if rejected:
-        axes.plot([v.at_s for v in rejected], [v.score * 100 for v in rejected], "x", color=_FAINT, label="rejected")
+        axes.plot(rejected, [3] * len(rejected), "x", color=_FAINT, label="refused")
         axes.legend(frameon=False, loc="lower right")
     axes.set_title(title, loc="left", color=_INK, fontsize=11)
     axes.set_xlabel("seconds of the agent's own traffic", color=_INK)
-    axes.set_ylabel("held-out tasks answered right, %", color=_INK)
+    axes.set_ylabel("audit tasks answered right, %", color=_INK)
     axes.set_ylim(0, 100)
     axes.grid(axis="y", color="#e9ecef")
     for side in ("top", "right"):

@@ -31,7 +31,7 @@ class Goal(BaseModel):
 
 
 class Recipe(BaseModel):
-    """`demo.toml`. In commands `{python} {cache} {seed} {base_url} {gateway} {model} {out}` are replaced."""
+    """`demo.toml`. In commands `{python} {cache} {seed} {base_url} {gateway} {model} {version} {out}` are replaced."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,6 +44,9 @@ class Recipe(BaseModel):
     """Builds the base model, or finds it built; the last line that it prints is the folder."""
     agent: tuple[str, ...]
     """The agent at work. Ends by itself or on SIGTERM, and writes its summary to `{out}/agent.json`."""
+    measure: tuple[str, ...]
+    """Plays the audit tasks with `{version}`, with other seeds than the registry does, and prints a line of JSON with a
+    `score` for each."""
     goal: Goal
     short: Goal
     """The goal with `--short`."""

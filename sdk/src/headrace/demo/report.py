@@ -12,17 +12,21 @@ from headrace.demo.recipe import Goal
 
 @dataclass(frozen=True, slots=True)
 class VersionScore:
-    """Held-out success of one version; `at_s` counts from the start of the traffic."""
+    """Held-out success of one version on the audit tasks, None of one that was refused; `at_s` counts from the start of
+    the traffic.
+    """
 
     version: str
-    score: float
+    score: float | None
     at_s: float
     promoted: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`reports/demo.json`. Success rates are in 0..1; the account is that of turns, from topics alone."""
+    """`reports/demo.json`. Success rates are in 0..1, on tasks that chose no version; the account is that of turns,
+    from topics alone.
+    """
 
     before: float
     after: float

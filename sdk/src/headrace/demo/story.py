@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from headrace.demo.teller import Teller
 from headrace.demo.watch import Watch
 from headrace.errors import StartFailed
 from headrace.supervisor import Supervisor
+from headrace.supervisor.leash import leashed
 
 _FIRST_VERSION_S_MAX = 180.0
-_LAST_EVALUATION_S_MAX = 30.0
+_LAST_AUDIT_S_MAX = 60.0
+_MEASURE_S_MAX = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +90,14 @@ async def perform(recipe: Recipe, options: Options, place: Place, teller: Teller
         traffic_began = time.time()
         summary = await _agent_at_work(recipe, options, place, watch, teller)
         traffic_s = time.time() - traffic_began
-        await _last_evaluation(watch)
+        await _last_audit(watch)
+        with teller.doing("measuring the last version once more"):
+            after = await _measured(recipe, options, place, watch.champions[-1])
     account = await account_of(place.bus)
-    first, last = watch.scores[watch.champions[0]], watch.scores[watch.champions[-1]]
-    took_over = set(watch.champions)
     return Report(
-        before=first.score,
-        after=last.score,
-        versions=tuple(
-            VersionScore(
-                one.version, one.score, max(0.0, one.time.timestamp() - traffic_began), one.version in took_over
-            )
-            for one in watch.scores.values()
-        ),
+        before=watch.scores[watch.champions[0]].score,
+        after=after,
+        versions=_versions(watch, traffic_began),
         failed_requests=summary["failed_requests"],
         requests=summary["requests"],
         swaps=watch.swaps,
@@ -107,6 +105,39 @@ async def perform(recipe: Recipe, options: Options, place: Place, teller: Teller
         traffic_s=round(traffic_s, 1),
         seed=options.seed,
         **Report.account(account),  # type: ignore[arg-type]
+    )
+
+
+async def _measured(recipe: Recipe, options: Options, place: Place, version: str) -> float:
+    """Its mean score with fresh seeds. The registry's audit of it may have told the agent to stop: this one chose
+    nothing.
+    """
+    filled = {**_values(options), "base_url": place.base_url, "gateway": place.gateway, "version": version}
+    command = leashed(recipe.command("measure", filled))
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=_environ(recipe))
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), _MEASURE_S_MAX)
+    except TimeoutError:
+        raise StartFailed(f"{version} was not measured within {_MEASURE_S_MAX:g} s") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    scores = [json.loads(line)["score"] for line in output.splitlines() if line.strip()]
+    if process.returncode or not scores:
+        raise StartFailed(f"{version} was not measured: exit status {process.returncode}, {len(scores)} scores")
+    return float(sum(scores) / len(scores))
+
+
+def _versions(watch: Watch, traffic_began: float) -> tuple[VersionScore, ...]:
+    """In the order in which they were decided about. Who was refused has no score: only who serves is measured."""
+    found: list[tuple[datetime, str, float | None, bool]] = [
+        (one.time, one.version, one.score, one.version in watch.champions) for one in watch.scores.values()
+    ]
+    found += [(time, version, None, False) for version, time in watch.rejected.items() if version not in watch.scores]
+    return tuple(
+        VersionScore(version, score, max(0.0, time.timestamp() - traffic_began), promoted)
+        for time, version, score, promoted in sorted(found, key=lambda one: one[0])
     )
 
 
@@ -154,13 +185,17 @@ def _enough(watch: Watch, goal: Goal) -> bool:
     return watch.gain >= goal.enough_gain and watch.swaps >= goal.swaps_min
 
 
-async def _last_evaluation(watch: Watch) -> None:
-    """A promotion is told after its evaluation: let one that has begun come through."""
-    if len(watch.scores) <= len(watch.champions):
-        return
-    with contextlib.suppress(TimeoutError):
-        watch.changed.clear()
-        await asyncio.wait_for(watch.changed.wait(), _LAST_EVALUATION_S_MAX)
+async def _last_audit(watch: Watch) -> None:
+    """A version is measured after it has taken over: the last one, too, before anything is reported of it."""
+    try:
+        async with asyncio.timeout(_LAST_AUDIT_S_MAX):
+            while watch.champions[-1] not in watch.scores:
+                watch.changed.clear()
+                await watch.changed.wait()
+    except TimeoutError:
+        raise StartFailed(
+            f"{watch.champions[-1]} was not measured within {_LAST_AUDIT_S_MAX:g} s; see `headrace logs registry`"
+        ) from None
 
 
 @contextlib.asynccontextmanager

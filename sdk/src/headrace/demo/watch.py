@@ -17,7 +17,7 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A version that passed its gate or did not."""
+    """A version whose score is measured, on tasks that chose nothing."""
 
     version: str
     score: float
@@ -31,7 +31,9 @@ class Watch:
     bus: str
     tell: Callable[[ModelEvent], None] = lambda event: None
     scores: dict[str, Scored] = field(default_factory=dict)
-    """Held-out success by version, as the gate measured it, in the order of evaluation."""
+    """Held-out success by version, on the audit tasks, in the order of evaluation. Versions that serve have one."""
+    rejected: dict[str, datetime] = field(default_factory=dict)
+    """Versions that the gate refused, and when."""
     champions: list[str] = field(default_factory=list)
     """Versions that took over, in order; the first one began the demo."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -44,11 +46,9 @@ class Watch:
 
     @property
     def gain(self) -> float:
-        """How much better the present champion is than the first; 0 before there are two scores."""
-        if not self.champions:
-            return 0.0
-        first, last = (self.scores.get(self.champions[index]) for index in (0, -1))
-        return last.score - first.score if first and last else 0.0
+        """How much better the last champion that is measured is than the first; 0 before there are two scores."""
+        scores = [self.scores[version].score for version in self.champions if version in self.scores]
+        return scores[-1] - scores[0] if scores else 0.0
 
     async def run(self) -> None:
         """A bus that is away is waited for: it is started again, and what it had is still there."""
@@ -73,6 +73,8 @@ class Watch:
             self.scores.setdefault(event.version, Scored(event.version, event.statistics["score"], event.time))
         if event.decision == "promoted":
             self.champions.append(event.version)
+        elif event.decision == "rejected":
+            self.rejected[event.version] = event.time
         elif event.decision == "rolled_back" and event.previous is not None:
             self.champions.append(event.previous)
         self.tell(event)

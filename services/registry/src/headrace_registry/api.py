@@ -274,6 +274,8 @@ def _model_state(record: ModelRecord) -> ModelState:
         candidate=record.candidate,
         pinned=record.pinned,
         paused=record.paused,
+        anchor=record.anchor or record.champion,
+        trials=record.trials,
         revision=record.revision,
     )
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from typing import Protocol
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry import lifecycle, probe, store
-from headrace_registry.comparison import mean
-from headrace_registry.gate import GateFailed
 from headrace_registry.leader import Lease
 from headrace_registry.ledger import Ledger
 from headrace_registry.lifecycle import (
@@ -26,10 +22,12 @@ from headrace_registry.lifecycle import (
     Release,
     RollBack,
     Situation,
+    Try,
     Wait,
 )
 from headrace_registry.metrics import WAITING
 from headrace_registry.records import ModelRecord, View
+from headrace_registry.runner import Program, Runner
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor
@@ -40,27 +38,18 @@ _STEPS_MAX = 100
 """Decisions about one model in one go; a plan that never comes to rest is a bug."""
 
 
-class Player(Protocol):
-    """The gate, as the director sees it."""
-
-    configured: bool
-    sha256: str
-
-    async def play(self, version: str) -> dict[str, float]: ...
-
-
 class Director:
     """Decides about all models. `tick` after every change and once in a while; one task at a time may call it.
 
-    Kept in memory only, and so begun anew after a crash: how long replicas have been at a candidate, failed gate
-    attempts, and the gate run itself.
+    Kept in memory only, and so begun anew after a crash: how long replicas have been at a candidate, and what the
+    runner has.
     """
 
     def __init__(
         self,
         processor: Processor,
         lease: Lease,
-        gate: Player,
+        gate: Program,
         settings: RegistrySettings,
         replicas: Callable[[], Iterable[Replica]],
     ) -> None:
@@ -70,12 +59,9 @@ class Director:
         self._settings = settings
         self._replicas = replicas
         self._patience: dict[str, tuple[str, float]] = {}
-        self._runs: dict[str, tuple[str, asyncio.Task[None]]] = {}
-        self._attempts: Counter[str] = Counter()
-        self._failures: dict[str, str] = {}
-        self._one_gate = asyncio.Semaphore(1)
         self.wake = asyncio.Event()
         """Set it when something has changed."""
+        self._runner = Runner(processor, lease, gate, settings.gate, self.wake.set)
 
     async def run(self) -> None:
         """Until cancelled, and gate runs with it."""
@@ -87,9 +73,7 @@ class Director:
                     async with asyncio.timeout(self._settings.poll_s):
                         await self.wake.wait()
         finally:
-            for _, task in self._runs.values():
-                task.cancel()
-            await asyncio.gather(*(task for _, task in self._runs.values()), return_exceptions=True)
+            await self._runner.stop()
 
     async def tick(self) -> None:
         """Bring every model as far as it gets now."""
@@ -105,16 +89,17 @@ class Director:
 
     async def _settle(self, model: str) -> None:
         for _ in range(_STEPS_MAX):
+            self._runner.reap(model)
             action, roles = await self._step(model)
-            busy = self._still_measuring(model, roles)
-            if isinstance(action, Measure) and not busy:
-                self._measure(model, action.version)
-            if isinstance(action, Measure | Wait):
+            self._runner.abandon(model, roles)
+            if isinstance(action, Try | Measure):
+                self._runner.begin(model, action)
+            if isinstance(action, Try | Measure | Wait):
                 return
         raise AssertionError(f"model {model} does not come to rest")
 
     async def _step(self, model: str) -> tuple[Action, set[str | None]]:
-        """Look, decide and write in one transaction; returns what was done and who is champion and candidate now."""
+        """Look, decide and write in one transaction; returns what was done and who has a role now."""
         taken: list[tuple[Action, set[str | None]]] = []
 
         async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
@@ -128,26 +113,27 @@ class Director:
             await _apply(action, record, ledger)
             after = await store.model(tx, model)
             assert after is not None
-            taken[:] = [(action, {after.champion, after.candidate})]
+            taken[:] = [(action, {after.champion, after.candidate, after.anchor})]
             return await ledger.finish()
 
         await self._processor.step(work)
         action, roles = taken[0]
         if isinstance(action, Adopt):
-            self._failures.clear()  # a gate that failed gets its chance with the next candidate
-            self._attempts.clear()
-        if not isinstance(action, Wait | Measure):
+            self._runner.trials.clear()  # a gate that failed gets its chance with the next candidate
+            self._runner.audits.clear()
+        if not isinstance(action, Wait | Try | Measure):
             log.info("decided", model=model, action=type(action).__name__, version=getattr(action, "version", None))
         return action, roles
 
     def _situation(self, view: View, now: datetime) -> Situation:
         alive = probe.live(self._replicas(), now)
-        rule = lifecycle.Gate(self._settings.gate.margin, self._settings.gate.minimum_score)
         return Situation(
             replicas=alive,
-            gate=rule if self._gate.configured else None,
+            gate=self._gate.configured,
+            minimum_score=self._settings.gate.minimum_score,
             patience_over=self._patience_over(view, alive),
-            failures=self._failures,
+            failures=self._runner.trials.failed,
+            unmeasured=self._runner.audits.failed,
         )
 
     def _patience_over(self, view: View, alive: Sequence[Replica]) -> bool:
@@ -162,52 +148,6 @@ class Director:
             self._patience[model] = (candidate, now_s)
         return now_s - since[1] > self._settings.probe_timeout_s
 
-    def _still_measuring(self, model: str, roles: set[str | None]) -> bool:
-        """Whether the gate is at work for `model`; a run whose version lost its role is abandoned."""
-        version, task = self._runs.get(model, ("", None))
-        if task is None:
-            return False
-        if task.done():
-            del self._runs[model]
-            task.result()  # raises what should end the process
-            return False
-        if version in roles:
-            return True
-        log.info("gate_run_abandoned", version=version)
-        task.cancel()
-        del self._runs[model]
-        return False
-
-    def _measure(self, model: str, version: str) -> None:
-        task = asyncio.create_task(self._play(version))
-        task.add_done_callback(lambda _: self.wake.set())
-        self._runs[model] = (version, task)
-
-    async def _play(self, version: str) -> None:
-        async with self._one_gate:
-            self._attempts[version] += 1
-            log.info("gate_run", version=version, attempt=self._attempts[version])
-            try:
-                scores = await self._gate.play(version)
-            except GateFailed as error:
-                log.warning("gate_failed", version=version, error=str(error))
-                if self._attempts[version] >= self._settings.gate.attempts:
-                    self._failures[version] = str(error)
-                return
-        await self._record(version, scores)
-
-    async def _record(self, version: str, scores: dict[str, float]) -> None:
-        async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-            await self._lease.check(tx)
-            record = await store.version(tx, version)
-            assert record is not None
-            ledger = Ledger(tx, now)
-            numbers = {"score": mean(scores), "tasks": float(len(scores))}
-            await ledger.evaluated(record, self._gate.sha256, scores, numbers)
-            return await ledger.finish()
-
-        await self._processor.step(work)
-
 
 async def _apply(action: Action, model: ModelRecord, ledger: Ledger) -> None:
     match action:
@@ -215,13 +155,13 @@ async def _apply(action: Action, model: ModelRecord, ledger: Ledger) -> None:
             await ledger.adopt(model, version, skipped)
         case Probed(version, statistics):
             await ledger.probed(model, version, statistics)
-        case Promote(version, reason, statistics):
-            await ledger.promote(model, version, reason, statistics)
-        case Reject(version, reason, statistics):
-            await ledger.reject(model, version, reason, statistics)
+        case Promote(version, reason, statistics, standing):
+            await ledger.promote(model, version, reason, statistics, standing)
+        case Reject(version, reason, statistics, changed):
+            await ledger.reject(model, version, reason, statistics, changed)
         case Release(version):
             await ledger.release(model, version)
         case RollBack(reason):
             await ledger.roll_back(model, reason)
-        case Measure() | Wait():
+        case Try() | Measure() | Wait():
             pass

@@ -1,4 +1,4 @@
-"""Runs the gate: a program of the user's that plays the held-out tasks against one exact version."""
+"""The gate's program: one of the user's that plays held-out tasks, told what to play (`headrace_schemas.gate`)."""
 
 from __future__ import annotations
 
@@ -9,85 +9,187 @@ import json
 import os
 import signal
 import sys
-import time
-from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Mapping
-from typing import Annotated
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Mapping
+from typing import TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ValidationError
 
-from headrace_registry.metrics import GATE_SECONDS
 from headrace_registry.settings import GateSettings
 from headrace_runtime.errors import HeadraceError
 from headrace_runtime.leash import leashed
+from headrace_schemas.gate import Play, Played, Tasks
 
+T = TypeVar("T")
 _CHUNK = 65_536
+_LINE_BYTES_MAX = 16_777_216
+"""The first line names every task."""
 _ERROR_TAIL = 500
+_SHAPES = {
+    Tasks: '{"gate": [names of tasks], "audit": [other names]}',
+    Played: '{"version": ..., "task": ..., "seed": ..., "score": 0..1}',
+}
 
 
 class GateFailed(HeadraceError):
-    """The gate gave no verdict: exit status, time-out, or output that is not what it should be. Never a score."""
+    """The program gave no scores: exit status, silence, or output that is not what it should be. Never a score."""
 
     def __init__(self, message: str, *, timed_out: bool = False) -> None:
         super().__init__(message)
         self.timed_out = timed_out
 
 
-class Score(BaseModel):
-    """One line of the gate's output; further fields are its own business."""
-
-    task: Annotated[str, Field(min_length=1, max_length=512)]
-    score: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-
-
 class Gate:
-    """`gate.command`, for any version and as often as it is asked."""
+    """`gate.command`, started as often as it is asked."""
 
     def __init__(self, settings: GateSettings) -> None:
         self._settings = settings
         self.configured = bool(settings.command)
         self.sha256 = hashlib.sha256(json.dumps(settings.command).encode()).hexdigest()
-        """Names the gate: scores of different gates are not compared."""
+        """Names the gate: what different gates measured is not compared."""
 
-    async def play(self, version: str) -> dict[str, float]:
-        """Mean score per task. Raises `GateFailed`. Cancelling kills the program and what it started."""
-        started = time.monotonic()
-        outcome = "cancelled"
-        try:
-            scores = parse(await self._run(self._command(version)))
-            outcome = "scored"
-        except GateFailed:
-            outcome = "failed"
-            raise
-        finally:
-            GATE_SECONDS.labels(outcome).observe(time.monotonic() - started)
-        return scores
-
-    def _command(self, version: str) -> list[str]:
-        values = {"{model}": version, "{base_url}": self._settings.base_url, "{python}": sys.executable}
-        return [_filled(argument, values) for argument in self._settings.command]
-
-    async def _run(self, command: list[str]) -> bytes:
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[Session]:
+        """The running program, once it has named its tasks. Raises `GateFailed`. At the body's end it is killed, with
+        everything that it started.
+        """
+        command = self._command()
         process = await asyncio.create_subprocess_exec(
-            *leashed(command), stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True
+            *leashed(command),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            start_new_session=True,
+            limit=_LINE_BYTES_MAX,
         )
-        assert process.stdout is not None
-        assert process.stderr is not None
+        session = Session(process, command[0], self._settings)
+        reading = asyncio.create_task(session.read())
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
-                output, errors, status = await asyncio.gather(
-                    _read(process.stdout, self._settings.output_bytes_max), _tail(process.stderr), process.wait()
-                )
-        except TimeoutError:
-            message = f"not done after gate.timeout_s = {self._settings.timeout_s:g}"
-            raise GateFailed(message, timed_out=True) from None
+            await session.announced()
+            yield session
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
             await process.wait()
-        if status:
-            raise GateFailed(f"{command[0]} ended with status {status}: {errors or 'no message on stderr'}")
-        return output
+
+    def _command(self) -> list[str]:
+        values = {"{base_url}": self._settings.base_url, "{python}": sys.executable}
+        return [_filled(argument, values) for argument in self._settings.command]
+
+
+class Session:
+    """A program at work. `play` may be called for many plays at a time; how many, the caller bounds."""
+
+    def __init__(self, process: Process, name: str, settings: GateSettings) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._process = process
+        self._name = name
+        self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
+        self._settings = settings
+        self._tasks: asyncio.Future[Tasks] = asyncio.get_running_loop().create_future()
+        self._waiting: dict[Play, asyncio.Future[float]] = {}
+        self._heard_s = asyncio.get_running_loop().time()
+        self._problem: GateFailed | None = None
+
+    @property
+    def tasks(self) -> Tasks:
+        return self._tasks.result()
+
+    async def announced(self) -> None:
+        await self._answer(self._tasks, "its tasks")
+
+    async def play(self, version: str, task: str, seed: int) -> float:
+        """The score of one play. Raises `GateFailed`, as every other play that is under way then does."""
+        if self._problem is not None:
+            raise self._problem
+        play = Play(version=version, task=task, seed=seed)
+        if play in self._waiting:
+            return await self._answer(self._waiting[play], f"{len(self._waiting)} plays")
+        answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        if not self._waiting:
+            self._heard_s = asyncio.get_running_loop().time()
+        self._waiting[play] = answer
+        with contextlib.suppress(ConnectionError):  # why it does not listen any more, `read` finds out
+            self._stdin.write(play.model_dump_json().encode() + b"\n")
+            await self._stdin.drain()
+        return await self._answer(answer, f"{len(self._waiting)} plays")
+
+    async def _answer(self, future: asyncio.Future[T], what: str) -> T:
+        """As long as the program says something, whatever it is, it is at work."""
+        loop, silence_s = asyncio.get_running_loop(), self._settings.silence_s
+        while not future.done():
+            left_s = self._heard_s + silence_s - loop.time()
+            if left_s <= 0:
+                raise GateFailed(f"silent for gate.silence_s = {silence_s:g}, asked for {what}", timed_out=True)
+            await asyncio.wait([future], timeout=left_s)
+        return future.result()
+
+    async def read(self) -> None:
+        """Take what the program prints until it ends. Never raises: what is wrong, everybody who waits is told."""
+        errors = asyncio.create_task(_tail(self._stderr))
+        problem = GateFailed("the run was given up")
+        try:
+            await self._lines()
+            await self._process.wait()
+            said = await errors
+            if self._process.returncode:
+                status = f"{self._name} ended with status {self._process.returncode}"
+                problem = GateFailed(f"{status}: {said or 'no message on stderr'}")
+            else:
+                before = "its standard input did" if self._tasks.done() else "it had named its tasks"
+                problem = GateFailed(f"it ended before {before}")
+        except GateFailed as error:
+            problem = error
+        finally:
+            errors.cancel()
+            await asyncio.gather(errors, return_exceptions=True)
+            self._problem = problem
+            for answer in self._waiting.values():
+                _fail(answer, problem)
+            _fail(self._tasks, problem)
+
+    async def _lines(self) -> None:
+        size = number = 0
+        while line := await self._line():
+            self._heard_s = asyncio.get_running_loop().time()
+            number += 1
+            size += len(line)
+            if size > self._settings.output_bytes_max:
+                raise GateFailed(f"it printed more than gate.output_bytes_max = {self._settings.output_bytes_max}")
+            if line.strip():
+                self._take(line, number)
+
+    async def _line(self) -> bytes:
+        try:
+            return await self._stdout.readline()
+        except ValueError:
+            raise GateFailed(f"a line is longer than {_LINE_BYTES_MAX} bytes") from None
+
+    def _take(self, line: bytes, number: int) -> None:
+        kind: type[Tasks] | type[Played] = Played if self._tasks.done() else Tasks
+        try:
+            told = kind.model_validate_json(line)
+        except ValidationError as error:
+            raise GateFailed(f"line {number} of its output is not {_SHAPES[kind]}: {_first(error)}") from None
+        if isinstance(told, Tasks):
+            self._tasks.set_result(told)
+            return
+        play = Play(version=told.version, task=told.task, seed=told.seed)
+        answer = self._waiting.pop(play, None)
+        if answer is None:
+            raise GateFailed(f"line {number} of its output answers a play that it was not asked for: {told.task!r}")
+        if not answer.done():
+            answer.set_result(told.score)
+
+
+def _fail(waiting: asyncio.Future[T], problem: GateFailed) -> None:
+    if not waiting.done():
+        waiting.set_exception(problem)
+        waiting.exception()  # whoever was cancelled does not ask
 
 
 def _filled(argument: str, values: Mapping[str, str]) -> str:
@@ -96,35 +198,9 @@ def _filled(argument: str, values: Mapping[str, str]) -> str:
     return argument
 
 
-def parse(output: bytes) -> dict[str, float]:
-    """Mean score per task. Raises `GateFailed` for any line that is no score: half a result is none."""
-    found: dict[str, list[float]] = {}
-    for number, line in enumerate(output.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            score = Score.model_validate_json(line)
-        except ValidationError as error:
-            first = error.errors(include_input=False, include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "line"
-            raise GateFailed(
-                f'line {number} of its output is not {{"task": ..., "score": 0..1}}: {where}: {first["msg"]}'
-            ) from None
-        found.setdefault(score.task, []).append(score.score)
-    if not found:
-        raise GateFailed("it printed no score")
-    return {task: sum(scores) / len(scores) for task, scores in found.items()}
-
-
-async def _read(stream: asyncio.StreamReader, limit: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    while chunk := await stream.read(_CHUNK):
-        size += len(chunk)
-        if size > limit:
-            raise GateFailed(f"it printed more than gate.output_bytes_max = {limit}")
-        parts.append(chunk)
-    return b"".join(parts)
+def _first(error: ValidationError) -> str:
+    first = error.errors(include_input=False, include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'line'}: {first['msg']}"
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import datetime
 
-from sqlalchemy import insert, update
+from sqlalchemy import delete, insert, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry import routing, store
 from headrace_registry.metrics import DECISIONS as DECISIONS_TOTAL
-from headrace_registry.records import ModelRecord, Request, State, VersionRecord
-from headrace_registry.tables import DECISIONS, EVALUATIONS, MODELS, VERSIONS
+from headrace_registry.records import ALONE, ModelRecord, Request, Standing, State, Verdict, VersionRecord
+from headrace_registry.tables import DECISIONS, EVALUATIONS, MODELS, VERDICTS, VERSIONS
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Checkpoint, Event, ModelEvent
@@ -89,19 +90,49 @@ class Ledger:
     async def evaluated(
         self, version: VersionRecord, gate_sha256: str, scores: Mapping[str, float], statistics: Mapping[str, float]
     ) -> None:
-        """Record what the gate measured; it replaces what another gate or an earlier run said."""
+        """Record what the audit measured; it replaces what another gate or an earlier run said."""
         values = {"gate_sha256": gate_sha256, "scores": json.dumps(scores), "at_ms": epoch_ms(self._now)}
         await upsert(self._tx, EVALUATIONS, {"version": version.version}, values)
         await self._decide(version.model, version.version, "evaluated", statistics=statistics)
 
-    async def promote(self, model: ModelRecord, version: str, reason: str, statistics: Mapping[str, float]) -> None:
+    async def begin_trial(self, model: ModelRecord) -> int:
+        """The number of the trial in its family. It is spent now, also when the trial never comes to its end."""
+        await self._tx.execute(update(MODELS).where(MODELS.c.model == model.model).values(trials=model.trials + 1))
+        return model.trials + 1
+
+    async def tried(self, version: str, gate_sha256: str, verdict: Verdict) -> None:
+        """Keep what a trial found until it is acted on: `promote` and `reject` take it away, so that nothing counts
+        twice.
+        """
+        values = {"gate_sha256": gate_sha256, "verdict": json.dumps(asdict(verdict)), "at_ms": epoch_ms(self._now)}
+        await upsert(self._tx, VERDICTS, {"version": version}, values)
+
+    async def promote(
+        self,
+        model: ModelRecord,
+        version: str,
+        reason: str,
+        statistics: Mapping[str, float],
+        standing: Standing = ALONE,
+    ) -> None:
         """The candidate takes over; the champion becomes `previous`."""
+        await self._forget_verdict(version)
         await self._set_state(version, "promoted", request="", replaced=model.champion)
-        await self._set_roles(model, champion=version, previous=model.champion, candidate=None)
+        await self._set_roles(model, champion=version, previous=model.champion, candidate=None, **asdict(standing))
         await self._decide(model.model, version, "promoted", reason, statistics, model.champion)
 
-    async def reject(self, model: ModelRecord, version: str, reason: str, statistics: Mapping[str, float]) -> None:
+    async def reject(
+        self,
+        model: ModelRecord,
+        version: str,
+        reason: str,
+        statistics: Mapping[str, float],
+        standing: Standing | None = None,
+    ) -> None:
         """The version gets no traffic. One that has been champion before and still is `previous` stays that."""
+        await self._forget_verdict(version)
+        if standing is not None:
+            await self._set_roles(model, **asdict(standing))
         state: State = "promoted" if version == model.previous else "rejected"
         await self._set_state(version, state, request="")
         if version == model.candidate:
@@ -123,8 +154,13 @@ class Ledger:
         behind = await store.version(self._tx, heir.replaced) if heir.replaced else None
         previous = behind.version if behind and behind.state == "promoted" else None
         candidate = None if model.candidate in {model.previous, *barred} else model.candidate
-        pinned = None if model.pinned in {model.champion, *barred} else model.pinned
-        await self._set_roles(model, champion=model.previous, previous=previous, candidate=candidate, pinned=pinned)
+        gone = {model.champion, *barred}
+        pinned = None if model.pinned in gone else model.pinned
+        stays = model.anchor not in {None, model.previous, *gone}
+        standing = Standing(model.anchor, model.trials) if stays else ALONE
+        await self._set_roles(
+            model, champion=model.previous, previous=previous, candidate=candidate, pinned=pinned, **asdict(standing)
+        )
 
     async def withdraw(self, model: ModelRecord, version: str, reason: str) -> None:
         """Any version but the champion: no turn is routed to it any more, nor to what descends from it.
@@ -136,7 +172,8 @@ class Ledger:
         await self._decide(model.model, version, "withdrawn", reason, previous=model.champion)
         gone = {version, *await self._bar(version, model.champion)}
         roles = {role: None for role in ("previous", "candidate", "pinned") if getattr(model, role) in gone}
-        await self._set_roles(model, **roles)
+        standing = asdict(ALONE) if model.anchor in gone else {}
+        await self._set_roles(model, **roles, **standing)
 
     async def release(self, model: ModelRecord, version: str) -> None:
         """The candidate waits for its turn again."""
@@ -184,7 +221,10 @@ class Ledger:
         changed = {"state": state, "changed_ms": epoch_ms(self._now), **values}
         await self._tx.execute(update(VERSIONS).where(VERSIONS.c.version == version).values(changed))
 
-    async def _set_roles(self, model: ModelRecord, **roles: str | None) -> None:
+    async def _forget_verdict(self, version: str) -> None:
+        await self._tx.execute(delete(VERDICTS).where(VERDICTS.c.version == version))
+
+    async def _set_roles(self, model: ModelRecord, **roles: str | int | None) -> None:
         if roles:
             await self._tx.execute(update(MODELS).where(MODELS.c.model == model.model).values(roles))
         self._touched.add(model.model)

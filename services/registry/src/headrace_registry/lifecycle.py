@@ -1,7 +1,8 @@
 """What to do next about a model: a pure function of the database, the replicas and the gate.
 
-registered → (put into `serve`) probing → (probe passed everywhere) evaluating → (gate) promoted or rejected.
-The director asks again after every change, so that a process that dies at any point continues where it was.
+registered → (put into `serve`) probing → (probe passed everywhere) evaluating → (trial) promoted or rejected; who
+serves is then measured on the audit tasks. The director asks again after every change, so that a process that dies at
+any point continues where it was.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace_registry import probe
-from headrace_registry.comparison import compare, mean
-from headrace_registry.records import VersionRecord, View
+from headrace_registry.records import ALONE, Standing, VersionRecord, View
 from headrace_schemas import Replica
 
 
@@ -32,8 +32,17 @@ class Probed:
 
 
 @dataclass(frozen=True, slots=True)
+class Try:
+    """Let the candidate play against those who can be played: champion and anchor."""
+
+    version: str
+    champion: str | None
+    anchor: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Measure:
-    """Let the gate play this version."""
+    """Let the audit tasks say how good this version is. Nothing depends on it."""
 
     version: str
 
@@ -45,6 +54,8 @@ class Promote:
     version: str
     reason: str
     statistics: Mapping[str, float] = field(default_factory=dict)
+    standing: Standing = ALONE
+    """What it is held to beside itself; one that came past the trial is its own anchor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +65,8 @@ class Reject:
     version: str
     reason: str
     statistics: Mapping[str, float] = field(default_factory=dict)
+    standing: Standing | None = None
+    """What the trial changed about the champion's; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +90,7 @@ class Wait:
     reason: str = ""
 
 
-Action = Adopt | Probed | Measure | Promote | Reject | Release | RollBack | Wait
-
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """The rule of the gate; None in its place when no gate is configured."""
-
-    margin: float
-    minimum_score: float
+Action = Adopt | Probed | Try | Measure | Promote | Reject | Release | RollBack | Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +99,15 @@ class Situation:
 
     replicas: Sequence[Replica]
     """Live ones only."""
-    gate: Gate | None
+    gate: bool
+    """Whether one is configured."""
+    minimum_score: float = 0.0
     patience_over: bool = False
     """Live replicas have had their time to get the candidate ready."""
     failures: Mapping[str, str] = field(default_factory=dict)
-    """Versions that the gate could not measure in as many attempts as it has, and why."""
+    """Candidates whose trial failed in as many attempts as it has, and why."""
+    unmeasured: Mapping[str, str] = field(default_factory=dict)
+    """Versions whose audit did."""
 
 
 def plan(view: View, now: Situation) -> Action:
@@ -166,42 +175,44 @@ def _judge(candidate: VersionRecord, view: View, now: Situation) -> Action:
         return Promote(name, "an operator promoted it past the gate")
     if view.champion is None and candidate.step == 0:
         return Promote(name, "the first version of its model: nothing to compare with")
-    if now.gate is None:
+    if not now.gate:
         return Promote(name, "promoted after its probe: gate.command is empty")
     if name in now.failures:
         return Reject(name, f"the gate failed: {now.failures[name]}")
-    if name not in view.evaluations:
-        return Measure(name)
-    scores = view.evaluations[name].scores
-    if mean(scores) < now.gate.minimum_score:
-        numbers = {"score": mean(scores), "tasks": float(len(scores)), "minimum_score": now.gate.minimum_score}
-        return Reject(name, "scores less than gate.minimum_score", numbers)
-    if view.champion is None:
-        numbers = {"score": mean(scores), "tasks": float(len(scores))}
-        return Promote(name, "no champion to compare with", numbers)
-    return _compare(name, view.champion.version, now.gate, view, now)
+    champion = view.champion.version if view.champion else None
+    verdict = view.verdict
+    if verdict is not None and verdict.champion == champion:
+        if verdict.passed:
+            return Promote(name, verdict.reason, verdict.statistics, verdict.standing)
+        return Reject(name, verdict.reason, verdict.statistics, verdict.standing)
+    if champion is not None and _to_measure(champion, view, now):
+        return Measure(champion)
+    return _try(name, champion, view, now)
 
 
-def _compare(name: str, champion: str, gate: Gate, view: View, now: Situation) -> Action:
-    if champion in now.failures:
-        return Reject(name, f"the gate failed on the champion {champion}: {now.failures[champion]}")
-    mine, theirs = view.evaluations[name], view.evaluations.get(champion)
-    if theirs is None or (theirs.scores.keys() != mine.scores.keys() and theirs.at < mine.at):
-        return Measure(champion)  # never measured by this gate, or before its tasks changed
-    try:
-        compared = compare(mine.scores, theirs.scores)
-    except ValueError as error:
-        return Reject(name, f"cannot be compared with {champion}: {error}")
-    numbers = {**compared.statistics(), "margin": gate.margin}
-    if compared.not_inferior(gate.margin):
-        return Promote(name, f"not inferior to {champion}", numbers)
-    return Reject(name, f"inferior to {champion}", numbers)
+def _try(name: str, champion: str | None, view: View, now: Situation) -> Action:
+    """Against whom: those whom some replica serves. Who is only on the way is waited for; who is refused cannot
+    serve.
+    """
+    opponents = [one for one in (champion, view.model.anchor) if one and not probe.refused_by_all(one, now.replicas)]
+    for one in opponents:
+        if not probe.served_by_any(one, now.replicas):
+            return Wait(f"no replica serves {one}, which {name} is to be compared with")
+    if not opponents and now.minimum_score == 0:
+        why = f"no replica can serve the champion {champion}" if champion else "no champion"
+        return Promote(name, f"{why}: nothing to compare with")
+    anchor = view.model.anchor
+    return Try(name, champion if champion in opponents else None, anchor if anchor in opponents else None)
+
+
+def _to_measure(name: str, view: View, now: Situation) -> bool:
+    return name not in view.audited and name not in now.unmeasured and probe.served_by_any(name, now.replicas)
 
 
 def _baseline(view: View, now: Situation) -> Action:
-    """Nothing waits: measure a champion that came to its place without the present gate."""
+    """Nothing waits: measure a champion whose score is not known yet."""
     champion = view.champion
-    if champion is None or now.gate is None or champion.version in view.evaluations or champion.version in now.failures:
+    if champion is None or not now.gate or champion.version in view.audited or champion.version in now.unmeasured:
         return Wait()
     if not probe.served_by_any(champion.version, now.replicas):
         return Wait(f"no replica serves the champion {champion.version}")

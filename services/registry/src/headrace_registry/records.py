@@ -39,6 +39,22 @@ class VersionRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """What the champion of a model is held to beside itself. Without an anchor the champion is its own."""
+
+    anchor: str | None = None
+    """The best version so far: the last one that was shown to be better than the anchor before it."""
+    trials: int = 0
+    """How many versions have been compared with this anchor: the size of the family so far."""
+    lead: str | None = None
+    """The champion's evidence that it is better than the anchor, as `trial.Lead` writes it."""
+
+
+ALONE = Standing()
+"""The champion is its own anchor, and nobody has been compared with it yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRecord:
     """Who has which role, what holds the model still, and the revision of the last published routing."""
 
@@ -52,6 +68,13 @@ class ModelRecord:
     """Nothing moves but what an operator asks for."""
     revision: int
     routing: str | None
+    anchor: str | None
+    trials: int
+    lead: str | None
+
+    @property
+    def standing(self) -> Standing:
+        return Standing(self.anchor, self.trials, self.lead)
 
     def may_move(self, version: VersionRecord) -> bool:
         """Whether `version` may become candidate and champion, as far as pins and pauses go."""
@@ -61,11 +84,15 @@ class ModelRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
-    """What one gate measured of one version: task to mean score."""
+class Verdict:
+    """What a trial found of a candidate, against whom, and what follows for the anchor."""
 
-    scores: Mapping[str, float]
-    at: datetime
+    champion: str | None
+    anchor: str | None
+    passed: bool
+    reason: str
+    statistics: Mapping[str, float]
+    standing: Standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +104,10 @@ class View:
     """Those with a role, those that wait, and the bases of either; by name."""
     waiting: tuple[VersionRecord, ...]
     """In state `registered`, in the order of arrival."""
-    evaluations: Mapping[str, Evaluation]
-    """By version, of the present gate only."""
+    verdict: Verdict | None
+    """Of the present gate about the candidate."""
+    audited: frozenset[str]
+    """Those of champion, previous and candidate whose score the present gate has measured on the audit tasks."""
 
     @property
     def champion(self) -> VersionRecord | None:
@@ -91,3 +120,7 @@ class View:
     @property
     def candidate(self) -> VersionRecord | None:
         return self.versions.get(self.model.candidate or "")
+
+    @property
+    def anchor(self) -> VersionRecord | None:
+        return self.versions.get(self.model.anchor or "")

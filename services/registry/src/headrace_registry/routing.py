@@ -63,9 +63,9 @@ async def _wanted(tx: AsyncConnection, now: datetime, record: ModelRecord) -> Ro
 
 
 async def _serve(tx: AsyncConnection, record: ModelRecord) -> tuple[ServedVersion, ...]:
-    """Champion, previous, candidate, and before each adapter the base that it applies to."""
+    """Champion, previous, candidate, anchor, and before each adapter the base that it applies to."""
     found: dict[str, ServedVersion] = {}
-    for name in (record.champion, record.previous, record.candidate):
+    for name in (record.champion, record.previous, record.candidate, record.anchor):
         version = await store.version(tx, name) if name else None
         base = await store.version(tx, version.base) if version and version.base else None
         for one in (base, version):

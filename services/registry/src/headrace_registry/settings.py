@@ -4,33 +4,64 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from headrace_runtime.settings import Port, Section, ServiceSettings
 
 Positive = Annotated[float, Field(gt=0)]
+Probability = Annotated[float, Field(gt=0, le=0.5)]
+Margin = Annotated[float, Field(gt=0, le=1)]
 
 
 class GateSettings(Section):
-    """The held-out evaluation that a candidate has to pass."""
+    """The held-out evaluation that a candidate has to pass: a sequential paired test, see `docs/gate.md`."""
 
     command: tuple[str, ...] = ()
-    """Program and arguments that play the held-out tasks; empty: a candidate is promoted once probed. `{model}` becomes
-    the exact version, `{base_url}` the gateway's URL, `{python}` the interpreter that runs the registry. It prints a
-    line `{"task": "name", "score": 0..1}` for each task (a task played several times counts with its mean), nothing
-    else on stdout, and exits with 0."""
+    """Program and arguments that play held-out tasks; empty: a candidate is promoted once probed. `{base_url}`
+    becomes the gateway's URL, `{python}` the interpreter that runs the registry. It prints the names of its tasks in
+    a line `{"gate": [...], "audit": [...]}`, then reads lines `{"version": ..., "task": ..., "seed": ...}` and
+    answers each with a line that adds `"score": 0..1`, until its standard input ends."""
     base_url: str = "http://127.0.0.1:8000/v1"
     """What `{base_url}` becomes; `headrace up` fills in the gateway that it started."""
-    margin: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """How much lower than the champion's a candidate's mean score may be (non-inferiority)."""
+    margin: Margin = 0.1
+    """A version whose mean score is this much below the champion's is promoted with probability `alpha` at most."""
+    anchor_margin: Margin = 0.05
+    """A version whose mean score is this much below the anchor's, the best version so far, is promoted with probability
+    `alpha` at most: what many small losses may add up to."""
+    alpha: Probability = 0.05
+    """Probability of promoting wrongly, over all versions together that are compared with one anchor."""
+    beta: Probability = 0.05
+    """Probability of refusing a version that is as good as champion and anchor; half of it is for `tasks_max`."""
+    tasks_max: Annotated[int, Field(ge=1, le=1_000_000)] = 6000
+    """After so many tasks, each played by everybody with the same seed, a candidate that is still undecided is
+    refused."""
+    timeout_s: Positive = 3600.0
+    """After so long a candidate that is still undecided is refused."""
     minimum_score: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Mean score below which a candidate is rejected whatever the champion has."""
-    timeout_s: Positive = 600.0
-    """How long one run may take before it is killed and counts as failed."""
+    """A version whose mean score is `margin` below this is promoted with probability `alpha` at most, whatever the
+    champion has."""
+    audit_tasks: Annotated[int, Field(ge=1, le=1_000_000)] = 200
+    """How many plays of audit tasks, which choose nothing, measure the score that is reported of a version that
+    serves."""
+    concurrency: Annotated[int, Field(ge=2, le=4096)] = 16
+    """How many plays the program is asked for at a time."""
+    silence_s: Positive = 300.0
+    """How long the program may be asked for something and print nothing before it is killed and its run counts as
+    failed."""
     attempts: Annotated[int, Field(ge=1)] = 2
-    """How often a run that failed (exit status, time-out, wrong output) is tried before the candidate is rejected."""
-    output_bytes_max: Annotated[int, Field(ge=1024)] = 4_194_304
-    """Output beyond this counts as a failed run."""
+    """How often a run that failed (exit status, silence, wrong output) is tried before the candidate is rejected."""
+    output_bytes_max: Annotated[int, Field(ge=1024)] = 67_108_864
+    """Output of one run beyond this counts as a failed run."""
+
+    @field_validator("command")
+    @classmethod
+    def _speaks_lines(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        if any("{model}" in argument for argument in command):
+            raise ValueError(
+                "names {model}: a program is started once for all versions that are compared, and told on its standard "
+                "input which version plays which task with which seed; leave {model} out, and see docs/gate.md"
+            )
+        return command
 
 
 class RegistrySettings(ServiceSettings):

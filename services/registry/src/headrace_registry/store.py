@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from sqlalchemy import RowMapping, Select, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry.records import Evaluation, ModelRecord, VersionRecord, View
-from headrace_registry.tables import DECISIONS, EVALUATIONS, MODELS, VERSIONS
+from headrace_registry.records import ModelRecord, Standing, Verdict, VersionRecord, View
+from headrace_registry.tables import DECISIONS, EVALUATIONS, MODELS, VERDICTS, VERSIONS
 from headrace_runtime.clock import from_epoch_ms
 from headrace_schemas import ModelEvent
 from headrace_schemas.blobs import BlobRef
@@ -61,17 +61,27 @@ async def view(tx: AsyncConnection, record: ModelRecord, gate_sha256: str) -> Vi
     """What the next decision about one model depends on."""
     query = select(VERSIONS).where(VERSIONS.c.model == record.model, VERSIONS.c.state == "registered")
     waiting = await _versions(tx, query.order_by(VERSIONS.c.number))
-    roles = [name for name in (record.champion, record.previous, record.candidate) if name]
+    roles = [name for name in (record.champion, record.previous, record.candidate, record.anchor) if name]
     found = {**waiting, **await _named(tx, roles)}
     found |= await _named(tx, [one.base for one in found.values() if one.base])
-    return View(record, found, tuple(waiting.values()), await evaluations(tx, roles, gate_sha256))
+    tried = await verdict(tx, record.candidate, gate_sha256) if record.candidate else None
+    return View(record, found, tuple(waiting.values()), tried, await _audited(tx, roles, gate_sha256))
 
 
-async def evaluations(tx: AsyncConnection, names: Iterable[str], gate_sha256: str) -> dict[str, Evaluation]:
+async def verdict(tx: AsyncConnection, name: str, gate_sha256: str) -> Verdict | None:
+    """What the present gate found of a version that is a candidate."""
+    query = select(VERDICTS.c.verdict).where(VERDICTS.c.version == name, VERDICTS.c.gate_sha256 == gate_sha256)
+    text = (await tx.execute(query)).scalar_one_or_none()
+    if text is None:
+        return None
+    values = json.loads(text)
+    return Verdict(**{**values, "standing": Standing(**values["standing"])})
+
+
+async def _audited(tx: AsyncConnection, names: Iterable[str], gate_sha256: str) -> frozenset[str]:
     table = EVALUATIONS
-    query = select(table).where(table.c.version.in_(list(names)), table.c.gate_sha256 == gate_sha256)
-    rows = (await tx.execute(query)).mappings().all()
-    return {row["version"]: Evaluation(json.loads(row["scores"]), from_epoch_ms(row["at_ms"])) for row in rows}
+    query = select(table.c.version).where(table.c.version.in_(list(names)), table.c.gate_sha256 == gate_sha256)
+    return frozenset((await tx.execute(query)).scalars())
 
 
 async def decisions(tx: AsyncConnection, names: Iterable[str]) -> list[ModelEvent]:

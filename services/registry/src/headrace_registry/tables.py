@@ -1,4 +1,4 @@
-"""The registry's state: versions, what the gate said of them, decisions, one routing per model, the leader's lease."""
+"""The registry's state: versions, what the gate found of them, decisions, one routing per model, the leader's lease."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ MODELS = Table(
     Column("paused", Boolean, nullable=False, server_default=false()),
     Column("revision", BigInteger, nullable=False),
     Column("routing", Text),  # the last published Routing as JSON
+    Column("anchor", Text),  # the best version so far, where it is not the champion
+    Column("trials", BigInteger, nullable=False, server_default="0"),  # versions that were compared with the anchor
+    Column("lead", Text),  # the champion's evidence against the anchor, as JSON
 )
 
 VERSIONS = Table(
@@ -49,7 +52,16 @@ EVALUATIONS = Table(
     METADATA,
     Column("version", Text, primary_key=True),
     Column("gate_sha256", Text, nullable=False),  # which gate said so; another gate's scores are not comparable
-    Column("scores", Text, nullable=False),  # task to mean score, as JSON
+    Column("scores", Text, nullable=False),  # audit task to mean score, as JSON
+    Column("at_ms", BigInteger, nullable=False),
+)
+
+VERDICTS = Table(
+    "verdicts",
+    METADATA,
+    Column("version", Text, primary_key=True),
+    Column("gate_sha256", Text, nullable=False),
+    Column("verdict", Text, nullable=False),  # records.Verdict as JSON
     Column("at_ms", BigInteger, nullable=False),
 )
 

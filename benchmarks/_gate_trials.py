@@ -1,0 +1,172 @@
+"""The gate's trial for thousands of runs at once, in numpy: written again, so that it and the service check each
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks._gate_worlds import Floats, scores, thresholds
+from headrace_registry.trial import Rule
+
+Flags = NDArray[np.bool_]
+_COMPACT = 32
+"""After so many tasks the runs that are over are taken out of the arrays."""
+_CHAMPION, _CHAMPION_WORSE, _ANCHOR, _ANCHOR_WORSE, _LEAD, _CHAMPIONS_LEAD = range(6)
+
+
+@dataclass
+class Bets:
+    """`betting.Bets`: six gamblers, the rows, in each of many runs, the columns."""
+
+    null: Floats
+    gap: Floats
+    log: Floats
+    count: Floats
+    total: Floats
+    squares: Floats
+
+    def see(self, value: Floats, where: Flags) -> None:
+        """`value` for the gamblers of `where`; the others stay as they are."""
+        weight = self.count + 1
+        variance = (1 + self.squares) / weight
+        expected = (self.total + self.null + self.gap) / weight
+        edge = np.maximum(self.gap, expected - self.null - np.sqrt(variance / weight))
+        stake = np.minimum(edge / (variance + edge * edge), 0.5 / np.maximum(1 + self.null, 1e-12))
+        self.log += where * np.log1p(stake * (value - self.null))
+        before = self.total / np.maximum(self.count, 1)
+        self.count += where
+        self.total += where * value
+        self.squares += where * ((value - before) * (value - self.total / np.maximum(self.count, 1)))
+
+    def of_runs(self, chosen: Flags) -> Bets:
+        return Bets(
+            self.null, self.gap, *(part[:, chosen] for part in (self.log, self.count, self.total, self.squares))
+        )
+
+    def row(self, number: int) -> Floats:
+        """One gambler of all runs: log wealth, count, total and squares, to be carried on in another trial."""
+        return np.array([part[number] for part in (self.log, self.count, self.total, self.squares)])
+
+
+@dataclass
+class Trials:
+    """One trial for each of many runs: the true scores, and what is carried over. An anchor of NaN: there is none."""
+
+    candidate: Floats
+    champion: Floats
+    anchor: Floats
+    numbers: Floats
+    """The trial's place in its family, from 1."""
+    champions_lead: Floats
+    """`Bets.row` of the champion against the anchor."""
+    champions_error: Floats
+
+
+@dataclass
+class Outcomes:
+    """What came of them, elementwise."""
+
+    passed: Flags
+    failed: Flags
+    tasks: Floats
+    plays: Floats
+    lead: Floats
+    champions_lead: Floats
+
+    @classmethod
+    def none(cls, runs: int) -> Outcomes:
+        """Before the first task."""
+        nobody = np.zeros(runs, bool)
+        return cls(nobody, nobody.copy(), np.zeros(runs), np.zeros(runs), fresh(runs), fresh(runs))
+
+
+def fresh(runs: int) -> Floats:
+    """A lead that nothing is known of."""
+    return np.zeros((4, runs))
+
+
+def succession(rule: Rule, numbers: Floats) -> Floats:
+    return 0.2 * rule.alpha / (numbers * (numbers + 1))
+
+
+Scores = Callable[[Floats, NDArray[np.int64]], Floats]
+"""Scores of one task (players by runs), from the players' thresholds and the numbers of the runs that go on."""
+
+
+def play(draw: np.random.Generator, rule: Rule, trials: Trials, source: Scores | None = None) -> Outcomes:
+    """All trials to their ends, with scores from `source` where that is given."""
+
+    def drawn(limits: Floats, _runs: NDArray[np.int64]) -> Floats:
+        return scores(draw, limits, draw.standard_normal((limits.shape[1],)))
+
+    return _Playing(source or drawn, rule, trials).run()
+
+
+class _Playing:
+    def __init__(self, source: Scores, rule: Rule, trials: Trials) -> None:
+        runs = len(trials.candidate)
+        self.source, self.rule = source, rule
+        self.apart = ~np.isnan(trials.anchor)
+        versions = np.array([trials.candidate, trials.champion, np.where(self.apart, trials.anchor, 0.5)])
+        self.limits = thresholds(versions)
+        margins = np.array([rule.margin, rule.margin] + [rule.anchor_margin] * 4)[:, None]
+        null = margins * np.array([-1, 0, -1, 0, 0, 0])[:, None]
+        self.bets = Bets(null, margins, *(np.zeros((6, runs)) for _ in range(4)))
+        for part, carried in zip((self.bets.log, self.bets.count, self.bets.total, self.bets.squares),
+                                 trials.champions_lead, strict=True):  # fmt: skip
+            part[_CHAMPIONS_LEAD] = carried
+        alpha = 0.8 * rule.alpha / (trials.numbers * (trials.numbers + 1))
+        beta = rule.beta / 2 / np.where(self.apart, 2, 1)
+        errors = [alpha, beta, alpha, beta, succession(rule, trials.numbers), trials.champions_error]
+        self.needed = -np.log(np.array(errors))
+        self.open = np.array([np.ones(runs, bool), self.apart])
+        self.at = np.arange(runs)
+        self.result = Outcomes.none(runs)
+
+    def run(self) -> Outcomes:
+        for task in range(self.rule.tasks_max):
+            self._task()
+            if task % _COMPACT == _COMPACT - 1:
+                self._settle()
+                if not self.at.size:
+                    break
+        self._settle()
+        self._note(np.ones(self.at.size, bool))
+        return self.result
+
+    def _task(self) -> None:
+        candidate, champion, anchor = self.source(self.limits, self.at)
+        against_champion, against_anchor, lead = candidate - champion, candidate - anchor, champion - anchor
+        values = np.array([against_champion, -against_champion, against_anchor, -against_anchor,
+                           np.where(self.apart, against_anchor, against_champion), lead])  # fmt: skip
+        failed = self.result.failed[self.at]
+        champions, anchors = self.open & ~failed
+        own_lead = np.where(self.apart, anchors, champions)
+        where = np.array([champions, champions, anchors, anchors, own_lead, champions & anchors])
+        where[_LEAD:] &= self.bets.log[_LEAD:] < self.needed[_LEAD:]
+        self.bets.see(values, where)
+        self.result.tasks[self.at] += champions | anchors
+        self.result.plays[self.at] += champions * 1.0 + anchors + (champions | anchors)
+        won = self.bets.log >= self.needed
+        lost = (champions & ~won[_CHAMPION] & won[_CHAMPION_WORSE]) | (anchors & ~won[_ANCHOR] & won[_ANCHOR_WORSE])
+        self.result.failed[self.at] |= lost
+        self.open &= ~won[[_CHAMPION, _ANCHOR]]
+
+    def _settle(self) -> None:
+        """Take out the runs that are over."""
+        failed = self.result.failed[self.at]
+        over = failed | ~self.open.any(axis=0)
+        self.result.passed[self.at] = over & ~failed
+        if over.any():
+            self._note(over)
+            self.at, self.apart, self.bets = self.at[~over], self.apart[~over], self.bets.of_runs(~over)
+            self.limits, self.needed, self.open = (part[:, ~over] for part in (self.limits, self.needed, self.open))
+
+    def _note(self, which: Flags) -> None:
+        self.result.lead[:, self.at[which]] = self.bets.row(_LEAD)[:, which]
+        self.result.champions_lead[:, self.at[which]] = self.bets.row(_CHAMPIONS_LEAD)[:, which]

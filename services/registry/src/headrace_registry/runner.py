@@ -1,0 +1,194 @@
+"""The gate at work: one program at a time, beside the director's decisions, tried again when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Protocol
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_registry import referee, store
+from headrace_registry.gate import GateFailed
+from headrace_registry.leader import Lease
+from headrace_registry.ledger import Ledger
+from headrace_registry.lifecycle import Measure, Try
+from headrace_registry.metrics import GATE_SECONDS
+from headrace_registry.records import ALONE, ModelRecord
+from headrace_registry.referee import Court
+from headrace_registry.settings import GateSettings
+from headrace_registry.trial import Rule, Trial
+from headrace_runtime.logs import get_logger
+from headrace_runtime.processor import Processor
+from headrace_schemas import Event
+
+log = get_logger(__name__)
+
+
+class Program(Protocol):
+    """The gate's program, as it is used here."""
+
+    configured: bool
+    sha256: str
+
+    def session(self) -> AbstractAsyncContextManager[Court]: ...
+
+
+@dataclass(slots=True)
+class Tries:
+    """How often runs of one kind were begun, and those versions whose runs failed `gate.attempts` times, with the
+    reason.
+    """
+
+    begun: Counter[str] = field(default_factory=Counter)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        self.begun.clear()
+        self.failed.clear()
+
+
+Keep = Callable[[AsyncConnection, Ledger], Awaitable[None]]
+"""Writes down what was found."""
+
+
+@dataclass(slots=True)
+class _Run:
+    versions: frozenset[str]
+    """Who plays."""
+    task: asyncio.Task[None]
+    played: bool = False
+    """Only what was found is still to be written down: that is not given up any more."""
+
+
+class Runner:
+    """Runs trials and audits, one for each model, and leaves what they found in the database.
+
+    Kept in memory only: failed attempts and the run itself. What a trial has spent of its family's error is not given
+    back.
+    """
+
+    def __init__(
+        self, processor: Processor, lease: Lease, program: Program, settings: GateSettings, changed: Callable[[], None]
+    ) -> None:
+        self._processor = processor
+        self._lease = lease
+        self._program = program
+        self._settings = settings
+        self._changed = changed
+        self._runs: dict[str, _Run] = {}
+        self._one = asyncio.Semaphore(1)
+        self.trials = Tries()
+        self.audits = Tries()
+
+    def reap(self, model: str) -> None:
+        """Forget a run that is done. Raises what should end the process."""
+        run = self._runs.get(model)
+        if run is not None and run.task.done():
+            del self._runs[model]
+            run.task.result()
+
+    def abandon(self, model: str, roles: set[str | None]) -> None:
+        """Give up a run of which a version has lost its role."""
+        run = self._runs.get(model)
+        if run is not None and not run.played and not roles >= run.versions:
+            log.info("gate_run_abandoned", versions=sorted(run.versions))
+            run.task.cancel()
+            del self._runs[model]
+
+    def begin(self, model: str, action: Try | Measure) -> None:
+        """Start what the plan wants, unless the model has a run. `reap` before the plan was made, so that nothing
+        that has just ended is begun again.
+        """
+        if model in self._runs:
+            return
+        if isinstance(action, Try):
+            versions = {name for name in (action.version, action.champion, action.anchor) if name}
+            work = self._guarded(model, action.version, self.trials, lambda: self._try(model, action))
+        else:
+            versions = {action.version}
+            work = self._guarded(model, action.version, self.audits, lambda: self._measure(action.version))
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._changed())
+        self._runs[model] = _Run(frozenset(versions), task)
+
+    async def stop(self) -> None:
+        tasks = [run.task for run in self._runs.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _guarded(self, model: str, version: str, tries: Tries, play: Callable[[], Awaitable[Keep]]) -> None:
+        async with self._one:
+            tries.begun[version] += 1
+            log.info("gate_run", version=version, attempt=tries.begun[version])
+            started_s = self._processor.clock.monotonic_s()
+            outcome = "cancelled"
+            try:
+                keep = await play()
+                outcome = "scored"
+            except GateFailed as error:
+                outcome = "failed"
+                log.warning("gate_failed", version=version, error=str(error))
+                if tries.begun[version] >= self._settings.attempts:
+                    tries.failed[version] = str(error)
+            finally:
+                GATE_SECONDS.labels(outcome).observe(self._processor.clock.monotonic_s() - started_s)
+            if outcome == "scored":
+                self._runs[model].played = True
+                await self._write(keep)
+
+    async def _write(self, keep: Keep) -> None:
+        async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+            await self._lease.check(tx)
+            ledger = Ledger(tx, now)
+            await keep(tx, ledger)
+            return await ledger.finish()
+
+        await self._processor.step(work)
+
+    async def _try(self, model: str, action: Try) -> Keep:
+        number, record = await self._begin_trial(model)
+        rule, gate = rule_of(self._settings), self._settings
+        trial = Trial(rule, number, action.version, action.champion, record.standing if action.anchor else ALONE)
+        async with self._program.session() as court:
+            found = await referee.judge(court, trial, concurrency=gate.concurrency, timeout_s=gate.timeout_s)
+        verdict = replace(found, champion=record.champion)
+
+        async def keep(_tx: AsyncConnection, ledger: Ledger) -> None:
+            await ledger.tried(action.version, self._program.sha256, verdict)
+
+        return keep
+
+    async def _begin_trial(self, model: str) -> tuple[int, ModelRecord]:
+        begun: list[tuple[int, ModelRecord]] = []
+
+        async def begin(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+            await self._lease.check(tx)
+            record = await store.model(tx, model)
+            assert record is not None
+            begun[:] = [(await Ledger(tx, now).begin_trial(record), record)]
+            return ()
+
+        await self._processor.step(begin)
+        return begun[0]
+
+    async def _measure(self, version: str) -> Keep:
+        gate = self._settings
+        async with self._program.session() as court:
+            found = await referee.audit(court, version, plays=gate.audit_tasks, concurrency=gate.concurrency)
+
+        async def keep(tx: AsyncConnection, ledger: Ledger) -> None:
+            record = await store.version(tx, version)
+            assert record is not None
+            await ledger.evaluated(record, self._program.sha256, found.scores, found.statistics())
+
+        return keep
+
+
+def rule_of(gate: GateSettings) -> Rule:
+    return Rule(gate.margin, gate.anchor_margin, gate.alpha, gate.beta, gate.tasks_max, gate.minimum_score)
