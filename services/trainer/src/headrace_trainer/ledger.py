@@ -34,6 +34,8 @@ class Trained:
     baseline: float
     scale: float
     correction: bool = False
+    token_weight: float | None = None
+    """That of the contribution that is corrected; None when the weights hold none and it is trained like a new one."""
 
 
 class Ledger:
@@ -147,15 +149,17 @@ class Ledger:
         self.batches.clear()
         self.read.clear()
 
-    def stepped(self, trained: Sequence[Trained], baselines: Baselines) -> None:
-        """Note a step: contributions, verdicts, baselines. Called once the weights have changed."""
+    def stepped(self, trained: Sequence[Trained], baselines: Baselines, token_weight: float = 0.0) -> None:
+        """Note a step: contributions, verdicts, baselines. Called once the weights have changed. `token_weight`: what
+        the gradients of those that correct nothing were multiplied with."""
         self.steps += 1
         self.baselines = baselines
         for one in trained:
             experience = one.waiting.experience
             entry = self.window.get(experience.experience_id)
             assert entry is not None, "an experience that waits is never evicted"
-            contribution = Contribution(step=self.steps, advantage=one.advantage)
+            weight = token_weight if one.token_weight is None else one.token_weight
+            contribution = Contribution(step=self.steps, advantage=one.advantage, token_weight=weight)
             update: dict[str, object] = {"contributions": (*entry.contributions, contribution)}
             if not entry.trained:
                 update |= {"baseline": one.baseline, "scale": one.scale}

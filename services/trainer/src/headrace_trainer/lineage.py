@@ -27,7 +27,7 @@ from headrace_trainer.policy import Policy
 from headrace_trainer.prepare import prepare
 from headrace_trainer.saved import Saved, Tensors
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.step import NotFinite, train
+from headrace_trainer.step import TOKEN_WEIGHT, NotFinite, train
 from headrace_trainer.store import LineageStore
 from headrace_trainer.waiting import Waiting
 
@@ -98,7 +98,7 @@ class Lineage:
         """Train on what `next_batch` returned; the measurements, empty when the gradient was not finite and the batch
         was dropped as `invalid`. Raises `step.Abandoned`, with nothing changed that a later save would see."""
         settings = self._settings
-        prepared = prepare(items, self.ledger, settings.advantage, self._decay)
+        prepared = prepare(items, self.ledger, settings.advantage, self._decay, settings.batch_experiences)
         digest = prepared.batch.digest()
         try:
             measured = train(
@@ -112,7 +112,7 @@ class Lineage:
             self.ledger.cut(digest, len(items))
             return {}
         found = summary.of_batch(prepared, self.ledger.history) | measured
-        self.ledger.stepped(prepared.trained, prepared.baselines)
+        self.ledger.stepped(prepared.trained, prepared.baselines, found[TOKEN_WEIGHT])
         self.ledger.cut(digest, len(items))
         self._tensors_moved = True
         self._measured.append(found)
