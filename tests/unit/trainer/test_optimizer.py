@@ -74,7 +74,7 @@ def test_the_warm_up_is_linear_then_constant() -> None:
 
 def test_gradients_are_clipped_to_the_global_norm() -> None:
     weights = {name: nn.Parameter(torch.zeros(2)) for name in "ab"}
-    optimizer = Optimizer(weights, OptimizerSettings(gradient_norm_max=1.0))
+    optimizer = Optimizer(weights, OptimizerSettings(gradient_norm_max=1.0, beta1=0.0))
     for weight in weights.values():
         weight.grad = torch.full((2,), 2.0)
     assert optimizer.step() == pytest.approx(4.0)
@@ -87,7 +87,8 @@ def test_muon_orthogonalises_matrices_and_leaves_tables_to_adamw() -> None:
         "embed_tokens.weight": nn.Parameter(torch.zeros(8, 8)),
         "norm.weight": nn.Parameter(torch.zeros(8)),
     }
-    optimizer = Optimizer(parameters, OptimizerSettings(kind="muon", learning_rate=0.1, gradient_norm_max=1e9))
+    settings = OptimizerSettings(kind="muon", learning_rate=0.1, gradient_norm_max=1e9)
+    optimizer = Optimizer(parameters, settings, {"layers.0.q_proj.weight"})
     generator = torch.Generator().manual_seed(0)
     for parameter in parameters.values():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
@@ -95,8 +96,9 @@ def test_muon_orthogonalises_matrices_and_leaves_tables_to_adamw() -> None:
     matrix, table, vector = parameters.values()
     singular = torch.linalg.svdvals(matrix.detach()) / (0.1 * 0.2 * 8**0.5)
     assert ((singular > 0.6) & (singular < 1.3)).all(), "all directions move about as much"
-    torch.testing.assert_close(table.detach().abs(), torch.full((8, 8), 0.1), atol=1e-4, rtol=0)
-    torch.testing.assert_close(vector.detach().abs(), torch.full((8,), 0.1), atol=1e-4, rtol=0)
+    for other in (table, vector):
+        assert float(other.detach().square().mean().sqrt()) == pytest.approx(0.1, rel=0.05), "as far as Adam's first"
+        torch.testing.assert_close(other.detach().sign(), -other.grad.sign())
 
 
 def test_without_a_gradient_nothing_moves() -> None:

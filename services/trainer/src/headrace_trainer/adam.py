@@ -1,15 +1,20 @@
-"""AdamW in which contributions add up: what a gradient does to the weights is its size over a scale that changes slowly.
+"""AdamW in which contributions add up, so that one of them can be taken back (docs/algorithms.md, "Corrections").
 
-Two things of Adam stand in the way of that, and of taking a contribution back (docs/algorithms.md, "Corrections"):
+What a gradient does to the weights is its size over the usual size of gradients, as in Adam. Four things differ, which
+make Adam count the same gradient differently from batch to batch:
 
-- Its first momentum is an average, so early gradients count several times, and a batch without any gradient repeats
-  those before it. Here momentum is a debt: `unspent` holds what is still to be paid out of each gradient, every
-  gradient is paid out exactly once, and what never arrives pays nothing. A constant gradient moves the weights as
-  Adam's does, from the first update on.
-- Every batch counts as one step however small. Here a batch has a weight, its size as a share of a whole one: its
+- Momentum is an average there: early gradients count several times, and a batch without any gradient repeats those
+  before it. Here it is a debt, `unspent`: every gradient is paid out exactly once, over the batches that follow, and
+  what never arrives pays nothing. The debt is in steps of the weights, not in gradients (as in LaProp, Ziyin et al.
+  2020, arXiv:2002.04839), so what is paid is settled when the gradient comes. A constant gradient moves the weights as
+  Adam's does, from the first batch on.
+- Every batch is one step there, however small. Here a batch has a weight, its size as a share of a whole one: its
   gradient is that much smaller, it pays out that much less of the debt, and ages the squares by as much.
+- The squares of the first batches stand for all that was before them, there, weight by weight: a weight that the first
+  batch hardly touched makes as large a step as any. Here a tensor's weights share what was before them.
+- Corrections do not enter the squares.
 
-For whole batches, and once the start is forgotten, this is AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101).
+For whole batches, and once the start is forgotten, the sums of the steps are AdamW's (arXiv:1711.05101).
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ class Adam:
     def _debt(self, clock: float) -> float:
         """What is unspent of a constant gradient of 1 by then; in the end beta1 / (1 - beta1), as in Adam."""
         beta1 = self._settings.beta1
-        return beta1 * (1 - beta1**clock) / (1 - beta1)
+        return float(beta1 * (1 - beta1**clock) / (1 - beta1))
 
     @torch.no_grad()
     def observe(self, weight: float) -> None:
@@ -62,11 +67,13 @@ class Adam:
     def scale(self) -> float:
         """The typical size of a gradient by now, one number for all weights; 1 when none has been seen. What a
         contribution does is its size in this unit, so the unit is kept with it for a later correction."""
-        if not self.squares_clock:
+        if not self.squares_clock or not self._squares:
             return 1.0
         sizes = torch.tensor([squares.numel() for squares in self._squares.values()], dtype=torch.float64)
         means = torch.stack([squares.mean() for squares in self._squares.values()]).double().cpu()
         seen = means > 0
+        if not seen.any():
+            return 1.0
         logarithm = float((means[seen].log() * sizes[seen]).sum() / sizes[seen].sum())
         return exp(logarithm / 2) / sqrt(1 - self._unknown)
 
@@ -116,16 +123,24 @@ class Adam:
         clocks = {CLOCK: self.clock, SQUARES_CLOCK: self.squares_clock}
         return tensors | {name: torch.tensor([value], dtype=torch.float64) for name, value in clocks.items()}
 
-    def load(self, name: str, what: str, value: Tensor) -> None:
-        """Take back one entry of `state`, or of torch's AdamW, as earlier releases saved it."""
-        beta1, place = self._settings.beta1, self.parameters[name].device
-        if what == "step":
-            self.clock = self.squares_clock = float(value)
-        elif what == "exp_avg":  # what it would still have done to the weights
-            self._unspent[name] = value.to(place) * (beta1 / (1 - beta1))
-        else:
-            kept = self._unspent if what == "unspent" else self._squares
-            kept[name] = value.to(place).clone()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take back `state`, or that of torch's AdamW, as earlier releases saved it."""
+        self.reset()
+        averages: dict[str, Tensor] = {}
+        for key, value in state.items():
+            name, _, what = key.rpartition("/")
+            if key in (CLOCK, SQUARES_CLOCK):
+                continue
+            if what == "step":
+                self.clock = self.squares_clock = float(value)
+                continue
+            kept = {"unspent": self._unspent, "exp_avg": averages}.get(what, self._squares)
+            kept[name] = value.to(self.parameters[name].device).clone()
+        if CLOCK in state:
+            self.clock, self.squares_clock = float(state[CLOCK]), float(state[SQUARES_CLOCK])
+        debt = self._debt(self.clock)
+        for name, average in averages.items():  # what it would still have done to the weights
+            self._unspent[name] = average.mul_(debt).div_(self._size(name))
 
     def _of(self, kept: dict[str, Tensor], name: str) -> Tensor:
         if name not in kept:

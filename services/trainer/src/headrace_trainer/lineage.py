@@ -27,7 +27,7 @@ from headrace_trainer.policy import Policy
 from headrace_trainer.prepare import prepare
 from headrace_trainer.saved import Saved, Tensors
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.step import TOKEN_WEIGHT, NotFinite, train
+from headrace_trainer.step import SHARE, NotFinite, train
 from headrace_trainer.store import LineageStore
 from headrace_trainer.waiting import Waiting
 
@@ -112,7 +112,7 @@ class Lineage:
             self.ledger.cut(digest, len(items))
             return {}
         found = summary.of_batch(prepared, self.ledger.history) | measured
-        self.ledger.stepped(prepared.trained, prepared.baselines, found[TOKEN_WEIGHT])
+        self.ledger.stepped(prepared.trained, prepared.baselines, found[SHARE])
         self.ledger.cut(digest, len(items))
         self._tensors_moved = True
         self._measured.append(found)

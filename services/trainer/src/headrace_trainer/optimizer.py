@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace_runtime.errors import SettingError
-from headrace_trainer.adam import CLOCK, SQUARES_CLOCK, Adam
+from headrace_trainer.adam import Adam
 from headrace_trainer.settings import OptimizerSettings
 
 _UPDATES = "updates"
@@ -74,8 +74,8 @@ class Optimizer:
 
     @torch.no_grad()
     def apply(self, weight: float, corrections: Mapping[str, Tensor] | None = None) -> None:
-        """Move the weights by the gradients taken and by `corrections`, gradients times their own `gain`, for a batch of
-        `weight`."""
+        """Move the weights by the gradients taken, those of a batch of `weight`, and by `corrections`, gradients times
+        their own `gain`."""
         given = corrections or {}
         if self._muon is not None:
             for name, gradient in given.items():
@@ -120,22 +120,21 @@ class Optimizer:
         self.reset()
         entries = dict(state)
         self.updates = int(entries.pop(_UPDATES))
-        clocks = entries.pop(CLOCK, None), entries.pop(SQUARES_CLOCK, None)
+        moments: dict[str, Tensor] = {}
         for key, value in entries.items():
             name, _, what = key.rpartition("/")
-            if (what == "momentum_buffer") == (name in self._adam.parameters):
+            if what == "momentum_buffer" and self._muon is not None and name not in self._adam.parameters:
+                parameter = self._parameters[name]
+                self._muon.state[parameter][what] = value.to(parameter.device).clone()
+            elif what == "momentum_buffer" or (name and name not in self._adam.parameters):
                 raise SettingError(
                     "trainer.optimizer.kind",
                     self._settings.kind,
-                    f"the saved lineage trained {name} with the other one; keep it, or choose another trainer.lineage",
+                    f"the saved lineage has another one for {name}; keep that, or choose another trainer.lineage",
                 )
-            if name in self._adam.parameters:
-                self._adam.load(name, what, value)
-            elif self._muon is not None:
-                parameter = self._parameters[name]
-                self._muon.state[parameter][what] = value.to(parameter.device).clone()
-        if clocks[0] is not None and clocks[1] is not None:
-            self._adam.clock, self._adam.squares_clock = float(clocks[0]), float(clocks[1])
+            else:
+                moments[key] = value
+        self._adam.load(moments)
 
     def _clip(self) -> float | None:
         norm = float(nn.utils.clip_grad_norm_(list(self._parameters.values()), self._settings.gradient_norm_max))

@@ -23,8 +23,7 @@ from headrace_trainer.optimizer import Optimizer
 from headrace_trainer.policy import Policy
 from headrace_trainer.settings import LossSettings
 
-
-TOKEN_WEIGHT = "token_weight"
+SHARE = "token_weight"
 """The measurement: what the gradient of each token was multiplied with, clipping and all. A correction needs it."""
 
 
@@ -78,7 +77,7 @@ def train(
     return measures.values(batch) | {
         "gradient_norm": norm or 0.0,
         "learning_rate": learning_rate,
-        TOKEN_WEIGHT: token_weight,
+        SHARE: token_weight,
         "step_seconds": seconds,
         "tokens_per_second": sum(row.length for row in batch.rows) / seconds,
     }

@@ -1,0 +1,133 @@
+"""`python -m tests.learning`: measures what training promises about its steps; status 1 when a line does not hold."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+import transformers
+
+from headrace_trainer.settings import OptimizerSettings
+from tests.learning.corrections import AFTER, LAG, Case, Run, moved, rest
+from tests.learning.exact import differing_bytes
+from tests.learning.planted import FAULTS, caught
+from tests.support import tiny_model
+
+REST_MAX = 0.25
+_SIZES = ((64, 1, 64), (64, 8, 8), (64, 64, 1), (64, 64, 64), (8, 8, 8), (1, 1, 1))
+_BEFORE = (0, 20)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that is promised: a figure and its bounds."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+
+    @property
+    def holds(self) -> bool:
+        return self.low <= self.value <= self.high
+
+    def report(self) -> dict[str, object]:
+        return {"name": self.name, "value": self.value, "low": self.low, "high": self.high, "holds": self.holds}
+
+
+def corrections(base: Path) -> Iterator[Line]:
+    """See `tests.learning.corrections`."""
+    for whole, first, second in _SIZES:
+        for before in _BEFORE:
+            found = rest(base, Case(whole, first, second, before))
+            name = f"left by a correction: batch of {whole}, trained in {first}, taken back in {second}, after {before}"
+            yield Line(f"{name}: weights", found.weights, -REST_MAX, REST_MAX)
+            yield Line(f"{name}: logprobs", found.logprobs, -REST_MAX, REST_MAX)
+
+
+def steps(base: Path) -> Iterator[Line]:
+    """What else must not be a full step."""
+
+    fresh = {a: _corrections_on_a_fresh_optimizer(base, a) for a in (0.002, 1.0)}
+    yield Line("eight corrections of 0.002, fresh optimizer, in moves of eight of 1", fresh[0.002] / fresh[1.0], 0, 0.01)
+    run = Run(base, 64, 2)
+    run.full(10)
+    whole = moved(run, *run.rows(64))
+    yield Line("a batch of zero advantages, in moves of the batch before", moved(run, *run.rows(64, 0.0)) / whole, 0, 0)
+    steady = Run(base, 64, 3, OptimizerSettings(beta1=0.0))
+    steady.full(10)
+    cut = moved(steady, *steady.rows(8)) / moved(steady, *steady.rows(64))
+    yield Line("a batch of 8 that time cut, in moves of 64", cut, 0, 0.6)
+
+
+def _corrections_on_a_fresh_optimizer(base: Path, advantage: float) -> float:
+    """With the weight that each would have had in a whole batch: the move of the batches that follow, too."""
+    from dataclasses import replace
+
+    ends = []
+    for corrected in (False, True):
+        run = Run(base, 64, 4)
+        rows = run.rows(8, advantage=advantage)
+        weight = Run(base, 64, 5)
+        share = weight.step(*weight.rows(64))
+        if corrected:
+            run.step(*(replace(row, correction=True, token_weight=share) for row in rows))
+        run.full(3)
+        ends.append(run.weights())
+    return float((ends[1] - ends[0]).norm())
+
+
+def exact(folder: Path, base: Path) -> Iterator[Line]:
+    replayed, corrected = asyncio.run(differing_bytes(folder, base))
+    yield Line("bytes of weights in which a replay with the last word differs from never", replayed, 0, 0)
+    yield Line("the same of the lineage that was corrected (the comparison can fail)", corrected, 1, 1e12)
+
+
+def faults() -> Iterator[Line]:
+    for fault in FAULTS:
+        yield Line(f"caught when planted: {fault.name}", float(caught(fault)), 1, 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--report", type=Path, default=Path("reports/test-learning.json"))
+    given = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    began, lines = time.perf_counter(), []
+    with tempfile.TemporaryDirectory(prefix="headrace-learning-") as scratch:
+        base = tiny_model.build(Path(scratch) / "base", layers=1)
+        for part in (corrections(base), steps(base), exact(Path(scratch), base), faults()):
+            for line in part:
+                lines.append(line)
+                print(f"{'holds' if line.holds else 'FAILS'}  {line.value:10.3f}  {line.name}", flush=True)
+    seconds = time.perf_counter() - began
+    worst = max(abs(line.value) for line in lines if line.name.startswith("left by"))
+    report = {
+        "seconds": round(seconds, 1),
+        "lag": LAG,
+        "after": AFTER,
+        "worst_left_by_a_correction": worst,
+        "lines": [line.report() for line in lines],
+    }
+    given.report.parent.mkdir(parents=True, exist_ok=True)
+    given.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    failed = [line.name for line in lines if not line.holds]
+    print(f"{len(lines)} lines in {seconds:.0f} s, {len(failed)} do not hold; a correction leaves at most {worst:.0%}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
