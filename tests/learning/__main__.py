@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -59,7 +59,7 @@ def steps(base: Path) -> Iterator[Line]:
     """What else must not be a full step."""
 
     fresh = {a: _corrections_on_a_fresh_optimizer(base, a) for a in (0.002, 1.0)}
-    yield Line("eight corrections of 0.002, fresh optimizer, in moves of eight of 1", fresh[0.002] / fresh[1.0], 0, 0.01)
+    yield Line("eight corrections of 0.002 first of all, in moves of eight of 1", fresh[0.002] / fresh[1.0], 0, 0.01)
     run = Run(base, 64, 2)
     run.full(10)
     whole = moved(run, *run.rows(64))
@@ -72,8 +72,6 @@ def steps(base: Path) -> Iterator[Line]:
 
 def _corrections_on_a_fresh_optimizer(base: Path, advantage: float) -> float:
     """With the weight that each would have had in a whole batch: the move of the batches that follow, too."""
-    from dataclasses import replace
-
     ends = []
     for corrected in (False, True):
         run = Run(base, 64, 4)
@@ -93,9 +91,9 @@ def exact(folder: Path, base: Path) -> Iterator[Line]:
     yield Line("the same of the lineage that was corrected (the comparison can fail)", corrected, 1, 1e12)
 
 
-def faults() -> Iterator[Line]:
-    for fault in FAULTS:
-        yield Line(f"caught when planted: {fault.name}", float(caught(fault)), 1, 1)
+def faults(folder: Path, base: Path) -> Iterator[Line]:
+    for number, fault in enumerate(FAULTS):
+        yield Line(f"caught when planted: {fault.name}", float(caught(fault, folder / str(number), base)), 1, 1)
 
 
 def main() -> int:
@@ -109,7 +107,7 @@ def main() -> int:
     began, lines = time.perf_counter(), []
     with tempfile.TemporaryDirectory(prefix="headrace-learning-") as scratch:
         base = tiny_model.build(Path(scratch) / "base", layers=1)
-        for part in (corrections(base), steps(base), exact(Path(scratch), base), faults()):
+        for part in (corrections(base), steps(base), exact(Path(scratch), base), faults(Path(scratch), base)):
             for line in part:
                 lines.append(line)
                 print(f"{'holds' if line.holds else 'FAILS'}  {line.value:10.3f}  {line.name}", flush=True)

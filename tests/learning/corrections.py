@@ -11,8 +11,8 @@ experience left is d = left - never, and what the correction did not undo is c =
 
     <c, d> / <d, d>
 
-over all weights: 0 when nothing is left, 1 when the correction did nothing, negative when it went too far. `logprobs` is
-the same of what can be seen from outside, the mean logprob of the experience's own tokens. `beside` is the length of
+over all weights: 0 when nothing is left, 1 when the correction did nothing, negative when it went too far. `logprobs`
+is the same of what can be seen from outside, the mean logprob of the experience's own tokens. `beside` is the length of
 the part of c that is orthogonal to d, in lengths of d: other weights than those that the experience had moved.
 """
 

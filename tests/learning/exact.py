@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from headrace_schemas import Event, Experience
 from headrace_schemas.envelope import Envelope
+from headrace_trainer.policy import Policy
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trainer import Trainer
 from tests.unit.trainer.world import Bus, World, experience
@@ -60,6 +62,9 @@ def _settings(base: Path, **overrides: object) -> TrainerSettings:
 def _difference(left: Trainer, right: Trainer) -> int:
     assert left.lineage is not None
     assert right.lineage is not None
-    theirs = right.lineage.policy.tensors()
-    pairs = [(tensor.numpy().tobytes(), theirs[name].numpy().tobytes()) for name, tensor in left.lineage.policy.tensors().items()]
-    return sum(a != b for one, other in pairs for a, b in zip(one, other, strict=True))
+    ours, theirs = (b"".join(_bytes(one.lineage.policy)) for one in (left, right))
+    return sum(a != b for a, b in zip(ours, theirs, strict=True))
+
+
+def _bytes(policy: Policy) -> Iterator[bytes]:
+    return (tensor.numpy().tobytes() for _, tensor in sorted(policy.tensors().items()))

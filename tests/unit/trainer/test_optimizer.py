@@ -97,6 +97,7 @@ def test_muon_orthogonalises_matrices_and_leaves_tables_to_adamw() -> None:
     singular = torch.linalg.svdvals(matrix.detach()) / (0.1 * 0.2 * 8**0.5)
     assert ((singular > 0.6) & (singular < 1.3)).all(), "all directions move about as much"
     for other in (table, vector):
+        assert other.grad is not None
         assert float(other.detach().square().mean().sqrt()) == pytest.approx(0.1, rel=0.05), "as far as Adam's first"
         torch.testing.assert_close(other.detach().sign(), -other.grad.sign())
 

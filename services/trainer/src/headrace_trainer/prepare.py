@@ -54,14 +54,22 @@ def _advantages(
     weights_B = [experience.weight for experience in experiences_B]
     runs_B = [run_of(experience) for experience in experiences_B]
     tasks_B = [task_of(experience) for experience in experiences_B]
-    scaled = settings.scale == "std"
+    scale_min = settings.scale_min if settings.scale == "std" else None
     if settings.kind == "reinforce++":
         return reinforce_pp(
-            rewards_B, weights_B, runs_B, tasks_B, past, decay, history_min=settings.history_min, scaled=scaled
+            rewards_B,
+            weights_B,
+            runs_B,
+            tasks_B,
+            past,
+            decay,
+            history_min=settings.history_min,
+            tasks_min=settings.tasks_min,
+            scale_min=scale_min,
         )
     groups_B = [task or run for task, run in zip(tasks_B, runs_B, strict=True)]
     if settings.kind == "grpo":
-        return grpo(rewards_B, weights_B, runs_B, groups_B, scaled=scaled), past
+        return grpo(rewards_B, weights_B, runs_B, groups_B, scale_min=scale_min), past
     return rloo(rewards_B, weights_B, runs_B, groups_B), past
 
 
