@@ -58,8 +58,8 @@ def corrections(base: Path) -> Iterator[Line]:
 def steps(base: Path) -> Iterator[Line]:
     """What else must not be a full step."""
 
-    fresh = {a: _corrections_on_a_fresh_optimizer(base, a) for a in (0.002, 1.0)}
-    yield Line("eight corrections of 0.002 first of all, in moves of eight of 1", fresh[0.002] / fresh[1.0], 0, 0.01)
+    small = _eight_corrections(base, 0.002) / _eight_corrections(base, 1.0)
+    yield Line("eight corrections of 0.002 first of all, in moves of eight of 1", small, 0, 0.01)
     run = Run(base, 64, 2)
     run.full(10)
     whole = moved(run, *run.rows(64))
@@ -70,19 +70,12 @@ def steps(base: Path) -> Iterator[Line]:
     yield Line("a batch of 8 that time cut, in moves of 64", cut, 0, 0.6)
 
 
-def _corrections_on_a_fresh_optimizer(base: Path, advantage: float) -> float:
-    """With the weight that each would have had in a whole batch: the move of the batches that follow, too."""
-    ends = []
-    for corrected in (False, True):
-        run = Run(base, 64, 4)
-        rows = run.rows(8, advantage=advantage)
-        weight = Run(base, 64, 5)
-        share = weight.step(*weight.rows(64))
-        if corrected:
-            run.step(*(replace(row, correction=True, token_weight=share) for row in rows))
-        run.full(3)
-        ends.append(run.weights())
-    return float((ends[1] - ends[0]).norm())
+def _eight_corrections(base: Path, advantage: float) -> float:
+    """How far they move a fresh optimizer, with the weight that tokens had in a whole batch."""
+    other, run = Run(base, 64, 5), Run(base, 64, 4)
+    weight = other.step(*other.rows(64))
+    rows = run.rows(8, advantage=advantage)
+    return moved(run, *(replace(row, correction=True, token_weight=weight) for row in rows))
 
 
 def exact(folder: Path, base: Path) -> Iterator[Line]:

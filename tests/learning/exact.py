@@ -7,7 +7,6 @@ from pathlib import Path
 
 from headrace_schemas import Event, Experience
 from headrace_schemas.envelope import Envelope
-from headrace_trainer.policy import Policy
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trainer import Trainer
 from tests.unit.trainer.world import Bus, World, experience
@@ -60,11 +59,10 @@ def _settings(base: Path, **overrides: object) -> TrainerSettings:
 
 
 def _difference(left: Trainer, right: Trainer) -> int:
-    assert left.lineage is not None
-    assert right.lineage is not None
-    ours, theirs = (b"".join(_bytes(one.lineage.policy)) for one in (left, right))
+    ours, theirs = (b"".join(_bytes(one)) for one in (left, right))
     return sum(a != b for a, b in zip(ours, theirs, strict=True))
 
 
-def _bytes(policy: Policy) -> Iterator[bytes]:
-    return (tensor.numpy().tobytes() for _, tensor in sorted(policy.tensors().items()))
+def _bytes(trainer: Trainer) -> Iterator[bytes]:
+    assert trainer.lineage is not None
+    return (tensor.numpy().tobytes() for _, tensor in sorted(trainer.lineage.policy.tensors().items()))
