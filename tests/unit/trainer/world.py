@@ -149,6 +149,10 @@ class MemorySource:
         found = dict(zip(places, self._bus.records, strict=True))
         return found.get((Experience.topic, partition, offset))
 
+    async def fetch_all(self, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        found = {place: await self.fetch(*place) for place in places}
+        return {place: record for place, record in found.items() if record is not None}
+
     async def stop(self) -> None: ...
 
 

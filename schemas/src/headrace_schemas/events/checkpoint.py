@@ -63,6 +63,16 @@ class Verdict(Model):
     """None: it changed the weights."""
 
 
+class Undone(Model):
+    """A revision that had changed the weights, and has not any more: they went back behind the step, because the
+    registry refused what was made of it."""
+
+    experience_id: Text
+    revision: Annotated[int, Field(ge=0)]
+    queued: bool
+    """It waits to be trained again, and another verdict will follow; else it is given up."""
+
+
 class Read(Model):
     """Records of `experiences` that were read in one go: all of a partition before offset `until` that were not yet."""
 
@@ -102,6 +112,8 @@ class TrainingMetrics(Event):
     version: Version | None = None
     metrics: dict[Text, Finite] = Field(default_factory=dict, max_length=256)
     verdicts: tuple[Verdict, ...] = Field(default=(), max_length=65_536)
+    undone: tuple[Undone, ...] = Field(default=(), max_length=65_536)
+    """After all `verdicts` of this account and of those before."""
     batches: tuple[Batch, ...] = Field(default=(), max_length=65_536)
     read: tuple[Read, ...] = Field(default=(), max_length=65_536)
     """After the last batch."""

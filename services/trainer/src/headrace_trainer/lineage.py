@@ -118,13 +118,14 @@ class Lineage:
         self._measured.append(found)
         return found
 
-    def control(self, event: ModelEvent) -> None:
-        """Follow a decision of the registry; see `headrace_trainer.control`."""
+    def control(self, event: ModelEvent) -> dict[str, tuple[int, ...]]:
+        """Follow a decision of the registry; see `headrace_trainer.control`. Returns what that undid, see
+        `Ledger.go_back`; `Ledger.undo` is to be told."""
         ledger = self.ledger
         course = control.follow(event, ledger.history, ledger.promoted)
         ledger.promoted = course.promoted
         if course.rewind is None:
-            return
+            return {}
         log.info("weights_go_back", version=course.rewind, decision=event.decision, about=event.version)
         REWINDS.inc()
         point = self.saved.restore_points.get(course.rewind)
@@ -135,8 +136,8 @@ class Lineage:
             log.warning("optimizer_starts_afresh", version=course.rewind, remedy="raise memory.restore_points")
             versions.load(self._blobs, self._manifest(course.rewind), self.policy)
             self._optimizer.reset()
-        ledger.history = ledger.history.moved(course.rewind, ledger.steps)
         self._tensors_moved = True
+        return ledger.go_back(course.rewind)
 
     def save(self, *, publish: bool) -> bool:
         """Make everything durable, as a new version when `publish` and when the weights differ from their parent's.
@@ -222,6 +223,7 @@ class Lineage:
             version=manifest.version if manifest else None,
             metrics=measured,
             verdicts=tuple(ledger.verdicts),
+            undone=tuple(ledger.undone),
             batches=tuple(ledger.batches),
             read=tuple(ledger.read),
         )

@@ -22,6 +22,9 @@ REVISIONS_MAX = 64
 class Contribution(Model):
     """In step `step` an experience was trained with this advantage. A correction adds another contribution."""
 
+    revision: int = -1
+    """-1: not known, because an earlier release trained it."""
+
     step: int
     advantage: Finite
     token_weight: Finite = 0.0
