@@ -23,6 +23,7 @@ from headrace_schemas import (
     TrainingMetrics,
     Trajectory,
     Turn,
+    Undone,
     Usage,
     Verdict,
 )
@@ -82,6 +83,13 @@ def report(*verdicts: Verdict, save: int = 0, lineage: str = "main", at_s: int =
     return TrainingMetrics(time=time, model="m", lineage=lineage, step=save, account=save, verdicts=verdicts)
 
 
+def undoes(name: str, *, revision: int = 0, queued: bool = False, save: int = 1) -> TrainingMetrics:
+    undone = (Undone(experience_id=name, revision=revision, queued=queued),)
+    return TrainingMetrics(
+        time=START + timedelta(seconds=save), model="m", lineage="main", step=save, account=save, undone=undone
+    )
+
+
 def letter(event: Event, service: str) -> DeadLetter:
     return DeadLetter(
         time=START, service=service, source_topic=event.topic, source_partition=0, source_offset=0,
@@ -105,6 +113,34 @@ STATES: dict[str, tuple[tuple[Event, ...], tuple[int, int, dict[str, int], dict[
     "no reward yet": (CLOSED, (2, 0, {"reward": 2}, {})),
     "on its way to the trainer": (READY, (2, 0, {"training": 2}, {})),
     "trained": ((*READY, report(verdict("E", "a", "b"))), (2, 2, {}, {})),
+    "undone": ((*READY, report(verdict("E", "a", "b")), undoes("E")), (2, 0, {}, {"undone": 2})),
+    "undone and queued again": (
+        (*READY, report(verdict("E", "a", "b")), undoes("E", queued=True)),
+        (2, 0, {"training": 2}, {}),
+    ),
+    "undone and trained again": (
+        (*READY, report(verdict("E", "a", "b")), undoes("E", queued=True), report(verdict("E", "a", "b"), save=2)),
+        (2, 2, {}, {}),
+    ),
+    "undone and too old by then": (
+        (
+            *READY,
+            report(verdict("E", "a", "b")),
+            undoes("E", queued=True),
+            report(verdict("E", "a", "b", dropped="stale"), save=2),
+        ),
+        (2, 0, {}, {"stale": 2}),
+    ),
+    "a correction is undone, what it corrected is not": (
+        (
+            *READY,
+            experience("E", "a", "b", revision=1),
+            report(verdict("E", "a", "b")),
+            report(verdict("E", "a", "b", revision=1), save=1),
+            undoes("E", revision=1, save=2),
+        ),
+        (2, 2, {}, {}),
+    ),
     "stale": ((*READY, report(verdict("E", "a", "b", dropped="stale"))), (2, 0, {}, {"stale": 2})),
     "eval": ((turn("a", purpose="eval"), turn("b")), (2, 0, {"session": 1}, {"eval": 1})),
     "eval by its trajectory": ((*TWO, trajectory("T", ("a", "b"), purpose="eval")), (2, 0, {}, {"eval": 2})),

@@ -95,12 +95,18 @@ class Bus:
 
     @property
     def fates(self) -> dict[tuple[str, int], str]:
-        """(experience, revision) to `trained` or the reason; fails when one has two verdicts."""
+        """(experience, revision) to `trained` or the reason; fails when one has two verdicts, and none was undone
+        between. What was undone is `queued` again or `undone` for good."""
         fates: dict[tuple[str, int], str] = {}
-        for verdict in self.verdicts:
-            key = (verdict.experience_id, verdict.revision)
-            assert key not in fates, f"{key} has two verdicts"
-            fates[key] = verdict.dropped or "trained"
+        for account in self.accounts:
+            for verdict in account.verdicts:
+                key = (verdict.experience_id, verdict.revision)
+                assert fates.get(key, "queued") == "queued", f"{key} has two verdicts"
+                fates[key] = verdict.dropped or "trained"
+            for undone in account.undone:
+                key = (undone.experience_id, undone.revision)
+                assert fates[key] == "trained", f"{key} had done nothing"
+                fates[key] = "queued" if undone.queued else "undone"
         return fates
 
 
