@@ -69,8 +69,9 @@ class Adam:
         contribution does is its size in this unit, so the unit is kept with it for a later correction."""
         if not self.squares_clock or not self._squares:
             return 1.0
-        sizes = torch.tensor([squares.numel() for squares in self._squares.values()], dtype=torch.float64)
-        means = torch.stack([squares.mean() for squares in self._squares.values()]).double().cpu()
+        known = [self._squares[name] for name in self.parameters if name in self._squares]
+        sizes = torch.tensor([squares.numel() for squares in known], dtype=torch.float64)
+        means = torch.stack([squares.mean() for squares in known]).double().cpu()
         seen = means > 0
         if not seen.any():
             return 1.0
@@ -89,7 +90,7 @@ class Adam:
         settings, scale = self._settings, self.scale
         self.clock += weight
         share = weight / (weight + self._debt(self.clock))
-        for name, gradient in self._gradients():
+        for name, gradient in self._gradients() if self.squares_clock else ():  # before that they are zero
             self._of(self._unspent, name).addcdiv_(gradient, self._size(name))
         for name, gradient in corrections.items():
             unspent = self._of(self._unspent, name)
