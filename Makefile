@@ -9,7 +9,7 @@ UV := $(BIN)/uv
 MEMBERS := schemas runtime sdk gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients lock schemas lint test test-long test-clients demo up attack chaos simulate mutants test-architectures bench bench-bus bench-state bench-gate compose-test lock-images clean
+.PHONY: help install install-clients lock schemas lint test test-long test-clients demo up attack chaos simulate mutants test-architectures test-learning bench bench-bus bench-state bench-gate compose-test lock-images clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -93,6 +93,9 @@ SEEDS ?= 1000
 FIRST ?= 0
 simulate: $(VENV)/installed ## every service on a virtual clock while everything goes wrong: 1,000 seeds (SEEDS=, FIRST=)
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST) --report reports/simulate.json
+
+test-learning: $(VENV)/installed ## what a correction leaves undone, what is no full step, and planted faults; a few minutes
+	$(BIN)/python -m tests.learning
 
 compose-test: $(VENV)/installed ## build every image and play the shortened demo through the containers (Docker or podman)
 	$(BIN)/python -m tests.compose --seed $(SEED)

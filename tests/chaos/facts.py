@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -44,6 +44,8 @@ class Facts:
     """By experience: its newest revision, its session, whether that has a reward, and feedback's value in it."""
     verdicts: dict[str, dict[Revision, list[str | None]]] = field(default_factory=lambda: defaultdict(dict))
     """By lineage: what became of each revision, None for trained, once per report that says so."""
+    again: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    """By lineage, experience and revision: how often it was queued again, because weights went back behind it."""
     feedback: set[str] = field(default_factory=set)
     letters: list[str] = field(default_factory=list)
     records: Counter[str] = field(default_factory=Counter)
@@ -74,6 +76,8 @@ class Facts:
                 told = self.verdicts[event.lineage]
                 for verdict in event.verdicts:
                     told.setdefault((verdict.experience_id, verdict.revision), []).append(verdict.dropped)
+                for undone in event.undone:
+                    self.again[event.lineage, undone.experience_id, undone.revision] += undone.queued
             case Feedback():
                 self.feedback.add(event.event_id)
             case DeadLetter():
@@ -112,13 +116,17 @@ class Facts:
         return True
 
     def trained_twice(self) -> list[str]:
-        """Revisions that a lineage reports as trained more than once."""
+        """Revisions that a lineage reports as trained more than once, and not as queued again between."""
         return [
             f"experience {name} revision {revision} in lineage {lineage}, {outcomes.count(None)} times"
             for lineage, told in self.verdicts.items()
             for (name, revision), outcomes in told.items()
-            if outcomes.count(None) > 1
+            if outcomes.count(None) > 1 + self.again[lineage, name, revision]
         ]
+
+    def trainings(self, lineage: str, name: str, revisions: Iterable[int]) -> int:
+        """How often `revisions` of an experience may have changed the weights."""
+        return sum(1 + self.again[lineage, name, revision] for revision in revisions)
 
     def waiting(self, lineage: str) -> dict[str, set[str]]:
         """What still has to happen: turns without a trajectory, and so on. All empty once the stack has caught up."""

@@ -129,7 +129,7 @@ def _topics_and_trainer(findings: Findings, topics: Facts, trainer: TrainerLedge
     trained: Counter[str] = Counter()
     for (name, _), outcomes in told.items():
         trained[name] += outcomes.count(None)
-    findings.check(DOUBLE, [*topics.trained_twice(), *_doubled(trainer)])
+    findings.check(DOUBLE, [*topics.trained_twice(), *_doubled(topics, trainer)])
     findings.check(
         "experiences in the weights that no report names",
         (name for name, steps in trainer.contributions.items() if len(steps) > trained[name]),
@@ -141,10 +141,11 @@ def _topics_and_trainer(findings: Findings, topics: Facts, trainer: TrainerLedge
     findings.check("experiences left in the trainer's queue", trainer.waiting)
 
 
-def _doubled(trainer: TrainerLedger) -> list[str]:
-    """An experience changes the weights at most once per revision, and at most once per step."""
+def _doubled(topics: Facts, trainer: TrainerLedger) -> list[str]:
+    """An experience changes the weights at most once per revision unless that is queued again, and once per step."""
     return [
         f"experience {name} in steps {list(steps)} with revisions {list(trainer.revisions[name])}"
         for name, steps in trainer.contributions.items()
-        if len(steps) > len(trainer.revisions[name]) or len(set(steps)) < len(steps)
+        if len(steps) > topics.trainings(trainer.lineage, name, trainer.revisions[name])
+        or len(set(steps)) < len(steps)
     ]

@@ -39,8 +39,8 @@ class Retraining:
     saved: Saved
     experiences: Mapping[tuple[str, int], Experience]
     """By id and revision, with the branch as the turns say it."""
-    batches: Mapping[int, Sequence[tuple[Experience, float]]]
-    """Step to the experiences and advantages of its batch, in order."""
+    batches: Mapping[int, Sequence[tuple[Experience, float, float | None]]]
+    """Step to the experiences and advantages of its batch, in order; corrections with the weight of their tokens."""
     digests: Mapping[int, str]
     """Step to the digest of the batch that was trained, as the trainer reported it."""
 
@@ -67,11 +67,11 @@ class Retraining:
 
     def batch(self, step: int, *, tampered: bool = False) -> Batch:
         """The step's batch, made of turns. `tampered`: with one sampled token exchanged for another."""
-        rows = [Row.of(experience, advantage, None) for experience, advantage in self.batches[step]]
+        rows = [Row.of(experience, advantage, None, weight) for experience, advantage, weight in self.batches[step]]
         if tampered:
             row = max(rows, key=lambda one: abs(float(one.advantage)))
             row.token_ids_T[np.flatnonzero(row.loss_mask_T)[-1]] ^= 1
-        return Batch(tuple(rows))
+        return Batch(tuple(rows), self.settings.batch_experiences)
 
     def train(self, policy: Policy, optimizer: Optimizer, batch: Batch) -> None:
         """One step, as the trainer takes it."""
@@ -79,7 +79,7 @@ class Retraining:
 
     def drift(self, policy: Policy, sampled_by: str) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """|logprob of the present weights - the engine's| of each trained token that `sampled_by` sampled."""
-        trained = {(one.experience_id, one.revision): one for batch in self.batches.values() for one, _ in batch}
+        trained = {(one.experience_id, one.revision): one for batch in self.batches.values() for one, *_ in batch}
         rows = [Row.of(one, 0.0, sampled_by) for one in trained.values()]
         found = []
         for row in (row for row in rows if row.fresh_T.any()):
@@ -112,17 +112,18 @@ def _from_turns(experience: Experience, turns: Mapping[str, Turn]) -> Experience
 
 def _batches(
     reports: Iterable[TrainingMetrics], saved: Saved, experiences: Mapping[tuple[str, int], Experience]
-) -> dict[int, list[tuple[Experience, float]]]:
+) -> dict[int, list[tuple[Experience, float, float | None]]]:
     """Verdicts are in the order of the batch; which step an experience was in, and with which advantage, is in the
     lineage's own window."""
-    found: dict[int, list[tuple[Experience, float]]] = defaultdict(list)
+    found: dict[int, list[tuple[Experience, float, float | None]]] = defaultdict(list)
     times: dict[str, int] = defaultdict(int)
     unique = {one.account: one for one in reports}
     for _, report in sorted(unique.items()):
         for verdict in report.verdicts:
             if verdict.dropped is None:
                 contribution = saved.window[verdict.experience_id].contributions[times[verdict.experience_id]]
+                weight = contribution.token_weight if times[verdict.experience_id] else None
                 times[verdict.experience_id] += 1
                 experience = experiences[verdict.experience_id, verdict.revision]
-                found[contribution.step].append((experience, contribution.advantage))
+                found[contribution.step].append((experience, contribution.advantage, weight))
     return found

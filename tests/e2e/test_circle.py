@@ -160,7 +160,7 @@ def test_published_weights_follow_bit_for_bit_from_the_captured_turns(lineage: R
     from headrace_trainer.optimizer import Optimizer
 
     policy, reader = lineage.policy(), lineage.policy()
-    optimizer = Optimizer(policy.parameters, lineage.settings.optimizer)
+    optimizer = Optimizer(policy.parameters, lineage.settings.optimizer, policy.hidden)
     base, *published = lineage.saved.versions
     parent = base.version
     assert len(published) >= SWAPS
@@ -172,7 +172,7 @@ def test_published_weights_follow_bit_for_bit_from_the_captured_turns(lineage: R
         parent = version.version
     lineage.load(base, policy)
     tampered = lineage.batch(1, tampered=True)
-    lineage.train(policy, Optimizer(policy.parameters, lineage.settings.optimizer), tampered)
+    lineage.train(policy, Optimizer(policy.parameters, lineage.settings.optimizer, policy.hidden), tampered)
     assert not equal(policy.tensors(), lineage.load(published[0], reader)), "one other token, other weights"
 
 

@@ -23,6 +23,7 @@ from headrace_schemas.manifest import File, Fingerprint, Manifest
 from headrace_trainer.batch import Batch, Row
 from headrace_trainer.ledger import Ledger
 from headrace_trainer.native import Compared
+from headrace_trainer.step import SHARE
 
 VOCABULARY = 4096
 CONTEXT = 4096
@@ -71,6 +72,7 @@ class Policy:
     vocabulary = VOCABULARY
     context = CONTEXT
     parameters: Mapping[str, object] = {}
+    hidden: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self.lessons: tuple[Lesson, ...] = ()
@@ -106,7 +108,7 @@ def train(
     """`headrace_trainer.step.train`."""
     optimizer.updates += 1
     policy.lessons += tuple(Lesson.of(row, optimizer.updates) for row in batch.rows)
-    return {"loss": 0.0, "step_seconds": 0.0, "tokens_per_second": 0.0}
+    return {"loss": 0.0, SHARE: batch.token_weight, "step_seconds": 0.0, "tokens_per_second": 0.0}
 
 
 class Tensors:

@@ -132,6 +132,12 @@ PLANTED: Mapping[str, Planted] = {
         _bug("headrace_scorer.joins.said_about", _by_the_clock), frozenset({"p10_late"})
     ),
     "the run by clocks": Planted(_bug("headrace_scorer.joins.targets", _next_by_the_clock), frozenset({"p10_late"})),
+    "weights come forward unsaid": Planted(
+        _bug("headrace_trainer.ledger.Ledger._restore", lambda *_: None), frozenset({"p4_once"})
+    ),
+    "weights go back unsaid": Planted(
+        _bug("headrace_trainer.ledger.Ledger.undo", lambda *_: None), frozenset({"p4_once"})
+    ),
     "staleness unbounded": Planted(
         _bug("headrace_trainer.admission.stale", lambda *_: None, "headrace_trainer.prepare.stale"),
         frozenset({"p5_staleness"}),

@@ -20,9 +20,15 @@ from tests.simulation.run import simulate
 ROOT = Path(__file__).resolve().parents[2]
 CATCH_WITHIN = 36
 """Seeds; most are caught by the first few."""
-THERE_AND_BACK = 963
+THERE_AND_BACK = 5
 """Weights go back with a refusal and come forward with the next version's promotion."""
-KNOWN = {"commit before effect": 2, "ends do not wait": 3, "outbox in memory": 10, "past the spool": 4}
+KNOWN = {
+    "weights come forward unsaid": THERE_AND_BACK,
+    "commit before effect": 2,
+    "ends do not wait": 3,
+    "outbox in memory": 10,
+    "past the spool": 4,
+}
 """Where a bug is rarely met, a seed that meets it. The others come after it: another simulation, another seed."""
 
 
@@ -35,7 +41,7 @@ def _others_are_no_garbage() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.mark.parametrize("seed", [*range(6), THERE_AND_BACK])
+@pytest.mark.parametrize("seed", [*range(5), THERE_AND_BACK])
 def test_every_promise_is_kept(seed: int) -> None:
     outcome = simulate(seed)
     assert outcome.broken == (), outcome.command

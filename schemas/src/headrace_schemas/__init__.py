@@ -10,7 +10,7 @@ from headrace_schemas.events.chat import (
     Tool,
     ToolCall,
 )
-from headrace_schemas.events.checkpoint import Batch, Checkpoint, Read, TrainingMetrics, Verdict
+from headrace_schemas.events.checkpoint import Batch, Checkpoint, Read, Restored, TrainingMetrics, Undone, Verdict
 from headrace_schemas.events.dead_letter import DeadLetter
 from headrace_schemas.events.dead_letter_decision import DeadLetterDecision
 from headrace_schemas.events.experience import Experience, RewardPart
@@ -63,6 +63,7 @@ __all__ = [
     "Probe",
     "Read",
     "Replica",
+    "Restored",
     "Reward",
     "RewardPart",
     "RewardResult",
@@ -77,6 +78,7 @@ __all__ = [
     "TrainingMetrics",
     "Trajectory",
     "Turn",
+    "Undone",
     "Usage",
     "Verdict",
 ]

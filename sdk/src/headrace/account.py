@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from headrace_schemas import DeadLetter, Event, Experience, TrainingMetrics, Trajectory, Turn, Verdict
+from headrace_schemas import DeadLetter, Event, Experience, Restored, TrainingMetrics, Trajectory, Turn, Undone, Verdict
 
 TOPICS = tuple(event.topic for event in (TrainingMetrics, DeadLetter, Experience, Trajectory, Turn))
 """What the account reads, effects before their causes: end offsets taken in this order make a consistent cut."""
@@ -88,6 +88,17 @@ class _Experience:
     event_ids: dict[int, str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What a lineage said with one of its saves."""
+
+    lineage: str
+    account: int
+    verdicts: tuple[Verdict, ...]
+    undone: tuple[Undone, ...]
+    restored: tuple[Restored, ...]
+
+
 class Books:
     """`add` every event of `TOPICS` once or more often, in any order, then `close`."""
 
@@ -98,8 +109,12 @@ class Books:
         self._trajectories: dict[str, str] = {}
         self._arrived: dict[str, _Trajectory] = {}
         self._experiences: dict[str, _Experience] = {}
-        self._reports: dict[str, int] = {}
+        self._reports: dict[str, _Report] = {}
         self._verdicts: dict[tuple[str, str], dict[int, Verdict]] = defaultdict(dict)
+        self._undone: dict[tuple[str, str], dict[int, bool]] = defaultdict(dict)
+        """Revision to whether it waits to be trained again."""
+        self._taken_back: dict[tuple[str, str], dict[int, Verdict]] = defaultdict(dict)
+        """The last verdict that was, by revision."""
         self._latest: dict[str, tuple[datetime, str]] = {}
         self._refused: set[str] = set()
         self._problems: list[str] = []
@@ -170,15 +185,47 @@ class Books:
         found.event_ids[event.revision] = event.event_id
 
     def _add_report(self, event: TrainingMetrics) -> None:
+        report = _Report(event.lineage, event.account, event.verdicts, event.undone, event.restored)
         if event.event_id in self._reports:
-            if self._reports[event.event_id] != hash(event.verdicts):
+            if self._reports[event.event_id] != report:
                 self._problem(f"lineage {event.lineage} reported its save {event.account} twice, differently")
             return
-        self._reports[event.event_id] = hash(event.verdicts)
+        self._reports[event.event_id] = report
         if event.model not in self._latest or self._latest[event.model][0] <= event.time:
             self._latest[event.model] = (event.time, event.lineage)
-        for verdict in event.verdicts:
-            self._add_verdict(event.lineage, verdict)
+
+    def _read_reports(self) -> None:
+        """In the order of the saves: what was undone may be trained again later."""
+        for report in sorted(self._reports.values(), key=lambda one: (one.lineage, one.account)):
+            for verdict in report.verdicts:
+                self._add_verdict(report.lineage, verdict)
+            for undone in report.undone:
+                self._take_back(report.lineage, undone)
+            for restored in report.restored:
+                self._restore(report.lineage, restored)
+
+    def _take_back(self, lineage: str, undone: Undone) -> None:
+        place = lineage, undone.experience_id
+        verdict = self._verdicts[place].pop(undone.revision, None)
+        if verdict is None or (verdict.dropped is not None and not undone.queued):
+            self._missing(
+                f"lineage {lineage} took back experience {undone.experience_id} revision {undone.revision}, "
+                "which it had not trained"
+            )
+        if verdict is not None:
+            self._taken_back[place][undone.revision] = verdict
+        self._undone[place][undone.revision] = undone.queued
+
+    def _restore(self, lineage: str, restored: Restored) -> None:
+        place = lineage, restored.experience_id
+        verdict = self._taken_back[place].pop(restored.revision, None)
+        if verdict is None:
+            self._missing(
+                f"lineage {lineage} holds experience {restored.experience_id} revision {restored.revision} again, "
+                "which it had not taken back"
+            )
+            return
+        self._verdicts[place][restored.revision] = verdict.model_copy(update={"dropped": None})
 
     def _add_verdict(self, lineage: str, verdict: Verdict) -> None:
         known = self._verdicts[lineage, verdict.experience_id]
@@ -197,6 +244,7 @@ class Books:
         """
         self._complete = complete
         lineages = {model: lineage for model, (_, lineage) in self._latest.items()} | self._named
+        self._read_reports()
         self._claim_turns()
         self._check_verdicts()
         self._check_experiences()
@@ -237,7 +285,7 @@ class Books:
         return ("dropped", "dead_letter") if turn_id in self._refused else ("waiting", "session")
 
     def _fate(self, name: str, lineage: str | None) -> tuple[str, str]:
-        """Trained once is trained for good; else the newest revision decides."""
+        """Trained, unless that was undone, is trained for good; else the newest revision decides."""
         experience = self._experiences[name]
         verdicts = self._verdicts.get((lineage, name), {}) if lineage is not None else {}
         if any(verdict.dropped is None for verdict in verdicts.values()):
@@ -247,7 +295,9 @@ class Books:
             return "dropped", newest.dropped
         if experience.event_ids.get(experience.revision) in self._refused:
             return "dropped", "dead_letter"
-        return "waiting", "training"
+        undone = self._undone.get((lineage, name), {}) if lineage is not None else {}
+        given_up = undone.get(experience.revision) is False
+        return ("dropped", "undone") if given_up else ("waiting", "training")
 
     def _check_verdicts(self) -> None:
         for (lineage, name), verdicts in self._verdicts.items():

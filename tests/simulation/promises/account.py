@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from headrace.account import Books
 from headrace_schemas import DeadLetter, Experience, TrainingMetrics, Trajectory, Turn
+from tests.support.fates import follow
 
 if TYPE_CHECKING:
     from tests.simulation.promises.check import Check
@@ -40,14 +41,11 @@ def _followed(town: Town, that: Check) -> tuple[set[str], set[str]]:
             dropped |= set(trajectory.turn_ids)
     for made in town.log.all(Experience):
         spoken.setdefault(made.experience_id, set()).update(made.turn_ids)
+    reports = sorted(town.log.all(TrainingMetrics), key=lambda report: report.account)
     fates: dict[str, set[bool]] = {}
-    for report in town.log.all(TrainingMetrics):
-        for verdict in report.verdicts:
-            known = that(
-                verdict.experience_id in spoken, f"{verdict.experience_id} has a verdict and was never published"
-            )
-            if known:
-                fates.setdefault(verdict.experience_id, set()).add(verdict.dropped is None)
+    for (name, _), fate in follow(reports)[0].items():
+        if that(name in spoken, f"{name} has a verdict and was never published"):
+            fates.setdefault(name, set()).add(fate == "trained")
     trained = {turn for name, fate in fates.items() if True in fate for turn in spoken[name]}
     dropped |= {turn for name, fate in fates.items() if True not in fate for turn in spoken[name]}
     return trained, dropped

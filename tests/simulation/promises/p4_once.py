@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace_schemas import Checkpoint, TrainingMetrics
 from tests.simulation.rest import lessons, saved_lineage
+from tests.support.fates import follow
 
 if TYPE_CHECKING:
     from tests.simulation.promises.check import Check
@@ -22,17 +23,21 @@ def check(town: Town, that: Check) -> None:
         in_weights |= set(times)
         for (name, revision), count in times.items():
             that(count == 1, f"{version} was trained {count} times on {name} revision {revision}")
-    reported: Counter[tuple[str, int]] = Counter()
-    verdicts: Counter[tuple[str, int]] = Counter()
-    for report in town.log.all(TrainingMetrics):
-        for verdict in report.verdicts:
-            verdicts[verdict.experience_id, verdict.revision] += 1
-            reported[verdict.experience_id, verdict.revision] += verdict.dropped is None
-    for (name, revision), count in verdicts.items():
-        that(count == 1, f"{name} revision {revision} has {count} verdicts")
-    trained = {key for key, count in reported.items() if count}
-    that(trained == in_weights, f"reported as trained and not in any weights, or the reverse: {trained ^ in_weights}")
+    reports = town.log.all(TrainingMetrics)
+    fates, wrong = follow(sorted(reports, key=lambda report: report.account))
+    that(not wrong, f"reports contradict each other: {wrong[:3]}")
+    ever = {(one.experience_id, one.revision) for report in reports for one in report.verdicts if one.dropped is None}
+    that(ever == in_weights, f"reported as trained and not in any weights, or the reverse: {ever ^ in_weights}")
+    _head(town, that, {key for key, fate in fates.items() if fate == "trained"})
     _children(town, that)
+
+
+def _head(town: Town, that: Check, trained: set[tuple[str, int]]) -> None:
+    """What stays trained is what the weights in training hold, and nothing else is (what was undone is said)."""
+    saved = saved_lineage(town)
+    assert saved is not None
+    held = {(one.experience_id, one.revision) for one in lessons(town)[saved.head]}
+    that(trained == held, f"the weights hold what no report says, or the reverse: {trained ^ held}")
 
 
 def _children(town: Town, that: Check) -> None:

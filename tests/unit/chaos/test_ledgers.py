@@ -17,6 +17,7 @@ from headrace_schemas import (
     TrainingMetrics,
     Trajectory,
     Turn,
+    Undone,
     Verdict,
 )
 from headrace_schemas.base import utcnow
@@ -77,6 +78,15 @@ def test_where_all_is_well_nothing_is_found() -> None:
     findings = world.compare()
     assert findings.broken == {}
     assert findings.table[LOST] == findings.table[DOUBLE] == findings.table[FAILED] == 0
+
+
+def test_what_is_queued_again_may_be_trained_again() -> None:
+    world = World()
+    name = world.experience.experience_id
+    undone = (Undone(experience_id=name, revision=0, queued=True),)
+    world.trainer = replace(world.trainer, contributions={name: (1, 2)})
+    back = world.reported(1).model_copy(update={"verdicts": (), "undone": undone})
+    assert world.compare(more=[back, world.reported(2)]).broken == {}
 
 
 def test_a_word_that_waited_in_another_gateways_spool_may_count() -> None:

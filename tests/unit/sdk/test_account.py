@@ -18,11 +18,13 @@ from headrace_schemas import (
     Experience,
     LeftOut,
     Message,
+    Restored,
     Sampling,
     Span,
     TrainingMetrics,
     Trajectory,
     Turn,
+    Undone,
     Usage,
     Verdict,
 )
@@ -82,6 +84,20 @@ def report(*verdicts: Verdict, save: int = 0, lineage: str = "main", at_s: int =
     return TrainingMetrics(time=time, model="m", lineage=lineage, step=save, account=save, verdicts=verdicts)
 
 
+def undoes(name: str, *, revision: int = 0, queued: bool = False, save: int = 1) -> TrainingMetrics:
+    undone = (Undone(experience_id=name, revision=revision, queued=queued),)
+    return TrainingMetrics(
+        time=START + timedelta(seconds=save), model="m", lineage="main", step=save, account=save, undone=undone
+    )
+
+
+def restores(name: str, *, revision: int = 0, save: int = 2) -> TrainingMetrics:
+    restored = (Restored(experience_id=name, revision=revision),)
+    return TrainingMetrics(
+        time=START + timedelta(seconds=save), model="m", lineage="main", step=save, account=save, restored=restored
+    )
+
+
 def letter(event: Event, service: str) -> DeadLetter:
     return DeadLetter(
         time=START, service=service, source_topic=event.topic, source_partition=0, source_offset=0,
@@ -105,6 +121,63 @@ STATES: dict[str, tuple[tuple[Event, ...], tuple[int, int, dict[str, int], dict[
     "no reward yet": (CLOSED, (2, 0, {"reward": 2}, {})),
     "on its way to the trainer": (READY, (2, 0, {"training": 2}, {})),
     "trained": ((*READY, report(verdict("E", "a", "b"))), (2, 2, {}, {})),
+    "undone": ((*READY, report(verdict("E", "a", "b")), undoes("E")), (2, 0, {}, {"undone": 2})),
+    "undone and queued again": (
+        (*READY, report(verdict("E", "a", "b")), undoes("E", queued=True)),
+        (2, 0, {"training": 2}, {}),
+    ),
+    "undone and trained again": (
+        (*READY, report(verdict("E", "a", "b")), undoes("E", queued=True), report(verdict("E", "a", "b"), save=2)),
+        (2, 2, {}, {}),
+    ),
+    "undone and too old by then": (
+        (
+            *READY,
+            report(verdict("E", "a", "b")),
+            undoes("E", queued=True),
+            report(verdict("E", "a", "b", dropped="stale"), save=2),
+        ),
+        (2, 0, {}, {"stale": 2}),
+    ),
+    "undone, and the weights come forward again": (
+        (*READY, report(verdict("E", "a", "b")), undoes("E", queued=True), restores("E")),
+        (2, 2, {}, {}),
+    ),
+    "restored, whatever was said since": (
+        (
+            *READY,
+            experience("E", "a", "b", revision=1, reward=None),
+            report(verdict("E", "a", "b")),
+            undoes("E", queued=True),
+            report(
+                verdict("E", "a", "b", dropped="superseded"),
+                verdict("E", "a", "b", revision=1, dropped="no_reward"),
+                save=2,
+            ),
+            restores("E", save=3),
+        ),
+        (2, 2, {}, {}),
+    ),
+    "a later word was dropped, and is queued": (
+        (
+            *READY,
+            experience("E", "a", "b", revision=1),
+            report(verdict("E", "a", "b"), verdict("E", "a", "b", revision=1, dropped="stale")),
+            undoes("E"),
+            undoes("E", revision=1, queued=True, save=2),
+        ),
+        (2, 0, {"training": 2}, {}),
+    ),
+    "a correction is undone, what it corrected is not": (
+        (
+            *READY,
+            experience("E", "a", "b", revision=1),
+            report(verdict("E", "a", "b")),
+            report(verdict("E", "a", "b", revision=1), save=1),
+            undoes("E", revision=1, save=2),
+        ),
+        (2, 2, {}, {}),
+    ),
     "stale": ((*READY, report(verdict("E", "a", "b", dropped="stale"))), (2, 0, {}, {"stale": 2})),
     "eval": ((turn("a", purpose="eval"), turn("b")), (2, 0, {"session": 1}, {"eval": 1})),
     "eval by its trajectory": ((*TWO, trajectory("T", ("a", "b"), purpose="eval")), (2, 0, {}, {"eval": 2})),
@@ -210,6 +283,15 @@ CONTRADICTIONS: dict[str, tuple[tuple[Event, ...], str]] = {
         (*TWO, trajectory("T", ("a",), left_out={"b": "retried"}), experience("E", "a", "b")),
         "turn b is dropped as retried and yet waiting in an experience",
     ),
+    "undone and never trained": (
+        (*READY, report(verdict("E", "a", "b", dropped="stale")), undoes("E")),
+        "took back experience E revision 0, which it had not trained",
+    ),
+    "undone out of nothing": ((*READY, undoes("E", queued=True)), "took back experience E revision 0"),
+    "restored and never undone": (
+        (*READY, report(verdict("E", "a", "b")), restores("E")),
+        "holds experience E revision 0 again, which it had not taken back",
+    ),
     "a verdict about nothing": ((*CLOSED, report(verdict("E", "a", "b"))), "which nobody published"),
     "a verdict about other turns": ((*READY, report(verdict("E", "a"))), "judged other turns of experience E"),
     "an experience of nothing": ((*TWO, experience("E", "a")), "of trajectory T, which nobody published"),
@@ -234,7 +316,9 @@ def test_each_contradiction_is_noticed(name: str) -> None:
     summary(found)
 
 
-@pytest.mark.parametrize("missing", ["a verdict about nothing", "an experience of nothing", "never captured"])
+@pytest.mark.parametrize(
+    "missing", ["a verdict about nothing", "an experience of nothing", "never captured", "undone out of nothing"]
+)
 def test_what_age_may_have_deleted_is_no_problem_when_topics_have_lost_their_beginning(missing: str) -> None:
     assert account(CONTRADICTIONS[missing][0], complete=False).consistent
 

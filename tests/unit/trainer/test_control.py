@@ -111,18 +111,19 @@ async def test_weights_and_optimizer_go_back_and_the_next_version_is_the_champio
     assert not same(weights(three), weights(one))
 
     world.bus.produce(decision(world.bus.checkpoints[2].version, "rejected", second))
-    back = await world.run(settings)
+    back = await world.run(make(max_staleness=9, lora={"rank": rank}, batch_experiences=64))
     assert same(weights(back), weights(one))
     assert not same(weights(back), weights(base))
+    assert list(world.bus.fates.values()) == ["trained"] * 4 + ["queued"] * 8, "and they wait again"
     assert back.lineage is not None
     assert back.lineage.ledger.steps == 3, "what was read and trained stays on the account"
     assert back.lineage._optimizer.updates == 1
 
     world.bus.produce(*(experience(n, first, reward=n % 3) for n in range(20, 24)))
     await world.run(settings)
-    newest = world.bus.checkpoints[-1]
+    newest = world.bus.checkpoints[4]
     assert (newest.step, newest.parent) == (4, second), "a new number, and the champion's child"
-    assert list(world.bus.fates.values()) == ["trained"] * 16, "nothing twice"
+    assert list(world.bus.fates.values()) == ["trained"] * 16, "nothing twice in the same weights"
 
 
 @pytest.mark.parametrize("what", ["rolled_back", "withdrawn"])
@@ -141,13 +142,13 @@ async def test_children_of_a_withdrawn_champion_are_not_built_on(world: World, m
     assert len(children) == 2
 
     world.bus.produce(decision(champion, what, first, number=1))  # type: ignore[arg-type]
-    back = await world.run(settings)
+    back = await world.run(make(max_staleness=20, batch_experiences=64))
     assert same(weights(back), weights(base))
     for number, child in enumerate(children):
         world.bus.produce(decision(child, "rejected", first, number=10 + number))
     world.bus.produce(*(experience(n, first, reward=n % 3) for n in range(20, 24)))
     await world.run(settings)
-    newest = world.bus.checkpoints[-1]
+    newest = world.bus.checkpoints[4]
     assert (newest.step, newest.parent) == (4, first)
 
 
@@ -161,8 +162,95 @@ async def test_a_champion_is_never_starved_by_refusals(world: World, make: Make)
         await world.run(settings)
         world.bus.produce(decision(world.bus.checkpoints[-1].version, "rejected", first, number=turn))
         await world.run(settings)
+    assert set(world.bus.fates.values()) <= {"trained", "undone"}, "nothing is stale"
+    assert [checkpoint.parent for checkpoint in world.bus.checkpoints].count(first) >= 10
+
+
+async def test_what_a_refusal_undoes_is_trained_again_once(world: World, make: Make) -> None:
+    """And a word that came since counts: it is the last one that waits."""
+    settings, waits = make(max_staleness=1, batch_experiences=4), make(max_staleness=1, batch_experiences=64)
+    await world.run(settings)
+    first = world.bus.checkpoints[0].version
+    world.bus.produce(*(experience(n, first, reward=float(n % 2), task="t", run=str(n)) for n in range(4)))
+    one = await world.run(settings)
+    assert one.lineage is not None
+    before = {name: entry.contributions for name, entry in one.lineage.ledger.window.copy().items()}
+    world.bus.produce(decision(world.bus.checkpoints[-1].version, "rejected", first))
+    back = await world.run(waits)
+    assert world.bus.fates == dict.fromkeys([(f"e{n}", 0) for n in range(4)], "queued")
+    assert back.lineage is not None
+    assert len(back.lineage.ledger.waiting) == 4
+
+    again = await world.run(settings)
     assert set(world.bus.fates.values()) == {"trained"}
-    assert [checkpoint.parent for checkpoint in world.bus.checkpoints[1:]] == [first] * 10
+    assert same(weights(again), weights(one)), "the same experiences on the same weights, by the same baselines"
+    assert again.lineage is not None
+    for one_of, entry in again.lineage.ledger.window.copy().items():
+        assert [c.advantage for c in entry.contributions] == [c.advantage for c in before[one_of] * 2]
+
+    world.bus.produce(decision(world.bus.checkpoints[-1].version, "rejected", first, number=1))
+    await world.run(settings)
+    assert set(world.bus.fates.values()) == {"undone"}, "not a third time"
+
+
+async def test_weights_that_come_forward_hold_again_what_was_undone(world: World, make: Make) -> None:
+    """A promotion after all: its experiences count as trained again, and do not wait any more."""
+    settings, waits = make(max_staleness=9), make(max_staleness=9, batch_experiences=64)
+    await world.run(settings)
+    first = world.bus.checkpoints[0].version
+    world.bus.produce(*(experience(n, first, reward=float(n % 2)) for n in range(4)))
+    one = await world.run(settings)
+    second = world.bus.checkpoints[1].version
+    world.bus.produce(decision(second, "rejected", first))
+    await world.run(waits)
+    assert set(world.bus.fates.values()) == {"queued"}
+    world.bus.produce(experience(0, first, reward=0.5, revision=1))
+    world.bus.produce(decision(second, "promoted", first, number=1))
+    back = await world.run(waits)
+    assert same(weights(back), weights(one))
+    assert back.lineage is not None
+    assert [item.experience.experience_id for item in back.lineage.ledger.waiting] == ["e0"], "the word that came since"
+    assert world.bus.fates == {(f"e{n}", 0): "trained" for n in range(4)}
+
+
+async def test_a_word_that_came_too_late_for_a_refused_version_gets_its_chance(world: World, make: Make) -> None:
+    """It was dropped as stale beside what is undone now, and is fresh for the champion."""
+    settings = make(max_staleness=1)
+    await world.run(settings)
+    first = world.bus.checkpoints[0].version
+    for turn in range(2):
+        world.bus.produce(*(experience(10 * turn + n, first, reward=float(n % 2)) for n in range(4)))
+        await world.run(settings)
+    world.bus.produce(experience(0, first, reward=1.0, revision=1))
+    await world.run(settings)
+    assert world.bus.fates["e0", 1] == "stale"
+    world.bus.produce(decision(world.bus.checkpoints[1].version, "rejected", first))
+    await world.run(make(max_staleness=1, batch_experiences=64))
+    assert (world.bus.fates["e0", 0], world.bus.fates["e0", 1]) == ("undone", "queued")
+
+
+async def test_what_is_too_old_or_was_taken_back_is_not_queued_again(world: World, make: Make) -> None:
+    settings = make(max_staleness=1)
+    await world.run(settings)
+    first = world.bus.checkpoints[0].version
+    world.bus.produce(*(experience(n, first, reward=float(n % 2), task="t", run=str(n)) for n in range(4)))
+    await world.run(settings)
+    second = world.bus.checkpoints[1].version
+    world.bus.produce(decision(second, "promoted", first))
+    old = (experience(n, first, reward=float(n % 2), task="t", run=str(n)) for n in (10, 11))
+    world.bus.produce(*old, *(experience(n, second, reward=float(n % 2), task="t", run=str(n)) for n in (12, 13)))
+    await world.run(settings)
+    third = world.bus.checkpoints[2].version
+    world.bus.produce(experience(13, second, None, revision=1, branch=False))
+    await world.run(settings, wait_s=31)
+    world.bus.produce(decision(third, "rejected", second, number=1))
+    await world.run(make(max_staleness=1, batch_experiences=64))
+    fates = {name: fate for name, fate in world.bus.fates.items() if name[0] in {"e10", "e12", "e13"}}
+    assert fates == {("e10", 0): "queued", ("e12", 0): "queued", ("e13", 0): "undone", ("e13", 1): "undone"}
+
+    world.bus.produce(decision(second, "rolled_back", first, number=2))
+    await world.run(make(max_staleness=0, batch_experiences=64))
+    assert {world.bus.fates[f"e{n}", 0] for n in range(4)} == {"queued"}, "sampled by the weights as they are now"
 
 
 async def test_a_version_without_a_restore_point_is_taken_from_its_files(world: World, make: Make) -> None:
@@ -178,7 +266,7 @@ async def test_a_version_without_a_restore_point_is_taken_from_its_files(world: 
     assert trainer.lineage is not None
     assert target not in trainer.lineage.saved.restore_points
     world.bus.produce(decision(world.bus.checkpoints[3].version, "rolled_back", target))
-    back = await world.run(settings)
+    back = await world.run(make(max_staleness=20, memory={"restore_points": 3}, batch_experiences=64))
     assert kept is not None
     assert same(weights(back), kept)
     assert back.lineage is not None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from headrace_runtime.errors import SettingError
 from headrace_trainer import tensors
 from headrace_trainer.optimizer import Optimizer
 from headrace_trainer.policy import Policy
@@ -74,7 +75,7 @@ def test_the_warm_up_is_linear_then_constant() -> None:
 
 def test_gradients_are_clipped_to_the_global_norm() -> None:
     weights = {name: nn.Parameter(torch.zeros(2)) for name in "ab"}
-    optimizer = Optimizer(weights, OptimizerSettings(gradient_norm_max=1.0))
+    optimizer = Optimizer(weights, OptimizerSettings(gradient_norm_max=1.0, beta1=0.0))
     for weight in weights.values():
         weight.grad = torch.full((2,), 2.0)
     assert optimizer.step() == pytest.approx(4.0)
@@ -87,7 +88,8 @@ def test_muon_orthogonalises_matrices_and_leaves_tables_to_adamw() -> None:
         "embed_tokens.weight": nn.Parameter(torch.zeros(8, 8)),
         "norm.weight": nn.Parameter(torch.zeros(8)),
     }
-    optimizer = Optimizer(parameters, OptimizerSettings(kind="muon", learning_rate=0.1, gradient_norm_max=1e9))
+    settings = OptimizerSettings(kind="muon", learning_rate=0.1, gradient_norm_max=1e9)
+    optimizer = Optimizer(parameters, settings, {"layers.0.q_proj.weight"})
     generator = torch.Generator().manual_seed(0)
     for parameter in parameters.values():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
@@ -95,8 +97,10 @@ def test_muon_orthogonalises_matrices_and_leaves_tables_to_adamw() -> None:
     matrix, table, vector = parameters.values()
     singular = torch.linalg.svdvals(matrix.detach()) / (0.1 * 0.2 * 8**0.5)
     assert ((singular > 0.6) & (singular < 1.3)).all(), "all directions move about as much"
-    torch.testing.assert_close(table.detach().abs(), torch.full((8, 8), 0.1), atol=1e-4, rtol=0)
-    torch.testing.assert_close(vector.detach().abs(), torch.full((8,), 0.1), atol=1e-4, rtol=0)
+    for other in (table, vector):
+        assert other.grad is not None
+        assert float(other.detach().square().mean().sqrt()) == pytest.approx(0.1, rel=0.05), "as far as Adam's first"
+        torch.testing.assert_close(other.detach().sign(), -other.grad.sign())
 
 
 def test_without_a_gradient_nothing_moves() -> None:
@@ -106,3 +110,60 @@ def test_without_a_gradient_nothing_moves() -> None:
         weight.grad = torch.zeros(3, 3)
         optimizer.step()
         assert torch.equal(weight.detach(), torch.ones(3, 3))
+
+
+def test_a_constant_gradient_moves_as_in_adam_from_the_first_update_on() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = Optimizer({"w": weight}, OptimizerSettings(learning_rate=0.1, gradient_norm_max=1e9))
+    for update, share in enumerate((1.0, 1.0, 0.25, 0.5, 0.25, 1.0)):
+        before = weight.detach().clone()
+        weight.grad = torch.full((3,), 2.0) * share
+        optimizer.step(share)
+        step = before - weight.detach()
+        if update < 2:
+            torch.testing.assert_close(step, torch.full((3,), 0.1), atol=1e-5, rtol=0)
+        assert 0.0 < float(step.max()) <= 0.1 * share * 1.6, "a part of a batch is a part of a step"
+
+
+def test_a_gradient_of_zero_spends_no_momentum() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = Optimizer({"w": weight}, OptimizerSettings(learning_rate=0.1))
+    for gradient in (1.0, -0.5, 0.7):
+        weight.grad = torch.full((3,), gradient)
+        optimizer.step()
+    before, state = weight.detach().clone(), optimizer.state()
+    weight.grad = torch.zeros(3)
+    optimizer.step()
+    assert torch.equal(weight.detach(), before)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in optimizer.state().items())
+
+
+def test_the_state_of_torchs_adamw_is_taken_over() -> None:
+    """As earlier releases saved it: the next steps are the ones that it would have taken, nearly."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(50, generator=generator) for _ in range(120)]
+    theirs, ours = nn.Parameter(torch.zeros(50)), nn.Parameter(torch.zeros(50))
+    old = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.99), weight_decay=0.0)
+    for gradient in gradients[:100]:
+        theirs.grad = gradient.clone()
+        old.step()
+    saved = {f"w/{what}": value.detach().clone() for what, value in old.state[theirs].items()}
+    optimizer = Optimizer({"w": ours}, OptimizerSettings(learning_rate=0.1, gradient_norm_max=1e9))
+    optimizer.load(saved | {"updates": torch.tensor([100])})
+    start = theirs.detach().clone()
+    for gradient in gradients[100:]:
+        theirs.grad, ours.grad = gradient.clone(), gradient.clone()
+        old.step()
+        optimizer.step()
+    assert optimizer.updates == 120
+    moved = theirs.detach() - start
+    assert float((ours.detach() - moved).norm() / moved.norm()) < 0.15
+
+
+def test_a_state_of_the_other_kind_is_refused_by_name() -> None:
+    weight = nn.Parameter(torch.zeros(3, 3))
+    muon = Optimizer({"w": weight}, OptimizerSettings(kind="muon"), {"w"})
+    weight.grad = torch.ones(3, 3)
+    muon.step()
+    with pytest.raises(SettingError, match="'adamw': the saved lineage has another one for w"):
+        Optimizer({"w": weight}, OptimizerSettings()).load(muon.state())

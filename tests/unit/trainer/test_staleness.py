@@ -109,7 +109,7 @@ async def test_going_back_makes_the_champions_experiences_fresh_again(world: Wor
     first = await aged(world, make, 3, max_staleness=2)
     second = world.bus.checkpoints[1].version
     world.bus.produce(decision(second, "rejected", first), experience(1, first), experience(2, second))
-    await world.run(make(max_staleness=2), per_poll=1)
+    await world.run(make(max_staleness=2, batch_experiences=64), per_poll=1)
     assert ("e1", 0) not in world.bus.fates
     assert ("e2", 0) not in world.bus.fates
 

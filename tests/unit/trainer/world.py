@@ -25,6 +25,7 @@ from headrace_trainer.report import Reporter
 from headrace_trainer.saved import Offsets
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trainer import Trainer
+from tests.support.fates import follow
 
 START = datetime(2026, 11, 20, 12, tzinfo=UTC)
 VOCABULARY = 320
@@ -95,12 +96,9 @@ class Bus:
 
     @property
     def fates(self) -> dict[tuple[str, int], str]:
-        """(experience, revision) to `trained` or the reason; fails when one has two verdicts."""
-        fates: dict[tuple[str, int], str] = {}
-        for verdict in self.verdicts:
-            key = (verdict.experience_id, verdict.revision)
-            assert key not in fates, f"{key} has two verdicts"
-            fates[key] = verdict.dropped or "trained"
+        """(experience, revision) to what became of it, see `tests.support.fates`; fails on a contradiction."""
+        fates, wrong = follow(self.accounts)
+        assert not wrong
         return fates
 
 
@@ -148,6 +146,10 @@ class MemorySource:
         places = ((r.topic, r.partition, r.offset) for r in self._bus.records)
         found = dict(zip(places, self._bus.records, strict=True))
         return found.get((Experience.topic, partition, offset))
+
+    async def fetch_all(self, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        found = {place: await self.fetch(*place) for place in places}
+        return {place: record for place, record in found.items() if record is not None}
 
     async def stop(self) -> None: ...
 

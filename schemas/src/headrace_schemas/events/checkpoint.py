@@ -63,6 +63,24 @@ class Verdict(Model):
     """None: it changed the weights."""
 
 
+class Undone(Model):
+    """A verdict that is taken back. A revision had changed the weights and has not any more: they went back behind the
+    step, because the registry refused what was made of it. Or a later one had been dropped, and is queued instead."""
+
+    experience_id: Text
+    revision: Annotated[int, Field(ge=0)]
+    queued: bool
+    """It waits to be trained, and another verdict will follow; else it is given up."""
+
+
+class Restored(Model):
+    """A revision that the weights hold again: they came forward to a version that was made of it, because the registry
+    promoted that one after all. Whatever was said of it since does not count."""
+
+    experience_id: Text
+    revision: Annotated[int, Field(ge=0)]
+
+
 class Read(Model):
     """Records of `experiences` that were read in one go: all of a partition before offset `until` that were not yet."""
 
@@ -102,6 +120,10 @@ class TrainingMetrics(Event):
     version: Version | None = None
     metrics: dict[Text, Finite] = Field(default_factory=dict, max_length=256)
     verdicts: tuple[Verdict, ...] = Field(default=(), max_length=65_536)
+    undone: tuple[Undone, ...] = Field(default=(), max_length=65_536)
+    """After all `verdicts` of this account and of those before."""
+    restored: tuple[Restored, ...] = Field(default=(), max_length=65_536)
+    """The same. No revision is in both."""
     batches: tuple[Batch, ...] = Field(default=(), max_length=65_536)
     read: tuple[Read, ...] = Field(default=(), max_length=65_536)
     """After the last batch."""

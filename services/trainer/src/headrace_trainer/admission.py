@@ -6,9 +6,10 @@ Every revision of an experience gets exactly one verdict, now or later, and chan
 - one below a revision seen before comes too late and is dropped;
 - a higher revision of an experience that still waits takes its place, and the old one is dropped as `superseded`;
 - a higher revision of an experience that was trained is a *correction*. It is trained with the advantage that is
-  missing, A(new) - A(old), where both use the baseline and scale of the first training and A(withdrawn) = 0. The
-  policy gradient is linear in the advantage, so the sum of the two steps is, to first order in the learning rate, what
-  training the last verdict alone would have been. A correction below `correction_min` is dropped as `unchanged`.
+  missing, A(new) - A(old), where both use the baseline and scale of the first training and A(withdrawn) = 0, and with
+  the token weight of the first training. The policy gradient is linear in the advantage and the optimizer adds
+  contributions up, so both together are nearly what training the last verdict alone would have been; how nearly is
+  measured (docs/algorithms.md, "Corrections"). A correction below `correction_min` is dropped as `unchanged`.
 
 A(old) is what the present weights hold of the experience: when a version was abandoned, the contributions of its steps
 are gone, and a correction then supplies the whole advantage.
@@ -105,8 +106,8 @@ def missing_advantage(
     experience: Experience, entry: Entry, history: History, steps: int, advantage_max: float
 ) -> float:
     """A(new) - A(old): what a correction has to add to the present weights."""
-    held = [one.advantage for one in entry.contributions if history.holds_step(one.step, steps)]
-    return entry.advantage_of(experience.reward, advantage_max) - math.fsum(held)
+    held = entry.held(history, steps)
+    return entry.advantage_of(experience.reward, advantage_max) - math.fsum(one.advantage for one in held)
 
 
 def versions_of(experience: Experience) -> Sequence[str]:

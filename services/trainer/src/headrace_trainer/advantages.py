@@ -11,10 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import TypeVar
 
-from headrace_trainer.baselines import Baselines, Decay, Mean
+from headrace_trainer.baselines import Baselines, Decay, Mean, Run
 
 Floats = Sequence[float]
+_Name = TypeVar("_Name", str, str | None)
 EPSILON = 1e-6
 """Added to standard deviations before dividing by them."""
 RESOLUTION = 1e-9
@@ -50,44 +52,63 @@ def reinforce_pp(
     decay: Decay,
     *,
     history_min: float,
-    scaled: bool,
+    tasks_min: int,
+    scale_min: float | None,
 ) -> tuple[Advantages, Baselines]:
     """REINFORCE++ with a rolling baseline per task. Works on single runs (pitfall 11).
 
     The baseline of a branch is the mean reward of its task: decayed history plus the batch, without the branch's own
-    run, so it is independent of what it is compared with and the gradient stays unbiased. A task with less than
-    `history_min` runs to compare with borrows the mean over all tasks; where there is nothing at all, the advantage is
-    0. The scale is the running root mean square of what is left: tasks are never normalised against each other
-    (pitfall 12), so constant rewards give no gradient, however different they are between tasks.
+    run, whenever its other branches came, so it is independent of what it is compared with and the gradient stays
+    unbiased. A run without a task is compared with the mean over everything. So is a task with less than `history_min`
+    runs to compare with, where at least `tasks_min` tasks show that tasks do not repeat. Where there is nothing to
+    compare with, the advantage is 0. The scale is the running root mean square of what is left, at least `scale_min`,
+    1 where that is None: tasks are never normalised against each other (pitfall 12), so constant rewards give no
+    gradient, however different they are between tasks.
 
     Also returns the baselines with this batch in them.
     """
     own, batch = _sums(runs_B, rewards_B, weights_B), _sums(tasks_B, rewards_B, weights_B)
-    total = _sum(rewards_B, weights_B)
-    everything = past.overall.plus(total)
-    baselines_B = []
+    everything = past.overall.plus(_sum(rewards_B, weights_B))
+    repeat = past.tasks_repeat(tasks_min)
+    baselines_B, compared_B = [], []
     for reward, run, task in zip(rewards_B, runs_B, tasks_B, strict=True):
-        others = everything.minus(own[run])
+        in_task, in_overall = decay.own(past, run)
+        others = everything.minus(own[run]).minus(in_overall)
         if task is not None:
-            peers = past.task(task).plus(batch[task]).minus(own[run])
-            if peers.weight >= history_min - EPSILON:
+            peers = past.task(task).plus(batch[task]).minus(own[run]).minus(in_task)
+            if repeat or peers.weight >= history_min - EPSILON:
                 others = peers
-        baselines_B.append(others.value if others.weight > EPSILON else reward)
-    squares = _sum([(r - b) ** 2 for r, b in zip(rewards_B, baselines_B, strict=True)], weights_B)
-    scale = math.sqrt(past.squares.plus(squares).value) + EPSILON if scaled else 1.0
-    sums_of_tasks = {task: mean for task, mean in batch.items() if task is not None}
-    present = decay.absorb(past, sums_of_tasks, total, squares)
-    return Advantages.of(rewards_B, baselines_B, [scale] * len(rewards_B)), present
+        compared = others.weight >= (history_min if task is not None and repeat else 0.0) - EPSILON
+        compared_B.append(compared and others.weight > EPSILON)
+        baselines_B.append(others.value if compared_B[-1] else reward)
+    rests_B = [(r - b) ** 2 for r, b in zip(rewards_B, baselines_B, strict=True)]
+    shares_B = [weight * compared for weight, compared in zip(weights_B, compared_B, strict=True)]
+    squares = past.squares.plus(_sum(rests_B, shares_B))
+    scale = 1.0
+    if scale_min is not None and squares.weight > EPSILON:
+        scale = max(math.sqrt(squares.value), scale_min) + EPSILON
+    task_of, rests = dict(zip(runs_B, tasks_B, strict=True)), _sums(runs_B, rests_B, shares_B)
+    runs = [Run(run, task, own[run], rests[run]) for run, task in task_of.items()]
+    return Advantages.of(rewards_B, baselines_B, [scale] * len(rewards_B)), decay.absorb(past, runs)
 
 
 def grpo(
-    rewards_B: Floats, weights_B: Floats, runs_B: Sequence[str], groups_B: Sequence[str], *, scaled: bool
+    rewards_B: Floats,
+    weights_B: Floats,
+    runs_B: Sequence[str],
+    groups_B: Sequence[str],
+    *,
+    scale_min: float | None,
 ) -> Advantages:
-    """(r - mean of the group's runs) / (their unbiased standard deviation + 1e-6). Raises `ValueError` for single
-    runs."""
+    """(r - mean of the group's runs) / (their unbiased standard deviation + 1e-6). A deviation below `scale_min` counts
+    as that: a judge's noise about equal runs is not made a full advantage. None: nothing is divided. Raises
+    `ValueError` for single runs."""
     groups = _run_means(rewards_B, weights_B, runs_B, groups_B)
     means = {group: fmean(runs.values()) for group, runs in groups.items()}
-    scales = {group: stdev(runs.values()) + EPSILON if scaled else 1.0 for group, runs in groups.items()}
+    scales = {
+        group: 1.0 if scale_min is None else max(stdev(runs.values()), scale_min) + EPSILON
+        for group, runs in groups.items()
+    }
     return Advantages.of(rewards_B, [means[group] for group in groups_B], [scales[group] for group in groups_B])
 
 
@@ -115,8 +136,8 @@ def _run_means(
     return groups
 
 
-def _sums(names_B: Sequence[str | None], rewards_B: Floats, weights_B: Floats) -> dict[str | None, Mean]:
-    members: dict[str | None, list[int]] = {}
+def _sums(names_B: Sequence[_Name], rewards_B: Floats, weights_B: Floats) -> dict[_Name, Mean]:
+    members: dict[_Name, list[int]] = {}
     for index, name in enumerate(names_B):
         members.setdefault(name, []).append(index)
     return {name: _sum([rewards_B[i] for i in who], [weights_B[i] for i in who]) for name, who in members.items()}

@@ -1,16 +1,23 @@
 """Rolling means of rewards: per task, over all tasks, and of the squared rest that sets the scale.
 
 A mean is a pair of decayed sums, m = Σ λ^age w r / Σ λ^age w, which is exact for a constant reward from the first run
-on and needs no correction for its short past. Age is counted in runs (a branch adds its share), not in time.
+on and needs no correction for its short past. Age is counted in runs (a branch adds its share), not in time and not in
+batches: of two runs in one batch the earlier one ages by the later one.
+
+What a run has put in is remembered for a while, because another branch of it may come later, and is then not to be
+compared with its own run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from pydantic import Field
 
 from headrace_schemas.base import Finite, Model
+
+_ROUNDING = 1e-6
 
 
 class Mean(Model):
@@ -18,6 +25,8 @@ class Mean(Model):
 
     total: Finite = 0.0
     weight: Finite = 0.0
+    age: Finite = 0.0
+    """Runs that it has absorbed."""
 
     @property
     def value(self) -> float:
@@ -31,8 +40,33 @@ class Mean(Model):
 
     def absorb(self, new: Mean, decay: float) -> Mean:
         """Age by the new weight, then add it."""
-        kept = decay**new.weight
-        return Mean(total=self.total * kept + new.total, weight=self.weight * kept + new.weight)
+        aged = self.aged(new.weight, decay)
+        return Mean(total=aged.total + new.total, weight=aged.weight + new.weight, age=self.age + new.weight)
+
+    def aged(self, runs: float, decay: float) -> Mean:
+        """What is left of it after so many runs more."""
+        kept = decay**runs
+        return Mean(total=self.total * kept, weight=self.weight * kept)
+
+
+class Own(Model):
+    """What one run has put into the means, as it was when they had these ages."""
+
+    task: str | None
+    in_task: Mean
+    task_age: Finite
+    in_overall: Mean
+    overall_age: Finite
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run's part of a batch."""
+
+    name: str
+    task: str | None
+    rewards: Mean
+    squares: Mean
 
 
 class Baselines(Model):
@@ -43,27 +77,62 @@ class Baselines(Model):
     overall: Mean = Mean()
     squares: Mean = Mean()
     """Of what rewards differ from their baselines by."""
+    runs: dict[str, Own] = Field(default_factory=dict)
+    """The one absorbed longest ago first."""
 
     def task(self, name: str) -> Mean:
         return self.tasks.get(name, Mean())
 
+    def tasks_repeat(self, tasks_min: int) -> bool:
+        """False when at least so many tasks are known and most of them were seen only once."""
+        once = sum(mean.weight <= 1.0 + _ROUNDING for mean in self.tasks.values())
+        return len(self.tasks) < tasks_min or 2 * once <= len(self.tasks)
+
 
 class Decay(Model):
-    """How fast the past fades and how many tasks have one; see the settings of the same names."""
+    """How fast the past fades and how much of it is kept; see the settings of the same names."""
 
     task: Finite
     model: Finite
     tasks_max: int
+    runs_max: int = 1024
 
-    def absorb(self, old: Baselines, batch: Mapping[str, Mean], overall: Mean, squares: Mean) -> Baselines:
-        """`old` with a batch in it: its sums per task, over everything, and of the squares."""
-        tasks = dict(old.tasks)
-        for name, new in batch.items():
-            tasks[name] = tasks.pop(name, Mean()).absorb(new, self.task)
-        for name in list(tasks)[: max(0, len(tasks) - self.tasks_max)]:
+    def own(self, past: Baselines, run: str) -> tuple[Mean, Mean]:
+        """What is still in the mean of its task, and in the one over everything, of this run."""
+        return self._own(past.runs.get(run), past.tasks, past.overall)
+
+    def absorb(self, old: Baselines, batch: Sequence[Run]) -> Baselines:
+        """`old` with a batch in it, run by run."""
+        tasks, runs, overall, squares = dict(old.tasks), dict(old.runs), old.overall, old.squares
+        for run in batch:
+            in_task, in_overall = self._own(runs.get(run.name), tasks, overall)
+            task_age = 0.0
+            if run.task is not None:
+                tasks[run.task] = tasks.pop(run.task, Mean()).absorb(run.rewards, self.task)
+                task_age = tasks[run.task].age
+            overall = overall.absorb(run.rewards, self.model)
+            squares = squares.absorb(run.squares, self.model)
+            runs.pop(run.name, None)
+            runs[run.name] = Own(
+                task=run.task,
+                in_task=in_task.absorb(run.rewards, self.task),
+                task_age=task_age,
+                in_overall=in_overall.absorb(run.rewards, self.model),
+                overall_age=overall.age,
+            )
+        gone = list(tasks)[: max(0, len(tasks) - self.tasks_max)]
+        for name in gone:
             del tasks[name]
-        return Baselines(
-            tasks=tasks,
-            overall=old.overall.absorb(overall, self.model),
-            squares=old.squares.absorb(squares, self.model),
+        runs = {name: own for name, own in runs.items() if own.task is None or own.task in tasks}
+        for name in list(runs)[: max(0, len(runs) - self.runs_max)]:
+            del runs[name]
+        return Baselines(tasks=tasks, overall=overall, squares=squares, runs=runs)
+
+    def _own(self, own: Own | None, tasks: Mapping[str, Mean], overall: Mean) -> tuple[Mean, Mean]:
+        if own is None:
+            return Mean(), Mean()
+        age = tasks[own.task].age if own.task is not None else own.task_age
+        return (
+            own.in_task.aged(age - own.task_age, self.task),
+            own.in_overall.aged(overall.age - own.overall_age, self.model),
         )

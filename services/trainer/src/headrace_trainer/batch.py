@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -32,14 +32,22 @@ class Row:
     fresh_T: NDArray[np.bool_]
     """Sampled by the version that the weights are still equal to: here engine and trainer can be compared (pitfall
     6)."""
+    correction: bool = False
+    """The weights hold something of it, and the advantage is what is missing."""
+    token_weight: float = 0.0
+    """What the gradient of each token is multiplied with. A correction has that of its first training, others get that
+    of the batch; 0: not known yet."""
 
     @property
     def length(self) -> int:
         return len(self.token_ids_T)
 
     @classmethod
-    def of(cls, experience: Experience, advantage: float, current: str | None) -> Row:
-        """`current` is the version that the weights equal now, None when they have moved on from it."""
+    def of(
+        cls, experience: Experience, advantage: float, current: str | None, token_weight: float | None = None
+    ) -> Row:
+        """`current` is the version that the weights equal now, None when they have moved on from it. A correction has
+        the `token_weight` of its first training."""
         branch = experience.branch
         assert branch is not None
         length = len(branch.token_ids)
@@ -60,6 +68,8 @@ class Row:
             temperature,
             np.float32(advantage),
             fresh,
+            token_weight is not None,
+            token_weight or 0.0,
         )
 
 
@@ -68,14 +78,47 @@ class Batch:
     """Rows in order of arrival."""
 
     rows: tuple[Row, ...]
+    whole: int | None = None
+    """Rows of a whole batch; None when this is one."""
+
+    @property
+    def first(self) -> tuple[Row, ...]:
+        """Those that correct nothing."""
+        return tuple(row for row in self.rows if not row.correction)
+
+    @property
+    def corrections(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.correction)
 
     @cached_property
     def loss_tokens(self) -> int:
-        """The loss is a mean over these, however the batch is cut into forward passes (pitfall 10)."""
         return int(sum(row.loss_mask_T.sum() for row in self.rows))
 
+    @property
+    def weight(self) -> float:
+        """Its size as a share of a whole batch's: a batch that time has cut is no full step."""
+        return len(self.rows) / (self.whole or len(self.rows))
+
+    @property
+    def first_weight(self) -> float:
+        """The same of the rows that correct nothing."""
+        return len(self.first) / (self.whole or len(self.rows))
+
+    @cached_property
+    def token_weight(self) -> float:
+        """Of a token in a row that corrects nothing. The loss is a mean over these tokens, however the batch is cut
+        into forward passes (pitfall 10), times the share of a whole batch that they are."""
+        tokens = sum(int(row.loss_mask_T.sum()) for row in self.first)
+        return self.first_weight / tokens if tokens else self.weight / max(1, self.loss_tokens)
+
+    def weighted(self, row: Row) -> Row:
+        """`row` with the weight of its tokens. A correction whose own is not known, because an earlier release trained
+        it, has that of this batch."""
+        return row if row.correction and row.token_weight else replace(row, token_weight=self.token_weight)
+
     def digest(self) -> str:
-        """SHA-256 over ids, tokens, masks, behaviour, temperatures and advantages, little-endian, in order."""
+        """SHA-256 over ids, tokens, masks, behaviour, temperatures and advantages, little-endian, in order. Weights of
+        tokens follow from these, and from the batches before."""
         digest = hashlib.sha256()
         for row in self.rows:
             digest.update(f"{row.experience_id}\0{row.revision}\0{row.length}\0".encode())

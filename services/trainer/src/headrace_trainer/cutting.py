@@ -67,6 +67,7 @@ def decay(settings: TrainerSettings) -> Decay:
         task=settings.advantage.task_decay,
         model=settings.advantage.model_decay,
         tasks_max=settings.memory.baseline_tasks,
+        runs_max=settings.memory.baseline_runs,
     )
 
 

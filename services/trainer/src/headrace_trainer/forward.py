@@ -37,6 +37,8 @@ class Pack:
     behaviour_N: Tensor
     temperature_N: Tensor
     advantage_N: Tensor
+    weight_N: Tensor
+    """Each token's share of the loss."""
     fresh_N: Tensor
 
 
@@ -69,6 +71,7 @@ def collate(rows: Sequence[Row], device: torch.device, *, padded: bool) -> Pack:
         chosen([row.behaviour_T[row.loss_mask_T] for row in rows]),
         chosen([row.temperature_T[row.loss_mask_T] for row in rows]),
         chosen([np.full(row.loss_mask_T.sum(), row.advantage, np.float32) for row in rows]),
+        chosen([np.full(row.loss_mask_T.sum(), row.token_weight, np.float32) for row in rows]),
         chosen([row.fresh_T[row.loss_mask_T] for row in rows]),
     )
 

@@ -8,17 +8,17 @@ once more and whatever it no longer has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from headrace_runtime.clock import epoch_ms
-from headrace_schemas import Batch, Experience, Read, Verdict
+from headrace_schemas import Batch, Experience, Read, Restored, Undone, Verdict
 from headrace_schemas.events.checkpoint import DropReason
-from headrace_trainer.admission import Decision, Limits, decide, expired, versions_of
+from headrace_trainer.admission import Decision, Limits, decide, expired, objection, versions_of
 from headrace_trainer.baselines import Baselines
 from headrace_trainer.history import History
-from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, WAITING, WAITING_TOKENS
+from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, UNDONE, WAITING, WAITING_TOKENS
 from headrace_trainer.saved import Offsets
 from headrace_trainer.settings import MemorySettings
 from headrace_trainer.waiting import Waiting
@@ -34,6 +34,8 @@ class Trained:
     baseline: float
     scale: float
     correction: bool = False
+    token_weight: float | None = None
+    """That of the contribution that is corrected; None when the weights hold none and it is trained like a new one."""
 
 
 class Ledger:
@@ -65,6 +67,10 @@ class Ledger:
         self.steps = steps
         self.verdicts: list[Verdict] = []
         """Those that no save holds yet."""
+        self.undone: list[Undone] = []
+        """The same for what was taken back, ..."""
+        self.restored: list[Restored] = []
+        """... and for what came forward again; always saved before anything else happens to it."""
         self.batches: list[Batch] = []
         """The same for batches, ..."""
         self.read: list[Read] = []
@@ -123,6 +129,60 @@ class Ledger:
         entry = self.window.get(item.experience.experience_id)
         return entry is not None and entry.trained
 
+    def go_back(self, version: str) -> dict[str, tuple[int, ...]]:
+        """The weights are those of `version` again. Returns the experiences that they have lost something of, and the
+        revisions that are undone by it. Those that a version on another line has kept are restored."""
+        before, after = self.history, self.history.moved(version, self.steps)
+        lost: dict[str, tuple[int, ...]] = {}
+        for name in self.window:
+            entry = self.window.get(name)
+            if entry is None or not entry.trained:
+                continue
+            had, has = entry.held_revisions(before, self.steps), entry.held_revisions(after, self.steps)
+            if had - has:
+                lost[name] = tuple(sorted(had - has))
+            for revision in sorted(has - had):
+                self._restore(name, revision)
+        self.history = after
+        return lost
+
+    def _restore(self, name: str, revision: int) -> None:
+        item = self._waiting.get(name)
+        if item is not None and item.experience.revision == revision:
+            self._remove(name)
+        self.restored.append(Restored(experience_id=name, revision=revision))
+
+    def places(self, names: Iterable[str]) -> dict[tuple[int, int], str]:
+        """Where on the bus the tokens of those are that could be trained again, as many as there is room for."""
+        found: dict[tuple[int, int], str] = {}
+        for name in names:
+            entry = self.window.get(name)
+            if entry is None or name in self._waiting or len(found) >= self.room:
+                continue
+            staleness = self.history.staleness(entry.versions)
+            if staleness is not None and staleness <= self.limits.max_staleness and entry.partition >= 0:
+                found[entry.partition, entry.offset] = name
+        return found
+
+    def undo(self, lost: Mapping[str, Sequence[int]], found: Mapping[str, Experience], now: datetime) -> None:
+        """Note what `go_back` returned. Of `found`, read again from the bus, the last words that are fresh enough to
+        change the weights once more are queued, also those that had been dropped."""
+        for name, revisions in lost.items():
+            entry, experience = self.window.get(name), found.get(name)
+            assert entry is not None, "nothing is evicted between two saves"
+            again = None
+            if experience is not None and experience.revision == entry.revisions[-1] and self.room:
+                reason = objection(experience, entry, self.history, self.steps, self.limits)
+                tried = sum(one.revision == experience.revision for one in entry.contributions)
+                # Once: a version made of the same experiences may well be refused for the same reason.
+                if reason is None and name not in self._waiting and tried <= 1:
+                    again = experience.revision
+            if again is not None and experience is not None:
+                self._put(Waiting(experience=experience, since_ms=epoch_ms(now)))
+            for revision in sorted({*revisions, *(() if again is None else (again,))}):
+                UNDONE.labels(str(revision == again).lower()).inc()
+                self.undone.append(Undone(experience_id=name, revision=revision, queued=revision == again))
+
     def drop(self, item: Waiting, reason: DropReason) -> None:
         """Take it out of the queue for good."""
         self._remove(item.experience.experience_id)
@@ -141,21 +201,32 @@ class Ledger:
         self.batches.append(Batch(step=self.steps, experiences=experiences, digest=digest, read=tuple(self.read)))
         self.read.clear()
 
+    @property
+    def moved(self) -> bool:
+        """Whether verdicts have changed with the weights since the last save."""
+        return bool(self.undone or self.restored)
+
     def saved(self) -> None:
         """What no save held is held now."""
         self.verdicts.clear()
+        self.undone.clear()
+        self.restored.clear()
         self.batches.clear()
         self.read.clear()
 
-    def stepped(self, trained: Sequence[Trained], baselines: Baselines) -> None:
-        """Note a step: contributions, verdicts, baselines. Called once the weights have changed."""
+    def stepped(self, trained: Sequence[Trained], baselines: Baselines, token_weight: float = 0.0) -> None:
+        """Note a step: contributions, verdicts, baselines. Called once the weights have changed. `token_weight`: what
+        the gradients of those that correct nothing were multiplied with."""
         self.steps += 1
         self.baselines = baselines
         for one in trained:
             experience = one.waiting.experience
             entry = self.window.get(experience.experience_id)
             assert entry is not None, "an experience that waits is never evicted"
-            contribution = Contribution(step=self.steps, advantage=one.advantage)
+            weight = token_weight if one.token_weight is None else one.token_weight
+            contribution = Contribution(
+                revision=experience.revision, step=self.steps, advantage=one.advantage, token_weight=weight
+            )
             update: dict[str, object] = {"contributions": (*entry.contributions, contribution)}
             if not entry.trained:
                 update |= {"baseline": one.baseline, "scale": one.scale}

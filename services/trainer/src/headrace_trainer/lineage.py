@@ -27,7 +27,7 @@ from headrace_trainer.policy import Policy
 from headrace_trainer.prepare import prepare
 from headrace_trainer.saved import Saved, Tensors
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.step import NotFinite, train
+from headrace_trainer.step import SHARE, NotFinite, train
 from headrace_trainer.store import LineageStore
 from headrace_trainer.waiting import Waiting
 
@@ -98,7 +98,7 @@ class Lineage:
         """Train on what `next_batch` returned; the measurements, empty when the gradient was not finite and the batch
         was dropped as `invalid`. Raises `step.Abandoned`, with nothing changed that a later save would see."""
         settings = self._settings
-        prepared = prepare(items, self.ledger, settings.advantage, self._decay)
+        prepared = prepare(items, self.ledger, settings.advantage, self._decay, settings.batch_experiences)
         digest = prepared.batch.digest()
         try:
             measured = train(
@@ -112,19 +112,20 @@ class Lineage:
             self.ledger.cut(digest, len(items))
             return {}
         found = summary.of_batch(prepared, self.ledger.history) | measured
-        self.ledger.stepped(prepared.trained, prepared.baselines)
+        self.ledger.stepped(prepared.trained, prepared.baselines, found[SHARE])
         self.ledger.cut(digest, len(items))
         self._tensors_moved = True
         self._measured.append(found)
         return found
 
-    def control(self, event: ModelEvent) -> None:
-        """Follow a decision of the registry; see `headrace_trainer.control`."""
+    def control(self, event: ModelEvent) -> dict[str, tuple[int, ...]]:
+        """Follow a decision of the registry; see `headrace_trainer.control`. Returns what that undid, see
+        `Ledger.go_back`; `Ledger.undo` is to be told."""
         ledger = self.ledger
         course = control.follow(event, ledger.history, ledger.promoted)
         ledger.promoted = course.promoted
         if course.rewind is None:
-            return
+            return {}
         log.info("weights_go_back", version=course.rewind, decision=event.decision, about=event.version)
         REWINDS.inc()
         point = self.saved.restore_points.get(course.rewind)
@@ -135,8 +136,8 @@ class Lineage:
             log.warning("optimizer_starts_afresh", version=course.rewind, remedy="raise memory.restore_points")
             versions.load(self._blobs, self._manifest(course.rewind), self.policy)
             self._optimizer.reset()
-        ledger.history = ledger.history.moved(course.rewind, ledger.steps)
         self._tensors_moved = True
+        return ledger.go_back(course.rewind)
 
     def save(self, *, publish: bool) -> bool:
         """Make everything durable, as a new version when `publish` and when the weights differ from their parent's.
@@ -222,6 +223,8 @@ class Lineage:
             version=manifest.version if manifest else None,
             metrics=measured,
             verdicts=tuple(ledger.verdicts),
+            undone=tuple(ledger.undone),
+            restored=tuple(ledger.restored),
             batches=tuple(ledger.batches),
             read=tuple(ledger.read),
         )

@@ -3,7 +3,6 @@ policy is."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -28,10 +27,10 @@ class Measures:
     clipped: list[Tensor] = field(default_factory=list)
     base: list[Tensor] = field(default_factory=list)
     """k3 from the base model, when it is part of the loss."""
-    losses: list[float] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
 
-    def observe(self, one: Pack, start_N: Tensor, entropy_N: Tensor, tokens: TokenLoss, loss: float) -> None:
-        """One pass of one update; `loss` is its share of the batch's mean."""
+    def observe(self, one: Pack, start_N: Tensor, entropy_N: Tensor, tokens: TokenLoss, loss_N: Tensor) -> None:
+        """One pass of one update."""
         self.drift.append((start_N - one.behaviour_N).cpu())
         self.fresh.append(one.fresh_N.cpu())
         self.entropy.append(entropy_N.cpu())
@@ -39,7 +38,7 @@ class Measures:
         self.truncated.append(tokens.truncated_N.cpu())
         self.masked.append(tokens.masked_N.cpu())
         self.clipped.append(tokens.clipped_N.cpu())
-        self.losses.append(loss)
+        self.losses.append(loss_N.cpu())
 
     def values(self, batch: Batch) -> dict[str, float]:
         """Means over tokens and updates. `mismatch_*` is there only when the batch holds tokens sampled by the very
@@ -47,7 +46,7 @@ class Measures:
         drift_N, fresh_N = torch.cat(self.drift), torch.cat(self.fresh)
         advantages_B = torch.tensor([float(row.advantage) for row in batch.rows])
         found = {
-            "loss": math.fsum(self.losses) * batch.loss_tokens / len(drift_N),
+            "loss": _mean(torch.cat(self.losses)),
             "loss_tokens": float(batch.loss_tokens),
             "kl_behaviour": _mean(k3(torch.zeros_like(drift_N), drift_N)),
             "entropy": _mean(torch.cat(self.entropy)),

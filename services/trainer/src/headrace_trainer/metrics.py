@@ -8,6 +8,9 @@ WAITING = Gauge("headrace_trainer_waiting_experiences", "Admitted experiences th
 WAITING_TOKENS = Gauge("headrace_trainer_waiting_tokens", "Their tokens")
 TRAINED = Counter("headrace_trainer_trained_total", "Experience revisions that changed the weights")
 DROPPED = Counter("headrace_trainer_dropped_total", "Experience revisions that did not, by reason", ["reason"])
+UNDONE = Counter(
+    "headrace_trainer_undone_total", "Trained revisions that a refused version took along, by what follows", ["queued"]
+)
 DUPLICATES = Counter("headrace_trainer_duplicates_total", "Redelivered revisions, which get no second verdict")
 OTHER_MODELS = Counter("headrace_trainer_other_models_total", "Experiences of models that this trainer does not train")
 STEPS = Gauge("headrace_trainer_steps", "Steps in the life of the lineage")

@@ -68,7 +68,7 @@ def open_lineage(
         _say(native.compare(policy))
         if settings.loss.kl:
             policy.keep_reference(folder)
-    optimizer = Optimizer(policy.parameters, settings.optimizer)
+    optimizer = Optimizer(policy.parameters, settings.optimizer, policy.hidden)
     if saved is None or first is None:
         first, saved = _begin(settings, blobs, store, contents, clock, policy, optimizer)
         log.info("lineage_begins", lineage=settings.lineage, version=first.version)

@@ -2,115 +2,157 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from headrace_runtime.errors import SettingError
+from headrace_trainer.adam import Adam
 from headrace_trainer.settings import OptimizerSettings
 
 _UPDATES = "updates"
 
 
 class Optimizer:
-    """Owns the updates of `parameters`. Its state is tensors by name, so that it fits a safetensors file."""
+    """Owns the updates of `parameters`. Its state is tensors by name, so that it fits a safetensors file.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> None:
+    An update is `zero_grad`, a backward pass, `take`, `apply`; or the last two at once, `step`.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, hidden: Collection[str] = ()
+    ) -> None:
+        """`hidden`: the matrices between hidden layers, which Muon is made for."""
         self._parameters = dict(parameters)
         self._settings = settings
-        self._parts = _parts(self._parameters, settings)
+        matrices = sorted(set(hidden) & self._parameters.keys()) if settings.kind == "muon" else []
+        self._adam = Adam({name: p for name, p in self._parameters.items() if name not in matrices}, settings)
+        self._muon = _muon([self._parameters[name] for name in matrices], settings) if matrices else None
         self.updates = 0
         """Updates that the present weights have had; the warm-up goes by it."""
+        self.gain = 1.0
+        """What the gradients that were taken last count: clipping, warm-up, the filling of the momentum, and the size
+        that gradients had then. A correction that is multiplied by it does as much, whenever it comes."""
 
     @property
     def learning_rate(self) -> float:
         """Of the next update: linear up to the setting, then constant."""
-        return self._settings.learning_rate * min(1.0, (self.updates + 1) / max(1, self._settings.warmup_updates))
+        return self._settings.learning_rate * self._warmth
+
+    @property
+    def _warmth(self) -> float:
+        return min(1.0, (self.updates + 1) / max(1, self._settings.warmup_updates))
 
     def zero_grad(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def step(self) -> float | None:
-        """Clip the gradients to the global norm and update. Returns the norm before clipping, None when it was not
-        finite and nothing was changed."""
-        parameters = list(self._parameters.values())
-        norm = float(nn.utils.clip_grad_norm_(parameters, self._settings.gradient_norm_max))
-        if not torch.isfinite(torch.tensor(norm)):
-            self.zero_grad()
-            return None
-        for part in self._parts:
-            for group in part.param_groups:
-                group["lr"] = self.learning_rate
-            part.step()
+    def stash(self) -> dict[str, Tensor] | None:
+        """The gradients so far, out of the way of others; None when they are not finite."""
+        stashed = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        self.zero_grad()
+        return stashed if math.isfinite(_norm(stashed)) else None
+
+    @torch.no_grad()
+    def take(self, weight: float) -> float | None:
+        """Clip the gradients of a batch of `weight` to the global norm and learn their size. Returns the norm before
+        clipping, None when it was not finite and nothing was changed."""
+        norm = self._clip()
+        self.gain = 1.0
+        if norm is None or norm == 0.0:
+            return norm
+        self._adam.observe(weight)
+        clip = min(1.0, self._settings.gradient_norm_max / (norm + 1e-6))
+        gain = self._warmth * self._adam.gain(weight)
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(gain)
+        self.gain = clip * gain / self._adam.scale
+        return norm
+
+    @torch.no_grad()
+    def apply(self, weight: float, corrections: Mapping[str, Tensor] | None = None) -> None:
+        """Move the weights by the gradients taken, those of a batch of `weight`, and by `corrections`, gradients times
+        their own `gain`."""
+        given = corrections or {}
+        if self._muon is not None:
+            for name, gradient in given.items():
+                parameter = self._parameters[name]
+                if name not in self._adam.parameters:
+                    gradient = gradient * self._adam.scale
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            for group in self._muon.param_groups:
+                group["lr"] = self.learning_rate * min(1.0, weight)
+            self._muon.step()  # type: ignore[no-untyped-call]
+        mine = {name: gradient for name, gradient in given.items() if name in self._adam.parameters}
+        self._adam.step(self._settings.learning_rate, weight, mine)
         self.updates += 1
+
+    def step(self, weight: float = 1.0) -> float | None:
+        """`take` and `apply`. A gradient of zero changes nothing: it spends no momentum."""
+        norm = self.take(weight)
+        if norm:
+            self.apply(weight)
         return norm
 
     def reset(self) -> None:
         """Forget all momentum."""
         self.updates = 0
-        for part in self._parts:
-            part.state.clear()
+        self._adam.reset()
+        if self._muon is not None:
+            self._muon.state.clear()
 
     def state(self) -> dict[str, Tensor]:
-        """Copies on the CPU: `<parameter>/<what>` and the number of updates."""
+        """Copies on the CPU: `<parameter>/<what>`, the clocks and the number of updates."""
         found = {_UPDATES: torch.tensor([self.updates])}
-        for part in self._parts:
+        found |= {name: tensor.detach().cpu().clone() for name, tensor in self._adam.state().items()}
+        if self._muon is not None:
             for name, parameter in self._parameters.items():
-                for what, value in part.state.get(parameter, {}).items():
+                for what, value in self._muon.state.get(parameter, {}).items():
                     found[f"{name}/{what}"] = value.detach().cpu().clone()
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue where `state` was taken. Raises `SettingError` when that was another kind of optimizer."""
+        """Continue where `state` was taken, by this release or by one that used torch's AdamW. Raises `SettingError`
+        when that was another kind of optimizer."""
         self.reset()
-        self.updates = int(state[_UPDATES])
-        part_of = {id(p): part for part in self._parts for group in part.param_groups for p in group["params"]}
-        for key, value in state.items():
-            if key == _UPDATES:
-                continue
+        entries = dict(state)
+        self.updates = int(entries.pop(_UPDATES))
+        moments: dict[str, Tensor] = {}
+        for key, value in entries.items():
             name, _, what = key.rpartition("/")
-            parameter = self._parameters[name]
-            part = part_of[id(parameter)]
-            if (what == "momentum_buffer") != isinstance(part, torch.optim.Muon):
+            if what == "momentum_buffer" and self._muon is not None and name not in self._adam.parameters:
+                parameter = self._parameters[name]
+                self._muon.state[parameter][what] = value.to(parameter.device).clone()
+            elif what == "momentum_buffer" or (name and name not in self._adam.parameters):
                 raise SettingError(
                     "trainer.optimizer.kind",
                     self._settings.kind,
-                    "the saved lineage was trained with the other one; keep it, or choose another trainer.lineage",
+                    f"the saved lineage has another one for {name}; keep that, or choose another trainer.lineage",
                 )
-            part.state[parameter][what] = value.to("cpu" if what == "step" else parameter.device).clone()
+            else:
+                moments[key] = value
+        self._adam.load(moments)
+
+    def _clip(self) -> float | None:
+        norm = float(nn.utils.clip_grad_norm_(list(self._parameters.values()), self._settings.gradient_norm_max))
+        if math.isfinite(norm):
+            return norm
+        self.zero_grad()
+        return None
 
 
-def _parts(parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> list[torch.optim.Optimizer]:
-    matrices = {
-        name for name, p in parameters.items() if settings.kind == "muon" and p.ndim == 2 and not _is_table(name)
-    }
-    others = [p for name, p in parameters.items() if name not in matrices]
-    parts: list[torch.optim.Optimizer] = []
-    if matrices:
-        parts.append(
-            torch.optim.Muon(
-                [parameters[name] for name in sorted(matrices)],
-                lr=settings.learning_rate,
-                weight_decay=settings.weight_decay,
-                momentum=settings.muon_momentum,
-                adjust_lr_fn="match_rms_adamw",  # one learning rate then suits both parts (arXiv:2502.16982)
-            )
-        )
-    if others:
-        parts.append(
-            torch.optim.AdamW(
-                others,
-                lr=settings.learning_rate,
-                betas=(settings.beta1, settings.beta2),
-                weight_decay=settings.weight_decay,
-                foreach=False,
-            )
-        )
-    return parts
+def _norm(gradients: Mapping[str, Tensor]) -> float:
+    return float(torch.stack([g.norm() for g in gradients.values()]).norm()) if gradients else 0.0
 
 
-def _is_table(name: str) -> bool:
-    """Embeddings and output heads are lookups, not maps between spaces; Muon is not made for them."""
-    return "embed" in name or "lm_head" in name
+def _muon(matrices: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Muon:
+    return torch.optim.Muon(
+        matrices,
+        lr=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        momentum=settings.muon_momentum,
+        adjust_lr_fn="match_rms_adamw",  # one learning rate then suits both parts (arXiv:2502.16982)
+    )

@@ -72,6 +72,25 @@ class Policy:
             self._reference = _load(folder, self._compute, frozen=True).to(self.device).eval()
 
     @property
+    def hidden(self) -> frozenset[str]:
+        """Matrices between hidden layers: no table, no head, no router's or mixer's parameters that only look like one.
+        Told by what a module is and where, and not by its name."""
+        tables = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+        outside = {id(part) for table in tables if table is not None for part in table.modules()}
+        layers = [part for part in self.model.modules() if isinstance(part, nn.ModuleList)]
+        inside = {id(part) for layer in layers for part in layer.modules()} - outside
+        maps = {
+            id(part.weight)
+            for part in self.model.modules()
+            if id(part) in inside and (isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D")
+        }
+        return frozenset(
+            name
+            for name, p in self.parameters.items()
+            if id(p) in maps and p.ndim == 2 and self.vocabulary not in p.shape
+        )
+
+    @property
     def vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().num_embeddings)
 

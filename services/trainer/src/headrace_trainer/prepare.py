@@ -25,8 +25,11 @@ class Prepared:
     baselines: Baselines
 
 
-def prepare(items: Sequence[Waiting], ledger: Ledger, settings: AdvantageSettings, decay: Decay) -> Prepared:
-    """Rows in the order of `items`. Corrections take what is missing; they neither see nor move the baselines."""
+def prepare(
+    items: Sequence[Waiting], ledger: Ledger, settings: AdvantageSettings, decay: Decay, whole: int | None = None
+) -> Prepared:
+    """Rows in the order of `items`, of which a `whole` batch has so many. Corrections take what is missing; they
+    neither see nor move the baselines."""
     for item in items:
         assert stale(item.experience, ledger.history, ledger.limits.max_staleness) is None, "P5: swept just before"
     new = [item for item in items if not ledger.is_correction(item)]
@@ -36,8 +39,8 @@ def prepare(items: Sequence[Waiting], ledger: Ledger, settings: AdvantageSetting
         for item, value, baseline, scale in zip(new, found.values_B, found.baselines_B, found.scales_B, strict=True)
     }
     trained = tuple(first.get(item.experience.experience_id) or _correction(item, ledger) for item in items)
-    rows = tuple(Row.of(one.waiting.experience, one.advantage, ledger.current) for one in trained)
-    return Prepared(Batch(rows), trained, baselines)
+    rows = tuple(Row.of(one.waiting.experience, one.advantage, ledger.current, one.token_weight) for one in trained)
+    return Prepared(Batch(rows, whole), trained, baselines)
 
 
 def _advantages(
@@ -51,14 +54,22 @@ def _advantages(
     weights_B = [experience.weight for experience in experiences_B]
     runs_B = [run_of(experience) for experience in experiences_B]
     tasks_B = [task_of(experience) for experience in experiences_B]
-    scaled = settings.scale == "std"
+    scale_min = settings.scale_min if settings.scale == "std" else None
     if settings.kind == "reinforce++":
         return reinforce_pp(
-            rewards_B, weights_B, runs_B, tasks_B, past, decay, history_min=settings.history_min, scaled=scaled
+            rewards_B,
+            weights_B,
+            runs_B,
+            tasks_B,
+            past,
+            decay,
+            history_min=settings.history_min,
+            tasks_min=settings.tasks_min,
+            scale_min=scale_min,
         )
     groups_B = [task or run for task, run in zip(tasks_B, runs_B, strict=True)]
     if settings.kind == "grpo":
-        return grpo(rewards_B, weights_B, runs_B, groups_B, scaled=scaled), past
+        return grpo(rewards_B, weights_B, runs_B, groups_B, scale_min=scale_min), past
     return rloo(rewards_B, weights_B, runs_B, groups_B), past
 
 
@@ -66,7 +77,9 @@ def _correction(item: Waiting, ledger: Ledger) -> Trained:
     entry = ledger.window.get(item.experience.experience_id)
     assert entry is not None
     missing = missing_advantage(item.experience, entry, ledger.history, ledger.steps, ledger.limits.advantage_max)
-    return Trained(item, float(np.float32(missing)), entry.baseline, entry.scale, correction=True)
+    held = entry.held(ledger.history, ledger.steps)
+    weight = held[0].token_weight if held else None
+    return Trained(item, float(np.float32(missing)), entry.baseline, entry.scale, True, weight)
 
 
 def _bounded(advantage: float, limit: float) -> float:

@@ -27,9 +27,16 @@ class AdvantageSettings(Section):
     model_decay: Share = 0.99
     """The same for the baseline and the scale that all tasks share."""
     history_min: Positive = 1.0
-    """Runs of a task (decayed, and those beside it in the batch) from which on its own baseline is used."""
+    """Runs of a task (decayed, and those beside it in the batch) from which on it has a baseline; before that its runs
+    have no advantage."""
+    tasks_min: Count = 16
+    """When so many tasks are known and most of them were seen once, tasks do not repeat: then a task without runs to
+    compare with is compared with all tasks."""
     scale: Literal["std", "none"] = "std"
     """Divide by the running standard deviation (`grpo`: the group's), or leave rewards in their own unit."""
+    scale_min: NotNegative = 0.01
+    """A smaller standard deviation counts as this: differences below it are a judge's noise and no full advantage. In
+    the unit of rewards."""
     reward_max: Positive = 1e6
     """Rewards beyond plus or minus this are dropped as `invalid`: somebody's unit is wrong."""
     limit: Positive = 10.0
@@ -66,7 +73,8 @@ class OptimizerSettings(Section):
     """AdamW, or Muon on the matrices with AdamW on the rest."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """`muon` orthogonalises the updates of two-dimensional weights other than embeddings and the output head."""
+    """`muon` orthogonalises the updates of the matrices between hidden layers; embeddings, the output head and all
+    that is no matrix have AdamW. A correction then takes back only what AdamW did (docs/algorithms.md)."""
     learning_rate: Positive = 1e-5
     """After the warm-up. LoRA usually wants ten times as much as full training."""
     warmup_updates: Annotated[int, Field(ge=0)] = 0
@@ -140,6 +148,8 @@ class MemorySettings(Section):
     """How long they are remembered; as long as the topic keeps them."""
     baseline_tasks: Count = 4096
     """Tasks with a baseline of their own; the one unused for longest makes room."""
+    baseline_runs: Count = 1024
+    """Runs whose share in the baselines is remembered: a branch that comes later is not compared with its own run."""
     versions: Annotated[int, Field(ge=16)] = 512
     """Published versions whose experiences are recognised."""
     restore_points: Annotated[int, Field(ge=3)] = 6
@@ -174,7 +184,7 @@ class TrainerSettings(ServiceSettings):
     """Seeds what is drawn at random (the initial LoRA matrices)."""
 
     batch_experiences: Count = 64
-    """Experiences in a step."""
+    """Experiences in a step. A batch of fewer, cut by time, is that much less than a step."""
     batch_experiences_min: Count = 8
     """Experiences with which a step is taken once `batch_wait_s` has passed."""
     batch_wait_s: Positive = 30.0

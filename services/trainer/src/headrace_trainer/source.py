@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -39,6 +40,9 @@ class Source(Protocol):
 
     async def fetch(self, partition: int, offset: int) -> Record | None:
         """One experience record read before, None when the bus no longer has it."""
+
+    async def fetch_all(self, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        """The same of many, by partition and offset; those that the bus no longer has are not in it."""
 
     async def stop(self) -> None: ...
 
@@ -93,21 +97,33 @@ class KafkaSource:
         return all(position >= end for position, end in positions)
 
     async def fetch(self, partition: int, offset: int) -> Record | None:
-        place = TopicPartition(self._experiences, partition)
+        return (await self.fetch_all([(partition, offset)])).get((partition, offset))
+
+    async def fetch_all(self, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        if not places:
+            return {}
         reader = consumer(self._bus, _CLIENT)
         try:
             await reader.start()
-            reader.assign([place])
-            first = (await reader.beginning_offsets([place]))[place]
-            if offset < first:
-                return None
-            reader.seek(place, offset)
-            found = await reader.getmany(place, timeout_ms=int(self._bus.request_timeout_s * 1000), max_records=1)
+            partitions = sorted({TopicPartition(self._experiences, partition) for partition, _ in places})
+            first = await reader.beginning_offsets(partitions)
+            found: dict[tuple[int, int], Record] = {}
+            for partition, offset in sorted(places):
+                place = TopicPartition(self._experiences, partition)
+                if offset >= first[place]:
+                    record = await self._record(reader, place, offset)
+                    found |= {(partition, offset): record} if record is not None else {}
+            return found
         except (KafkaError, OSError) as error:
             raise Unavailable(f"bus {self._bus.address}: {error!r}") from error
         finally:
             await reader.stop()
-        messages = found.get(place) or []
+
+    async def _record(self, reader: AIOKafkaConsumer, place: TopicPartition, offset: int) -> Record | None:
+        reader.assign([place])
+        reader.seek(place, offset)
+        timeout_ms = int(self._bus.request_timeout_s * 1000)
+        messages = (await reader.getmany(place, timeout_ms=timeout_ms, max_records=1)).get(place) or []
         return record_of(messages[0]) if messages and messages[0].offset == offset else None
 
     async def stop(self) -> None:

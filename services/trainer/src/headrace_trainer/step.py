@@ -1,7 +1,9 @@
 """One step on a batch: forward and backward pass by pass, then one update of the weights (or several).
 
-The loss is a sum over the batch's tokens divided by their number. Each pass adds its part of that one mean, so cutting
-the batch into passes changes nothing but rounding (pitfall 10).
+The loss is a sum over tokens, each with the weight of its row. Passes add their parts of that one sum, so cutting the
+batch into passes changes nothing but rounding (pitfall 10). Rows that are trained for the first time share the batch's
+weight (`Batch.token_weight`), what is learned about the size of gradients, and the clip of the global norm. Corrections
+come with the weight that their tokens had then: gradients of both only meet after that.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from headrace_trainer.measures import Measures
 from headrace_trainer.optimizer import Optimizer
 from headrace_trainer.policy import Policy
 from headrace_trainer.settings import LossSettings
+
+SHARE = "token_weight"
+"""The measurement: what the gradient of each token was multiplied with, clipping and all. A correction needs it."""
 
 
 class Abandoned(Exception):
@@ -43,29 +48,48 @@ def train(
     Raises `Abandoned` when `stop` is set (looked at between passes) and `NotFinite`.
     """
     began = time.perf_counter()
-    indices = pack([row.length for row in batch.rows], pack_tokens)
-    packs = [policy.collate([batch.rows[index] for index in rows]) for rows in indices]
+    first, corrections = _packs(policy, batch, pack_tokens)
+    packs = [*corrections, *first]
     starts = _at_start(policy, packs, stop) if settings.updates_per_step > 1 else [None] * len(packs)
-    bases = [policy.reference_logprobs(one) if settings.kl else None for one in packs]
+    bases = [policy.reference_logprobs(one) if settings.kl else None for one in first]
     measures = Measures()
+    token_weight = batch.token_weight
     for update in range(settings.updates_per_step):
         optimizer.zero_grad()
-        for one, start_N, base_N in zip(packs, starts, bases, strict=True):
-            if stop.is_set():
-                raise Abandoned
-            _backward(policy, one, start_N, base_N, settings, batch.loss_tokens, measures)
-        learning_rate, norm = optimizer.learning_rate, optimizer.step()
+        stashed: dict[str, Tensor] | None = {}
+        for one, start_N in zip(corrections, starts, strict=False):
+            _backward(policy, one, start_N, None, settings, measures, stop)
+        if corrections:
+            stashed = optimizer.stash()
+        for one, start_N, base_N in zip(first, starts[len(corrections) :], bases, strict=True):
+            _backward(policy, one, start_N, base_N, settings, measures, stop)
+        learning_rate = optimizer.learning_rate
+        norm = optimizer.take(batch.first_weight) if stashed is not None else None
         if norm is None and update == 0:
             raise NotFinite
-        if norm is None:
+        if norm is None or stashed is None:
             break  # what the updates before it did stands
+        if update == 0:
+            token_weight *= optimizer.gain
+        if norm > 0.0 or any(bool(gradient.any()) for gradient in stashed.values()):
+            optimizer.apply(batch.weight, stashed)
     seconds = time.perf_counter() - began
     return measures.values(batch) | {
         "gradient_norm": norm or 0.0,
         "learning_rate": learning_rate,
+        SHARE: token_weight,
         "step_seconds": seconds,
         "tokens_per_second": sum(row.length for row in batch.rows) / seconds,
     }
+
+
+def _packs(policy: Policy, batch: Batch, pack_tokens: int) -> tuple[list[Pack], list[Pack]]:
+    """Rows that are trained for the first time, and corrections; each pass holds one kind."""
+    found = []
+    for rows in (batch.first, batch.corrections):
+        indices = pack([row.length for row in rows], pack_tokens)
+        found.append([policy.collate([batch.weighted(rows[index]) for index in chosen]) for chosen in indices])
+    return found[0], found[1]
 
 
 def _backward(
@@ -74,10 +98,12 @@ def _backward(
     start_N: Tensor | None,
     base_N: Tensor | None,
     settings: LossSettings,
-    loss_tokens: int,
     measures: Measures,
+    stop: threading.Event,
 ) -> None:
-    """Add this pass's share of the gradient of the batch's mean loss."""
+    """Add this pass's share of the gradient."""
+    if stop.is_set():
+        raise Abandoned
     current_N, entropy_N = policy.logprobs(one)
     start_N = current_N.detach() if start_N is None else start_N
     tokens = token_loss(current_N, start_N, one.behaviour_N, one.advantage_N, settings)
@@ -86,9 +112,9 @@ def _backward(
         divergence_N = k3(current_N, base_N)
         loss_N = loss_N + settings.kl * divergence_N
         measures.base.append(divergence_N.detach().cpu())
-    loss = loss_N.sum() / loss_tokens
+    loss = (loss_N * one.weight_N).sum()
     torch.autograd.backward(loss)
-    measures.observe(one, start_N, entropy_N, tokens, float(loss.detach()))
+    measures.observe(one, start_N, entropy_N, tokens, loss_N.detach())
 
 
 @torch.no_grad()

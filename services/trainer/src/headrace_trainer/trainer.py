@@ -155,7 +155,9 @@ class Trainer:
         return True
 
     async def _act(self, lineage: Lineage, reporter: Reporter, mark: int | None = None) -> None:
-        """Step and save if it is time."""
+        """Step and save if it is time. What was undone or restored is said before anything else becomes of it."""
+        if lineage.ledger.moved:
+            await self._save(lineage, reporter, publish=False)
         await self._step(lineage, reporter, lineage.next_batch(mark))
         if lineage.save_due(self._clock.monotonic_s() - self._saved_at_s):
             await self._save(lineage, reporter, publish=lineage.version_due)
@@ -187,10 +189,27 @@ class Trainer:
             if isinstance(event, Experience):
                 await self._admit(event, record, lineage)
             elif isinstance(event, ModelEvent) and event.model == self._settings.model:
-                await self._do(lambda: lineage.control(event))
+                await self._follow(event, lineage)
                 await self._in_thread(lambda: self._tell(event, lineage))
         noted = record.topic == self._settings.topic
         lineage.ledger.passed(record.topic, record.partition, record.offset, noted=noted)
+
+    async def _follow(self, event: ModelEvent, lineage: Lineage) -> None:
+        """Go back with the weights if the registry says so. What that undoes and is still fresh is queued again, with
+        its tokens as they are on the bus."""
+        lost = await self._do(lambda: lineage.control(event))
+        if not lost:
+            return
+        ledger = lineage.ledger
+        places = ledger.places(lost)
+        records = await self._retry(lambda: self._source.fetch_all(tuple(places)))
+        found: dict[str, Experience] = {}
+        for place, record in records.items():
+            again = await self._decode(record)
+            if isinstance(again, Experience) and again.experience_id == places[place]:
+                found[again.experience_id] = again
+        ledger.undo(lost, found, self._clock.now())
+        log.info("undone", experiences=len(lost), queued=sum(one.queued for one in ledger.undone))
 
     def _open_reporter(self) -> Reporter:
         self._reporter = self._make_reporter()

@@ -17,6 +17,7 @@ from headrace_runtime.errors import SettingError
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import File, Manifest
 from headrace_trainer.policy import Policy
+from headrace_trainer.rounding import rounded
 
 
 def check_base(folder: Path) -> None:
@@ -134,7 +135,7 @@ def _rounded(policy: Policy, blobs: BlobStore, first: Manifest) -> dict[str, Ten
     (path,) = (file for file in first.files if file.path == "config.json")
     config = json.loads(blobs.get(path.blob))
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    return {key: tensor.to(getattr(torch, name)) for key, tensor in policy.tensors().items()}
+    return {key: rounded(tensor, getattr(torch, name), key) for key, tensor in policy.tensors().items()}
 
 
 def _write_weights(policy: Policy, folder: Path, weights: dict[str, Tensor]) -> None:

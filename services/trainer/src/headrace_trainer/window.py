@@ -8,11 +8,12 @@ and age; a record that is delivered once more after that is judged anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas.base import Finite, Model, Version
+from headrace_trainer.history import History
 
 REVISIONS_MAX = 64
 """Revisions of one experience that are remembered one by one; lower ones than those count as seen."""
@@ -21,8 +22,14 @@ REVISIONS_MAX = 64
 class Contribution(Model):
     """In step `step` an experience was trained with this advantage. A correction adds another contribution."""
 
+    revision: int = -1
+    """-1: not known, because an earlier release trained it."""
+
     step: int
     advantage: Finite
+    token_weight: Finite = 0.0
+    """What the gradient of each of its tokens was multiplied with; 0: not known, because an earlier release trained
+    it. A correction is multiplied with the same."""
 
 
 class Entry(Model):
@@ -43,6 +50,15 @@ class Entry(Model):
     @property
     def trained(self) -> bool:
         return bool(self.contributions)
+
+    def held(self, history: History, steps: int) -> Sequence[Contribution]:
+        """What the weights after so many steps hold of it: a version that was abandoned took its steps along."""
+        return [one for one in self.contributions if history.holds_step(one.step, steps)]
+
+    def held_revisions(self, history: History, steps: int) -> set[int]:
+        """The revisions of what is held."""
+        newest = self.revisions[-1]
+        return {newest if one.revision < 0 else one.revision for one in self.held(history, steps)}
 
     def seen(self, revision: int) -> bool:
         return revision in self.revisions or (len(self.revisions) == REVISIONS_MAX and revision < self.revisions[0])

@@ -1,0 +1,152 @@
+"""AdamW in which contributions add up, so that one of them can be taken back (docs/algorithms.md, "Corrections").
+
+What a gradient does to the weights is its size over the usual size of gradients, as in Adam. Four things differ, which
+make Adam count the same gradient differently from batch to batch:
+
+- Momentum is an average there: early gradients count several times, and a batch without any gradient repeats those
+  before it. Here it is a debt, `unspent`: every gradient is paid out exactly once, over the batches that follow, and
+  what never arrives pays nothing. The debt is in steps of the weights, not in gradients (as in LaProp, Ziyin et al.
+  2020, arXiv:2002.04839), so what is paid is settled when the gradient comes. A constant gradient moves the weights as
+  Adam's does, from the first batch on.
+- Every batch is one step there, however small. Here a batch has a weight, its size as a share of a whole one: its
+  gradient is that much smaller, it pays out that much less of the debt, and ages the squares by as much.
+- The squares of the first batches stand for all that was before them, there, weight by weight: a weight that the first
+  batch hardly touched makes as large a step as any. Here a tensor's weights share what was before them.
+- Corrections do not enter the squares.
+
+For whole batches, and once the start is forgotten, the sums of the steps are AdamW's (arXiv:1711.05101).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import exp, sqrt
+
+import torch
+from torch import Tensor, nn
+
+from headrace_trainer.settings import OptimizerSettings
+
+EPSILON = 1e-8
+CLOCK, SQUARES_CLOCK = "clock", "squares_clock"
+
+
+class Adam:
+    """Owns the updates of `parameters`. Nothing in here is drawn at random."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> None:
+        self.parameters = dict(parameters)
+        self._settings = settings
+        self._unspent: dict[str, Tensor] = {}
+        self._squares: dict[str, Tensor] = {}
+        self.clock = 0.0
+        """Whole batches so far, which is what momentum ages by."""
+        self.squares_clock = 0.0
+        """The same, of those that told something about the size of gradients."""
+
+    def gain(self, weight: float) -> float:
+        """What a gradient of this weight is multiplied by, so that the debt grows to its usual size without slowing the
+        start."""
+        return 1.0 + (self._debt(self.clock + weight) - self._debt(self.clock)) / weight
+
+    def _debt(self, clock: float) -> float:
+        """What is unspent of a constant gradient of 1 by then; in the end beta1 / (1 - beta1), as in Adam."""
+        beta1 = self._settings.beta1
+        return float(beta1 * (1 - beta1**clock) / (1 - beta1))
+
+    @torch.no_grad()
+    def observe(self, weight: float) -> None:
+        """Note the size of the gradients, those of a batch of `weight`."""
+        kept = self._settings.beta2**weight
+        for name, gradient in self._gradients():
+            squares = self._of(self._squares, name)
+            squares.mul_(kept).addcmul_(gradient, gradient, value=(1 - kept) / weight)
+        self.squares_clock += weight
+
+    @property
+    def scale(self) -> float:
+        """The typical size of a gradient by now, one number for all weights; 1 when none has been seen. What a
+        contribution does is its size in this unit, so the unit is kept with it for a later correction."""
+        if not self.squares_clock or not self._squares:
+            return 1.0
+        known = [self._squares[name] for name in self.parameters if name in self._squares]
+        sizes = torch.tensor([squares.numel() for squares in known], dtype=torch.float64)
+        means = torch.stack([squares.mean() for squares in known]).double().cpu()
+        seen = means > 0
+        if not seen.any():
+            return 1.0
+        logarithm = float((means[seen].log() * sizes[seen]).sum() / sizes[seen].sum())
+        return exp(logarithm / 2) / sqrt(1 - self._unknown)
+
+    @property
+    def _unknown(self) -> float:
+        """The share of the squares that lies before the first batch."""
+        return float(self._settings.beta2**self.squares_clock)
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, weight: float, corrections: Mapping[str, Tensor]) -> None:
+        """Add the gradients to the debt, and `corrections` too, and pay out a batch's share of it. `corrections` are
+        gradients in units of `scale`; they are measured by those before them and do not change the measure."""
+        settings, scale = self._settings, self.scale
+        self.clock += weight
+        share = weight / (weight + self._debt(self.clock))
+        for name, gradient in self._gradients() if self.squares_clock else ():  # before that they are zero
+            self._of(self._unspent, name).addcdiv_(gradient, self._size(name))
+        for name, gradient in corrections.items():
+            unspent = self._of(self._unspent, name)
+            if self.squares_clock:
+                # No weight moves further than by a gradient of this size that Adam had counted.
+                least = gradient.abs() * scale * sqrt(1 - settings.beta2)
+                unspent.addcdiv_(gradient, torch.maximum(self._size(name), least), value=scale)
+            else:
+                unspent.add_(gradient)
+        for name, unspent in self._unspent.items():
+            parameter = self.parameters[name]
+            parameter.mul_(1 - learning_rate * settings.weight_decay * weight)
+            parameter.add_(unspent, alpha=-learning_rate * share)
+            unspent.mul_(1 - share)
+
+    def _size(self, name: str) -> Tensor:
+        """What a gradient is divided by. Before the first batch nothing was known: that part of the squares is taken to
+        be the same for all weights of a tensor, and not what the few batches since happened to show for each."""
+        squares = self._of(self._squares, name)
+        return (squares + self._unknown / (1 - self._unknown) * squares.mean()).sqrt_().add_(EPSILON)
+
+    def reset(self) -> None:
+        self._unspent.clear()
+        self._squares.clear()
+        self.clock = self.squares_clock = 0.0
+
+    def state(self) -> dict[str, Tensor]:
+        """References, by `<parameter>/<what>`, and the clocks."""
+        tensors = {f"{name}/unspent": tensor for name, tensor in self._unspent.items()}
+        tensors |= {f"{name}/squares": tensor for name, tensor in self._squares.items()}
+        clocks = {CLOCK: self.clock, SQUARES_CLOCK: self.squares_clock}
+        return tensors | {name: torch.tensor([value], dtype=torch.float64) for name, value in clocks.items()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take back `state`, or that of torch's AdamW, as earlier releases saved it."""
+        self.reset()
+        averages: dict[str, Tensor] = {}
+        for key, value in state.items():
+            name, _, what = key.rpartition("/")
+            if key in (CLOCK, SQUARES_CLOCK):
+                continue
+            if what == "step":
+                self.clock = self.squares_clock = float(value)
+                continue
+            kept = {"unspent": self._unspent, "exp_avg": averages}.get(what, self._squares)
+            kept[name] = value.to(self.parameters[name].device).clone()
+        if CLOCK in state:
+            self.clock, self.squares_clock = float(state[CLOCK]), float(state[SQUARES_CLOCK])
+        debt = self._debt(self.clock)
+        for name, average in averages.items():  # what it would still have done to the weights
+            self._unspent[name] = average.mul_(debt).div_(self._size(name))
+
+    def _of(self, kept: dict[str, Tensor], name: str) -> Tensor:
+        if name not in kept:
+            kept[name] = torch.zeros_like(self.parameters[name], memory_format=torch.preserve_format)
+        return kept[name]
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)

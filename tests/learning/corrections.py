@@ -1,0 +1,136 @@
+"""What a correction leaves of the training that it takes back, or overdoes, with the real optimizer and its settings.
+
+Three lineages train the same batches from the same weights:
+
+- `never`: one experience of a batch has no advantage, so it never did anything;
+- `left`: it is trained with an advantage of 1;
+- `corrected`: it is trained like that, and `LAG` batches later a correction takes it back.
+
+When `AFTER` more batches have been trained, and momentum has paid out what it held of either, the mark that the
+experience left is d = left - never, and what the correction did not undo is c = corrected - never. The *rest* is
+
+    <c, d> / <d, d>
+
+over all weights: 0 when nothing is left, 1 when the correction did nothing, negative when it went too far. `logprobs`
+is the same of what can be seen from outside, the mean logprob of the experience's own tokens. `beside` is the length of
+the part of c that is orthogonal to d, in lengths of d: other weights than those that the experience had moved.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace_trainer.batch import Batch, Row
+from headrace_trainer.optimizer import Optimizer
+from headrace_trainer.policy import Policy
+from headrace_trainer.settings import ComputeSettings, LoraSettings, LossSettings, OptimizerSettings
+from headrace_trainer.step import SHARE, train
+from tests.unit.trainer.world import experience
+
+AFTER = 20
+"""Batches after the correction."""
+LAG = 3
+"""Batches from the training to its correction; `max_staleness` allows for four versions."""
+_V = "m@000000000000"
+_ARMS = ("never", "left", "corrected")
+
+
+@dataclass(frozen=True)
+class Case:
+    """`whole` is `batch_experiences`; `first` and `second` are the sizes of the batches in which the experience is
+    trained and taken back; `before` counts the whole batches in front: with 0 the optimizer is fresh."""
+
+    whole: int
+    first: int
+    second: int
+    before: int
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Shares of the mark that the experience had left."""
+
+    weights: float
+    logprobs: float
+    beside: float
+
+    @property
+    def worst(self) -> float:
+        return max(abs(self.weights), abs(self.logprobs))
+
+
+class Run:
+    """A policy, its optimizer, and experiences in a fixed order."""
+
+    def __init__(self, base: Path, whole: int, seed: int, settings: OptimizerSettings | None = None) -> None:
+        compute = ComputeSettings(device="cpu", packing="padded")  # one pass, and few of the blocks' many small ones
+        self.policy = Policy.open(base, compute, LoraSettings(), seed=0)
+        self.optimizer = Optimizer(self.policy.parameters, settings or OptimizerSettings(), self.policy.hidden)
+        self._whole = whole
+        self._draw = np.random.default_rng(seed)
+        self._number = 1000 * seed
+
+    def rows(self, count: int, advantage: float | None = None) -> Sequence[Row]:
+        """New ones; their advantages are drawn unless one is given."""
+        found = []
+        for _ in range(count):
+            self._number += 1
+            length, drawn = int(self._draw.integers(8, 13)), float(self._draw.normal())
+            event = experience(self._number, _V, length=length)
+            found.append(Row.of(event, drawn if advantage is None else advantage, None))
+        return found
+
+    def step(self, *rows: Row) -> float:
+        """The weight of each token in it."""
+        batch, stop = Batch(rows, self._whole), threading.Event()
+        return train(self.policy, self.optimizer, batch, LossSettings(), 1 << 20, stop)[SHARE] if rows else 0.0
+
+    def full(self, batches: int) -> None:
+        for _ in range(batches):
+            self.step(*self.rows(self._whole))
+
+    def weights(self) -> Tensor:
+        return torch.cat([tensor.double().flatten() for _, tensor in sorted(self.policy.tensors().items())])
+
+    @torch.no_grad()
+    def logprob(self, row: Row) -> float:
+        return float(self.policy.logprobs(self.policy.collate([row]))[0].double().mean())
+
+
+def rest(base: Path, case: Case, settings: OptimizerSettings | None = None) -> Rest:
+    """What a correction leaves in this case."""
+    ends = [_trained(base, case, arm, settings) for arm in _ARMS]
+    (never, never_logprob), (left, left_logprob), (corrected, logprob) = ends
+    mark, remains = left - never, corrected - never
+    share = float(remains @ mark / (mark @ mark))
+    beside = float((remains - share * mark).norm() / mark.norm())
+    return Rest(share, (logprob - never_logprob) / (left_logprob - never_logprob), beside)
+
+
+def _trained(base: Path, case: Case, arm: str, settings: OptimizerSettings | None) -> tuple[Tensor, float]:
+    """All weights at the end, and the mean logprob of the experience's tokens."""
+    run = Run(base, case.whole, case.seed, settings)
+    (mine,) = run.rows(1, advantage=0.0 if arm == "never" else 1.0)
+    run.full(case.before)
+    weight = run.step(mine, *run.rows(case.first - 1))
+    run.full(LAG - 1)
+    others = run.rows(case.second - 1)
+    undoing = replace(mine, advantage=-mine.advantage, correction=True, token_weight=weight)
+    run.step(*([undoing] if arm == "corrected" else []), *others)
+    run.full(AFTER)
+    return run.weights(), run.logprob(mine)
+
+
+def moved(run: Run, *rows: Row) -> float:
+    """How far a batch of `rows` moves the weights at once."""
+    before = run.weights()
+    run.step(*rows)
+    return float((run.weights() - before).norm())

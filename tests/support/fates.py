@@ -1,0 +1,35 @@
+"""What became of each revision of each experience, by a lineage's reports alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headrace_schemas import TrainingMetrics
+
+Key = tuple[str, int]
+"""Experience and revision."""
+
+
+def follow(reports: Iterable[TrainingMetrics]) -> tuple[dict[Key, str], list[str]]:
+    """`trained`, `queued` again, `undone`, or the reason it was dropped for; and what contradicts what. Reports in the
+    order of their saves, each once.
+    """
+    fates: dict[Key, str] = {}
+    wrong: list[str] = []
+    for report in reports:
+        for verdict in report.verdicts:
+            key = verdict.experience_id, verdict.revision
+            if fates.get(key, "queued") != "queued":
+                wrong.append(f"{key} has two verdicts, and nothing was undone between them")
+            fates[key] = verdict.dropped or "trained"
+        for undone in report.undone:
+            key = undone.experience_id, undone.revision
+            if fates.get(key) != "trained" and not (key in fates and undone.queued):
+                wrong.append(f"{key} was undone and had done nothing")
+            fates[key] = "queued" if undone.queued else "undone"
+        for restored in report.restored:
+            key = restored.experience_id, restored.revision
+            if fates.get(key, "trained") == "trained":
+                wrong.append(f"{key} was restored and had not been undone")
+            fates[key] = "trained"
+    return fates, wrong
