@@ -73,11 +73,7 @@ class Facts:
             case Experience():
                 self._experience(event)
             case TrainingMetrics():
-                told = self.verdicts[event.lineage]
-                for verdict in event.verdicts:
-                    told.setdefault((verdict.experience_id, verdict.revision), []).append(verdict.dropped)
-                for undone in event.undone:
-                    self.again[event.lineage, undone.experience_id, undone.revision] += undone.queued
+                self._report(event)
             case Feedback():
                 self.feedback.add(event.event_id)
             case DeadLetter():
@@ -89,6 +85,13 @@ class Facts:
         self.turns[event.turn_id] = Acked(event.session_id, digest(first.message.text), tokens, event.version)
         for choice in event.choices:
             self.sampled[event.turn_id, choice.index] = _sampled(event.version, choice.token_ids, choice.logprobs)
+
+    def _report(self, event: TrainingMetrics) -> None:
+        told = self.verdicts[event.lineage]
+        for verdict in event.verdicts:
+            told.setdefault((verdict.experience_id, verdict.revision), []).append(verdict.dropped)
+        for undone in event.undone:
+            self.again[event.lineage, undone.experience_id, undone.revision] += undone.queued
 
     def _experience(self, event: Experience) -> None:
         self.experiences[event.experience_id, event.revision] = event.trajectory_id
