@@ -146,6 +146,5 @@ def _doubled(topics: Facts, trainer: TrainerLedger) -> list[str]:
     return [
         f"experience {name} in steps {list(steps)} with revisions {list(trainer.revisions[name])}"
         for name, steps in trainer.contributions.items()
-        if len(steps) > topics.trainings(trainer.lineage, name, trainer.revisions[name])
-        or len(set(steps)) < len(steps)
+        if len(steps) > topics.trainings(trainer.lineage, name, trainer.revisions[name]) or len(set(steps)) < len(steps)
     ]
