@@ -3,7 +3,8 @@
 An attempt that loses its connection is made again at another gateway, as a load balancer does. A request has *failed*
 when a gateway answered with an error, when an answer ended in order but was not whole, when a connection was lost
 although nobody had killed that gateway, or when there was no answer by the deadline. A 503 of a gateway whose disk is
-full says that nothing was recorded: the load balancer asks the other one.
+full says that nothing was recorded, and one of a gateway that was killed and has not been healthy since that it does
+not know the routing yet: the load balancer asks the other one.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class ClientLedger:
     retried: int = 0
     """Attempts that lost their connection to a gateway that had been killed."""
     refused: int = 0
-    """Attempts that a gateway with a full disk refused."""
+    """Attempts that a gateway with a full disk refused, or one that was on its way back."""
     answered_at: dict[str, float] = field(default_factory=dict)
     """By session: when the last answer's end arrived, in seconds since 1970."""
     latencies_s: list[float] = field(default_factory=list)
@@ -140,7 +141,9 @@ class Client:
             except TimeoutError:
                 self._ledger.failed("no answer", f"{path} within {DEADLINE_S:g} s")
             except RequestFailed as error:
-                if error.status == 503 and self._balancer.may_refuse(gateway, began):
+                if error.status == 503 and (
+                    self._balancer.may_refuse(gateway, began) or self._balancer.was_down(gateway, began)
+                ):
                     self._ledger.refused += 1
                     avoid = gateway
                     await asyncio.sleep(0.2)

@@ -21,7 +21,7 @@ _looked_s = 0.0
 
 
 def _trouble(event: str, arguments: tuple[object, ...]) -> None:
-    if event not in _EVENTS or not isinstance(arguments[0], str) or "/blobs" not in arguments[0]:
+    if event not in _EVENTS or not isinstance(arguments[0], str) or "/blobs/" not in f"{arguments[0]}/":
         return
     orders = _read()
     if delay_s := orders.get("delay_s"):

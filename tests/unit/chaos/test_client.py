@@ -106,6 +106,13 @@ async def test_a_connection_that_died_with_its_gateway_is_made_again_at_the_othe
         assert (made.ledger.failures, made.ledger.retried) == ([], 1)
 
 
+async def test_one_that_is_on_its_way_back_may_say_so() -> None:
+    async with rig(refusing) as made:
+        made.balancer.killing(made.urls[0])
+        assert await made.ask() == "Ada"
+        assert (made.ledger.failures, made.ledger.refused) == ([], 1)
+
+
 async def test_an_old_kill_excuses_nothing() -> None:
     async with rig(plain) as made:
         killed, spared = made.urls
