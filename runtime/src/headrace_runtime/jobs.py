@@ -74,8 +74,16 @@ class Jobs:
         return [Job(row["job_id"], row["kind"], row["payload"], row["attempts"]) for row in rows]
 
     async def renew(self, tx: AsyncConnection, job_ids: Collection[str], until: datetime) -> None:
-        """Hold leased jobs for longer: a short lease, renewed while the work goes on, is a short wait for the dead."""
-        await tx.execute(update(self._table).where(self._table.c.job_id.in_(job_ids)).values(due_ms=epoch_ms(until)))
+        """Hold leased jobs for longer: a short lease, renewed while the work goes on, is a short wait for the dead.
+
+        A job that another transaction is just finishing is left to it. To wait for that one would be a deadlock when it
+        wants to finish another of these.
+        """
+        table = self._table
+        free = select(table.c.job_id).where(table.c.job_id.in_(job_ids)).with_for_update(skip_locked=True)
+        found = (await tx.execute(free)).scalars().all()
+        if found:
+            await tx.execute(update(table).where(table.c.job_id.in_(found)).values(due_ms=epoch_ms(until)))
 
     async def finish(self, tx: AsyncConnection, job: Job) -> bool:
         """Remove a job that was leased. False: it is somebody else's or never came to be; discard the result."""

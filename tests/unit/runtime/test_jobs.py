@@ -50,6 +50,34 @@ async def test_a_job_is_leased_to_one_worker_oldest_first(stream: Bench) -> None
     assert await lease(stream) == []
 
 
+async def test_who_renews_leases_waits_for_no_job_that_is_being_finished(stream: Bench) -> None:
+    """Results are entered in whatever order they come; a renewal that waits for one of them would wait for ever."""
+    if stream.processor.database.sqlite:
+        pytest.skip("SQLite has one writer at a time")
+    await enqueue(stream, "a", "b")
+    first, second = await lease(stream)
+    database = stream.processor.database
+    async with asyncio.timeout(10), database.transaction() as finishing:
+        assert await jobs.finish(finishing, second)
+        async with database.transaction() as renewing:
+            await jobs.renew(renewing, ["a", "b"], stream.clock.now() + 2 * LEASE)
+        assert await jobs.finish(finishing, first)
+    assert await stream.count("jobs") == 0
+
+
+async def test_what_is_being_finished_is_not_renewed_and_the_rest_is(stream: Bench) -> None:
+    if stream.processor.database.sqlite:
+        pytest.skip("SQLite has one writer at a time")
+    await enqueue(stream, "a", "b")
+    _, second = await lease(stream)
+    async with asyncio.timeout(10), stream.aborted() as finishing:
+        assert await jobs.finish(finishing, second)
+        async with stream.processor.database.transaction() as renewing:
+            await jobs.renew(renewing, ["a", "b"], stream.clock.now() + 2 * LEASE)
+    stream.clock.advance(LEASE.total_seconds() + 1)
+    assert [job.job_id for job in await lease(stream)] == ["b"]
+
+
 async def test_a_dead_workers_job_is_done_again_and_its_late_result_is_refused(stream: Bench) -> None:
     await enqueue(stream, "a")
     (dead,) = await lease(stream)
