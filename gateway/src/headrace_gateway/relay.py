@@ -89,8 +89,13 @@ class Relay:
             return answer, transcript
 
     async def stream(self, call: Call, transcript: Transcript) -> AsyncGenerator[EngineAnswer]:
-        """Chunks as one uninterrupted stream, each already in `transcript`. Raises as `complete` does, at any point."""
+        """Chunks as one uninterrupted stream, each already in `transcript`. Raises as `complete` does, at any point.
+
+        Those that only open the answer are held until a token is there: the replica may still fail, and the one that
+        takes its place may sample from another prompt, and with another version.
+        """
         patience = _Patience(self._settings)
+        opening: list[EngineAnswer] = []
         while True:
             place = await self._find(lambda: self._next_place(call, transcript, patience), patience)
             transcript.replica_id = place.member.replica.replica_id
@@ -99,7 +104,9 @@ class Relay:
                     async with contextlib.aclosing(self._chunks(call, place, transcript, line)) as chunks:
                         async for chunk in chunks:
                             patience.renew()
-                            yield chunk
+                            opening.append(chunk)
+                            while transcript.begun and opening:
+                                yield opening.pop(0)
                 if not transcript.finished(call.request.choices):
                     raise ReplicaFailed("connection", "the stream ended before all choices did")
                 return
@@ -108,6 +115,9 @@ class Relay:
                     yield _own_count(transcript)
                     return
                 self._note(place, failure, patience)
+                if not transcript.begun:
+                    opening.clear()
+                    transcript.forget()
 
     def _next_place(self, call: Call, transcript: Transcript, patience: _Patience) -> Place | None:
         if not transcript.version:
@@ -118,7 +128,7 @@ class Relay:
 
     def _can_move(self, call: Call, transcript: Transcript) -> bool:
         """Whether another replica could go on with this stream now; one that hangs is never picked."""
-        if not transcript.version:
+        if not transcript.begun:
             return self._placement.choose(call) is not None
         place = self._placement.resume(call, transcript.version, frozenset(), with_tokens=bool(transcript.sampled))
         return place is not None
@@ -140,6 +150,8 @@ class Relay:
                     if choice.index in begun:
                         choice.delta.role = None  # the client has had it
                 transcript.add(chunk, streamed=True)
+                if resume:
+                    chunk.prompt_token_ids = None  # and this
                 yield chunk
 
     async def _find(self, find: Callable[[], Place | None], patience: _Patience) -> Place:

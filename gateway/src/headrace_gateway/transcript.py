@@ -62,7 +62,7 @@ class Transcript:
     def add(self, answer: EngineAnswer, *, streamed: bool) -> None:
         self.version = self.version or answer.model
         if answer.prompt_token_ids is not None:
-            if not self.sampled:  # of two replicas that began, the later one samples
+            if not self.sampled:
                 self.prompt_token_ids = answer.prompt_token_ids
             elif self.prompt_token_ids != answer.prompt_token_ids:
                 self.other_prompt = True
@@ -70,6 +70,16 @@ class Transcript:
         for choice in answer.choices:
             so_far = self.choices.setdefault(choice.index, ChoiceSoFar())
             so_far.add(choice, choice.delta if streamed else choice.message)
+
+    def forget(self) -> None:
+        """A replica opened an answer and failed before its first token: another one begins anew."""
+        self.version, self.prompt_token_ids, self.usage = "", [], None
+        self.choices.clear()
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is more than an opening: a token, or the end of a choice."""
+        return any(choice.token_ids or choice.finish_reason for choice in self.choices.values())
 
     @property
     def sampled(self) -> int:

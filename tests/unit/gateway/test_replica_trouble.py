@@ -27,10 +27,15 @@ def content(answer: httpx2.Response) -> str:
         said: str = answer.json()["choices"][0]["message"]["content"]
         return said
     assert answer.text.endswith("data: [DONE]\n\n"), answer.text[-300:]
-    events = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
+    events = chunks_of(answer)
     roles = [choice["delta"].get("role") for event in events for choice in event["choices"]]
     assert [role for role in roles if role] == ["assistant"], "the client must not see the stream begin twice"
     return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+
+
+def chunks_of(answer: httpx2.Response) -> list[Any]:
+    """The events of a whole stream."""
+    return [json.loads(event.removeprefix("data: ")) for event in answer.text.split("\n\n")[:-2]]
 
 
 def expected(replica: FakeReplica) -> str:
@@ -108,13 +113,15 @@ async def test_a_replica_that_knows_another_prompt_goes_on_after_the_one_that_wa
         first, second = (a, b) if a.requests else (b, a)
         served.bus.records.clear()
         first.faults = [Fault(drop_after=drop_after)]
-        answer = await served.chat(stream=True)
+        answer = await served.chat(stream=True, return_token_ids=True)
         assert content(answer) == expected(second)
         assert served.bus.events(DeadLetter) == []
         (turn,) = served.turns
         sampled = first if drop_after else second
         work = Generation(sampled.requests[-1], VERSION, sampled.prompt_tail)
         assert list(turn.prompt_token_ids) == work.prompt_ids
+        shown = [chunk["prompt_token_ids"] for chunk in chunks_of(answer) if "prompt_token_ids" in chunk]
+        assert shown == [work.prompt_ids], "the client is shown one prompt, that of the captured turn"
 
 
 async def test_a_stalled_stream_moves_on(tmp_path: Path) -> None:
