@@ -71,8 +71,8 @@ test-long: $(VENV)/installed ## the tests that kill and that play for minutes: K
 	$(PYTEST) -m long tests/e2e tests/docs tests/contract tests/integration/replay tests/integration
 
 KILLS ?= 100
-chaos: $(VENV)/installed ## everything breaks at 50 turns/s, on each bus (SEED=, KILLS=strikes, BUS=embedded or kafka, NEMESIS=kill,stop,...)
-	$(BIN)/python -m tests.chaos --strikes $(KILLS) $(if $(BUS),--bus $(BUS)) $(if $(NEMESIS),--nemesis $(NEMESIS)) \
+chaos: $(VENV)/installed ## everything breaks at 50 turns/s, on each bus (SEED=, KILLS=strikes, BUS=embedded or kafka, NEMESIS=kill,stop,..., KEEP=folder)
+	$(BIN)/python -m tests.chaos --strikes $(KILLS) $(if $(BUS),--bus $(BUS)) $(if $(NEMESIS),--nemesis $(NEMESIS)) $(if $(KEEP),--keep $(KEEP)) \
 	  $(if $(filter file,$(origin SEED)),,--seed $(SEED))
 
 attack: $(VENV)/installed ## what outsiders tried to break, on running stacks, each with its figure (ONLY="name ...", SEED=)

@@ -85,6 +85,7 @@ def _other_values(client: ClientLedger, topics: Facts) -> Iterable[str]:
     """The last word counts. Where the words before it went to another gateway, one of them may have waited in that
     gateway's spool while the bus was away, and counts as said when the bus heard it.
     """
+    experiences = Counter(session for _, session, *_ in topics.newest.values())
     for _, session, has_reward, value in topics.newest.values():
         said = client.judged.get(session)
         if not said or not has_reward:
@@ -92,7 +93,8 @@ def _other_values(client: ClientLedger, topics: Facts) -> Iterable[str]:
         *_, last = said
         allowed = {last.value, *(one.value for one in said if one.gateway != last.gateway)}
         if value not in allowed:
-            yield f"session {session}: {value}, the user's last word was {last.value}"
+            words = ", ".join(f"{one.value} at {one.gateway}" for one in said)
+            yield f"session {session} of {experiences[session]} experiences: {value}, the user said {words}"
 
 
 def _within_topics(findings: Findings, topics: Facts, books: Account, lineage: str) -> None:
