@@ -119,7 +119,7 @@ class Head:
     def _plain(self) -> bool:
         """Nothing but a matrix: no adapter, no quantisation, nobody's hook."""
         module = self.module
-        hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)  # noqa: SLF001
+        hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
         return type(module) is nn.Linear and not hooked
 
     def _through(self, hidden: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:

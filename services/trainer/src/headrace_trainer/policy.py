@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -23,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from headrace_runtime.errors import SettingError
+from headrace_runtime.logs import get_logger
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer import attention, forward, rope
 from headrace_trainer.batch import Row
@@ -31,7 +31,7 @@ from headrace_trainer.head import Head
 from headrace_trainer.reach import context_of
 from headrace_trainer.settings import ComputeSettings, LoraSettings
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 FINGERPRINT_TOKENS = 48
 _PROBE_TOKENS = 12
