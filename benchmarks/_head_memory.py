@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +18,25 @@ from torch import Tensor, nn
 from headrace_trainer import head
 from headrace_trainer.head import Head
 
+_STATUS = Path("/proc/self/status")
 
-def once(module: nn.Linear, hidden_NH: Tensor, how: str) -> None:
-    tokens = len(hidden_NH)
-    targets_N, temperature_N = torch.arange(tokens) % module.out_features, torch.full((tokens,), 0.7)
+
+def once(module: nn.Linear, hidden: Tensor, how: str) -> None:
+    tokens = len(hidden)
+    targets, temperature = torch.arange(tokens) % module.out_features, torch.full((tokens,), 0.7)
     if how == "whole":
-        found_N = head.logprobs(module(hidden_NH), targets_N, temperature_N)[0]
+        found = head.logprobs(module(hidden), targets, temperature)[0]
     else:
-        found_N = Head(module).logprobs(hidden_NH, targets_N, temperature_N)[0]
-    torch.autograd.backward(found_N.mean())
+        found = Head(module).logprobs(hidden, targets, temperature)[0]
+    torch.autograd.backward(found.mean())
 
 
 def peak_bytes() -> int:
-    found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return found if sys.platform == "darwin" else found * 1024
+    """Of this program. `getrusage` on Linux would begin with the peak of the process that started it."""
+    if _STATUS.exists():
+        (line,) = [line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM")]
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def main() -> None:
@@ -46,9 +51,9 @@ def main() -> None:
     torch.manual_seed(0)
     once(nn.Linear(8, 64, bias=False), torch.randn(32, 8, requires_grad=True), options.how)  # libraries are loaded
     module = nn.Linear(options.hidden, options.vocabulary, bias=False)
-    hidden_NH = torch.randn(options.tokens, options.hidden, requires_grad=True)
+    hidden = torch.randn(options.tokens, options.hidden, requires_grad=True)
     before, began = peak_bytes(), time.process_time()
-    once(module, hidden_NH, options.how)
+    once(module, hidden, options.how)
     taken = {"peak_gb": round((peak_bytes() - before) / 1e9, 3), "cpu_s": round(time.process_time() - began, 1)}
     print(json.dumps(vars(options) | taken))
 

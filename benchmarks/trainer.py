@@ -1,8 +1,8 @@
 """What a training step costs: `python -m benchmarks.trainer`. Writes `reports/bench-trainer.json`.
 
-The line: logprobs and gradients of 32,768 loss tokens at 152,000 words take at most 1.5 GB above the weights, measured
-in a process of its own with two threads. Exit status 1 when that does not hold. Beside it tokens per CPU second of whole
-steps (forward, backward, update) of two models, with the head in chunks and with all logits at once, the two taking
+The line: logprobs and gradients of 32,768 loss tokens at 152,000 words take 1.5 GB above the weights at most, measured
+in a process of its own with two threads. Exit status 1 when that does not hold. Beside it tokens per CPU second of
+whole steps (forward, backward, update) of two models, with the head in chunks and with all logits at once, which take
 turns so that a busy machine disturbs them alike; the best round counts, the median stands beside it. Some minutes.
 """
 
