@@ -103,7 +103,7 @@ def test_derivatives_agree_with_differences(tail: Tail) -> None:
     module, hidden, targets, temperature, _ = problem(7, 3, bias=True, dtype=torch.float64)
 
     def of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        found: Tensor = head._Chunked.apply(hidden, weight, bias, targets, temperature, tail, torch.float64)[0]  # type: ignore[no-untyped-call]
+        found: Tensor = head._Chunked.apply(hidden, weight, bias, targets, temperature, tail, torch.float64)[0]
         return found
 
     assert torch.autograd.gradcheck(of, (hidden, module.weight, module.bias))  # type: ignore[no-untyped-call]
@@ -216,21 +216,24 @@ def test_an_adapter_on_the_head_is_trained_and_taken_off(base: Path, packing: An
 @pytest.mark.parametrize(
     ("name", "tail"),
     [
-        ("Llama", Tail()),
-        ("Gemma 2", Tail(cap=30.0)),
-        ("Cohere", Tail(scale=0.0625)),
-        ("Granite", None),
-        ("Phi", Tail()),
-        ("Mamba", Tail()),
+        ("Llama", lambda _: Tail()),
+        ("Gemma 2", lambda config: Tail(cap=config.final_logit_softcapping)),
+        ("Cohere", lambda config: Tail(scale=config.logit_scale)),
+        ("Granite", lambda config: Tail(scale=1 / config.logits_scaling)),
+        ("Phi", lambda _: Tail()),
+        ("Mamba", lambda _: Tail()),
     ],
 )
-def test_what_the_model_does_with_its_heads_answer_is_found(tmp_path: Path, name: str, tail: Tail | None) -> None:
+def test_what_the_model_does_with_its_heads_answer_is_found(
+    tmp_path: Path, name: str, tail: Callable[[Any], Tail]
+) -> None:
     (architecture,) = [one for one in CATALOG if one.name == name]
     compute = ComputeSettings(device="cpu", packing="padded")
     policy = Policy.open(architecture.build(tmp_path), compute, LoraSettings(), 0)
     assert policy.head.whole is None
-    if tail is not None:
-        assert policy.head.tail == tail
+    found, expected_tail = policy.head.tail, tail(policy.model.config)
+    assert found.scale == pytest.approx(expected_tail.scale)
+    assert found.cap == (None if expected_tail.cap is None else pytest.approx(expected_tail.cap))
     token_ids = np.arange(3, 43, dtype=np.int32)
     mask, zeros = np.arange(40) > 0, np.zeros(40, np.float32)
     pack = policy.collate([Row("", 0, token_ids, mask, zeros, zeros + 0.7, np.float32(0), ~mask)])

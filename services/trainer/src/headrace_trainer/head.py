@@ -110,7 +110,7 @@ class Head:
             )
             return found
         rows = _rows(hidden_NH, self.module)
-        parts = zip(*(tensor.split(rows) for tensor in (hidden_NH, targets_N, temperature_N)), strict=True)
+        parts = zip(*(torch.split(tensor, rows) for tensor in (hidden_NH, targets_N, temperature_N)), strict=True)
         answers = [checkpoint(self._through, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
         logprobs, entropies = zip(*answers, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
@@ -171,8 +171,8 @@ class _Chunked(torch.autograd.Function):
         tail: Tail,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        numbers = {"dtype": torch.promote_types(hidden_NH.dtype, torch.float32), "device": hidden_NH.device}
-        logprobs_N, entropy_N, norm_N = (torch.empty(len(hidden_NH), **numbers) for _ in range(3))
+        wide, device = _wide_dtype(hidden_NH), hidden_NH.device
+        logprobs_N, entropy_N, norm_N = (torch.empty(len(hidden_NH), dtype=wide, device=device) for _ in range(3))
         with torch.autocast(hidden_NH.device.type, enabled=False):
             matrix = _Matrix.of(weight_VH, bias_V, tail, dtype)
             for part in _chunks(hidden_NH, weight_VH):
