@@ -103,10 +103,11 @@ def test_derivatives_agree_with_differences(tail: Tail) -> None:
     module, hidden, targets, temperature, _ = problem(7, 3, bias=True, dtype=torch.float64)
 
     def of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        found: Tensor = head._Chunked.apply(hidden, weight, bias, targets, temperature, tail, torch.float64)[0]
+        given = (hidden, weight, bias, targets, temperature, tail, torch.float64)
+        found: Tensor = head._Chunked.apply(*given)[0]  # type: ignore[no-untyped-call]
         return found
 
-    assert torch.autograd.gradcheck(of, (hidden, module.weight, module.bias))  # type: ignore[no-untyped-call]
+    assert torch.autograd.gradcheck(of, (hidden, module.weight, module.bias))
 
 
 def dropped_last(hidden_NH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
