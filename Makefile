@@ -9,7 +9,7 @@ UV := $(BIN)/uv
 MEMBERS := schemas runtime sdk gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients lock schemas lint test test-long test-clients demo up attack chaos simulate mutants test-architectures test-learning bench bench-bus bench-state bench-gate compose-test lock-images clean
+.PHONY: help install install-clients lock schemas lint test test-long test-clients demo up attack chaos simulate mutants test-architectures test-learning bench bench-bus bench-state bench-gate bench-trainer compose-test lock-images clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -111,6 +111,9 @@ bench-state: $(VENV)/installed ## the databases with millions of turns behind th
 
 bench-gate: $(VENV)/installed ## the error rates of the gate, against versions whose true scores are known
 	@$(call MEASURE,gate)
+
+bench-trainer: $(VENV)/installed ## what the output head of a step holds; tokens per CPU second of whole steps
+	@$(call MEASURE,trainer)
 
 bench: $(VENV)/installed ## every benchmark there is; each writes reports/bench-<name>.json
 	@$(call MEASURE,$(BENCHMARKS))

@@ -3,7 +3,7 @@
 `blocks` joins the sequences of a pack into one row. `attention` runs sequence by sequence, so a token sees its own and
 nothing else, no padding is computed, and the result is that of one pass per sequence. Position ids restart with each
 sequence. `padded` is the classical rectangle with an attention mask, for models whose layers mix along the row in other
-ways.
+ways. What the layers answer goes to the output head in chunks (`head`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from headrace_trainer import attention
+from headrace_trainer import attention, head
 from headrace_trainer.batch import Row
+from headrace_trainer.head import Head
 
 
 @dataclass(frozen=True)
@@ -76,25 +76,31 @@ def collate(rows: Sequence[Row], device: torch.device, *, padded: bool) -> Pack:
     )
 
 
+def logprobs(model: Any, output: Head, pack: Pack) -> tuple[Tensor, Tensor]:
+    """`(logprobs_N, entropy_N)` in float32: what `model`, whose head is `output`, thinks of each sampled token."""
+    if output.whole is not None:
+        return head.logprobs(logits(model, pack), pack.targets_N, pack.temperature_N)
+    with head.caught(output.module) as asked:
+        _ask(model, pack)
+    (hidden_BTH,) = asked
+    return output.logprobs(hidden_BTH.flatten(0, 1)[pack.predicting_N], pack.targets_N, pack.temperature_N)
+
+
 def logits(model: Any, pack: Pack) -> Tensor:
-    """`logits_NV` in float32, at the positions of the loss only: the output head is the widest matrix of a small
-    model."""
-    inputs = {"input_ids": pack.token_ids_BT, "position_ids": pack.position_ids_BT, "use_cache": False}
+    """`logits_NV` in float32, at the positions of the loss only, and all at once: for models whose head cannot be had
+    apart."""
     if pack.attention_mask_BT is None:
-        # Ones: without a mask, transformers tells sequences apart by their positions, in a mask of the whole row.
-        ones_BT = torch.ones_like(pack.token_ids_BT, dtype=torch.bool)
-        with attention.sequences(pack.bounds):
-            kept_NV: Tensor = model(**inputs, attention_mask=ones_BT, logits_to_keep=pack.predicting_N).logits[0]
+        kept_NV: Tensor = _ask(model, pack, logits_to_keep=pack.predicting_N).logits[0]
         return kept_NV.float()
-    logits_BTV: Tensor = model(**inputs, attention_mask=pack.attention_mask_BT).logits
+    logits_BTV: Tensor = _ask(model, pack).logits
     return logits_BTV.flatten(0, 1)[pack.predicting_N].float()
 
 
-def logprobs(logits_NV: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
-    """Log-probability of each sampled token and the entropy at its position, both at the sample's own temperature, as
-    the engine saw them (pitfall 4)."""
-    log_NV = functional.log_softmax(logits_NV / pack.temperature_N[:, None], dim=-1)
-    chosen_N = log_NV.gather(-1, pack.targets_N[:, None]).squeeze(-1)
-    with torch.no_grad():
-        entropy_N = -(log_NV.exp() * log_NV).sum(-1)
-    return chosen_N, entropy_N
+def _ask(model: Any, pack: Pack, **more: Any) -> Any:
+    inputs = {"input_ids": pack.token_ids_BT, "position_ids": pack.position_ids_BT, "use_cache": False, **more}
+    if pack.attention_mask_BT is not None:
+        return model(**inputs, attention_mask=pack.attention_mask_BT)
+    # Ones: without a mask, transformers tells sequences apart by their positions, in a mask of the whole row.
+    ones_BT = torch.ones_like(pack.token_ids_BT, dtype=torch.bool)
+    with attention.sequences(pack.bounds):
+        return model(**inputs, attention_mask=ones_BT)

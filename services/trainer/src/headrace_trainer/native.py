@@ -146,7 +146,7 @@ def examine(settings: TrainerSettings) -> Compared:
 
 def _logprobs(policy: Policy, one: Pack) -> Tensor:
     """Without autocast: what differs shall not hide in the rounding of a coarser type."""
-    return forward.logprobs(forward.logits(policy.model, one), one)[0]
+    return forward.logprobs(policy.model, policy.head, one)[0]
 
 
 def _alone(model: Any, token_ids_T: Any, loss_mask_T: Any, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from headrace_runtime.errors import SettingError
+from headrace_runtime.logs import get_logger
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer import attention, forward, rope
 from headrace_trainer.batch import Row
 from headrace_trainer.forward import Pack
+from headrace_trainer.head import Head
 from headrace_trainer.reach import context_of
 from headrace_trainer.settings import ComputeSettings, LoraSettings
 
+log = get_logger(__name__)
+
 FINGERPRINT_TOKENS = 48
+_PROBE_TOKENS = 12
+_WHOLE_REMEDY = "a pass holds loss tokens x vocabulary several times over; lower trainer.compute.pack_tokens"
 _PACKING_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 """Logprob difference that rounding may make between a packed and a single pass."""
 
@@ -120,8 +127,19 @@ class Policy:
     def logprobs(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """`(logprobs_N, entropy_N)` of the present weights."""
         with self._autocast():
-            logits_NV = forward.logits(self.model, pack)
-        return forward.logprobs(logits_NV, pack)
+            return forward.logprobs(self.model, self.head, pack)
+
+    @cached_property
+    def head(self) -> Head:
+        """The output head, found out about when it is first needed."""
+        return self._head_of(self.model)
+
+    def _head_of(self, model: Any) -> Head:
+        found = Head.of(model, _fixed_tokens(self.vocabulary)[:_PROBE_TOKENS])
+        if found.whole is not None:
+            architecture = architecture_of(model.config)
+            log.warning("head_not_chunked", architecture=architecture, reason=found.whole, remedy=_WHOLE_REMEDY)
+        return found
 
     @contextlib.contextmanager
     def as_base(self) -> Iterator[None]:
@@ -133,8 +151,13 @@ class Policy:
     def reference_logprobs(self, pack: Pack) -> Tensor:
         """The same of the first version's weights. `keep_reference` comes first."""
         with self._autocast(), self.as_base():
-            logits_NV = forward.logits(self.model if self.lora else self._reference, pack)
-        return forward.logprobs(logits_NV, pack)[0]
+            if self._reference is None:
+                return forward.logprobs(self.model, self.head, pack)[0]
+            return forward.logprobs(self._reference, self._reference_head, pack)[0]
+
+    @cached_property
+    def _reference_head(self) -> Head:
+        return self._head_of(self._reference)
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of what is trained, on the CPU."""

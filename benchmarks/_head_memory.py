@@ -1,0 +1,62 @@
+"""What the output head of a training step holds at its peak, in a process of its own: prints one line of JSON.
+
+Forward and backward of logprobs and entropies, from hidden states and a float32 weight that gets a gradient. Counted is
+what comes on top of weight and hidden states: the gradients of both, and whatever is in between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from headrace_trainer import head
+from headrace_trainer.head import Head
+
+_STATUS = Path("/proc/self/status")
+
+
+def once(module: nn.Linear, hidden: Tensor, how: str) -> None:
+    tokens = len(hidden)
+    targets, temperature = torch.arange(tokens) % module.out_features, torch.full((tokens,), 0.7)
+    if how == "whole":
+        found = head.logprobs(module(hidden), targets, temperature)[0]
+    else:
+        found = Head(module).logprobs(hidden, targets, temperature)[0]
+    torch.autograd.backward(found.mean())
+
+
+def peak_bytes() -> int:
+    """Of this program. `getrusage` on Linux would begin with the peak of the process that started it."""
+    if _STATUS.exists():
+        (line,) = [line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM")]
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=32_768)
+    parser.add_argument("--vocabulary", type=int, default=152_000)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--how", choices=("chunked", "whole"), default="chunked")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    once(nn.Linear(8, 64, bias=False), torch.randn(32, 8, requires_grad=True), options.how)  # libraries are loaded
+    module = nn.Linear(options.hidden, options.vocabulary, bias=False)
+    hidden = torch.randn(options.tokens, options.hidden, requires_grad=True)
+    before, began = peak_bytes(), time.process_time()
+    once(module, hidden, options.how)
+    taken = {"peak_gb": round((peak_bytes() - before) / 1e9, 3), "cpu_s": round(time.process_time() - began, 1)}
+    print(json.dumps(vars(options) | taken))
+
+
+if __name__ == "__main__":
+    main()

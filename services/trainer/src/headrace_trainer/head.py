@@ -1,0 +1,287 @@
+"""The output head in chunks: logprob and entropy of each loss token, and never a tensor of loss tokens x vocabulary.
+
+The logits of all loss tokens are by far the largest thing that a step could hold: at 32,768 tokens and 152,000 words
+20 GB, and as much again for each thing made of them. They are needed token by token only. So they are computed for as
+many tokens at once as give `CHUNK_BYTES` of them, and computed again in the backward pass (as in Liger Kernel,
+arXiv:2410.10989). Kept are three numbers a token.
+
+The hidden states are caught where the model's own code hands them to its head. What that code does with the answer
+(a scale, a soft cap) is told by what it does to planted logits, and not by a name in the configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_BYTES = 64 << 20
+"""Of one chunk's logits in float32. About three times as much is held at once."""
+_PLANTED_MAX = 100.0
+_HUGE = 1e6
+_ROUNDING = 1e-5
+_SAME = 1e-2
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What a model makes of its head's answer: `scale` times it (Cohere, Granite), or `cap * tanh(it / cap)`
+    (Gemma)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, raw: Tensor) -> Tensor:
+        scaled = raw if self.scale == 1.0 else raw * self.scale
+        return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+
+    def onto(self, raw: Tensor) -> Tensor:
+        """The same, in place."""
+        if self.scale != 1.0:
+            raw.mul_(self.scale)
+        return raw if self.cap is None else raw.div_(self.cap).tanh_().mul_(self.cap)
+
+    def back(self, gradient: Tensor, answer: Tensor | None) -> Tensor:
+        """The gradient of what went in, in place, from that of `answer`, which a cap needs."""
+        if self.cap is not None and answer is not None:
+            gradient.mul_(answer.div_(self.cap).square_().neg_().add_(1.0))
+        return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
+
+
+@dataclass(frozen=True)
+class Head:
+    """A model's output head, and how it is computed."""
+
+    module: Any
+    tail: Tail = Tail()
+    whole: str | None = None
+    """Why the logits of all loss tokens are made at once; None where they are not."""
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: Any, token_ids: tuple[int, ...]) -> Head:
+        """Asks the model twice, about these tokens. Raises what its code raises."""
+        module = model.get_output_embeddings()
+        if module is None:
+            return cls(None, whole="the model names no output head")
+        device = next(model.parameters()).device
+        inputs = {"input_ids": torch.tensor([token_ids], device=device), "use_cache": False}
+        planted: list[Tensor] = []
+        own = module.forward
+
+        def plant(hidden: Tensor) -> Tensor:
+            planted.append(_planted(own(hidden)))
+            return planted[-1]
+
+        with caught(module, plant) as asked:
+            logits_1TV = model(**inputs).logits
+        if len(asked) != 1 or asked[0].shape[:2] != (1, len(token_ids)):
+            return cls(module, whole="its code does not ask its output head once about each position")
+        tail = _tail(planted[0], logits_1TV)
+        if tail is None:
+            return cls(module, whole="its code does more to the head's answer than a scale or a soft cap")
+        try:
+            with caught(module) as again:
+                model(**inputs)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            return cls(module, whole=f"its code does not go on without the head's answer: {type(error).__name__}")
+        if len(again) != 1 or not torch.allclose(again[0].float(), asked[0].float(), rtol=_SAME, atol=_SAME):
+            return cls(module, whole="its code asks its output head otherwise each time")
+        return cls(module, tail)
+
+    def logprobs(self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
+        """`(logprobs_N, entropy_N)`, both after temperature; the entropy has no gradient."""
+        if self._plain:
+            found: tuple[Tensor, Tensor] = _Chunked.apply(  # type: ignore[no-untyped-call]
+                hidden_NH,
+                self.module.weight,
+                self.module.bias,
+                targets_N,
+                temperature_N,
+                self.tail,
+                _matrix_dtype(hidden_NH),
+            )
+            return found
+        rows = _rows(hidden_NH, self.module)
+        parts = zip(*(torch.split(tensor, rows) for tensor in (hidden_NH, targets_N, temperature_N)), strict=True)
+        answers = [checkpoint(self._through, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        logprobs, entropies = zip(*answers, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    @property
+    def _plain(self) -> bool:
+        """Nothing but a matrix: no adapter, no quantisation, nobody's hook."""
+        module = self.module
+        hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+        return type(module) is nn.Linear and not hooked
+
+    def _through(self, hidden: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        """A chunk through whatever the head is."""
+        return logprobs(self.tail(_wide(self.module(hidden))), targets, temperature)
+
+
+@contextlib.contextmanager
+def caught(module: Any, answer: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
+    """What `module` is asked inside. It answers by `answer`, or with next to nothing."""
+    asked: list[Tensor] = []
+    before = vars(module).get("forward")
+
+    def catch(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        asked.append(hidden)
+        return hidden[..., :1] if answer is None else answer(hidden)
+
+    module.forward = catch
+    try:
+        yield asked
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+def logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of each sampled token and the entropy at its position, both at the sample's own temperature, as
+    the engine saw them (pitfall 4)."""
+    log_NV = functional.log_softmax(logits_NV / temperature_N[:, None], dim=-1)
+    chosen_N = log_NV.gather(-1, targets_N[:, None]).squeeze(-1)
+    with torch.no_grad():
+        entropy_N = log_NV.exp().mul_(log_NV).sum(-1).neg_()
+    return chosen_N, entropy_N
+
+
+class _Chunked(torch.autograd.Function):
+    """A plain matrix as head. Gradients add up over chunks in float32, in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        temperature_N: Tensor,
+        tail: Tail,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        wide, device = _wide_dtype(hidden_NH), hidden_NH.device
+        logprobs_N, entropy_N, norm_N = (torch.empty(len(hidden_NH), dtype=wide, device=device) for _ in range(3))
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            matrix = _Matrix.of(weight_VH, bias_V, tail, dtype)
+            for part in _chunks(hidden_NH, weight_VH):
+                logits = matrix.answer(hidden_NH[part]).div_(temperature_N[part, None])
+                log = functional.log_softmax(logits, dim=-1)
+                at = targets_N[part, None]
+                logprobs_N[part] = log.gather(-1, at).squeeze(-1)
+                norm_N[part] = (logits.gather(-1, at) - log.gather(-1, at)).squeeze(-1)
+                torch.exp(log, out=logits)
+                entropy_N[part] = logits.mul_(log).sum(-1).neg_()
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperature_N, norm_N)
+        ctx.tail, ctx.dtype = tail, dtype
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_logprobs_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, targets_N, temperature_N, norm_N = ctx.saved_tensors
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        hidden = torch.empty_like(hidden_NH) if of_hidden else None
+        weight = torch.zeros_like(weight_VH, dtype=_wide_dtype(weight_VH)) if of_weight else None
+        bias = torch.zeros_like(bias_V, dtype=_wide_dtype(bias_V)) if of_bias else None
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            matrix = _Matrix.of(weight_VH, bias_V, ctx.tail, ctx.dtype)
+            for part in _chunks(hidden_NH, weight_VH):
+                logits = matrix.answer(hidden_NH[part])
+                answer = logits.clone() if ctx.tail.cap is not None else None
+                share = (of_logprobs_N[part] / temperature_N[part])[:, None].to(logits.dtype)
+                gradient = logits.div_(temperature_N[part, None]).sub_(norm_N[part, None]).exp_().mul_(-share)
+                gradient.scatter_add_(-1, targets_N[part, None], share)
+                gradient = ctx.tail.back(gradient, answer)
+                if bias is not None:
+                    bias.add_(gradient.sum(0))
+                rounded = gradient.to(ctx.dtype)
+                if hidden is not None:
+                    hidden[part] = rounded @ matrix.weight
+                if weight is not None:
+                    _add_product(weight, rounded.T, hidden_NH[part].to(ctx.dtype))
+        of = zip((hidden, weight, bias), (hidden_NH, weight_VH, bias_V), strict=True)
+        return *(None if gradient is None else gradient.to(was.dtype) for gradient, was in of), None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """The head in the type that products are computed in, cast once for all chunks."""
+
+    weight: Tensor
+    bias: Tensor | None
+    tail: Tail
+
+    @classmethod
+    def of(cls, weight_VH: Tensor, bias_V: Tensor | None, tail: Tail, dtype: torch.dtype) -> _Matrix:
+        return cls(weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype), tail)
+
+    def answer(self, hidden: Tensor) -> Tensor:
+        """Logits of a chunk, in a tensor of their own."""
+        raw = _wide(functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias))
+        return self.tail.onto(raw)
+
+
+def _chunks(hidden_NH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
+    tokens, rows = len(hidden_NH), _rows_of(len(weight_VH))
+    return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
+
+
+def _rows_of(vocabulary: int) -> int:
+    """Tokens of a chunk."""
+    return max(1, CHUNK_BYTES // (4 * vocabulary))
+
+
+def _rows(hidden_NH: Tensor, module: Any) -> int:
+    """The same for a head of another kind, by how wide its answer is."""
+    with torch.no_grad():
+        return _rows_of(module(hidden_NH[:1]).shape[-1])
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
+
+
+def _matrix_dtype(hidden: Tensor) -> torch.dtype:
+    """What `functional.linear` would compute in here."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(_wide_dtype(tensor))
+
+
+def _wide_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _planted(raw: Tensor) -> Tensor:
+    """Logits of many sizes and both signs, in the shape of `raw`; the first two tell the scale and the cap."""
+    spread = torch.linspace(-_PLANTED_MAX, _PLANTED_MAX, raw.numel(), dtype=torch.float32, device=raw.device)
+    spread[0], spread[1] = 1.0, _HUGE
+    return spread.reshape(raw.shape)
+
+
+def _tail(planted: Tensor, answer: Tensor) -> Tail | None:
+    """What makes `answer` of `planted`; None where it is something else."""
+    if answer.shape != planted.shape:
+        return None
+    small, huge = (float(value) for value in answer.flatten()[:2])
+    tail = Tail(cap=huge) if 0 < huge < _HUGE * abs(small) / 2 else Tail(scale=small)
+    return tail if torch.allclose(tail(planted), answer.float(), rtol=_ROUNDING, atol=_ROUNDING) else None
