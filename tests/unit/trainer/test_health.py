@@ -186,9 +186,7 @@ async def test_gradients_that_are_never_finite_stop_training(
     assert len(world.bus.fates) == 8, "the third batch waits"
 
 
-async def test_nobody_can_resume_a_replay_so_it_ends(
-    world: World, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nobody_can_resume_a_replay_so_it_ends(world: World, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = make(health={"entropy_min": 0.5, "patience_steps": 1})
     await world.run(settings)
     world.bus.produce(*(experience(n, world.bus.checkpoints[0].version, reward=n % 2) for n in range(8)))
