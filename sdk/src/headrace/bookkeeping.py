@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from headrace.account import TOPICS, Account, Books
 from headrace import guard
+from headrace.account import TOPICS, Account, Books
 from headrace.topics import Progress, Range, connected
 
 _REPORT_EVERY = 100

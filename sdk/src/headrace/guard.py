@@ -2,9 +2,10 @@
 training still leads anywhere.
 
 **Reward up, score down.** Over the last `WINDOW` versions with an audit score, Mann and Kendall's test for a trend is
-taken twice: of the training reward upwards and of the score downwards. It asks only that versions without a trend come in
-any order alike, whatever their noise. Both have to show at `ALPHA`, so where the score does not fall, or the reward does not
-rise, one look is wrong with probability `ALPHA` at most. Looks overlap; a test counts what a hundred versions come to.
+taken twice: of the training reward upwards and of the score downwards. It asks only that versions without a trend come
+in any order alike, whatever their noise. Both have to show at `ALPHA`, so where the score does not fall, or the reward
+does not rise, one look is wrong with probability `ALPHA` at most. Looks overlap; a test counts what a hundred versions
+come to.
 
 **Flat.** The newer half of the window is compared with the older half, by the scores' own standard errors. It is flat
 when the upper bound at 95 % of the gain is below `GAIN`: a run whose newer half is `GAIN` better is called flat with
@@ -102,8 +103,8 @@ def _hacked(model: str, rewards: Sequence[float], scores: Sequence[float]) -> st
         return f"{math.fsum(values[:half]) / half:.3f} to {math.fsum(values[half:]) / (len(values) - half):.3f}"
 
     return (
-        f"{model}: over the last {len(scores)} measured versions the training reward rises ({change(rewards)}) while the "
-        f"audit score falls ({change(scores)}). The reward pays for something that the score does not value: read runs "
+        f"{model}: over the last {len(scores)} measured versions the training reward rises ({change(rewards)}) while "
+        f"the audit score falls ({change(scores)}). The reward pays for something that the score does not value: read runs "
         "with a high reward, mend the reward function or the rubric, and go back with "
         f"`headrace models rollback {model}`"
     )
@@ -111,8 +112,8 @@ def _hacked(model: str, rewards: Sequence[float], scores: Sequence[float]) -> st
 
 def _flat(model: str, gain: float, error: float) -> str:
     return (
-        f"{model}: the audit score is flat over the last {WINDOW} measured versions ({gain:+.3f} ± {error:.3f}). Look at "
-        "zero_advantage_group_fraction (tasks that are always solved or never teach nothing: train other tasks), and at "
+        f"{model}: the audit score is flat over the last {WINDOW} measured versions ({gain:+.3f} ± {error:.3f}). Look "
+        "at zero_advantage_group_fraction (tasks that are always solved, or never, teach nothing: train others), and at "
         "whether reward and score mean the same; then try another trainer.optimizer.learning_rate, or stop here"
     )
 

@@ -58,7 +58,7 @@ def test_a_flat_score_is_said_once_a_gain_can_be_excluded() -> None:
     found = judge("m", points(UP, [0.5] * WINDOW))
     assert found is not None
     assert found.kind == "flat"
-    assert "+0.000 ± 0.004" in found.text
+    assert "+0.000 ± 0.006" in found.text
     assert judge("m", points(UP, [0.5] * WINDOW, 0.1)) is None, "so rough a measurement excludes nothing"
     assert judge("m", points(UP[1:], [0.5] * (WINDOW - 1))) is None
     assert judge("m", points(UP, [0.99] * WINDOW)) is None, "as good as it gets"

@@ -19,7 +19,7 @@ from headrace_trainer.settings import HealthSettings
 from headrace_trainer.step import NotFinite, Taken, train
 from headrace_trainer.trainer import TrainingStopped
 from tests.unit.trainer.conftest import Make
-from tests.unit.trainer.world import World, experience
+from tests.unit.trainer.world import Idle, World, experience
 
 
 def after(limits: HealthSettings, *steps: dict[str, float]) -> Health:
@@ -149,7 +149,7 @@ async def test_the_steps_that_stop_training_are_undone_and_never_published(
             return await poll(room)
 
         patch.setattr(world.source, "poll", told)
-        with pytest.raises(Exception, match="^$"):  # `Idle`
+        with pytest.raises(Idle):
             await resumed.run()
     assert resumed.stopped is None
     assert world.reporter.stops[-1] is None
