@@ -104,8 +104,8 @@ def _hacked(model: str, rewards: Sequence[float], scores: Sequence[float]) -> st
 
     return (
         f"{model}: over the last {len(scores)} measured versions the training reward rises ({change(rewards)}) while "
-        f"the audit score falls ({change(scores)}). The reward pays for something that the score does not value: read runs "
-        "with a high reward, mend the reward function or the rubric, and go back with "
+        f"the audit score falls ({change(scores)}). The reward pays for something that the score does not value: read "
+        "runs with a high reward, mend the reward function or the rubric, and go back with "
         f"`headrace models rollback {model}`"
     )
 
@@ -113,8 +113,8 @@ def _hacked(model: str, rewards: Sequence[float], scores: Sequence[float]) -> st
 def _flat(model: str, gain: float, error: float) -> str:
     return (
         f"{model}: the audit score is flat over the last {WINDOW} measured versions ({gain:+.3f} ± {error:.3f}). Look "
-        "at zero_advantage_group_fraction (tasks that are always solved, or never, teach nothing: train others), and at "
-        "whether reward and score mean the same; then try another trainer.optimizer.learning_rate, or stop here"
+        "at zero_advantage_group_fraction (tasks that are always solved, or never, teach nothing: train others), and "
+        "at whether reward and score mean the same; then try another trainer.optimizer.learning_rate, or stop here"
     )
 
 

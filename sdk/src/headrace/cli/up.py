@@ -97,7 +97,7 @@ def _up(supervisor: Supervisor, stopping: threading.Event, timeout_s: float) -> 
 
 @contextlib.contextmanager
 def _decisions(state: RunState | None) -> Iterator[None]:
-    """While the body runs: a line for each version that is measured, takes over or is refused, and for what they show."""
+    """While the body runs: a line for each version that is measured, takes over or is refused, and for trends."""
     from importlib.util import find_spec
 
     able = find_spec("aiokafka") is not None  # the extra `topics`
