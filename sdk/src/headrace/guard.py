@@ -21,6 +21,7 @@ from functools import cache
 from itertools import combinations
 from typing import Literal
 
+from headrace.errors import UsageError
 from headrace.topics import Range, Topics
 from headrace_schemas import Event, ModelEvent, TrainingMetrics
 
@@ -173,8 +174,11 @@ def findings(events: Iterable[Event]) -> tuple[Finding, ...]:
 async def read(topics: Topics) -> tuple[Finding, ...]:
     """What the topics show now."""
     record = Record()
-    for topic in (TrainingMetrics.topic, ModelEvent.topic):
-        async for entry in topics.read(Range(topic)):
-            if entry.event is not None:
-                record.add(entry.event)
+    try:
+        for topic in (TrainingMetrics.topic, ModelEvent.topic):
+            async for entry in topics.read(Range(topic)):
+                if entry.event is not None:
+                    record.add(entry.event)
+    except UsageError:  # a bus without one of them: nothing was trained, or nothing measured
+        return ()
     return record.findings()
