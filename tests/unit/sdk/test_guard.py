@@ -118,9 +118,10 @@ def test_a_run_that_gains_is_called_flat_with_the_promised_rate() -> None:
     assert within(found["flat"], RUNS, 0.05), found
 
 
-def test_a_run_that_gains_nothing_is_mostly_called_flat() -> None:
+def test_a_run_that_gains_nothing_is_called_flat_at_about_every_second_look() -> None:
+    """With a standard error of 0.05 a version; the halves' difference then has 0.029."""
     found = kinds(5, 300, 0.0, 0.0)
-    assert found["flat"] > 0.5 * 300, found
+    assert found["flat"] > 0.4 * 300, found
 
 
 def test_looks_at_each_of_a_hundred_versions_seldom_raise_a_false_alarm() -> None:
