@@ -143,7 +143,7 @@ class HealthSettings(Section):
     """Steps in a row beyond a limit that stop training. Until then no version is made of them."""
     entropy_min: NotNegative = 0.0
     """Least mean entropy of the sampled positions, in nats. Off by default: how sure an agent may be, its tasks say."""
-    mismatch_max: NotNegative = 0.5
+    mismatch_max: NotNegative = 2.0
     """Largest mean difference between the engine's and the trainer's logprobs of the same weights, in nats. Rounding
     makes hundredths; beyond this the engine samples from something else."""
     effective_sample_min: Annotated[float, Field(ge=0, lt=1)] = 0.01
