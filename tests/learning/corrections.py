@@ -91,7 +91,7 @@ class Run:
     def step(self, *rows: Row) -> float:
         """The weight of each token in it."""
         batch, stop = Batch(rows, self._whole), threading.Event()
-        return train(self.policy, self.optimizer, batch, LossSettings(), 1 << 20, stop)[SHARE] if rows else 0.0
+        return train(self.policy, self.optimizer, batch, LossSettings(), 1 << 20, stop).measured[SHARE] if rows else 0.0
 
     def full(self, batches: int) -> None:
         for _ in range(batches):

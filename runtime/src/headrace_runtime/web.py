@@ -40,8 +40,11 @@ def app(
     common: Common | None = None,
     *,
     needs_disk: bool = True,
+    notes: Mapping[str, Check] | None = None,
 ) -> Starlette:
     """An application with the common pages. `/health` is 200 when every check holds, else 503 and says which do not.
+
+    What does not hold of `notes` is said among the reasons; the service is ready all the same.
 
     With `common`, the disk under `data_dir` is one of the checks, where the service does its work without it
     (`needs_disk`) only among the reasons, and `/metrics` needs the internal key where one is
@@ -54,7 +57,9 @@ def app(
         if needs_disk and common:
             results["disk"] = room
         healthy = all(result is True for result in results.values())
-        reasons = {name: redacted(why) for name, why in {**results, "disk": room}.items() if isinstance(why, str)}
+        noted = {name: await _hold(note) for name, note in (notes or {}).items()}
+        said_of = {**results, **noted, "disk": room}
+        reasons = {name: redacted(why) for name, why in said_of.items() if isinstance(why, str)}
         said: dict[str, object] = {
             "status": "ok" if healthy else "unready",
             "checks": {name: result is True for name, result in results.items()},

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from headrace import guard
 from headrace.account import TOPICS, Account, Books
 from headrace.topics import Progress, Range, connected
 
 _REPORT_EVERY = 100
+
+
+async def findings_of(bus: str) -> tuple[guard.Finding, ...]:
+    """What the rewards and scores at `bus` show together; see `headrace.guard`."""
+    async with connected(bus) as topics:
+        return await guard.read(topics)
 
 
 async def account_of(

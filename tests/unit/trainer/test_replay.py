@@ -29,9 +29,9 @@ def digests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of every batch that is trained, in order."""
     found: list[str] = []
 
-    def noting(policy: Any, optimizer: Any, batch: Any, *rest: Any) -> Any:
+    def noting(policy: Any, optimizer: Any, batch: Any, *rest: Any, **more: Any) -> Any:
         found.append(batch.digest())
-        return train(policy, optimizer, batch, *rest)
+        return train(policy, optimizer, batch, *rest, **more)
 
     monkeypatch.setattr(lineages, "train", noting)
     return found

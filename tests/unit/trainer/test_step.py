@@ -42,7 +42,7 @@ def step(
     if loss.get("kl"):
         policy.keep_reference(base)
     optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=learning_rate))
-    measured = train(policy, optimizer, batch, LossSettings(**loss), pack_tokens, stop or threading.Event())
+    measured = train(policy, optimizer, batch, LossSettings(**loss), pack_tokens, stop or threading.Event()).measured
     return policy, measured
 
 
@@ -215,4 +215,5 @@ def test_a_gradient_that_is_not_finite_changes_nothing(base: Path) -> None:
         train(policy, optimizer, broken, LossSettings(), 4096, threading.Event())
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.tensors().items())
     assert optimizer.updates == 0
-    assert train(policy, optimizer, batch_of(1.0), LossSettings(), 4096, threading.Event())["gradient_norm"] > 0
+    taken = train(policy, optimizer, batch_of(1.0), LossSettings(), 4096, threading.Event())
+    assert taken.measured["gradient_norm"] > 0

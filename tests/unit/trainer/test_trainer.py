@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from headrace_runtime.wire import encode
 from headrace_schemas import Event, Experience
 from headrace_schemas.blobs import BlobRef
 from headrace_trainer import lineage as lineages
-from headrace_trainer.step import NotFinite, train
+from headrace_trainer.step import NotFinite, Taken, train
 from headrace_trainer.store import LineageStore
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import World, experience
@@ -303,11 +302,11 @@ async def test_the_loop_answers_while_a_step_runs_and_a_stop_abandons_it(
     running = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def slow(*args: Any) -> Mapping[str, float]:
+    def slow(*args: Any, **more: Any) -> Taken:
         loop.call_soon_threadsafe(running.set)
         stop: threading.Event = args[-1]
         assert stop.wait(20)
-        return train(*args)
+        return train(*args, **more)
 
     monkeypatch.setattr(lineages, "train", slow)
     trainer = world.trainer(make())
@@ -330,10 +329,10 @@ async def test_a_gradient_that_is_not_finite_costs_its_batch_only(
     world.bus.produce(*(experience(n, version, reward=n) for n in range(8)))
     calls = iter(range(99))
 
-    def broken(policy: Any, *args: Any) -> Mapping[str, float]:
+    def broken(policy: Any, *args: Any, **more: Any) -> Taken:
         if next(calls) == 0:
             raise NotFinite
-        return train(policy, *args)
+        return train(policy, *args, **more)
 
     monkeypatch.setattr(lineages, "train", broken)
     await world.run(make())

@@ -159,11 +159,15 @@ class Quiet(Reporter):
 
     def __init__(self) -> None:
         self.steps: list[Mapping[str, float]] = []
+        self.stops: list[str | None] = []
 
     def step(self, measured: Mapping[str, float], ledger: Ledger) -> None:
         self.steps.append(measured)
 
     def published(self, version: str, number: int, step: int) -> None: ...
+
+    def stopped(self, reason: str | None, ledger: Ledger) -> None:
+        self.stops.append(reason)
 
     def decided(self, event: ModelEvent, number: int, step: int) -> None: ...
 

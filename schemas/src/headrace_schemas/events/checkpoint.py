@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from headrace_schemas.base import Event, Finite, Model, ModelName, Sha256, Text, Version
+from headrace_schemas.base import Event, Finite, LongText, Model, ModelName, Sha256, Text, Version
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.ids import derived_id
 
@@ -120,6 +120,8 @@ class TrainingMetrics(Event):
     version: Version | None = None
     metrics: dict[Text, Finite] = Field(default_factory=dict, max_length=256)
     verdicts: tuple[Verdict, ...] = Field(default=(), max_length=65_536)
+    stopped: LongText | None = None
+    """Why nothing is trained any more, until somebody says so: a measure stayed beyond its limit."""
     undone: tuple[Undone, ...] = Field(default=(), max_length=65_536)
     """After all `verdicts` of this account and of those before."""
     restored: tuple[Restored, ...] = Field(default=(), max_length=65_536)

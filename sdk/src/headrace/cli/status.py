@@ -13,6 +13,7 @@ from headrace.cli.shared import AsJson, DataDir, command, condition, console, fo
 
 if TYPE_CHECKING:
     from headrace.account import Account
+    from headrace.guard import Finding
     from headrace.supervisor import RunState
     from headrace_schemas.registry_api import ModelState
     from headrace_schemas.source_api import SourceState
@@ -37,21 +38,28 @@ def status(
 ) -> None:
     """What runs and answers, who serves, and what became of every captured turn: trained, waiting, or dropped and why.
 
-    The account is computed from the topics alone. Exit status 1 when it does not add up.
+    The account is computed from the topics alone. Exit status 1 when it does not add up. When the training reward rises
+    while the audit score falls, or the score has gone flat, a sentence says so and what to try.
     """
+    from rich.markup import escape
+
     from headrace import living
 
     state, alive = (None, {}) if bus else living.asked(running(data_dir))
     sources = living.sources(state, key) if state else ()
     models = _models(state, key) if state else ()
-    found = _account(bus or (state.bus if state else ""), lineage or []) if account else None
+    address = bus or (state.bus if state else "")
+    found = _account(address, lineage or []) if account else None
+    learning = _learning(address) if account else ()
     if json:
-        typer.echo(jsonlib.dumps(_as_json(state, models, found, alive, sources), indent=1))
+        typer.echo(jsonlib.dumps(_as_json(state, models, found, alive, sources, learning), indent=1))
     else:
         if state is not None:
             _print_unwatched(state, data_dir)
         _print(state, models, found, alive)
         _print_sources(sources)
+        for one in learning:
+            console().print(f"[yellow]{escape(one.text)}[/]")
     if found is not None and not found.consistent:
         raise typer.Exit(1)
 
@@ -89,6 +97,14 @@ def _account(bus: str, lineage: list[str]) -> Account:
         return asyncio.run(
             account_of(bus, named, lambda read, total: progress.update(task, completed=read, total=total))
         )
+
+
+def _learning(bus: str) -> tuple[Finding, ...]:
+    import asyncio
+
+    from headrace.bookkeeping import findings_of
+
+    return asyncio.run(findings_of(bus))
 
 
 def _print_unwatched(state: RunState, data_dir: DataDir) -> None:
@@ -163,6 +179,7 @@ def _as_json(
     account: Account | None,
     alive: dict[str, str],
     sources: tuple[SourceState, ...],
+    learning: tuple[Finding, ...],
 ) -> dict[str, Any]:
     return {
         "run": state.model_dump(mode="json") if state else None,
@@ -170,6 +187,7 @@ def _as_json(
         "sources": [source.model_dump(mode="json", exclude_none=True) for source in sources],
         "models": [model.model_dump(mode="json") for model in models],
         "account": asdict(account) if account else None,
+        "learning": [asdict(one) for one in learning],
     }
 
 

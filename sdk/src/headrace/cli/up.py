@@ -97,7 +97,7 @@ def _up(supervisor: Supervisor, stopping: threading.Event, timeout_s: float) -> 
 
 @contextlib.contextmanager
 def _decisions(state: RunState | None) -> Iterator[None]:
-    """While the body runs: a line for each version that is measured, takes over or is refused."""
+    """While the body runs: a line for each version that is measured, takes over or is refused, and for trends."""
     from importlib.util import find_spec
 
     able = find_spec("aiokafka") is not None  # the extra `topics`
@@ -114,7 +114,7 @@ def _decisions(state: RunState | None) -> Iterator[None]:
             colour = {"promoted": "green", "evaluated": "default"}.get(event.decision, "yellow")
             console().print(f"[{colour}]{escape(said)}[/]")
 
-    listener = Listener(state.bus, tell)
+    listener = Listener(state.bus, tell, lambda said: console().print(f"[yellow]{escape(said)}[/]"))
     listener.start()
     try:
         yield

@@ -54,7 +54,8 @@ async def run(common: Common, settings: TrainerSettings) -> None:
         "lineage": lambda: trainer.lineage is not None or trainer.stands_by,
         "consumer": lambda: refuse.paused is None,
     }
-    async with web.serve(web.app(checks, [resume_route(refuse, common)], common), settings) as port:
+    notes: dict[str, web.Check] = {"training": lambda: trainer.stopped or True}
+    async with web.serve(web.app(checks, [resume_route(trainer, common)], common, notes=notes), settings) as port:
         log.info("listening", port=port)
         try:
             await topics.ensure(common.bus)

@@ -40,6 +40,10 @@ class Pack:
     weight_N: Tensor
     """Each token's share of the loss."""
     fresh_N: Tensor
+    row_N: Tensor
+    """Which of `names` the token belongs to."""
+    names: tuple[str, ...]
+    """The experiences, row by row."""
 
 
 def collate(rows: Sequence[Row], device: torch.device, *, padded: bool) -> Pack:
@@ -73,6 +77,8 @@ def collate(rows: Sequence[Row], device: torch.device, *, padded: bool) -> Pack:
         chosen([np.full(row.loss_mask_T.sum(), row.advantage, np.float32) for row in rows]),
         chosen([np.full(row.loss_mask_T.sum(), row.token_weight, np.float32) for row in rows]),
         chosen([row.fresh_T[row.loss_mask_T] for row in rows]),
+        chosen([np.full(row.loss_mask_T.sum(), index, np.int64) for index, row in enumerate(rows)]),
+        tuple(row.experience_id for row in rows),
     )
 
 

@@ -7,8 +7,10 @@ happened since the last save has not happened if the process dies.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from headrace_runtime import versions as files
 from headrace_runtime.blobs import BlobStore
@@ -59,6 +61,7 @@ class Lineage:
         self.ledger = ledger
         self.saved = saved
         """What is durable."""
+        self.health = saved.health
         self._measured: list[Mapping[str, float]] = []
         self._tensors_moved = False
         self._decay = decay(settings)
@@ -66,12 +69,13 @@ class Lineage:
 
     @property
     def version_due(self) -> bool:
-        return self.ledger.steps - self.ledger.history.head_step >= self._settings.steps_per_version
+        due = self.ledger.steps - self.ledger.history.head_step >= self._settings.steps_per_version
+        return due and not self.health.doubtful
 
     @property
     def unpublished(self) -> bool:
-        """Whether the weights have had steps that no version holds."""
-        return self.ledger.current is None
+        """Whether the weights have had steps that no version holds, and that one may be made of."""
+        return self.ledger.current is None and not self.health.doubtful
 
     def save_due(self, since_s: float) -> bool:
         """`since_s`: seconds since the last save. A version that is due waits for the step that it is made of."""
@@ -87,7 +91,10 @@ class Lineage:
         return self._settings.max_steps is not None and self.ledger.steps >= self._settings.max_steps
 
     def next_batch(self, mark: int | None = None, *, over: bool = False) -> tuple[Waiting, ...]:
-        """What to train now, empty when it is not time; see `Cutter.next`. `over`: nothing more will come."""
+        """What to train now, empty when it is not time or training is stopped; see `Cutter.next`. `over`: nothing more
+        will come."""
+        if self.health.stopped is not None:
+            return ()
         if over:
             return self._cutter.next(self.ledger, END_OF_TIME, mark)
         # What is complete from the start is not waited for: then no batch depends on how fast it is read.
@@ -101,8 +108,14 @@ class Lineage:
         prepared = prepare(items, self.ledger, settings.advantage, self._decay, settings.batch_experiences)
         digest = prepared.batch.digest()
         try:
-            measured = train(
-                self.policy, self._optimizer, prepared.batch, settings.loss, settings.compute.pack_tokens, stop
+            taken = train(
+                self.policy,
+                self._optimizer,
+                prepared.batch,
+                settings.loss,
+                settings.compute.pack_tokens,
+                stop,
+                from_base=self._asks_base,
             )
         except NotFinite:
             log.error("gradient_not_finite", batch=digest, experiences=len(items))
@@ -110,13 +123,35 @@ class Lineage:
             for item in items:
                 self.ledger.drop(item, "invalid")
             self.ledger.cut(digest, len(items))
+            self.health = self.health.after({"gradient_norm": math.inf}, settings.health)
             return {}
-        found = summary.of_batch(prepared, self.ledger.history) | measured
-        self.ledger.stepped(prepared.trained, prepared.baselines, found[SHARE])
+        found = summary.of_batch(prepared, self.ledger.history) | taken.measured
+        # What the loss left out is trained, and the weights hold nothing of it: a correction has all of it to add.
+        trained = [
+            replace(one, advantage=0.0) if one.waiting.experience.experience_id in taken.left_out else one
+            for one in prepared.trained
+        ]
+        self.ledger.stepped(trained, prepared.baselines, found[SHARE])
         self.ledger.cut(digest, len(items))
         self._tensors_moved = True
         self._measured.append(found)
+        self.health = self.health.after(found, settings.health)
         return found
+
+    @property
+    def _asks_base(self) -> bool:
+        """Whether the next step measures how far the weights are from the base."""
+        interval = self._settings.health.kl_base_interval_steps
+        return interval > 0 and self.ledger.steps % interval == 0
+
+    def give_up(self) -> dict[str, tuple[int, ...]]:
+        """Training has stopped: go back to the last version, which has none of the steps that stopped it. Returns what
+        `control` does."""
+        return self._go_back(self.ledger.history.head)
+
+    def resume(self) -> None:
+        """Somebody wants training to go on."""
+        self.health = self.health.resumed()
 
     def control(self, event: ModelEvent) -> dict[str, tuple[int, ...]]:
         """Follow a decision of the registry; see `headrace_trainer.control`. Returns what that undid, see
@@ -127,17 +162,21 @@ class Lineage:
         if course.rewind is None:
             return {}
         log.info("weights_go_back", version=course.rewind, decision=event.decision, about=event.version)
+        return self._go_back(course.rewind)
+
+    def _go_back(self, version: str) -> dict[str, tuple[int, ...]]:
         REWINDS.inc()
-        point = self.saved.restore_points.get(course.rewind)
+        point = self.saved.restore_points.get(version)
         if point is not None:
             pair = self._store.get(point.weights), self._store.get(point.optimizer)
             tensors.thaw(self.policy, self._optimizer, *pair, with_random=False)
         else:
-            log.warning("optimizer_starts_afresh", version=course.rewind, remedy="raise memory.restore_points")
-            versions.load(self._blobs, self._manifest(course.rewind), self.policy)
+            log.warning("optimizer_starts_afresh", version=version, remedy="raise memory.restore_points")
+            versions.load(self._blobs, self._manifest(version), self.policy)
             self._optimizer.reset()
         self._tensors_moved = True
-        return ledger.go_back(course.rewind)
+        self.health = self.health.rewound()
+        return self.ledger.go_back(version)
 
     def save(self, *, publish: bool) -> bool:
         """Make everything durable, as a new version when `publish` and when the weights differ from their parent's.
@@ -223,6 +262,7 @@ class Lineage:
             version=manifest.version if manifest else None,
             metrics=measured,
             verdicts=tuple(ledger.verdicts),
+            stopped=self.health.stopped.reason if self.health.stopped else None,
             undone=tuple(ledger.undone),
             restored=tuple(ledger.restored),
             batches=tuple(ledger.batches),
@@ -232,6 +272,7 @@ class Lineage:
             "versions": history.versions,
             "head": history.head,
             "head_step": history.head_step,
+            "health": self.health,
             "present": present,
             "restore_points": self._restore_points(history, present, manifest),
             "account": account,

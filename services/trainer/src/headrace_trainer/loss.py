@@ -44,15 +44,23 @@ class TokenLoss:
 
 
 def token_loss(
-    current_N: Tensor, start_N: Tensor, behaviour_N: Tensor, advantage_N: Tensor, settings: LossSettings
+    current_N: Tensor,
+    start_N: Tensor,
+    behaviour_N: Tensor,
+    advantage_N: Tensor,
+    settings: LossSettings,
+    left_out_N: Tensor | None = None,
 ) -> TokenLoss:
-    """All arguments but the advantages are logprobs; a gradient flows through `current_N` alone."""
+    """The first three are logprobs; a gradient flows through `current_N` alone. `left_out_N`: tokens of sequences that
+    have no part in the loss."""
     start_N, behaviour_N = start_N.detach(), behaviour_N.detach()
     drift_N = _ratio(start_N, behaviour_N)
     proximal_N = start_N if settings.proximal == "step" else behaviour_N
     importance_N = _ratio(proximal_N, behaviour_N)
     weight_N = importance_N.clamp(max=settings.weight_max)
     masked_N = (drift_N < settings.mask_low) | (drift_N > settings.mask_high)
+    if left_out_N is not None:
+        masked_N = masked_N | left_out_N
     ratio_N = _ratio(current_N, proximal_N)
     clipped_ratio_N = ratio_N.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     objective_N = torch.minimum(ratio_N * advantage_N, clipped_ratio_N * advantage_N)
@@ -64,6 +72,13 @@ def token_loss(
         clipped_N = clipped_N | bounded_N
     loss_N = torch.where(masked_N, 0.0, -weight_N * objective_N)
     return TokenLoss(loss_N, weight_N, importance_N > settings.weight_max, masked_N, clipped_N)
+
+
+def left_out(start_N: Tensor, behaviour_N: Tensor, row_N: Tensor, rows: int, limit: float) -> Tensor:
+    """Rows (`_R`) whose mean log ratio, in absolute value, is beyond `limit`. `row_N`: the row of each token."""
+    drift_N = (start_N.detach() - behaviour_N).double()
+    sums_R = torch.zeros(rows, dtype=torch.float64, device=drift_N.device).index_add_(0, row_N, drift_N)
+    return (sums_R / torch.bincount(row_N, minlength=rows)).abs() > limit
 
 
 def k3(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:

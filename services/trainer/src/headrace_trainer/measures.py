@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace_trainer.batch import Batch
 from headrace_trainer.forward import Pack
-from headrace_trainer.loss import TokenLoss, k3
+from headrace_trainer.loss import LOG_RATIO_MAX, TokenLoss, k3
 
 
 @dataclass
@@ -25,8 +25,12 @@ class Measures:
     truncated: list[Tensor] = field(default_factory=list)
     masked: list[Tensor] = field(default_factory=list)
     clipped: list[Tensor] = field(default_factory=list)
+    idle: list[Tensor] = field(default_factory=list)
+    """Tokens through which no gradient of the objective flows."""
+    left_out: set[str] = field(default_factory=set)
+    """Experiences that have no part in the loss."""
     base: list[Tensor] = field(default_factory=list)
-    """k3 from the base model, when it is part of the loss."""
+    """k3 from the base model, when it was asked."""
     losses: list[Tensor] = field(default_factory=list)
 
     def observe(self, one: Pack, start_N: Tensor, entropy_N: Tensor, tokens: TokenLoss, loss_N: Tensor) -> None:
@@ -38,6 +42,7 @@ class Measures:
         self.truncated.append(tokens.truncated_N.cpu())
         self.masked.append(tokens.masked_N.cpu())
         self.clipped.append(tokens.clipped_N.cpu())
+        self.idle.append(((one.advantage_N == 0) | tokens.masked_N | tokens.clipped_N).cpu())
         self.losses.append(loss_N.cpu())
 
     def values(self, batch: Batch) -> dict[str, float]:
@@ -51,9 +56,12 @@ class Measures:
             "kl_behaviour": _mean(k3(torch.zeros_like(drift_N), drift_N)),
             "entropy": _mean(torch.cat(self.entropy)),
             "weight_mean": _mean(torch.cat(self.weight)),
+            "effective_sample_size": effective_sample_size(drift_N),
             "truncated_fraction": _mean(torch.cat(self.truncated)),
             "masked_fraction": _mean(torch.cat(self.masked)),
+            "sequence_masked_fraction": len(self.left_out) / len(batch.rows),
             "clip_fraction": _mean(torch.cat(self.clipped)),
+            "zero_gradient_fraction": _mean(torch.cat(self.idle)),
             "advantage_mean": _mean(advantages_B),
             "advantage_std": float(advantages_B.std(correction=0)),
             "advantage_min": float(advantages_B.min()),
@@ -67,6 +75,13 @@ class Measures:
             found["mismatch_p99"] = float(mismatch_N.sort().values[int(0.99 * (len(mismatch_N) - 1))])
             found["mismatch_tokens"] = float(len(mismatch_N))
         return found
+
+
+def effective_sample_size(log_ratio_N: Tensor) -> float:
+    """Kish's, of importance weights, as a share of their number: (sum w)^2 / (n sum w^2). 1: all are equal; 1/n: one
+    outweighs the rest."""
+    weight_N = log_ratio_N.double().clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
+    return float(weight_N.sum() ** 2 / (len(weight_N) * (weight_N**2).sum()))
 
 
 def _mean(values: Tensor) -> float:

@@ -16,6 +16,7 @@ OTHER_MODELS = Counter("headrace_trainer_other_models_total", "Experiences of mo
 STEPS = Gauge("headrace_trainer_steps", "Steps in the life of the lineage")
 VERSION_NUMBER = Gauge("headrace_trainer_version_number", "Number of the last version, 0 for the base")
 REWINDS = Counter("headrace_trainer_rewinds_total", "Times the weights went back to another version")
+STOPPED = Gauge("headrace_trainer_stopped", "1 while training is stopped because a limit of its health was passed")
 NOT_FINITE = Counter("headrace_trainer_not_finite_total", "Batches dropped because their gradient was not finite")
 UNCORRECTABLE = Counter(
     "headrace_trainer_uncorrectable_total", "Withdrawals after training whose tokens the bus no longer had"

@@ -66,7 +66,7 @@ def open_lineage(
         native = Native(folder, settings)
         policy = Policy.open(folder, settings.compute, settings.lora, settings.seed)
         _say(native.compare(policy))
-        if settings.loss.kl:
+        if settings.needs_base:
             policy.keep_reference(folder)
     optimizer = Optimizer(policy.parameters, settings.optimizer, policy.hidden)
     if saved is None or first is None:
@@ -76,6 +76,7 @@ def open_lineage(
         pair = store.get(saved.present.weights), store.get(saved.present.optimizer)
         tensors.thaw(policy, optimizer, *pair, with_random=True)
         log.info("lineage_continues", lineage=settings.lineage, head=saved.head, steps=saved.steps)
+        saved = saved.model_copy(update={"health": saved.health.under(settings.health)})
     ledger = _ledger(settings, policy, saved, replayed(settings, blobs))
     return Lineage(settings, clock, blobs, store, first, policy, optimizer, ledger, saved)
 

@@ -1,7 +1,8 @@
 """What training would do with a stream of experiences, without a model: admission, cutting, batches are the real ones.
 
-Batches do not depend on weights, so the digests here are those that training comes to (P9). Two things only the weights
-decide, and are taken to go well: no gradient is infinite, and every version differs from its parent.
+Batches do not depend on weights, so the digests here are those that training comes to (P9). Some things only the
+weights decide, and are taken to go well: no gradient is infinite, no sequence is masked whole and corrected later, no
+limit of `[trainer.health]` is passed, and every version differs from its parent.
 
 As a filter (`python -m headrace_trainer.replay`) it takes lines `experience`, and before those after which a batch was
 cut when they were trained first, a line `batch` with the number of its experiences. It writes one line `rehearsed`.

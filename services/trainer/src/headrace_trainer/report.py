@@ -13,7 +13,7 @@ from headrace_runtime import disk
 from headrace_runtime.logs import get_logger
 from headrace_schemas import ModelEvent
 from headrace_trainer.ledger import Ledger
-from headrace_trainer.metrics import MEASURES, STEP_SECONDS, STEPS, VERSION_NUMBER
+from headrace_trainer.metrics import MEASURES, STEP_SECONDS, STEPS, STOPPED, VERSION_NUMBER
 
 log = get_logger(__name__)
 _LINE = {
@@ -27,6 +27,7 @@ _LINE = {
 }
 
 
+REMEDY = "see docs/algorithms.md; POST /resume to the trainer, or change the limit and start it again"
 _DECISIONS = frozenset({"evaluated", "promoted", "rejected", "rolled_back", "withdrawn"})
 _STATISTICS = frozenset({"score", "champion_score", "difference", "standard_error"})
 
@@ -49,14 +50,28 @@ class _Board:
         except OSError as error:
             if not disk.is_full(error):
                 raise
-            if not self._left_out:
-                log.error("tensorboard_left_out", error=str(disk.no_room(self._folder)))
-            self._left_out += len(values)
-            self._writer = None  # it cannot be used again after an error
+            self._leave_out(len(values))
         else:
             if self._left_out:
                 log.warning("tensorboard_goes_on", left_out=self._left_out)
             self._left_out = 0
+
+    def text(self, name: str, text: str, step: int) -> None:
+        try:
+            if self._writer is None:
+                self._writer = SummaryWriter(str(self._folder))
+            self._writer.add_text(name, text, step)
+            self._writer.flush()
+        except OSError as error:
+            if not disk.is_full(error):
+                raise
+            self._leave_out(1)
+
+    def _leave_out(self, count: int) -> None:
+        if not self._left_out:
+            log.error("tensorboard_left_out", error=str(disk.no_room(self._folder)))
+        self._left_out += count
+        self._writer = None  # it cannot be used again after an error
 
     def close(self) -> None:
         if self._writer is not None:
@@ -99,6 +114,22 @@ class Reporter:
             log.info("version", version=version, number=number)
         else:
             self._console.print(f"[bold green]version {number}[/]  {version}", highlight=False)
+
+    def stopped(self, reason: str | None, ledger: Ledger) -> None:
+        """Once when training stops or goes on, and at a start that finds it stopped. None: it goes on."""
+        STOPPED.set(reason is not None)
+        version = ledger.history.head
+        self._board.text("health", f"stopped: {reason}; the weights are those of {version}" if reason else "goes on",
+                         ledger.steps)  # fmt: skip
+        if reason is None:
+            log.warning("training_goes_on", version=version)
+        elif self._console is None:
+            log.error("training_stopped", reason=reason, version=version, remedy=REMEDY)
+        else:
+            self._console.print(
+                f"[bold red]training is stopped[/]: {reason}. The weights are those of {version}; {REMEDY}",
+                highlight=False,
+            )
 
     def decided(self, event: ModelEvent, number: int, step: int) -> None:
         """After a decision of the registry about the lineage's version `number`: a point where training was then."""

@@ -10,6 +10,7 @@ from headrace_schemas import Checkpoint, TrainingMetrics
 from headrace_schemas.base import Model, ModelName, Sha256, Version
 from headrace_schemas.blobs import BlobRef
 from headrace_trainer.baselines import Baselines
+from headrace_trainer.health import Health
 from headrace_trainer.history import Published
 from headrace_trainer.waiting import Waiting
 from headrace_trainer.window import Entry
@@ -44,6 +45,7 @@ class Saved(Model):
     baselines: Baselines
     steps: Annotated[int, Field(ge=0)]
     account: Annotated[int, Field(ge=0)]
+    health: Health = Health()
     present: Tensors
     restore_points: dict[str, Tensors]
     checkpoint: Checkpoint

@@ -63,6 +63,9 @@ class LossSettings(Section):
     """Tokens whose probability has fallen below this share of what the engine sampled from give no gradient."""
     mask_high: Annotated[float, Field(gt=1)] = 1e4
     """Tokens whose probability has grown beyond this multiple of what the engine sampled from give no gradient."""
+    sequence_mask_max: NotNegative = 0.0
+    """An experience is left out of the loss when the mean log ratio of its tokens, between the weights and what it was
+    sampled from, is beyond plus or minus this. In nats; 0 leaves none out."""
     kl: NotNegative = 0.0
     """Coefficient of the k3 divergence from the base model; above 0 the base is kept in memory too."""
     updates_per_step: Count = 1
@@ -130,6 +133,28 @@ class NativeSettings(Section):
     difference_max: Positive = 1e-3
     """Largest difference in nats that is taken for rounding. With experts it holds for nine of ten tokens; for frozen
     weights in bfloat16 it is the mean that may be 100 times as large."""
+
+
+class HealthSettings(Section):
+    """Limits of training that goes well. A measure that stays beyond its limit stops training: the weights go back to
+    the last version, and nothing is trained until somebody says so. 0 turns a limit off."""
+
+    patience_steps: Count = 3
+    """Steps in a row beyond a limit that stop training. Until then no version is made of them."""
+    entropy_min: NotNegative = 0.0
+    """Least mean entropy of the sampled positions, in nats. Off by default: how sure an agent may be, its tasks say."""
+    mismatch_max: NotNegative = 2.0
+    """Largest mean difference between the engine's and the trainer's logprobs of the same weights, in nats. Rounding
+    makes hundredths; beyond this the engine samples from something else."""
+    effective_sample_min: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Least effective sample size of the importance weights, as a share of the tokens."""
+    kl_base_max: NotNegative = 0.0
+    """Largest divergence from the base, in nats a token. Needs `loss.kl` or `kl_base_interval_steps`."""
+    kl_base_interval_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps between two measurements of that divergence, where `loss.kl` does not make one in each. One costs another
+    forward pass over the batch, and the base is kept in memory unless adapters are trained. 0 measures nothing."""
+    gradient_spike_max: NotNegative = 100.0
+    """Largest gradient norm, as a multiple of the running median. A gradient that is not finite is beyond it."""
 
 
 class MemorySettings(Section):
@@ -215,7 +240,13 @@ class TrainerSettings(ServiceSettings):
     lora: LoraSettings = LoraSettings()
     compute: ComputeSettings = ComputeSettings()
     native: NativeSettings = NativeSettings()
+    health: HealthSettings = HealthSettings()
     memory: MemorySettings = MemorySettings()
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether the base's logprobs are asked for, at whatever interval."""
+        return self.loss.kl > 0 or self.health.kl_base_interval_steps > 0
 
     @property
     def grouped(self) -> bool:
@@ -241,6 +272,12 @@ class TrainerSettings(ServiceSettings):
                 self.group_size,
                 f"{self.advantage.kind} compares runs of one task and learns nothing from a single one: "
                 'set at least 2, or advantage.kind = "reinforce++", which has a rolling baseline',
+            )
+        if self.health.kl_base_max and not self.needs_base:
+            raise SettingError(
+                "trainer.health.kl_base_max",
+                self.health.kl_base_max,
+                "nothing measures the divergence from the base: set trainer.health.kl_base_interval_steps",
             )
         if self.batch_experiences_min > self.batch_experiences:
             raise SettingError(

@@ -11,13 +11,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from headrace_trainer.batch import Batch, pack
 from headrace_trainer.forward import Pack
-from headrace_trainer.loss import k3, token_loss
+from headrace_trainer.loss import k3, left_out, token_loss
 from headrace_trainer.measures import Measures
 from headrace_trainer.optimizer import Optimizer
 from headrace_trainer.policy import Policy
@@ -35,6 +36,15 @@ class NotFinite(Exception):
     """The gradient was infinite or not a number; nothing was changed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What came of a step."""
+
+    measured: dict[str, float]
+    left_out: frozenset[str] = frozenset()
+    """Experiences that `loss.sequence_mask_max` left out of the loss: the weights hold nothing of them."""
+
+
 def train(
     policy: Policy,
     optimizer: Optimizer,
@@ -42,8 +52,11 @@ def train(
     settings: LossSettings,
     pack_tokens: int,
     stop: threading.Event,
-) -> dict[str, float]:
-    """Change the weights by `batch` and return what was measured. Blocks; runs in the training thread.
+    *,
+    from_base: bool = False,
+) -> Taken:
+    """Change the weights by `batch`. `from_base`: measure the divergence from the base also where it has no part in
+    the loss. Blocks; runs in the training thread.
 
     Raises `Abandoned` when `stop` is set (looked at between passes) and `NotFinite`.
     """
@@ -51,7 +64,7 @@ def train(
     first, corrections = _packs(policy, batch, pack_tokens)
     packs = [*corrections, *first]
     starts = _at_start(policy, packs, stop) if settings.updates_per_step > 1 else [None] * len(packs)
-    bases = [policy.reference_logprobs(one) if settings.kl else None for one in first]
+    bases = [policy.reference_logprobs(one) if settings.kl or from_base else None for one in first]
     measures = Measures()
     token_weight = batch.token_weight
     for update in range(settings.updates_per_step):
@@ -74,13 +87,14 @@ def train(
         if norm > 0.0 or any(bool(gradient.any()) for gradient in stashed.values()):
             optimizer.apply(batch.weight, stashed)
     seconds = time.perf_counter() - began
-    return measures.values(batch) | {
+    measured = measures.values(batch) | {
         "gradient_norm": norm or 0.0,
         "learning_rate": learning_rate,
         SHARE: token_weight,
         "step_seconds": seconds,
         "tokens_per_second": sum(row.length for row in batch.rows) / seconds,
     }
+    return Taken(measured, frozenset(measures.left_out))
 
 
 def _packs(policy: Policy, batch: Batch, pack_tokens: int) -> tuple[list[Pack], list[Pack]]:
@@ -106,15 +120,27 @@ def _backward(
         raise Abandoned
     current_N, entropy_N = policy.logprobs(one)
     start_N = current_N.detach() if start_N is None else start_N
-    tokens = token_loss(current_N, start_N, one.behaviour_N, one.advantage_N, settings)
+    left_out_N = _left_out(one, start_N, settings, measures)
+    tokens = token_loss(current_N, start_N, one.behaviour_N, one.advantage_N, settings, left_out_N)
     loss_N = tokens.loss_N
     if base_N is not None:
         divergence_N = k3(current_N, base_N)
-        loss_N = loss_N + settings.kl * divergence_N
         measures.base.append(divergence_N.detach().cpu())
+        if settings.kl:
+            kept_N = divergence_N if left_out_N is None else divergence_N.where(~left_out_N, 0.0)
+            loss_N = loss_N + settings.kl * kept_N
     loss = (loss_N * one.weight_N).sum()
     torch.autograd.backward(loss)
     measures.observe(one, start_N, entropy_N, tokens, loss_N.detach())
+
+
+def _left_out(one: Pack, start_N: Tensor, settings: LossSettings, measures: Measures) -> Tensor | None:
+    """The tokens of sequences that have drifted too far from what they were sampled from."""
+    if not settings.sequence_mask_max:
+        return None
+    left_out_R = left_out(start_N, one.behaviour_N, one.row_N, len(one.names), settings.sequence_mask_max)
+    measures.left_out |= {name for name, out in zip(one.names, left_out_R.tolist(), strict=True) if out}
+    return left_out_R[one.row_N]
 
 
 @torch.no_grad()

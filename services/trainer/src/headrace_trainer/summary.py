@@ -10,7 +10,7 @@ from headrace_schemas import Verdict
 from headrace_trainer.admission import versions_of
 from headrace_trainer.history import History
 from headrace_trainer.prepare import Prepared
-from headrace_trainer.waiting import task_of
+from headrace_trainer.waiting import run_of, task_of
 
 TASKS_MAX = 32
 """Tasks whose mean reward is reported one by one: the most frequent of the batch."""
@@ -36,7 +36,14 @@ def of_batch(prepared: Prepared, history: History) -> dict[str, float]:
         "experiences": float(len(prepared.trained)),
         "corrections": float(len(prepared.trained) - len(rewards)),
         "runs": math.fsum(weight for _, weight in rewards),
+        "staleness_mean": sum(distance * count for distance, count in staleness.items()) / staleness.total(),
+        "staleness_max": float(max(staleness)),
+        "zero_advantage_fraction": sum(one.advantage == 0 for one in prepared.trained) / len(prepared.trained),
     }
+    groups = _groups(prepared)
+    if groups:
+        found["groups"] = float(len(groups))
+        found["zero_advantage_group_fraction"] = sum(not any(group) for group in groups) / len(groups)
     if rewards:
         found["reward_mean"] = _mean(rewards)
     for task, pairs in sorted(tasks.items(), key=lambda item: (-len(item[1]), item[0]))[:TASKS_MAX]:
@@ -44,6 +51,18 @@ def of_batch(prepared: Prepared, history: History) -> dict[str, float]:
     for distance, count in sorted(staleness.items()):
         found[f"staleness/{distance}"] = float(count)
     return found
+
+
+def _groups(prepared: Prepared) -> list[list[float]]:
+    """The advantages of each task of which the batch holds several runs."""
+    groups: dict[str, list[float]] = {}
+    runs: dict[str, set[str]] = {}
+    for one in prepared.trained:
+        task = task_of(one.waiting.experience)
+        if task is not None and not one.correction:
+            groups.setdefault(task, []).append(one.advantage)
+            runs.setdefault(task, set()).add(run_of(one.waiting.experience))
+    return [advantages for task, advantages in groups.items() if len(runs[task]) > 1]
 
 
 def between_saves(steps: Sequence[Mapping[str, float]], verdicts: Sequence[Verdict]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol, TypeVar
@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from headrace_runtime import disk
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock
-from headrace_runtime.errors import DiskFull, InvalidEvent, Unavailable
+from headrace_runtime.errors import DiskFull, HeadraceError, InvalidEvent, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import EVENTS_HANDLED, RETRIES
 from headrace_runtime.pausing import Refusing
@@ -37,6 +37,10 @@ from headrace_trainer.waiting import Waiting
 log = get_logger(__name__)
 _BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 T = TypeVar("T")
+
+
+class TrainingStopped(HeadraceError):
+    """A limit of `[trainer.health]` was passed where nobody can say that training goes on."""
 
 
 class Sink(Protocol):
@@ -71,6 +75,7 @@ class Trainer:
         self._saved_at_s = 0.0
         self._store = LineageStore(blobs, settings.lineage)
         self._lease = Lease(self._store, clock, settings.lease_s, settings.owner_wait_s)
+        self._resume = False
         self.lineage: Lineage | None = None
         """None until the saved state has been read."""
 
@@ -78,6 +83,23 @@ class Trainer:
     def stands_by(self) -> bool:
         """Another process trains the lineage. That is ready too: the end of a rolling restart may wait for it."""
         return self._lease.waits
+
+    @property
+    def paused(self) -> str | None:
+        """Why nothing is trained, or nothing read, until `resume`; None while both go on."""
+        return "; ".join(filter(None, [self._refuse.paused, self.stopped])) or None
+
+    @property
+    def stopped(self) -> str | None:
+        """Why nothing is trained. Decisions of the registry are followed all the same."""
+        stop = self.lineage.health.stopped if self.lineage is not None else None
+        return None if stop is None else f"training is stopped: {stop.reason}"
+
+    def resume(self) -> None:
+        """Go on with both; with training as soon as that is saved."""
+        self._resume = self.stopped is not None
+        if self._refuse.paused is not None:
+            self._refuse.resume()
 
     async def run(self) -> None:
         """Until `max_steps`, or until cancelled. Raises when a restart, or somebody's help, is the only remedy."""
@@ -112,6 +134,8 @@ class Trainer:
         try:
             await self._announce(lineage.saved.checkpoint, lineage.saved.metrics)  # again, with the same ids
             await self._retry(lambda: self._source.start(lineage.ledger.offsets))
+            if lineage.health.stopped is not None:
+                reporter.stopped(lineage.health.stopped.reason, lineage.ledger)
             await self._train(lineage, reporter)
         finally:
             reporter.close()
@@ -133,17 +157,26 @@ class Trainer:
             if self._settings.until_end and not lineage.finished() and await self._retry(self._source.at_end):
                 await self._finish(lineage, reporter)
                 break
-        if lineage.unpublished:
-            await self._save(lineage, reporter, publish=True)
+        if lineage.ledger.current is None:
+            await self._save(lineage, reporter, publish=lineage.unpublished)
         log.info("finished", steps=lineage.ledger.steps)
 
     async def _finish(self, lineage: Lineage, reporter: Reporter) -> None:
-        """Train what was left waiting for more, as far as it makes batches, and report all verdicts."""
+        """Train what was left waiting for more, as far as it makes batches, and report all verdicts. Raises
+        `TrainingStopped`: nobody is there to say that it goes on."""
         while await self._step(lineage, reporter, lineage.next_batch(over=True)):
             if lineage.save_due(0.0):
                 await self._save(lineage, reporter, publish=lineage.version_due)
         if lineage.ledger.verdicts or lineage.ledger.read:
             await self._save(lineage, reporter, publish=lineage.unpublished)
+        self._end_if_stopped(lineage)
+
+    def _end_if_stopped(self, lineage: Lineage) -> None:
+        if lineage.health.stopped is not None and self._settings.until_end:
+            raise TrainingStopped(
+                f"lineage {self._settings.lineage} has stopped training: {lineage.health.stopped.reason}; "
+                "change the limit, or what it says, and train a new lineage"
+            )
 
     async def _step(self, lineage: Lineage, reporter: Reporter, batch: Sequence[Waiting]) -> bool:
         """Whether there was something to train."""
@@ -152,12 +185,28 @@ class Trainer:
         measured = await self._in_thread(lambda: lineage.step(batch, self._stop))
         if measured:
             reporter.step(measured, lineage.ledger)
+        if lineage.health.stopped is not None:
+            await self._give_up(lineage, reporter, lineage.health.stopped.reason)
         return True
+
+    async def _give_up(self, lineage: Lineage, reporter: Reporter, reason: str) -> None:
+        """Undo the steps that no version holds, as a refusal would, and say so. Saved at once: after a crash before
+        that, the same steps are taken again."""
+        await self._undo(await self._do(lineage.give_up), lineage)
+        await self._save(lineage, reporter, publish=False)
+        reporter.stopped(reason, lineage.ledger)
 
     async def _act(self, lineage: Lineage, reporter: Reporter, mark: int | None = None) -> None:
         """Step and save if it is time. What was undone or restored is said before anything else becomes of it."""
-        if lineage.ledger.moved:
+        resumed = self._resume and lineage.health.stopped is not None
+        self._resume = False
+        if resumed:
+            lineage.resume()
+        if lineage.ledger.moved or resumed:
             await self._save(lineage, reporter, publish=False)
+        if resumed:
+            reporter.stopped(None, lineage.ledger)
+        self._end_if_stopped(lineage)
         await self._step(lineage, reporter, lineage.next_batch(mark))
         if lineage.save_due(self._clock.monotonic_s() - self._saved_at_s):
             await self._save(lineage, reporter, publish=lineage.version_due)
@@ -197,7 +246,9 @@ class Trainer:
     async def _follow(self, event: ModelEvent, lineage: Lineage) -> None:
         """Go back with the weights if the registry says so. What that undoes and is still fresh is queued again, with
         its tokens as they are on the bus."""
-        lost = await self._do(lambda: lineage.control(event))
+        await self._undo(await self._do(lambda: lineage.control(event)), lineage)
+
+    async def _undo(self, lost: Mapping[str, Sequence[int]], lineage: Lineage) -> None:
         if not lost:
             return
         ledger = lineage.ledger

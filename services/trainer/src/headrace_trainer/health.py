@@ -1,0 +1,116 @@
+"""Whether training goes well: each step's measures beside the limits of `[trainer.health]`. Pure.
+
+A measure describes the weights that the step began with, or the step itself. One that stays beyond its limit for
+`patience_steps` steps stops training. From the first of these steps on no version is made, so that going back to the
+last one undoes them. A step without the measure (nothing was fresh, the base was not asked) says nothing about it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import median
+
+from pydantic import Field
+
+from headrace_schemas.base import Finite, Model
+from headrace_trainer.settings import HealthSettings
+
+NORMS_MAX = 64
+"""Gradient norms that the running median is of: the last ones within the limit."""
+NORMS_MIN = 8
+"""With fewer no norm is called a spike."""
+_MEASURES = {
+    "entropy": "entropy_min",
+    "mismatch_mean": "mismatch_max",
+    "effective_sample_size": "effective_sample_min",
+    "kl_base": "kl_base_max",
+    "gradient_spike": "gradient_spike_max",
+}
+"""Measure to the setting that bounds it: from below (`_min`) or from above (`_max`)."""
+
+
+class Stop(Model):
+    """Why training has stopped: `value` is the last step's, None when it was not finite."""
+
+    measure: str
+    value: Finite | None
+    limit: Finite
+    steps: int
+    """Steps in a row beyond the limit."""
+
+    @property
+    def reason(self) -> str:
+        """A sentence, with the setting."""
+        setting = _MEASURES[self.measure]
+        side = "below" if setting.endswith("_min") else "above"
+        value = "not finite" if self.value is None else f"{self.value:.4g}"
+        return (
+            f"{self.measure} is {value}, {side} trainer.health.{setting} = {self.limit:g}, {self.steps} steps in a row"
+        )
+
+
+class Health(Model):
+    """Saved with the weights: a crash forgets nothing of it."""
+
+    streaks: dict[str, int] = Field(default_factory=dict)
+    """By measure, the last steps in a row that were beyond its limit."""
+    doubtful: bool = False
+    """The last step was beyond a limit; no version is to be made of it."""
+    gradient_norms: tuple[Finite, ...] = ()
+    stopped: Stop | None = None
+
+    def after(self, measured: Mapping[str, float], limits: HealthSettings) -> Health:
+        """With one more step."""
+        norm = measured.get("gradient_norm", 0.0)
+        values = {**measured, **self._spike(norm)}
+        beyond = {name: _beyond(name, values[name], limits) for name in _MEASURES if name in values}
+        streaks = {name: count for name, count in self.streaks.items() if name not in beyond}
+        streaks |= {name: self.streaks.get(name, 0) + 1 for name, is_beyond in beyond.items() if is_beyond}
+        over = [name for name in beyond if streaks.get(name, 0) >= limits.patience_steps]
+        norms = self.gradient_norms
+        if norm > 0 and math.isfinite(norm) and not beyond.get("gradient_spike"):
+            norms = (*norms, norm)[-NORMS_MAX:]
+        return Health(
+            streaks=streaks,
+            doubtful=any(beyond.values()),
+            gradient_norms=norms,
+            stopped=_stop(over[0], values[over[0]], streaks[over[0]], limits) if over else self.stopped,
+        )
+
+    def rewound(self) -> Health:
+        """The weights are those of another version: what was seen of them does not count any more."""
+        return self.model_copy(update={"streaks": {}, "doubtful": False})
+
+    def resumed(self) -> Health:
+        """Somebody has said that training goes on. What gradients usually are is learned anew."""
+        return Health()
+
+    def under(self, limits: HealthSettings) -> Health:
+        """At a start: a limit that was changed so that it would not have stopped training does not any more."""
+        stop = self.stopped
+        value = None if stop is None else math.inf if stop.value is None else stop.value
+        return self if stop is None or value is None or _beyond(stop.measure, value, limits) else self.resumed()
+
+    def _spike(self, norm: float) -> dict[str, float]:
+        if not math.isfinite(norm):
+            return {"gradient_spike": math.inf}
+        if norm == 0 or len(self.gradient_norms) < NORMS_MIN:
+            return {}
+        return {"gradient_spike": norm / median(self.gradient_norms)}
+
+
+def _limit(measure: str, limits: HealthSettings) -> float:
+    return float(getattr(limits, _MEASURES[measure]))
+
+
+def _beyond(measure: str, value: float, limits: HealthSettings) -> bool:
+    limit = _limit(measure, limits)
+    if limit == 0:
+        return False
+    return value < limit if _MEASURES[measure].endswith("_min") else value > limit
+
+
+def _stop(measure: str, value: float, steps: int, limits: HealthSettings) -> Stop:
+    finite = value if math.isfinite(value) else None
+    return Stop(measure=measure, value=finite, limit=_limit(measure, limits), steps=steps)
