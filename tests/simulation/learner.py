@@ -23,7 +23,7 @@ from headrace_schemas.manifest import File, Fingerprint, Manifest
 from headrace_trainer.batch import Batch, Row
 from headrace_trainer.ledger import Ledger
 from headrace_trainer.native import Compared
-from headrace_trainer.step import SHARE
+from headrace_trainer.step import SHARE, Taken
 
 VOCABULARY = 4096
 CONTEXT = 4096
@@ -103,12 +103,19 @@ class Optimizer:
 
 
 def train(
-    policy: Policy, optimizer: Optimizer, batch: Batch, _settings: object, _tokens: int, _stop: threading.Event
-) -> dict[str, float]:
+    policy: Policy,
+    optimizer: Optimizer,
+    batch: Batch,
+    _settings: object,
+    _tokens: int,
+    _stop: threading.Event,
+    *,
+    from_base: bool = False,
+) -> Taken:
     """`headrace_trainer.step.train`."""
     optimizer.updates += 1
     policy.lessons += tuple(Lesson.of(row, optimizer.updates) for row in batch.rows)
-    return {"loss": 0.0, SHARE: batch.token_weight, "step_seconds": 0.0, "tokens_per_second": 0.0}
+    return Taken({"loss": 0.0, SHARE: batch.token_weight, "step_seconds": 0.0, "tokens_per_second": 0.0})
 
 
 class Tensors:
