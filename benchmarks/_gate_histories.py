@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks._gate_trials import Flags, Trials, fresh, play, succession
 from benchmarks._gate_worlds import Floats, scores, thresholds
-from headrace_registry.trial import Rule
+from headrace_registry.settings import GateSettings
 
 OLD_TASKS = 96
 OLD_MARGIN = 0.05
@@ -29,7 +29,7 @@ class Models:
         runs = len(true)
         return cls(true.copy(), np.full(runs, np.nan), np.zeros(runs), fresh(runs), np.full(runs, 1e-300))
 
-    def meet(self, draw: np.random.Generator, rule: Rule, candidate: Floats) -> tuple[Floats, Floats]:
+    def meet(self, draw: np.random.Generator, rule: GateSettings, candidate: Floats) -> tuple[Floats, Floats]:
         """A candidate of that true score has its trial in every run. Returns the tasks and the plays that it took."""
         numbers = self.trials + 1
         found = play(draw, rule, Trials(candidate, self.champion, self.anchor, numbers, self.lead, self.lead_error))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks._gate_worlds import Floats, scores, thresholds
-from headrace_registry.trial import Rule
+from headrace_registry.settings import GateSettings
 
 Flags = NDArray[np.bool_]
 _COMPACT = 32
@@ -90,7 +90,7 @@ def fresh(runs: int) -> Floats:
     return np.zeros((4, runs))
 
 
-def succession(rule: Rule, numbers: Floats) -> Floats:
+def succession(rule: GateSettings, numbers: Floats) -> Floats:
     return 0.2 * rule.alpha / (numbers * (numbers + 1))
 
 
@@ -98,7 +98,7 @@ Scores = Callable[[Floats, NDArray[np.int64]], Floats]
 """Scores of one task (players by runs), from the players' thresholds and the numbers of the runs that go on."""
 
 
-def play(draw: np.random.Generator, rule: Rule, trials: Trials, source: Scores | None = None) -> Outcomes:
+def play(draw: np.random.Generator, rule: GateSettings, trials: Trials, source: Scores | None = None) -> Outcomes:
     """All trials to their ends, with scores from `source` where that is given."""
 
     def drawn(limits: Floats, _runs: NDArray[np.int64]) -> Floats:
@@ -108,7 +108,7 @@ def play(draw: np.random.Generator, rule: Rule, trials: Trials, source: Scores |
 
 
 class _Playing:
-    def __init__(self, source: Scores, rule: Rule, trials: Trials) -> None:
+    def __init__(self, source: Scores, rule: GateSettings, trials: Trials) -> None:
         runs = len(trials.candidate)
         self.source, self.rule = source, rule
         self.apart = ~np.isnan(trials.anchor)

@@ -23,9 +23,7 @@ import numpy as np
 from benchmarks._gate_histories import OLD_TASKS, Models, OldModels, audited
 from benchmarks._gate_trials import Outcomes, Trials, fresh, play
 from benchmarks._gate_worlds import SHARED, Floats
-from headrace_registry.runner import rule_of
 from headrace_registry.settings import GateSettings
-from headrace_registry.trial import Rule
 
 SCORES = (0.5, 0.8)
 REFUSED_MAX = PROMOTED_MAX = DECAYED_MAX = 0.05
@@ -34,7 +32,7 @@ LOST_MAX = 0.05
 VERSIONS = 40
 POINT = 0.01
 SECONDS_PER_PLAY = 1.0
-DEMO = Rule(margin=0.25, anchor_margin=0.25, tasks_max=120)
+DEMO = GateSettings(margin=0.25, anchor_margin=0.25, tasks_max=120)
 """examples/email_agent/headrace.toml."""
 Numbers = dict[str, float]
 
@@ -45,7 +43,7 @@ def same(value: float, runs: int) -> Floats:
 
 def pairs(
     draw: np.random.Generator,
-    rule: Rule,
+    rule: GateSettings,
     score: float,
     worse: float,
     runs: int,
@@ -76,10 +74,10 @@ def share(flags: np.ndarray) -> float:
 
 def errors(draw: np.random.Generator, gate: GateSettings, runs: int) -> dict[str, dict[str, Numbers]]:
     """Verdicts about single pairs, as they come after an anchor has just been found."""
-    rule, kinds = rule_of(gate), {"equal": 0.0, "10_points_worse": 0.1, "5_points_better": -0.05}
+    kinds = {"equal": 0.0, "10_points_worse": 0.1, "5_points_better": -0.05}
     return {
         f"{score:g}": {
-            name: of_pairs(pairs(draw, rule, score, worse, runs), gate.concurrency) for name, worse in kinds.items()
+            name: of_pairs(pairs(draw, gate, score, worse, runs), gate.concurrency) for name, worse in kinds.items()
         }
         for score in SCORES
     }
@@ -90,7 +88,7 @@ def later(draw: np.random.Generator, gate: GateSettings, runs: int) -> dict[str,
     return {
         f"{score:g}": {
             f"equal_as_number_{number}": of_pairs(
-                pairs(draw, rule_of(gate), score, 0.0, runs, number, anchored=True), gate.concurrency
+                pairs(draw, gate, score, 0.0, runs, number, anchored=True), gate.concurrency
             )
             for number in (2, 10, 40)
         }
@@ -114,7 +112,7 @@ def decay(draw: np.random.Generator, gate: GateSettings, runs: int) -> dict[str,
     start = np.repeat(SCORES, runs)
     models, tasks, plays = Models.of(start), np.zeros(len(start)), np.zeros(len(start))
     for _ in range(VERSIONS):
-        for total, more in zip((tasks, plays), models.meet(draw, rule_of(gate), models.champion - POINT), strict=True):
+        for total, more in zip((tasks, plays), models.meet(draw, gate, models.champion - POINT), strict=True):
             total += more
     old = OldModels(draw, start)
     for _ in range(VERSIONS):
@@ -137,7 +135,7 @@ def recorded(draw: np.random.Generator, gate: GateSettings, runs: int) -> dict[s
     models, old = Models.of(start), OldModels(draw, start)
     for _ in range(10):
         step = draw.normal(0.0, 0.03, start.shape)
-        models.meet(draw, rule_of(gate), np.clip(models.champion + step, 0.02, 0.98))
+        models.meet(draw, gate, np.clip(models.champion + step, 0.02, 0.98))
         old.meet(np.clip(old.champion + step, 0.02, 0.98))
     said = audited(draw, models.champion, gate.audit_tasks)
     return {

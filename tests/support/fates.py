@@ -11,12 +11,12 @@ Key = tuple[str, int]
 
 
 def follow(reports: Iterable[TrainingMetrics]) -> tuple[dict[Key, str], list[str]]:
-    """`trained`, `queued` again, `undone`, or the reason it was dropped for; and what contradicts what. Reports in the
-    order of their saves, each once.
+    """`trained`, `queued` again, `undone`, or the reason it was dropped for; and what contradicts what. Each report
+    once.
     """
     fates: dict[Key, str] = {}
     wrong: list[str] = []
-    for report in reports:
+    for report in sorted(reports, key=lambda report: report.account):
         for verdict in report.verdicts:
             key = verdict.experience_id, verdict.revision
             if fates.get(key, "queued") != "queued":

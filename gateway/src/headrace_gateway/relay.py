@@ -120,7 +120,7 @@ class Relay:
                     transcript.forget()
 
     def _next_place(self, call: Call, transcript: Transcript, patience: _Patience) -> Place | None:
-        if not transcript.version:
+        if not transcript.begun:
             return self._placement.place(call, patience.avoid)
         if transcript.sampled and not self._fleet.can_resume(transcript.version):
             raise overloaded("the stream broke and no replica can take it over")

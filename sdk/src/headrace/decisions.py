@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 from headrace import guard
 from headrace.errors import HeadraceError
+from headrace.figures import figure
 from headrace.topics import Range, Topics, connected
 from headrace_schemas import ModelEvent
 
@@ -105,9 +106,7 @@ def line(event: ModelEvent) -> str | None:
 
 
 def _measured(numbers: dict[str, float]) -> str:
-    words = [f"score {numbers['score']:.3f}"] if "score" in numbers else ["no score"]
-    if "score_standard_error" in numbers:
-        words.append(f"± {numbers['score_standard_error']:.3f}")
+    words = [f"score {figure(numbers, 'score', 'score_standard_error', '.3f')}" if "score" in numbers else "no score"]
     if "tasks" in numbers:
         words.append(f"on {numbers['tasks']:.0f} audit tasks")
     return " ".join(words)
@@ -116,6 +115,5 @@ def _measured(numbers: dict[str, float]) -> str:
 def _compared(numbers: dict[str, float]) -> str:
     if "difference" not in numbers:
         return ""
-    error = f" ± {numbers['standard_error']:.3f}" if "standard_error" in numbers else ""
     tasks = f" on {numbers['tasks']:.0f} gate tasks" if "tasks" in numbers else ""
-    return f" ({numbers['difference']:+.3f}{error}{tasks})"
+    return f" ({figure(numbers, 'difference', 'standard_error', '+.3f')}{tasks})"

@@ -41,9 +41,8 @@ def _followed(town: Town, that: Check) -> tuple[set[str], set[str]]:
             dropped |= set(trajectory.turn_ids)
     for made in town.log.all(Experience):
         spoken.setdefault(made.experience_id, set()).update(made.turn_ids)
-    reports = sorted(town.log.all(TrainingMetrics), key=lambda report: report.account)
     fates: dict[str, set[bool]] = {}
-    for (name, _), fate in follow(reports)[0].items():
+    for (name, _), fate in follow(town.log.all(TrainingMetrics))[0].items():
         if that(name in spoken, f"{name} has a verdict and was never published"):
             fates.setdefault(name, set()).add(fate == "trained")
     trained = {turn for name, fate in fates.items() if True in fate for turn in spoken[name]}

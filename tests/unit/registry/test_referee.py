@@ -12,11 +12,12 @@ import pytest
 
 from headrace_registry.gate import GateFailed
 from headrace_registry.referee import audit, draws, judge, summary
-from headrace_registry.trial import Rule, Trial
+from headrace_registry.settings import GateSettings
+from headrace_registry.trial import Trial
 from headrace_schemas.gate import Tasks
 
 CANDIDATE, CHAMPION = "m@c00000000000", "m@d00000000000"
-RULE = Rule(margin=0.25, tasks_max=500)
+RULE = GateSettings(margin=0.25, tasks_max=500)
 
 
 class Court:
@@ -81,7 +82,7 @@ async def test_plays_under_way_are_bounded_and_none_stays_behind(concurrency: in
 
 async def test_no_task_beyond_the_last_is_asked_for() -> None:
     court = Court(lambda version, task: 0.5)
-    trial = Trial(Rule(margin=0.25, tasks_max=5), 1, CANDIDATE, CHAMPION)
+    trial = Trial(GateSettings(margin=0.25, tasks_max=5), 1, CANDIDATE, CHAMPION)
     verdict = await judge(court, trial, concurrency=16, timeout_s=60)
     assert "undecided after 5 tasks (gate.tasks_max)" in verdict.reason
     assert len(court.asked) == 10

@@ -14,9 +14,10 @@ from benchmarks._gate_worlds import Floats
 from headrace_registry import spending
 from headrace_registry.betting import Bets
 from headrace_registry.records import ALONE, Standing
-from headrace_registry.trial import Lead, Rule, Trial
+from headrace_registry.settings import GateSettings
+from headrace_registry.trial import Lead, Trial
 
-RULE = Rule(margin=0.25, anchor_margin=0.125, tasks_max=2000)
+RULE = GateSettings(margin=0.25, anchor_margin=0.125, tasks_max=2000)
 CANDIDATE, CHAMPION, ANCHOR = "m@c00000000000", "m@d00000000000", "m@a00000000000"
 
 
@@ -66,7 +67,7 @@ def test_whoever_is_decided_about_plays_no_more() -> None:
 
 
 def test_a_minimum_is_an_opponent_that_always_scores_it() -> None:
-    rule = Rule(minimum_score=0.5, margin=0.25)
+    rule = GateSettings(minimum_score=0.5, margin=0.25)
     assert played(Trial(rule, 1, CANDIDATE, None), {CANDIDATE: 0.75}).verdict().passed
     verdict = played(Trial(rule, 1, CANDIDATE, None), {CANDIDATE: 0.0}).verdict()
     assert verdict.reason == "inferior to gate.minimum_score = 0.5"
@@ -74,7 +75,7 @@ def test_a_minimum_is_an_opponent_that_always_scores_it() -> None:
 
 
 def test_the_cap_refuses_and_says_which_bound_it_was() -> None:
-    rule = Rule(margin=0.25, tasks_max=2)
+    rule = GateSettings(margin=0.25, tasks_max=2)
     trial = played(Trial(rule, 1, CANDIDATE, CHAMPION), {CANDIDATE: 1.0, CHAMPION: 1.0})
     assert trial.state == "undecided"
     said = f"not shown to be better than {CHAMPION} - 0.25"
@@ -145,7 +146,7 @@ def test_error_rates_by_brute_force(worse: float, wrong: bool) -> None:
 def test_the_service_and_the_benchmark_agree_on_every_run(seed: int) -> None:
     """Two programs of one design: equal scores give equal verdicts, numbers and leads."""
     print(f"seed {seed}")
-    runs, rule = 30, Rule(margin=0.2, anchor_margin=0.15, tasks_max=300)
+    runs, rule = 30, GateSettings(margin=0.2, anchor_margin=0.15, tasks_max=300)
     draw = np.random.default_rng(seed)
     told = (draw.random((rule.tasks_max, 3, runs)) < draw.uniform(0.4, 0.6, (1, 3, runs))).astype(float)
     apart = np.arange(runs) % 2 == 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace_runtime.wire import Record
 from headrace_trainer.batch import Batch
 from headrace_trainer.store import LineageStore
 from headrace_trainer.trainer import Trainer
@@ -88,8 +90,9 @@ async def test_a_withdrawal_whose_tokens_are_gone_is_dropped_and_said(world: Wor
     trainer = world.trainer(make())
     asked: list[tuple[int, int]] = []
 
-    async def expired(partition: int, offset: int) -> None:
-        asked.append((partition, offset))
+    async def expired(places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        asked.extend(places)
+        return {}
 
     world.source.fetch = expired  # type: ignore[method-assign]
     with pytest.raises(Idle):

@@ -142,14 +142,9 @@ class MemorySource:
         """A bus in memory does not grow while it is read."""
         return all(r.offset < self._next.get((r.topic, r.partition), 0) for r in self._bus.records)
 
-    async def fetch(self, partition: int, offset: int) -> Record | None:
-        places = ((r.topic, r.partition, r.offset) for r in self._bus.records)
-        found = dict(zip(places, self._bus.records, strict=True))
-        return found.get((Experience.topic, partition, offset))
-
-    async def fetch_all(self, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
-        found = {place: await self.fetch(*place) for place in places}
-        return {place: record for place, record in found.items() if record is not None}
+    async def fetch(self, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        kept = {(r.partition, r.offset): r for r in self._bus.records if r.topic == Experience.topic}
+        return {place: kept[place] for place in places if place in kept}
 
     async def stop(self) -> None: ...
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.shared import AsJson, Commands, DataDir, command, console, running, table
+from headrace.figures import figure
 
 if TYPE_CHECKING:
     from headrace.registry import Registry
@@ -252,9 +253,7 @@ def _last(version: VersionState, *decisions: str) -> dict[str, float]:
 
 
 def _number(numbers: dict[str, float], name: str, error: str, form: str) -> str:
-    if name not in numbers:
-        return "-"
-    return f"{numbers[name]:{form}}" + (f" ± {numbers[error]:.3f}" if error in numbers else "")
+    return figure(numbers, name, error, form) if name in numbers else "-"
 
 
 def add_to(parent: typer.Typer) -> None:

@@ -21,7 +21,7 @@ from headrace_registry.metrics import GATE_SECONDS
 from headrace_registry.records import ALONE, ModelRecord
 from headrace_registry.referee import Court
 from headrace_registry.settings import GateSettings
-from headrace_registry.trial import Rule, Trial
+from headrace_registry.trial import Trial
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor
 from headrace_schemas import Event
@@ -153,8 +153,8 @@ class Runner:
 
     async def _try(self, model: str, action: Try) -> Keep:
         number, record = await self._begin_trial(model)
-        rule, gate = rule_of(self._settings), self._settings
-        trial = Trial(rule, number, action.version, action.champion, record.standing if action.anchor else ALONE)
+        gate = self._settings
+        trial = Trial(gate, number, action.version, action.champion, record.standing if action.anchor else ALONE)
         async with self._program.session() as court:
             found = await referee.judge(court, trial, concurrency=gate.concurrency, timeout_s=gate.timeout_s)
         verdict = replace(found, champion=record.champion)
@@ -188,7 +188,3 @@ class Runner:
             await ledger.evaluated(record, self._program.sha256, found.scores, found.statistics())
 
         return keep
-
-
-def rule_of(gate: GateSettings) -> Rule:
-    return Rule(gate.margin, gate.anchor_margin, gate.alpha, gate.beta, gate.tasks_max, gate.minimum_score)

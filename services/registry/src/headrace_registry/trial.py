@@ -21,20 +21,9 @@ from typing import Literal
 from headrace_registry import spending
 from headrace_registry.betting import Bets
 from headrace_registry.records import ALONE, Standing, Verdict
+from headrace_registry.settings import GateSettings
 
 State = Literal["open", "passed", "failed", "undecided"]
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What the settings `registry.gate` say about the test."""
-
-    margin: float = 0.1
-    anchor_margin: float = 0.05
-    alpha: float = 0.05
-    beta: float = 0.05
-    tasks_max: int = 4000
-    minimum_score: float = 0.0
 
 
 class Contest:
@@ -97,7 +86,7 @@ class Trial:
     """
 
     def __init__(
-        self, rule: Rule, number: int, candidate: str, champion: str | None, standing: Standing = ALONE
+        self, rule: GateSettings, number: int, candidate: str, champion: str | None, standing: Standing = ALONE
     ) -> None:
         """The `number`-th of its family. `standing` is the champion's: who the anchor is, and its lead over it."""
         self.rule = rule

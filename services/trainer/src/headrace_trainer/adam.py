@@ -87,7 +87,7 @@ class Adam:
     def step(self, learning_rate: float, weight: float, corrections: Mapping[str, Tensor]) -> None:
         """Add the gradients to the debt, and `corrections` too, and pay out a batch's share of it. `corrections` are
         gradients in units of `scale`; they are measured by those before them and do not change the measure."""
-        settings, scale = self._settings, self.scale
+        settings, scale = self._settings, self.scale if corrections else 1.0
         self.clock += weight
         share = weight / (weight + self._debt(self.clock))
         for name, gradient in self._gradients() if self.squares_clock else ():  # before that they are zero

@@ -78,10 +78,11 @@ class Optimizer:
         their own `gain`."""
         given = corrections or {}
         if self._muon is not None:
+            scale = self._adam.scale if given else 1.0
             for name, gradient in given.items():
                 parameter = self._parameters[name]
                 if name not in self._adam.parameters:
-                    gradient = gradient * self._adam.scale
+                    gradient = gradient * scale
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
             for group in self._muon.param_groups:
                 group["lr"] = self.learning_rate * min(1.0, weight)

@@ -38,11 +38,8 @@ class Source(Protocol):
     async def at_end(self) -> bool:
         """Whether all experiences were read that there were at the start."""
 
-    async def fetch(self, partition: int, offset: int) -> Record | None:
-        """One experience record read before, None when the bus no longer has it."""
-
-    async def fetch_all(self, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
-        """The same of many, by partition and offset; those that the bus no longer has are not in it."""
+    async def fetch(self, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        """Experience records read before, by partition and offset; those that the bus no longer has are not in it."""
 
     async def stop(self) -> None: ...
 
@@ -96,10 +93,7 @@ class KafkaSource:
         positions = [(await self._reader.position(place), self._ends[place]) for place in self._held]
         return all(position >= end for position, end in positions)
 
-    async def fetch(self, partition: int, offset: int) -> Record | None:
-        return (await self.fetch_all([(partition, offset)])).get((partition, offset))
-
-    async def fetch_all(self, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+    async def fetch(self, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
         if not places:
             return {}
         reader = consumer(self._bus, _CLIENT)

@@ -252,13 +252,7 @@ class Trainer:
         if not lost:
             return
         ledger = lineage.ledger
-        places = ledger.places(lost)
-        records = await self._retry(lambda: self._source.fetch_all(tuple(places)))
-        found: dict[str, Experience] = {}
-        for place, record in records.items():
-            again = await self._decode(record)
-            if isinstance(again, Experience) and again.experience_id == places[place]:
-                found[again.experience_id] = again
+        found = await self._read_again(ledger.places(lost))
         ledger.undo(lost, found, self._clock.now())
         log.info("undone", experiences=len(lost), queued=sum(one.queued for one in ledger.undone))
 
@@ -284,13 +278,22 @@ class Trainer:
         entry = lineage.ledger.window.get(experience.experience_id)
         if experience.branch is not None or entry is None or not entry.trained:
             return experience
-        record = await self._retry(lambda: self._source.fetch(entry.partition, entry.offset))
-        earlier = await self._decode(record) if record is not None else None
-        if isinstance(earlier, Experience) and earlier.experience_id == experience.experience_id:
+        found = await self._read_again({(entry.partition, entry.offset): experience.experience_id})
+        if earlier := found.get(experience.experience_id):
             return experience.model_copy(update={"branch": earlier.branch})
         UNCORRECTABLE.inc()
         log.error("tokens_are_gone", experience_id=experience.experience_id, offset=entry.offset)
         return experience
+
+    async def _read_again(self, places: Mapping[tuple[int, int], str]) -> dict[str, Experience]:
+        """The experiences of these names as they are on the bus; those that it no longer has are not in it."""
+        records = await self._retry(lambda: self._source.fetch(tuple(places)))
+        found: dict[str, Experience] = {}
+        for place, record in records.items():
+            event = await self._decode(record)
+            if isinstance(event, Experience) and event.experience_id == places[place]:
+                found[event.experience_id] = event
+        return found
 
     async def _decode(self, record: Record) -> Event:
         topic = Experience.topic if record.topic == self._settings.topic else None
