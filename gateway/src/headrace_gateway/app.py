@@ -14,6 +14,7 @@ from headrace_gateway.door import Door
 from headrace_gateway.engine import Engines
 from headrace_gateway.fleet import Fleet
 from headrace_gateway.http import Parts, application
+from headrace_gateway.kept import Kept
 from headrace_gateway.limits import Limits
 from headrace_gateway.publisher import Publisher
 from headrace_gateway.reach import Reach
@@ -75,7 +76,10 @@ async def run(common: Common, settings: GatewaySettings) -> None:
 
         routing = Table(Routing, common.bus, SOURCE, blobs, refuse, lambda key, row: catalog.update(key, row))
         replicas = Table(Replica, common.bus, SOURCE, blobs, refuse, lambda key, row: fleet.update(key, row))
-        catalog = Catalog(settings.model_aliases, routing.loaded.is_set, lambda: fleet.changed())
+        known_folder, late_s = known_folder_of(common, settings), settings.capture.bus_wait_s
+        kept = Kept(Routing, known_folder / "routing", routing, lambda key, row: catalog.update(key, row), late_s)
+        others = Kept(Replica, known_folder / "replicas", replicas, lambda key, row: fleet.update(key, row), late_s)
+        catalog = Catalog(settings.model_aliases, lambda: routing.loaded.is_set() or kept.used, lambda: fleet.changed())
         fleet = Fleet(clock, replicas.loaded.is_set)
         versions = KnownVersions(common.bus, SOURCE, blobs, refuse)
 
@@ -86,7 +90,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
                 return Known()
 
         watch = Watch(fleet, engines, settings.upstream, clock)
-        work = (publisher.run(), routing.run(), replicas.run(), versions.run(), watch.run())
+        work = (publisher.run(), routing.run(), kept.run(), replicas.run(), others.run(), versions.run(), watch.run())
         beside = [group.create_task(one) for one in work]
         door = Door(ring, limits, publisher, settings.body_timeout_s)
         app = application(Parts(settings, door, catalog, fleet, engines, clock, common, known))
@@ -107,3 +111,9 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 def spool_folder(common: Common, settings: GatewaySettings) -> Path:
     return Path(settings.capture.spool_dir or common.data_dir / "gateway" / "spool")
+
+
+def known_folder_of(common: Common, settings: GatewaySettings) -> Path:
+    """Beside the spool: like it, it belongs to one process."""
+    spool = spool_folder(common, settings)
+    return spool.with_name(f"{spool.name}-known")

@@ -189,3 +189,19 @@ async def _plain(client: openai.AsyncOpenAI, model: str, number: int) -> str:
 async def _get(url: str) -> httpx2.Response:
     async with httpx2.AsyncClient() as client:
         return await client.get(url)
+
+
+@pytest.mark.long
+async def test_a_gateway_that_starts_while_the_bus_is_away_serves_what_it_knew(
+    tmp_path: Path, mortal_bus: BrokerProcess
+) -> None:
+    async with circle(tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__CAPTURE__BUS_WAIT_S=0.3) as made:
+        agents = Agents(made)
+        await agents.during((3.0, None))  # the file follows the topics with a delay
+        await asyncio.to_thread(made.gateway.kill)
+        await asyncio.to_thread(mortal_bus.kill)
+        await asyncio.to_thread(made.gateway.start)
+        await agents.during((1.5, mortal_bus.start), (0.8, None))
+        assert agents.failures == []
+        turns = await drained(made, sum(map(len, agents.told.values())))
+        assert first_appearances(turns) == agents.told
