@@ -46,6 +46,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """What the reward and the score of a model's last versions say together, and what to try."""
+
     model: str
     kind: Literal["hacked", "flat"]
     text: str
