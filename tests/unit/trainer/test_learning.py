@@ -6,6 +6,7 @@ and weights makes the rewarded tokens less likely, and the check says so.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from headrace_trainer import advantages, step
 from headrace_trainer.lineage import Lineage
 from headrace_trainer.loss import TokenLoss, token_loss
 from headrace_trainer.opening import open_lineage
-from headrace_trainer.settings import LossSettings
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import START, VOCABULARY, World, experience
 
@@ -110,9 +110,9 @@ def test_adapters_learn_upwards(tmp_path: Path, make: Make) -> None:
 
 
 def test_a_flipped_sign_in_the_loss_is_caught(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flipped(current_N: Any, start_N: Any, behaviour_N: Any, advantage_N: Any, settings: LossSettings) -> TokenLoss:
-        found = token_loss(current_N, start_N, behaviour_N, advantage_N, settings)
-        return TokenLoss(-found.loss_N, found.weight_N, found.truncated_N, found.masked_N, found.clipped_N)
+    def flipped(*tensors: Any) -> TokenLoss:
+        found = token_loss(*tensors)
+        return dataclasses.replace(found, loss_N=-found.loss_N)
 
     monkeypatch.setattr(step, "token_loss", flipped)
     with pytest.raises(AssertionError, match="learn upwards"):
