@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import math
 import time
+import zlib
 from collections.abc import Sequence
 
 import aiohttp
@@ -46,10 +47,16 @@ class Balancer:
         else:
             self._healthy.discard(gateway)
 
-    def pick(self, avoid: str | None = None) -> str:
-        """The next healthy gateway in turn, another than `avoid` if there is one."""
+    def pick(self, session_id: str, avoid: str | None = None) -> str:
+        """A healthy gateway, another than `avoid` if there is one: for every other session the one that it keeps to as
+        long as it is healthy, for the rest the next one in turn.
+        """
         able = [one for one in self._gateways if one in self._healthy] or list(self._gateways)
         able = [one for one in able if one != avoid] or able
+        number = zlib.crc32(session_id.encode())
+        own = self._gateways[number // 2 % len(self._gateways)]
+        if number % 2 and own in able:
+            return own
         return able[next(self._turn) % len(able)]
 
     def lost(self, gateway: str) -> None:

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +65,8 @@ class ClientLedger:
     """Ids of the feedback that was accepted."""
     judged: dict[str, list[Said]] = field(default_factory=dict)
     """By session, in the order in which they were accepted."""
+    reached: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """By session: the gateways that may have recorded something of it, also those whose answer was lost."""
     ended: set[str] = field(default_factory=set)
     """Sessions whose end was accepted."""
     failures: list[str] = field(default_factory=list)
@@ -99,7 +101,7 @@ class Client:
         began = time.monotonic()
         headers = {"x-session-id": session_id}
         body = {"model": self._model, "messages": messages, "return_token_ids": True, **options}
-        answer, _ = await self._request("/v1/chat/completions", body, headers)
+        answer, _ = await self._request(session_id, "/v1/chat/completions", body, headers)
         if answer is None:
             return None
         self._ledger.latencies_s.append(time.monotonic() - began)
@@ -112,7 +114,7 @@ class Client:
         """Whether it was accepted. `feedback_id` is the client's, so that its retries are one feedback."""
         said = self._ledger.judged.get(session_id, [])
         body = {"session_id": session_id, "feedback_id": f"f-{session_id}-{len(said)}", "value": value, **more}
-        answer, gateway = await self._request("/v1/feedback", body, {})
+        answer, gateway = await self._request(session_id, "/v1/feedback", body, {})
         if answer is not None:
             self._ledger.told.update(answer[0]["event_ids"])
             self._ledger.judged[session_id] = [*said, Said(value, gateway)]
@@ -121,11 +123,11 @@ class Client:
         return answer is not None
 
     async def end(self, session_id: str) -> None:
-        if (await self._request(f"/v1/sessions/{session_id}/end", None, {}))[0] is not None:
+        if (await self._request(session_id, f"/v1/sessions/{session_id}/end", None, {}))[0] is not None:
             self._ledger.ended.add(session_id)
 
     async def _request(
-        self, path: str, body: Mapping[str, object] | None, headers: Mapping[str, str]
+        self, session_id: str, path: str, body: Mapping[str, object] | None, headers: Mapping[str, str]
     ) -> tuple[list[dict[str, Any]] | None, str]:
         """The answer's JSON objects, one or a stream's chunks, and whose answer it is. None, and a line in the ledger,
         when it failed.
@@ -134,7 +136,9 @@ class Client:
         deadline = time.monotonic() + DEADLINE_S
         avoid: str | None = None
         while True:
-            gateway, began = self._balancer.pick(avoid), time.monotonic()
+            gateway, began = self._balancer.pick(session_id, avoid), time.monotonic()
+            known = gateway in self._ledger.reached[session_id]
+            self._ledger.reached[session_id].add(gateway)
             try:
                 async with asyncio.timeout(max(0.1, deadline - began)):
                     return await self._attempt(f"{gateway}{path}", body, headers), gateway
@@ -145,6 +149,8 @@ class Client:
                     self._balancer.may_refuse(gateway, began) or self._balancer.was_down(gateway, began)
                 ):
                     self._ledger.refused += 1
+                    if not known:  # a refusal records nothing
+                        self._ledger.reached[session_id].discard(gateway)
                     avoid = gateway
                     await asyncio.sleep(0.2)
                     continue

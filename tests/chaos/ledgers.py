@@ -82,19 +82,21 @@ def _client_and_topics(findings: Findings, client: ClientLedger, topics: Facts) 
 
 
 def _other_values(client: ClientLedger, topics: Facts) -> Iterable[str]:
-    """The last word counts. Where the words before it went to another gateway, one of them may have waited in that
-    gateway's spool while the bus was away, and counts as said when the bus heard it.
+    """The last word counts, where one gateway heard all of a session.
+
+    Where two did, what the one has acknowledged may wait in its spool while the bus hears the other: which word came
+    last, and which run it is about, is what the log says then. It has to be one of the session's words all the same.
     """
     experiences = Counter(session for _, session, *_ in topics.newest.values())
     for _, session, has_reward, value in topics.newest.values():
         said = client.judged.get(session)
         if not said or not has_reward:
             continue
-        *_, last = said
-        allowed = {last.value, *(one.value for one in said if one.gateway != last.gateway)}
+        allowed = {said[-1].value} if len(client.reached[session]) == 1 else {one.value for one in said}
         if value not in allowed:
             words = ", ".join(f"{one.value} at {one.gateway}" for one in said)
-            yield f"session {session} of {experiences[session]} experiences: {value}, the user said {words}"
+            reached = ", ".join(sorted(client.reached[session]))
+            yield f"session {session} of {experiences[session]} experiences: {value}, the user said {words}; {reached}"
 
 
 def _within_topics(findings: Findings, topics: Facts, books: Account, lineage: str) -> None:

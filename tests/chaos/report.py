@@ -34,6 +34,8 @@ def table(outcome: Outcome) -> list[str]:
     if outcome.crashes:
         ended = Counter(outcome.crashes)
         lines.append("crashed  " + "; ".join(f"{line} ({count})" for line, count in sorted(ended.items())))
+    one = sum(len(client.reached[session]) == 1 for session in client.judged)
+    lines.append(f"words    {len(client.judged)} sessions were judged, {one} of them through one gateway alone")
     for promise, count in findings.table.items():
         if count or promise in ALWAYS:
             lines.append(f"{'BROKEN' if count else 'held':8} {count} {promise}")

@@ -77,9 +77,9 @@ async def run(options: Options, say: Callable[[str], None], keep: Path | None = 
         folder = folder / options.bus
         base = await asyncio.to_thread(tiny_model.build, folder / "base", seed=options.seed % 2**31)
         if DiskFull.name in options.nemeses:
-            if keep is not None:
-                scratch.callback(_keep, folder / "a", folder / "kept-a")
             scratch.enter_context(small_disk(folder / "a"))
+            if keep is not None:  # before the small disk goes
+                scratch.callback(_keep, folder / "a", folder / "kept-a")
         stack = Stack(folder, options.bus, base, say)
         nemeses = {name: NEMESES[name](stack) for name in options.nemeses}
         stack.environ_of = lambda machine: _environ(nemeses.values(), machine)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
 from headrace_gateway import metrics
@@ -13,6 +12,7 @@ from headrace_gateway.refusals import overloaded
 from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.shares import Shares
 from headrace_gateway.spool import Spool, Spooled
+from headrace_gateway.stages import in_stages
 from headrace_runtime import tracing
 from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.errors import InvalidEvent, Unavailable
@@ -191,12 +191,12 @@ class Publisher:
             task.cancel()
 
     async def _send_spooled(self, producer: EventProducer, batch: Sequence[Spooled]) -> None:
-        """Topic by topic as they came: an end may be sent only once the turns before it are acknowledged."""
-        for _, items in itertools.groupby(batch, key=lambda item: item.topic):
-            group = [(item.traceparent, _event(item)) for item in items]
-            ends = await self._ends([event for _, event in group])
+        """Stage by stage: an end may be sent only once the turns of its session are acknowledged."""
+        read = [(item.traceparent, _event(item)) for item in batch]
+        for stage in in_stages(read, lambda one: one[1]):
+            ends = await self._ends([event for _, event in stage])
             records: list[Outgoing] = []
-            for traceparent, event in group:
+            for traceparent, event in stage:
                 with tracing.span(traceparent):
                     records += await _records(producer, event, ends)
             await producer.send_raw(records)
