@@ -43,7 +43,7 @@ NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
 }
 """Fields of OpenAI's and vLLM's APIs that we cannot honour, with the values, besides empty ones, that ask for nothing.
 
-Most would change the sampled distribution in ways that a `Turn` does not record (pitfall 5).
+Most would change the sampled distribution in ways that a `Turn` does not record.
 """
 
 

@@ -1,4 +1,4 @@
-"""Whose call this is: session, task, run and purpose, first match wins (DESIGN section 2)."""
+"""Whose call this is: session, task, run and purpose, first match wins."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """HTTP that every service has: `/health`, `/metrics`, and uvicorn inside the service's own event loop.
 
 uvicorn runs on h11: with httptools, a request that offers `Upgrade: h2c` (every JDK HTTP client) loses its body
-(pitfall 29, https://github.com/Kludex/uvicorn/issues/2722).
+(https://github.com/Kludex/uvicorn/issues/2722).
 """
 
 from __future__ import annotations

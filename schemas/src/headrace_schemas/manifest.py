@@ -51,7 +51,7 @@ class File(Model):
 class Fingerprint(Model):
     """What the weights answer: log-probability at temperature 1 of each of `token_ids[1:]` given what precedes it.
 
-    Written by the trainer, compared by the engine after loading (pitfalls 15 and 18).
+    Written by the trainer, compared by the engine after loading.
     """
 
     token_ids: TokenIds

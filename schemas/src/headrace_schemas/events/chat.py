@@ -71,7 +71,7 @@ class Tool(Model):
 
 
 class Sampling(Model):
-    """How the tokens were sampled: the client's own choice, recorded and never overwritten (pitfall 28)."""
+    """How the tokens were sampled: the client's own choice, recorded and never overwritten."""
 
     temperature: Annotated[Finite, Field(ge=0.0, le=2.0)] = 1.0
     top_p: Annotated[Finite, Field(gt=0.0, le=1.0)] = 1.0
@@ -84,7 +84,7 @@ class Sampling(Model):
 
     @property
     def untruncated(self) -> bool:
-        """True when the sampled distribution is the model's own softmax at this temperature (pitfall 5).
+        """True when the sampled distribution is the model's own softmax at this temperature.
 
         Only such tokens can be trained: a truncated or penalised distribution has other probabilities than the
         trainer recomputes.

@@ -19,7 +19,7 @@ LeftOutReason = Literal["retried", "undelivered", "truncated_sampling", "empty"]
 class Span(Model):
     """Tokens `start .. start + len(logprobs)` of a branch: one choice of one turn, sampled by one version.
 
-    Everything outside the spans is observation and has loss mask 0 (pitfall 8).
+    Everything outside the spans is observation and has loss mask 0.
     """
 
     start: Annotated[int, Field(ge=0)]
@@ -86,7 +86,7 @@ class Trajectory(Event):
     """One run of one agent, closed. Produced by the collector, or ingested from any agent runtime.
 
     Each turn belongs to exactly one trajectory. `parts` counts the trajectories that one run was split over (its
-    turns had several session keys); it divides the weight so that a run counts once (pitfall 9).
+    turns had several session keys); it divides the weight so that a run counts once.
     """
 
     topic: ClassVar[str] = "trajectories"

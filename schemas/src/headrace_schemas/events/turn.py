@@ -64,7 +64,7 @@ class Turn(Event):
     version: Version
     replica_id: Text
     request_digest: Sha256
-    """Digest of what was asked; with `retry` it tells an SDK's retry from a parallel sample (pitfalls 20, 21)."""
+    """Digest of what was asked; with `retry` it tells an SDK's retry from a parallel sample."""
     retry: Annotated[int, Field(ge=0)] = 0
     """Which retry of the client's SDK this call was, 0 for the first attempt."""
     delivered: bool = True

@@ -1,4 +1,4 @@
-"""The branch graph: what continues what, by exact token prefix and by nothing else (pitfall 7).
+"""The branch graph: what continues what, by exact token prefix and by nothing else.
 
 Each choice of a turn is a node. Its parent is the node with the longest token sequence that its turn's prompt begins
 with, so a template that rewrites history, a compaction or a sub-agent starts a sequence of its own. The forest falls

@@ -1,4 +1,4 @@
-"""Which turns were repeated by an SDK, so that only the delivered one is credited (pitfalls 20 and 21)."""
+"""Which turns were repeated by an SDK, so that only the delivered one is credited."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the completions of one prompt are sampled; nothing comes from a model's `generation_config` (pitfall 5)."""
+    """How the completions of one prompt are sampled; nothing comes from a model's `generation_config`."""
 
     max_tokens: int | None = None
     """None: up to the end of the context."""

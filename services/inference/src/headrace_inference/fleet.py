@@ -1,6 +1,6 @@
 """The versions of this replica: what routing wants is loaded and probed, what it dropped is drained and unloaded.
 
-A version is announced ready only after its own weights answered as its fingerprint says (pitfalls 15, 18 and 19). One
+A version is announced ready only after its own weights answered as its fingerprint says. One
 version's failure is its own state and stops nothing else. Loading goes on beside generation, one version at a time.
 """
 

@@ -1,7 +1,7 @@
 """What the judge sees of a run: entries in the order in which they happened, roles kept apart, of bounded length.
 
-Who wrote what is in the entry's kind, never in its text, so an answer that imitates a tool result is still an answer
-(pitfall 8). What is left out for length is counted where it was; the judge is told of it.
+Who wrote what is in the entry's kind, never in its text, so an answer that imitates a tool result is still an answer.
+What is left out for length is counted where it was; the judge is told of it.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Intake:
         """Queue it, once per rubric; what will not be judged gets its abstention at once.
 
         Nothing is said of evaluation trajectories that the settings leave alone: in an evaluation an abstention would
-        count as a failure (pitfall 24).
+        count as a failure.
         """
         if self._is_our_own(trajectory) or (trajectory.purpose == "eval" and not self._settings.judge_eval):
             return []

@@ -1,7 +1,7 @@
 """From verdicts to what is published. Pure; every number that leaves is between 0 and 1.
 
 Several verdicts on one question (`samples`) count by their median; more than half of them must be readable and not
-abstain. Pairs are asked in both orders: a winner that changes with the order is none (pitfall 23).
+abstain. Pairs are asked in both orders: a winner that changes with the order is none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From rewards to advantages, on plain numbers: one entry per branch (`_B`), statistics over runs (pitfall 9).
+"""From rewards to advantages, on plain numbers: one entry per branch (`_B`), statistics over runs.
 
 Each function takes the branches' rewards, their shares of their runs and their runs' names. A run that was split over
 several branches counts once in every mean, however it was split. Formulas and sources: docs/algorithms.md. Sums are
@@ -55,14 +55,14 @@ def reinforce_pp(
     tasks_min: int,
     scale_min: float | None,
 ) -> tuple[Advantages, Baselines]:
-    """REINFORCE++ with a rolling baseline per task. Works on single runs (pitfall 11).
+    """REINFORCE++ with a rolling baseline per task. Works on single runs.
 
     The baseline of a branch is the mean reward of its task: decayed history plus the batch, without the branch's own
     run, whenever its other branches came, so it is independent of what it is compared with and the gradient stays
     unbiased. A run without a task is compared with the mean over everything. So is a task with less than `history_min`
     runs to compare with, where at least `tasks_min` tasks show that tasks do not repeat. Where there is nothing to
     compare with, the advantage is 0. The scale is the running root mean square of what is left, at least `scale_min`,
-    1 where that is None: tasks are never normalised against each other (pitfall 12), so constant rewards give no
+    1 where that is None: tasks are never normalised against each other, so constant rewards give no
     gradient, however different they are between tasks.
 
     Also returns the baselines with this batch in them.

@@ -1,7 +1,7 @@
 """A batch: exactly what a step trains on, as arrays. The same experiences in the same order give the same bytes (P9).
 
 Token ids are those that were sampled (P2): they are copied from the event and never made from text. A position is
-trained when a span covers it; everything else is observation (pitfall 8).
+trained when a span covers it; everything else is observation.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Batch:
     @cached_property
     def token_weight(self) -> float:
         """Of a token in a row that corrects nothing. The loss is a mean over these tokens, however the batch is cut
-        into forward passes (pitfall 10), times the share of a whole batch that they are."""
+        into forward passes, times the share of a whole batch that they are."""
         tokens = sum(int(row.loss_mask_T.sum()) for row in self.first)
         return self.first_weight / tokens if tokens else self.weight / max(1, self.loss_tokens)
 

@@ -149,7 +149,7 @@ def caught(module: Any, answer: Callable[[Tensor], Tensor] | None = None) -> Ite
 
 def logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probability of each sampled token and the entropy at its position, both at the sample's own temperature, as
-    the engine saw them (pitfall 4)."""
+    the engine saw them."""
     log_NV = functional.log_softmax(logits_NV / temperature_N[:, None], dim=-1)
     chosen_N = log_NV.gather(-1, targets_N[:, None]).squeeze(-1)
     with torch.no_grad():

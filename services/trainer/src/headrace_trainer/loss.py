@@ -12,7 +12,7 @@ from trainer: numerics (Yao et al. 2025) and staleness (Espeholt et al. 2018, ar
 al. 2017, arXiv:1707.06347.
 
 `Experience.weight` is not in here, and must not be. Every sampled token of a run lies in exactly one branch, so a sum
-over tokens counts a run once however it was split (pitfall 9); weighting the branches would make a run count less the
+over tokens counts a run once however it was split; weighting the branches would make a run count less the
 more often it was split. The share belongs to statistics over runs: baselines, group means, mean rewards.
 """
 

@@ -1,4 +1,4 @@
-"""The standing measurements of a step (pitfall 6): how far engine and trainer are apart, what was clipped, how sure the
+"""The standing measurements of a step: how far engine and trainer are apart, what was clipped, how sure the
 policy is."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One step on a batch: forward and backward pass by pass, then one update of the weights (or several).
 
 The loss is a sum over tokens, each with the weight of its row. Passes add their parts of that one sum, so cutting the
-batch into passes changes nothing but rounding (pitfall 10). Rows that are trained for the first time share the batch's
+batch into passes changes nothing but rounding. Rows that are trained for the first time share the batch's
 weight (`Batch.token_weight`), what is learned about the size of gradients, and the clip of the global norm. Corrections
 come with the weight that their tokens had then: gradients of both only meet after that.
 """

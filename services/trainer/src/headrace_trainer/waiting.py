@@ -47,7 +47,7 @@ def task_of(experience: Experience) -> str | None:
 
 
 def run_of(experience: Experience) -> str:
-    """Branches and parts of one run share it (pitfall 9)."""
+    """Branches and parts of one run share it."""
     task = task_of(experience)
     return f"{task}/{experience.run_id}" if task and experience.run_id else experience.trajectory_id
 

@@ -2,7 +2,7 @@
 
 A client sends its conversation back as text and JSON. Tokenizing that text again gives other ids than were sampled more
 often than one would think: another split of the same text, other whitespace in a tool call's JSON after a client parsed
-and wrote it again (pitfall 1). The collector would then see a history that is no prefix and fork (pitfall 7), and what
+and wrote it again. The collector would then see a history that is no prefix and fork, and what
 was sampled would be trained in one context and continued in another.
 
 So the exact ids of a prompt and its answer are remembered under a digest of the conversation up to and including the

@@ -1,8 +1,8 @@
 """From a folder of files to a `Model`. Blocks; runs in the loading thread.
 
 Transformers fills in missing weights with random ones and goes on; here nothing that is missing, unexpected or of
-another shape is ever loaded (pitfall 18). Adapters of one base are modules of their own over the base's tensors, so a
-LoRA version costs its adapter, and no version can change what another one computes (pitfalls 15 and 16).
+another shape is ever loaded. Adapters of one base are modules of their own over the base's tensors, so a
+LoRA version costs its adapter, and no version can change what another one computes.
 """
 
 from __future__ import annotations

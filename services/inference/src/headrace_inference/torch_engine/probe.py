@@ -1,4 +1,4 @@
-"""Does the engine answer as the trainer's fingerprint says (pitfalls 15 and 18)?"""
+"""Does the engine answer as the trainer's fingerprint says?"""
 
 from __future__ import annotations
 
