@@ -60,9 +60,11 @@ up: $(VENV)/installed ## every service on this machine (ARGS="--set trainer.base
 
 PYTEST = $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=5
 
-test: $(VENV)/installed ## every test that does not play for minutes, fast ones first; under 10 minutes on 2 cores
+TESTED = $(if $(SERVICE),tests/unit/$(SERVICE),tests/unit tests/repo tests/docs tests/contract tests/simulation tests/e2e tests/integration)
+
+test: $(VENV)/installed ## every test that does not play for minutes, fast ones first (SERVICE=one alone); under 10 minutes on 2 cores
 	mkdir -p reports
-	$(PYTEST) -m "not long" tests/unit tests/repo tests/docs tests/contract tests/simulation tests/e2e tests/integration
+	$(PYTEST) -m "not long" $(TESTED)
 	@echo "make test-long plays the rest: kills under load, every bus and database, replays, what docs say of a running stack"
 
 test-long: WORKERS = 2
