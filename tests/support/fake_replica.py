@@ -68,6 +68,7 @@ class FakeReplica:
     replica_id: str = "replica-0"
     versions: tuple[str, ...] = (VERSION,)
     engine: str = "torch"
+    resumes: bool = True
     capacity: int = 16
     faults: list[Fault] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -114,6 +115,7 @@ class FakeReplica:
             replica_id=self.replica_id,
             url=self.url,
             engine=self.engine,
+            resumes=self.resumes,
             versions=ready,
             capacity=self.capacity,
             ttl_s=5,

@@ -47,6 +47,8 @@ class ListBus:
 
     records: list[Outgoing] = field(default_factory=list)
     back: asyncio.Event = field(default_factory=asyncio.Event)
+    kept_waiting: int = 0
+    """How often something was sent while it was away."""
 
     def __post_init__(self) -> None:
         self.back.set()
@@ -74,6 +76,7 @@ class ListProducer(EventProducer):
         pass
 
     async def send_raw(self, records: Iterable[Outgoing]) -> None:
+        self._bus.kept_waiting += not self._bus.back.is_set()
         await self._bus.back.wait()
         self._bus.records += records
 

@@ -13,8 +13,6 @@ from headrace_gateway.lines import Line
 from headrace_runtime.clock import Clock
 from headrace_schemas import Replica
 
-RESUMING_ENGINES = frozenset(("torch",))
-"""Engines that understand `headrace_resume`; a stock vLLM server does not."""
 _BACKOFF_S = 0.05
 _BACKOFF_MAX_S = 2.0
 _FULL_BACKOFF_MAX_S = 0.4
@@ -125,7 +123,7 @@ class Fleet:
     def can_resume(self, version: str) -> bool:
         """Whether any replica with `version`, even one that is busy now, could take over a broken stream."""
         holders = (m for m in self._members.values() if m.replica.ready(version))
-        return any(member.replica.engine in RESUMING_ENGINES for member in holders)
+        return any(member.replica.resumes for member in holders)
 
     @contextlib.contextmanager
     def calling(self, member: Member, elsewhere: Callable[[], bool]) -> Iterator[Line]:
@@ -213,7 +211,7 @@ def _able(member: Member, version: str, resuming: bool, now: float) -> bool:
         and member.shunned_until_s <= now
         and version not in member.missing
         and member.replica.ready(version)
-        and not (resuming and member.replica.engine not in RESUMING_ENGINES)
+        and not (resuming and not member.replica.resumes)
     )
 
 

@@ -16,6 +16,7 @@ import difflib
 import os
 import tomllib
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -30,6 +31,9 @@ from headrace_schemas.redaction import is_secret
 ENV_PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
 SERVICES = ("broker", "gateway", "inference", "collector", "scorer", "judge", "trainer", "registry")
+"""Ours. An image holds one of them, and reads a file with the sections of all."""
+SERVICES_GROUP = "headrace.services"
+"""Entry points: an installed service, ours or anybody's, announces its name (that of its section) and its module."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -154,6 +158,11 @@ class ServiceSettings(Section):
 S = TypeVar("S", bound=ServiceSettings)
 
 
+def installed_services() -> dict[str, str]:
+    """Service name to module, of everything that announces itself."""
+    return {entry.name: entry.value for entry in sorted(entry_points(group=SERVICES_GROUP))}
+
+
 def load(service: str, model: type[S], path: Path | None, environ: Mapping[str, str] | None = None) -> tuple[Common, S]:
     """Read the file (none: defaults) and the environment; raise `SettingError` for anything that nobody would use."""
     environ = os.environ if environ is None else environ
@@ -161,7 +170,7 @@ def load(service: str, model: type[S], path: Path | None, environ: Mapping[str, 
     for name, text in environ.items():
         if name.startswith(ENV_PREFIX) and name != CONFIG_VARIABLE:
             _override(table, name, text)
-    known = (*Common.model_fields, *SERVICES)
+    known = (*Common.model_fields, *dict.fromkeys((*SERVICES, *installed_services(), service)))
     for name, value in table.items():
         if name not in known:
             raise SettingError(name, value, f"unknown{_hint(name, known)}")

@@ -45,6 +45,7 @@ class Rig:
             replica_id=replica_id,
             url="http://x",
             engine="torch",
+            resumes=True,
             versions=tuple(LoadedVersion(version=version, state="ready") for version in versions),
             capacity=4,
             ttl_s=5,
@@ -215,7 +216,7 @@ def test_a_version_that_was_announced_and_is_not_there_is_not_asked_for_again() 
 
 def test_only_an_engine_that_can_takes_over_a_stream() -> None:
     rig = Rig(a=(V1,))
-    rig.beat("a", V1, engine="vllm")
+    rig.beat("a", V1, engine="vllm", resumes=False)
     assert not rig.fleet.can_resume(V1)
     assert rig.fleet.pick(V1, "s", resuming=True) is None
     rig.beat("b", V1)

@@ -262,7 +262,7 @@ async def test_what_the_engine_refuses_the_client_is_told(
 
 
 async def test_a_broken_stream_that_nobody_can_take_over_ends_with_an_error_and_without_done(tmp_path: Path) -> None:
-    replica = FakeReplica(engine="vllm", faults=[Fault(drop_after=2)])
+    replica = FakeReplica(engine="vllm", resumes=False, faults=[Fault(drop_after=2)])
     async with replica.running(), gateway(tmp_path, replica) as served:
         answer = await served.chat(stream=True)
         assert answer.status_code == 200
@@ -273,7 +273,7 @@ async def test_a_broken_stream_that_nobody_can_take_over_ends_with_an_error_and_
 
 
 async def test_a_stream_cut_after_its_last_token_is_complete(tmp_path: Path) -> None:
-    replica = FakeReplica(engine="vllm", faults=[Fault(no_usage=True)])
+    replica = FakeReplica(engine="vllm", resumes=False, faults=[Fault(no_usage=True)])
     async with replica.running(), gateway(tmp_path, replica) as served:
         replica.faults = [Fault(no_usage=True, drop_after=LENGTH)]
         answer = await served.chat(stream=True)

@@ -168,3 +168,20 @@ def test_setting_one_value_of_a_section_leaves_its_others(
     assert (own.outer.name, own.outer.inner.size_max) == outer
     _, own = loaded(config(tmp_path, "[gateway.deep.inner]\nkind = 'z'\n"))
     assert (own.deep.inner.size_max, own.deep.inner.kind, own.deep.name) == (6, "z", "x")
+
+
+def test_a_service_of_somebody_else_has_its_section_once_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name under the entry points `headrace.services` is all that it takes."""
+    path = tmp_path / "headrace.toml"
+    path.write_text("[echo]\nport = 1\n", encoding="utf-8")
+    with pytest.raises(SettingError, match="echo"):
+        load("gateway", ServiceSettings, path, {})
+    info = tmp_path / "echo-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: echo\nVersion: 1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text("[headrace.services]\necho = echo_service\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    load("gateway", ServiceSettings, path, {})
+    assert load("echo", ServiceSettings, path, {})[1].port == 1

@@ -86,6 +86,8 @@ class Replica(Event):
     ttl_s: Annotated[Finite, Field(gt=0)]
     started_at: Timestamp
     stopping: bool = False
+    resumes: bool = False
+    """It can go on with an answer that another replica began (`headrace_resume`)."""
 
     @property
     def event_id(self) -> str:

@@ -122,6 +122,7 @@ def _identity(settings: InferenceSettings, port: int, engine: TorchEngine) -> Re
         replica_id=settings.replica_id or f"{host}:{port}",
         url=settings.advertise_url or f"http://{f'[{host}]' if ':' in host else host}:{port}",
         engine=engine.name,
+        resumes=engine.resumes,
         capacity=engine.capacity,
         ttl_s=settings.ttl_s,
         started_at=now,

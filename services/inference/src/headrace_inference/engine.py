@@ -80,6 +80,8 @@ class Engine(Protocol):
     name: str
     capacity: int
     """Sequences that run at a time without waiting."""
+    resumes: bool
+    """It takes `Start`s that have tokens already. A stock vLLM server does not."""
 
     async def load(self, folder: Path, manifest: Manifest) -> None:
         """Make a version ready to generate while others go on generating.

@@ -32,6 +32,7 @@ class TorchEngine:
     """See `headrace_inference.engine.Engine`. Made inside a running event loop; `stop` it at the end."""
 
     name = "torch"
+    resumes = True
 
     def __init__(self, settings: TorchSettings) -> None:
         self._settings = settings
