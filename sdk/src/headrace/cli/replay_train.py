@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 _DIFFERENT, _RANGE = "What is different", "What is replayed"
 _CUTS = ("trainer.batch_", "trainer.group_", "trainer.advantage")
 """Settings that batches depend on: with one of them changed, the old cuts mean nothing."""
-Algorithm = Literal["reinforce++", "grpo", "rloo"]
 Name = Annotated[str, typer.Argument(help="A new name for the line of versions that comes of it.", metavar="LINEAGE")]
 Known = Annotated[str, typer.Argument(help="The lineage that a replay leads into.", metavar="LINEAGE")]
 Rewards = Annotated[
@@ -40,8 +40,19 @@ Judge = Annotated[
         "--judge", help="Have the judge of the settings judge again, then score again.", rich_help_panel=_DIFFERENT
     ),
 ]
+
+
+def _announced(algorithm: str | None) -> str | None:
+    """Whatever an installed package announces; the trainer's own say so in the same way."""
+    known = sorted(entry.name for entry in entry_points(group="headrace.advantages"))
+    if algorithm is not None and algorithm not in known:
+        raise typer.BadParameter(f"no installed package announces {algorithm!r}; there are {', '.join(known)}")
+    return algorithm
+
+
 AlgorithmOption = Annotated[
-    Algorithm | None, typer.Option(help="Train with this algorithm instead.", rich_help_panel=_DIFFERENT)
+    str | None,
+    typer.Option(help="Train with this algorithm instead.", callback=_announced, rich_help_panel=_DIFFERENT),
 ]
 Set = Annotated[
     list[str] | None,

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace_trainer.admission import missing_advantage, stale
-from headrace_trainer.advantages import Advantages, grpo, reinforce_pp, rloo
+from headrace_trainer.advantages import Advantages
 from headrace_trainer.baselines import Baselines, Decay
 from headrace_trainer.batch import Batch, Row
+from headrace_trainer.estimators import Rewarded
 from headrace_trainer.ledger import Ledger, Trained
 from headrace_trainer.settings import AdvantageSettings
 from headrace_trainer.waiting import Waiting, run_of, task_of
@@ -54,23 +55,8 @@ def _advantages(
     weights_B = [experience.weight for experience in experiences_B]
     runs_B = [run_of(experience) for experience in experiences_B]
     tasks_B = [task_of(experience) for experience in experiences_B]
-    scale_min = settings.scale_min if settings.scale == "std" else None
-    if settings.kind == "reinforce++":
-        return reinforce_pp(
-            rewards_B,
-            weights_B,
-            runs_B,
-            tasks_B,
-            past,
-            decay,
-            history_min=settings.history_min,
-            tasks_min=settings.tasks_min,
-            scale_min=scale_min,
-        )
-    groups_B = [task or run for task, run in zip(tasks_B, runs_B, strict=True)]
-    if settings.kind == "grpo":
-        return grpo(rewards_B, weights_B, runs_B, groups_B, scale_min=scale_min), past
-    return rloo(rewards_B, weights_B, runs_B, groups_B), past
+    batch = Rewarded(rewards_B, weights_B, runs_B, tasks_B)
+    return settings.estimator.compute(batch, past, decay, settings)
 
 
 def _correction(item: Waiting, ledger: Ledger) -> Trained:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Port, Section, ServiceSettings
 from headrace_schemas.base import ModelName
+from headrace_trainer.estimators import Estimator, named
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -19,9 +20,9 @@ Count = Annotated[int, Field(ge=1)]
 class AdvantageSettings(Section):
     """How a reward becomes an advantage; the formulas are in docs/algorithms.md."""
 
-    kind: Literal["reinforce++", "grpo", "rloo"] = "reinforce++"
+    kind: str = "reinforce++"
     """`reinforce++` compares a run with a rolling baseline and works on single runs; `grpo` and `rloo` compare the runs
-    of one group and need several runs of each task."""
+    of one group and need several runs of each task; or what another package announces (`headrace.advantages`)."""
     task_decay: Share = 0.9
     """What a run's reward still weighs in its task's baseline after one more run of the task."""
     model_decay: Share = 0.99
@@ -43,6 +44,17 @@ class AdvantageSettings(Section):
     """Advantages are clipped to plus and minus this: the first surprise after long monotony is worth no more."""
     correction_min: NotNegative = 1e-3
     """A revised reward that moves the advantage by less than this after training is dropped as `unchanged`."""
+
+    @property
+    def estimator(self) -> Estimator:
+        """What `kind` names."""
+        return named(self.kind)
+
+    @field_validator("kind")
+    @classmethod
+    def _is_announced(cls, kind: str) -> str:
+        named(kind)
+        return kind
 
 
 class LossSettings(Section):
@@ -251,7 +263,7 @@ class TrainerSettings(ServiceSettings):
     @property
     def grouped(self) -> bool:
         """Whether advantages compare the runs of a group."""
-        return self.advantage.kind != "reinforce++"
+        return self.advantage.estimator.grouped
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
