@@ -12,7 +12,16 @@ from pydantic import JsonValue
 
 from headrace.errors import HeadraceError
 from headrace.retries import Retries, checked
-from headrace.sessions import DEFAULT_URL, Feedback, Identity, Purpose, Verdict, feedback_body, new_id, root_of
+from headrace.sessions import (
+    DEFAULT_URL,
+    FeedbackOptions,
+    Identity,
+    Purpose,
+    FeedbackDetails,
+    feedback_body,
+    new_id,
+    root_of,
+)
 
 
 class AsyncClient:
@@ -47,7 +56,7 @@ class AsyncClient:
         """A new session, or one that exists. `task_id` names its group; `purpose="eval"` keeps it out of training."""
         return AsyncSession(self, Identity(session_id or new_id(), task_id, run_id, purpose))
 
-    async def feedback(self, **options: Unpack[Feedback]) -> str:
+    async def feedback(self, **options: Unpack[FeedbackOptions]) -> str:
         """Judge a session, or exactly the responses `msg_ids`, early, late or again. Returns the feedback's id."""
         body = feedback_body(options)
         await self._post("/v1/feedback", body)
@@ -90,7 +99,7 @@ class AsyncSession:
         self.base_url = identity.base_url(client.root)
         """For `AsyncOpenAI(base_url=...)`: names the session, but neither task nor run."""
 
-    async def feedback(self, value: float | None = None, **options: Unpack[Verdict]) -> str:
+    async def feedback(self, value: float | None = None, **options: Unpack[FeedbackDetails]) -> str:
         """Judge the whole session. Returns the feedback's id."""
         me = self._identity
         found = await self._client.feedback(

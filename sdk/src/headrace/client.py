@@ -12,7 +12,16 @@ from pydantic import JsonValue
 
 from headrace.errors import HeadraceError
 from headrace.retries import Retries, checked
-from headrace.sessions import DEFAULT_URL, Feedback, Identity, Purpose, Verdict, feedback_body, new_id, root_of
+from headrace.sessions import (
+    DEFAULT_URL,
+    FeedbackOptions,
+    Identity,
+    Purpose,
+    FeedbackDetails,
+    feedback_body,
+    new_id,
+    root_of,
+)
 
 
 class Client:
@@ -47,7 +56,7 @@ class Client:
         """A new session, or one that exists. `task_id` names its group; `purpose="eval"` keeps it out of training."""
         return Session(self, Identity(session_id or new_id(), task_id, run_id, purpose))
 
-    def feedback(self, **options: Unpack[Feedback]) -> str:
+    def feedback(self, **options: Unpack[FeedbackOptions]) -> str:
         """Judge a session, or exactly the responses `msg_ids`, early, late or again. Returns the feedback's id."""
         body = feedback_body(options)
         self._post("/v1/feedback", body)
@@ -90,7 +99,7 @@ class Session:
         self.base_url = identity.base_url(client.root)
         """For `OpenAI(base_url=...)`: names the session, but neither task nor run."""
 
-    def feedback(self, value: float | None = None, **options: Unpack[Verdict]) -> str:
+    def feedback(self, value: float | None = None, **options: Unpack[FeedbackDetails]) -> str:
         """Judge the whole session. Returns the feedback's id."""
         me = self._identity
         found = self._client.feedback(

@@ -60,7 +60,7 @@ class Identity:
         return f"/v1/sessions/{quote(self.session_id, safe='')}/end"
 
 
-class Verdict(TypedDict, total=False):
+class FeedbackDetails(TypedDict, total=False):
     """What feedback may say. The newest one of a `source` about a target counts, whenever it comes."""
 
     source: str
@@ -75,7 +75,7 @@ class Verdict(TypedDict, total=False):
     """Equal ids are one feedback; made up when there is none."""
 
 
-class Feedback(Verdict, total=False):
+class FeedbackOptions(FeedbackDetails, total=False):
     """What feedback may say, and about what: a session, or exactly the responses `msg_ids`."""
 
     value: float | None
@@ -85,7 +85,7 @@ class Feedback(Verdict, total=False):
     run_id: str | None
 
 
-def feedback_body(options: Feedback) -> dict[str, JsonValue]:
+def feedback_body(options: FeedbackOptions) -> dict[str, JsonValue]:
     """The body of `POST /v1/feedback`. It always has a `feedback_id`, so that sending it twice is sending it once."""
     msg_ids = options.get("msg_ids", ())
     if isinstance(msg_ids, str):

@@ -9,7 +9,7 @@ import typer
 from headrace.cli.shared import DataDir, command, console, running
 
 if TYPE_CHECKING:
-    from headrace.sessions import Feedback
+    from headrace.sessions import FeedbackOptions
 
 
 def feedback(
@@ -43,7 +43,7 @@ def feedback(
     url = base_url or running(data_dir).base_url
     if url is None:
         raise NotRunning("no gateway was started here; name one with --base-url")
-    said: Feedback = {"source": source, "msg_ids": msg_ids or [], "ends_session": end, "withdrawn": withdraw}
+    said: FeedbackOptions = {"source": source, "msg_ids": msg_ids or [], "ends_session": end, "withdrawn": withdraw}
     said["value"] = value
     if session is not None:
         said["session_id"] = session
