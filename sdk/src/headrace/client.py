@@ -14,10 +14,10 @@ from headrace.errors import HeadraceError
 from headrace.retries import Retries, checked
 from headrace.sessions import (
     DEFAULT_URL,
+    FeedbackDetails,
     FeedbackOptions,
     Identity,
     Purpose,
-    FeedbackDetails,
     feedback_body,
     new_id,
     root_of,
