@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks._learning_run import Found
+from benchmarks._learning_found import Found
 from headrace import guard
 from headrace.controls import kinds
 from headrace.controls.statistics import Mean, difference, mean

@@ -10,14 +10,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
+from benchmarks._learning_found import Arm, Found, Plan
 from benchmarks._learning_world import MODEL, SETTINGS, World
-from headrace.controls.kinds import Control
-from headrace.controls.statistics import Score
 from headrace_registry.referee import judge
 from headrace_registry.settings import GateSettings
 from headrace_registry.trial import Trial
@@ -27,54 +25,6 @@ from headrace_schemas import Experience
 from headrace_trainer.lineage import Lineage
 from headrace_trainer.opening import open_lineage
 from headrace_trainer.settings import TrainerSettings
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What all runs have in common."""
-
-    steps: int
-    plays: int
-    """Of audit tasks, by which a run's last version is scored."""
-    traced: int
-    """Versions of a traced run that are scored on the way, evenly; each with `plays` plays."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A kind of run. With `lag` k a step trains what the version of k steps before has sampled."""
-
-    control: Control
-    lag: int = 0
-    traced: bool = False
-    tried: bool = False
-    """The gate judges the last version against the base."""
-
-    @property
-    def name(self) -> str:
-        return f"lag {self.lag}" if self.lag else self.control.name
-
-
-@dataclass
-class Found:
-    """What came of a run."""
-
-    arm: str
-    seed: int
-    base: list[Score]
-    scores: list[Score]
-    trace: list[tuple[int, float, list[Score]]] = field(default_factory=list)
-    """Step, mean reward that was trained on since the one before, and the plays."""
-    steps: int = 0
-    health: str | None = None
-    trial: dict[str, object] = field(default_factory=dict)
-    rewards: list[float] = field(default_factory=list)
-    """Mean of the rewards that each step was given."""
-    effective_sample: float | None = None
-    seconds: float = 0.0
-
-    def report(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def run(arm: Arm, seed: int, base: Path, plan: Plan) -> Found:

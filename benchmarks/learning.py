@@ -28,8 +28,8 @@ from pathlib import Path
 sys.path.insert(0, "examples")  # examples are not installed
 
 from benchmarks import _learning_plot
+from benchmarks._learning_found import Arm, Found, Plan
 from benchmarks._learning_lines import Table, lines, markdown
-from benchmarks._learning_run import Arm, Found, Plan, run
 from headrace.controls import kinds
 
 SOURCES = ("function:answer", "function:evidence", "function:tool_use")
@@ -63,6 +63,7 @@ def work(job: Job) -> Found:
     import structlog
     import transformers
 
+    from benchmarks._learning_run import run
     from email_agent.build_base import Recipe, build
 
     os.nice(max(0, 5 - os.nice(0)))  # whoever works at this machine comes first

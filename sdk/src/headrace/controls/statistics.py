@@ -1,10 +1,14 @@
 """Means over seeds and tasks with their standard errors.
 
-Each seed has plays of the same tasks by the base and by every control, with the same seeds of the plays: the difference
-on each task counts. Two standard errors can be given for the mean of several seeds. That *over seeds* is the standard
-deviation of their means over √seeds: it holds all that differs between seeds, tasks too, but of few seeds it is a rough
-estimate and small by luck now and then. That *over tasks* takes the seeds as they are and tasks, clusters of plays, as
-drawn. The larger of both is used; one seed has only the second.
+Whatever is compared has played the same tasks with the same seeds of the plays, so the difference on each play counts.
+The error *over seeds* is the standard deviation of the seeds' means over √seeds. The error *over tasks* takes the seeds
+as they are and tasks, clusters of plays, as drawn at random.
+
+- Seeds with tasks of their own: the first holds all that differs between seeds, tasks too, but of few seeds it is a
+  rough estimate and too small by luck now and then. The larger of both counts.
+- Seeds that share their tasks: the first knows nothing of tasks and the second nothing of seeds. Their squares add up.
+
+One seed has only the second.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Score = tuple[str, float]
@@ -22,13 +26,10 @@ Score = tuple[str, float]
 @dataclass(frozen=True, slots=True)
 class Mean:
     value: float
+    error: float
     over_seeds: float | None
     over_tasks: float
     by_seed: tuple[float, ...]
-
-    @property
-    def error(self) -> float:
-        return max(self.over_tasks, self.over_seeds or 0.0)
 
     def within(self, errors: float = 2.0) -> bool:
         """Whether it is 0 as far as one can see."""
@@ -44,41 +45,43 @@ class Mean:
         }
 
 
-def mean(plays: Sequence[Sequence[Score]]) -> Mean:
-    """The mean score; one list of plays for each seed."""
-    return _over([_by_task(one) for one in plays])
+def mean(plays: Sequence[Sequence[Score]], *, shared: bool = False) -> Mean:
+    """The mean score; one list of plays for each seed. `shared`: all seeds have the same tasks."""
+    return _over(plays, shared)
 
 
-def difference(plays: Sequence[Sequence[Score]], base: Sequence[Sequence[Score]]) -> Mean:
-    """How much better than `base` on the same plays. Lists of one seed are in the same order."""
+def difference(
+    plays: Sequence[Sequence[Score]], base: Sequence[Sequence[Score]], *, shared: bool = False
+) -> Mean:
+    """How much better than `base` on the same plays; lists of one seed are in the same order."""
     paired = []
     for ours, theirs in zip(plays, base, strict=True):
-        pairs = zip(ours, theirs, strict=True)
-        assert [task for task, _ in ours] == [task for task, _ in theirs], "the same tasks in the same order"
-        paired.append(_by_task((task, score - other) for (task, score), (_, other) in pairs))
-    return _over(paired)
+        pairs = list(zip(ours, theirs, strict=True))
+        assert all(one[0] == other[0] for one, other in pairs), "the same tasks in the same order"
+        paired.append([(task, score - other) for (task, score), (_, other) in pairs])
+    return _over(paired, shared)
 
 
-def _by_task(scores: Iterable[Score]) -> Mapping[str, list[float]]:
-    found: dict[str, list[float]] = defaultdict(list)
-    for task, score in scores:
-        found[task].append(score)
-    return found
-
-
-def _over(seeds: Sequence[Mapping[str, list[float]]]) -> Mean:
-    means, squares = [], []
-    for tasks in seeds:
-        count = sum(map(len, tasks.values()))
-        middle = math.fsum(value for values in tasks.values() for value in values) / count
-        means.append(middle)
-        squares.append(_of_clusters([math.fsum(values) - len(values) * middle for values in tasks.values()], count))
+def _over(seeds: Sequence[Sequence[Score]], shared: bool) -> Mean:
+    means = [math.fsum(value for _, value in plays) / len(plays) for plays in seeds]
     over_seeds = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
-    over_tasks = math.sqrt(math.fsum(squares)) / len(seeds)
-    return Mean(math.fsum(means) / len(means), over_seeds, over_tasks, tuple(means))
+    if shared:
+        over_tasks = _over_tasks([play for plays in seeds for play in plays])
+        error = math.hypot(over_tasks, over_seeds or 0.0)
+    else:
+        over_tasks = math.sqrt(math.fsum(_over_tasks(plays) ** 2 for plays in seeds)) / len(seeds)
+        error = max(over_tasks, over_seeds or 0.0)
+    return Mean(math.fsum(means) / len(means), error, over_seeds, over_tasks, tuple(means))
 
 
-def _of_clusters(rests: Sequence[float], plays: int) -> float:
-    """Squared standard error of a mean of `plays` in clusters, of whose sums `rests` is what differs from the mean."""
+def _over_tasks(plays: Sequence[Score]) -> float:
+    """Standard error of the mean when tasks are drawn and each brings all its plays (a cluster). One task says nothing:
+    half the range of scores."""
+    middle = math.fsum(value for _, value in plays) / len(plays)
+    rests: dict[str, float] = defaultdict(float)
+    for task, value in plays:
+        rests[task] += value - middle
     clusters = len(rests)
-    return math.fsum(rest * rest for rest in rests) / plays**2 * clusters / (clusters - 1) if clusters > 1 else 0.25
+    if clusters < 2:
+        return 0.5
+    return math.sqrt(math.fsum(rest * rest for rest in rests.values()) * clusters / (clusters - 1)) / len(plays)
