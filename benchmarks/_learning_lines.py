@@ -145,7 +145,9 @@ def markdown(rows: Sequence[Mapping[str, object]], base: Mean) -> str:
     text.append(f"| base | {base.value:.1%} ± {base.error:.1%} | | | |")
     for row in rows:
         score, gain = _number(row["score"]), _number(row["gain"])
-        text.append(f"| {row['arm']} | {score.replace('+', '')} | {gain} | {_told(row['guard'])} | {_tried(row['gate'])} |")
+        text.append(
+            f"| {row['arm']} | {score.replace('+', '')} | {gain} | {_told(row['guard'])} | {_tried(row['gate'])} |"
+        )
     return "\n".join(text).replace("%", " %")
 
 

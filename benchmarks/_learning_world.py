@@ -1,8 +1,8 @@
 """The demo in one process: its agent plays on the real engine, and its episodes become experiences as in the services.
 
 What is real: prompts, sampling and answers (`headrace_inference`), branches (`headrace_collector`), the demo's reward
-functions under the scorer's policy (`headrace_scorer`), tasks and agent (`examples/email_agent`). What is left out: HTTP,
-the bus and the databases between them.
+functions under the scorer's policy (`headrace_scorer`), tasks and agent (`examples/email_agent`). What is left out:
+HTTP, the bus and the databases between them.
 """
 
 from __future__ import annotations

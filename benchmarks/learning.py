@@ -54,7 +54,9 @@ class Job:
     cache: Path
 
     def place(self, parts: Path) -> Path:
-        name = f"{self.arm}-{self.seed}-{self.plan.steps}-{self.plan.plays}-{self.plan.traced}".replace(" ", "_").replace(":", "_")
+        name = f"{self.arm}-{self.seed}-{self.plan.steps}-{self.plan.plays}-{self.plan.traced}".replace(
+            " ", "_"
+        ).replace(":", "_")
         return parts / f"{name}.json"
 
 
@@ -147,7 +149,9 @@ def conclude(table: Table, options: argparse.Namespace, seconds: float) -> int:
     _learning_plot.draw(table, options.out.with_name("learning.png"))
     print(markdown(rows, table.score_of_base()))
     for line in found:
-        print(f"{'holds' if line.holds else 'FAILS'}  {line.value:8.3f} in {line.low:.3f} .. {line.high:.3f}  {line.name}")
+        print(
+            f"{'holds' if line.holds else 'FAILS'}  {line.value:8.3f} in {line.low:.3f} .. {line.high:.3f}  {line.name}"
+        )
     return bool(report["missed"])
 
 

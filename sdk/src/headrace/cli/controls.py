@@ -36,11 +36,11 @@ def controls(
     most: Annotated[
         int, typer.Option(min=1, max=16_384, help="The latest so many experiences.", rich_help_panel=_RANGE)
     ] = 2048,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Only this control; may be repeated.", metavar="NAME")
-    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Only this control; may be repeated.", metavar="NAME")] = None,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Trainings of each control.")] = 2,
-    plays: Annotated[int | None, typer.Option(min=2, help="Of audit tasks; default: registry.gate.audit_tasks.")] = None,
+    plays: Annotated[
+        int | None, typer.Option(min=2, help="Of audit tasks; default: registry.gate.audit_tasks.")
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", "-s", help="Another setting; may be repeated.", metavar="SECTION.KEY=VALUE"),
@@ -64,7 +64,8 @@ def controls(
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from headrace.controls import conduct, plot, recording as recorded
+    from headrace.controls import conduct, plot
+    from headrace.controls import recording as recorded
     from headrace.supervisor.overrides import Overrides, parse_assignments
 
     changed = parse_assignments(settings or [])

@@ -1,4 +1,7 @@
-"""Trains each control on the recording, has the gate's program play what came of it, and compares. Nothing live is touched."""
+"""Trains each control on the recording, has the gate's program play what came of it, and compares.
+
+Nothing live is touched: blobs, bus and services are those of a scratch folder.
+"""
 
 from __future__ import annotations
 

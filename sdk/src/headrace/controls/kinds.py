@@ -17,7 +17,7 @@ NOTHING = 1e-30
 """A learning rate that moves no float32 weight; settings allow no 0."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Control:
     name: str
     shows: str
@@ -62,8 +62,8 @@ TRUE = Control(
     "true",
     "the rewards as they are: what there is to learn",
     "better",
-    "the true reward does not raise the score: it may not mean what the score measures, the recording may be too short, "
-    "or the learning rate wrong",
+    "the true reward does not raise the score: it may not mean what the score measures, the recording may be too "
+    "short, or the learning rate wrong",
     _true,
 )
 SHUFFLED = Control(
@@ -85,7 +85,8 @@ RANDOM = Control(
     "random",
     "rewards drawn by lot from the same distribution",
     "not better",
-    "your reward does not carry the learning: rewards drawn by lot teach as well. Look for a score that rises by itself",
+    "your reward does not carry the learning: rewards drawn by lot teach as well. Look for a score that rises by "
+    "itself",
     _random,
 )
 STILL = Control(

@@ -13,12 +13,9 @@ from headrace_schemas import Experience
 
 async def from_bus(bus: str, wanted: Range) -> list[Experience]:
     """Whatever the range holds, in the order of the records' times."""
-    found = []
     async with connected(bus) as topics:
-        async for entry in topics.read(wanted):
-            if isinstance(entry.event, Experience):
-                found.append((entry.time, entry.event))
-    return [event for _, event in sorted(found, key=lambda one: one[0])]
+        read = [(entry.time, entry.event) async for entry in topics.read(wanted)]
+    return [event for _, event in sorted(read, key=lambda one: one[0]) if isinstance(event, Experience)]
 
 
 def from_file(path: Path) -> list[Experience]:
@@ -30,16 +27,18 @@ def from_file(path: Path) -> list[Experience]:
                 if line.strip():
                     found.append(_event(path, number, line))
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}; write one with `headrace replay events experiences -o FILE`") from None
+        raise UsageError(
+            f"{path}: {error.strerror}; write one with `headrace replay events experiences -o FILE`"
+        ) from None
     return [event for event in found if event is not None]
 
 
 def _event(path: Path, number: int, line: str) -> Experience | None:
     try:
         read = json.loads(line)
-        event = read["event"] if "event" in read else None if "problem" in read else read
+        event = read.get("event", None if "problem" in read else read)
         return None if event is None else Experience.model_validate(event)
-    except (ValueError, TypeError) as error:  # pydantic's too
+    except (ValueError, AttributeError) as error:  # pydantic's too
         reason = str(error).splitlines()[0]
         raise UsageError(f"{path}, line {number}: no line of `headrace replay events experiences`: {reason}") from None
 

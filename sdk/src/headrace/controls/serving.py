@@ -1,4 +1,4 @@
-"""A gateway and a replica of the controls' own, on a bus of their own: they serve what was trained to the gate's program."""
+"""A gateway and a replica on a bus of their own: they serve what was trained to the gate's program alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class Stage:
     async def show(self, one: Checkpoint) -> None:
         """Returns once a replica has it ready. Raises `HeadraceError` with what the replica says against it."""
         self._revision += 1
-        chosen = {shown.version: ServedVersion(version=shown.version, manifest=shown.manifest) for shown in (self._base, one)}
+        chosen = {
+            shown.version: ServedVersion(version=shown.version, manifest=shown.manifest) for shown in (self._base, one)
+        }
         routing = Routing(
             time=datetime.now(UTC),
             model=one.model,

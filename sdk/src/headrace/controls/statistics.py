@@ -50,9 +50,7 @@ def mean(plays: Sequence[Sequence[Score]], *, shared: bool = False) -> Mean:
     return _over(plays, shared)
 
 
-def difference(
-    plays: Sequence[Sequence[Score]], base: Sequence[Sequence[Score]], *, shared: bool = False
-) -> Mean:
+def difference(plays: Sequence[Sequence[Score]], base: Sequence[Sequence[Score]], *, shared: bool = False) -> Mean:
     """How much better than `base` on the same plays; lists of one seed are in the same order."""
     paired = []
     for ours, theirs in zip(plays, base, strict=True):
