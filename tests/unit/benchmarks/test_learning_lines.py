@@ -1,4 +1,4 @@
-"""The lines of `make bench-learning` on made-up runs: those of sound ones hold, and each planted fault fails its own."""
+"""The lines of `make bench-learning` on made-up runs: sound ones miss none, and each planted fault misses its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks._learning_lines import FORMAT, Table, finding, lines, markdown
 from headrace.controls.statistics import Score
 
 SEEDS, TASKS = 5, 148
-NOTHING_LEARNT = {"shuffled": 0.36, "random": 0.35, "learning rate 0": 0.35}
+NOTHING_LEARNT = {"shuffled": 0.35, "random": 0.35, "learning rate 0": 0.35}
 SCORES = {"true": 0.7, "flipped": 0.1, "lag 4": 0.7, FORMAT: 0.2} | NOTHING_LEARNT
 Fault = Callable[[dict[str, float]], dict[str, float]]
 
@@ -47,7 +47,7 @@ def test_a_sound_trainer_misses_no_line() -> None:
     found = table(SCORES)
     assert missed(found) == []
     assert len(lines(found)) == 9
-    assert "| flipped | 1" in markdown(found.rows(), found.score_of_base())
+    assert "| flipped | " in markdown(found.rows(), found.score_of_base())
 
 
 @pytest.mark.parametrize(

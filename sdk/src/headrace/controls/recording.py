@@ -9,6 +9,7 @@ from pathlib import Path
 from headrace.errors import UsageError
 from headrace.topics import Range, connected
 from headrace_schemas import Experience
+from headrace_schemas.errors import InvalidEvent
 
 
 async def from_bus(bus: str, wanted: Range) -> list[Experience]:
@@ -37,8 +38,8 @@ def _event(path: Path, number: int, line: str) -> Experience | None:
     try:
         read = json.loads(line)
         event = read.get("event", None if "problem" in read else read)
-        return None if event is None else Experience.model_validate(event)
-    except (ValueError, AttributeError) as error:  # pydantic's too
+        return None if event is None else Experience.from_json(json.dumps(event).encode())
+    except (ValueError, AttributeError, InvalidEvent) as error:  # pydantic's too
         reason = str(error).splitlines()[0]
         raise UsageError(f"{path}, line {number}: no line of `headrace replay events experiences`: {reason}") from None
 
