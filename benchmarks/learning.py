@@ -48,6 +48,8 @@ ARMS = (
 
 @dataclass(frozen=True)
 class Job:
+    """A run to be done, as it travels to its process."""
+
     arm: str
     seed: int
     plan: Plan

@@ -47,6 +47,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
+    """What came of a control with a seed."""
+
     control: Control
     seed: int
     run: ShortRun

@@ -19,6 +19,8 @@ NOTHING = 1e-30
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Control:
+    """One way to train, and what it has to come to."""
+
     name: str
     shows: str
     """In one line, what it is for."""

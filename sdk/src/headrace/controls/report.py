@@ -13,6 +13,8 @@ from headrace_schemas.controls import ShortRun
 
 @dataclass(frozen=True, slots=True)
 class Run:
+    """A control with a seed: its training, and its plays of the audit tasks."""
+
     control: Control
     seed: int
     run: ShortRun
@@ -48,6 +50,8 @@ class Row:
 
 
 class Report:
+    """All controls beside the base, in the order in which they were trained."""
+
     def __init__(self, experiences: int, base: Sequence[Score], runs: Sequence[Run]) -> None:
         self.experiences = experiences
         self.base = mean([base])

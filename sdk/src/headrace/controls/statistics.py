@@ -25,6 +25,8 @@ Score = tuple[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Mean:
+    """Of scores or of differences, with its standard error."""
+
     value: float
     error: float
     over_seeds: float | None
