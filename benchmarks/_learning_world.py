@@ -13,6 +13,7 @@ import tomllib
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -133,7 +134,7 @@ class World:
     def _names(self, split: Split) -> tuple[str, ...]:
         return tuple(task.id for task in tasks(self._box, split))
 
-    @property
+    @cached_property
     def _known(self) -> dict[str, Task]:
         return {task.id: task for split in ("gate", "audit") for task in tasks(self._box, split)}
 

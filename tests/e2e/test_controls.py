@@ -1,4 +1,4 @@
-"""`headrace controls` from a recording to its table, with the real trainer, broker, gateway, replica and gate's program.
+"""`headrace controls` from a recording to its table: the real trainer, broker, gateway, replica and gate's program.
 
 The recorded runs were rewarded for one letter that the model hardly ever says, and the gate's program looks for it: so
 the true reward can be learned from tokens alone, and a reward that was dealt to other runs cannot.

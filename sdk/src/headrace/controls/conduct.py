@@ -5,7 +5,6 @@ Nothing live is touched: blobs, bus and services are those of a scratch folder.
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -39,10 +38,14 @@ class Request:
     settings: Mapping[str, object]
     environ: Mapping[str, str]
 
+    @property
+    def own(self) -> Mapping[str, object]:
+        """The settings by name; everything that is written lies in the scratch folder."""
+        return {**self.settings, "data_dir": self.scratch, "blobs.url": (self.scratch / "blobs").as_uri()}
+
     def overrides(self, more: Mapping[str, object] | None = None) -> Overrides:
-        """Settings of a program that takes part: everything it writes lies in the scratch folder."""
-        own = {"data_dir": self.scratch, "blobs.url": (self.scratch / "blobs").as_uri()}
-        return Overrides(self.config, {**self.settings, **own, **(more or {})}, self.environ)
+        """What a program that takes part finds in its environment."""
+        return Overrides(self.config, {**self.own, **(more or {})}, self.environ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +84,13 @@ async def run(request: Request, tick: Tick) -> Report:
             tick(f"training: {control.name}", len(trained), total)
             trained.append(Trained(control, seed, await _train(request, control, seed)))
     base = trained[0].run.base
-    async with serving(request.scratch, request.config, request.overrides().environ, base) as stage:
+    async with serving(request.scratch, request.config, request.own, request.environ) as stage:
         tick("playing: the base", 0, total + 1)
-        before = await _measure(request, stage, base)
+        before = await _measure(request, stage, base, base)
         runs = []
         for number, one in enumerate(trained, 1):
             tick(f"playing: {one.control.name}", number, total + 1)
-            scores = await _measure(request, stage, one.run.last)
+            scores = await _measure(request, stage, one.run.base, one.run.last)
             runs.append(Run(one.control, one.seed, one.run, scores))
     return Report(len(request.experiences), before, runs)
 
@@ -120,9 +123,9 @@ async def _train(request: Request, control: Control, seed: int) -> ShortRun:
     return found[0]
 
 
-async def _measure(request: Request, stage: Stage, one: Checkpoint) -> Sequence[Score]:
+async def _measure(request: Request, stage: Stage, base: Checkpoint, one: Checkpoint) -> Sequence[Score]:
     """The gate's program plays audit tasks with it."""
-    await stage.show(one)
+    await stage.show(base, one)
     environ = request.overrides({"registry.gate.base_url": stage.base_url}).environ
     found: list[Measured] = []
     async with started("registry", environ, "audits") as program:
@@ -136,7 +139,7 @@ async def _measure(request: Request, stage: Stage, one: Checkpoint) -> Sequence[
             async for _, value in program.lines():
                 found.append(Measured.model_validate_json(value))
 
-        await asyncio.gather(side_by_side(feed(), drain()))
+        await side_by_side(feed(), drain())
     if not found:
         raise HeadraceError(f"{one.version} was not measured")
     return found[0].scores

@@ -21,20 +21,17 @@ _LOOK_S = 0.3
 
 
 class Stage:
-    """`serving` makes one. One version beside the base at a time: memory is that of the live service's swap."""
+    """`serving` makes one. One version beside its base at a time: memory is that of the live service's swap."""
 
-    def __init__(self, supervisor: Supervisor, base: Checkpoint) -> None:
+    def __init__(self, supervisor: Supervisor) -> None:
         self._bus = supervisor.plan.bus
-        self._base = base
         self._revision = 0
         self.base_url = f"{supervisor.url('gateway')}/v1"
 
-    async def show(self, one: Checkpoint) -> None:
-        """Returns once a replica has it ready. Raises `HeadraceError` with what the replica says against it."""
+    async def show(self, base: Checkpoint, one: Checkpoint) -> None:
+        """Returns once a replica has `one` ready; an adapter needs its base beside it. Raises `HeadraceError` with what the replica says against it."""
         self._revision += 1
-        chosen = {
-            shown.version: ServedVersion(version=shown.version, manifest=shown.manifest) for shown in (self._base, one)
-        }
+        chosen = {shown.version: ServedVersion(version=shown.version, manifest=shown.manifest) for shown in (base, one)}
         routing = Routing(
             time=datetime.now(UTC),
             model=one.model,
@@ -64,16 +61,22 @@ class Stage:
 
 @contextlib.asynccontextmanager
 async def serving(
-    data_dir: Path, config: Path | None, settings: Mapping[str, object], base: Checkpoint
+    data_dir: Path, config: Path | None, settings: Mapping[str, object], environ: Mapping[str, str]
 ) -> AsyncIterator[Stage]:
     """Everything is stopped when it is left."""
-    own = {"gateway.port": 0, "inference.port": 0, "broker.port": 0, "broker.kafka_port": 0}
+    own = {"gateway.port": 0, "inference.port": 0, "broker.port": 0, "broker.kafka_port": 0, "bus.replication": 1}
     supervisor = await asyncio.to_thread(
-        Supervisor, data_dir, config=config, settings={**settings, **own}, only=_SERVICES, auto_ports=True
+        Supervisor,
+        data_dir,
+        config=config,
+        settings={**settings, **own},
+        only=_SERVICES,
+        auto_ports=True,
+        environ=environ,
     )
     try:
         supervisor.start()
         await asyncio.to_thread(supervisor.wait_up)
-        yield Stage(supervisor, base)
+        yield Stage(supervisor)
     finally:
         await asyncio.to_thread(supervisor.stop)
