@@ -57,7 +57,8 @@ async def _run(arm: Arm, seed: int, base: Path, plan: Plan, scratch: Path) -> Fo
         training = _Training(arm, seed, lineage, world)
         first = await training.version()
         found = Found(arm.name, seed, await world.score(first, plan.plays), [])
-        marks = (
+        marks = [round(plan.steps * (number + 1) / plan.traced) for number in range(plan.traced)]
+        marks = marks if arm.traced else []
             {round(plan.steps * (number + 1) / plan.traced) for number in range(plan.traced)} if arm.traced else set()
         )
         since = 0

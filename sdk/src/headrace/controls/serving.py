@@ -29,7 +29,10 @@ class Stage:
         self.base_url = f"{supervisor.url('gateway')}/v1"
 
     async def show(self, base: Checkpoint, one: Checkpoint) -> None:
-        """Returns once a replica has `one` ready; an adapter needs its base beside it. Raises `HeadraceError` with what the replica says against it."""
+        """Returns once a replica has `one` ready; an adapter needs its base beside it.
+
+        Raises `HeadraceError` with what the replica says against it.
+        """
         self._revision += 1
         chosen = {shown.version: ServedVersion(version=shown.version, manifest=shown.manifest) for shown in (base, one)}
         routing = Routing(
