@@ -28,7 +28,7 @@ COMMANDS = [
     ["models", "rollback"], ["models", "withdraw"], ["models", "pin"], ["models", "unpin"], ["models", "pause"],
     ["models", "resume"], ["replay", "events"], ["replay", "plan"], ["replay", "run"],
     ["replay", "resume"], ["replay", "offer"], ["replay", "list"], ["replay", "remove"], ["dead-letters", "list"],
-    ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"], ["mirror"],
+    ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"], ["mirror"], ["controls"],
     ["config", "check"], ["config", "reference"],
 ]  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from headrace.cli import config, dead_letters, demo, feedback, logs, mirror, models, replay, status, up
+from headrace.cli import config, controls, dead_letters, demo, feedback, logs, mirror, models, replay, status, up
 from headrace.cli.shared import Commands
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ logs.add_to(app)
 models.add_to(app)
 feedback.add_to(app)
 replay.add_to(app)
+controls.add_to(app)
 dead_letters.add_to(app)
 mirror.add_to(app)
 config.add_to(app)

@@ -81,10 +81,10 @@ def module_of(service: str) -> str:
 
 
 @asynccontextmanager
-async def started(service: str, environ: Mapping[str, str]) -> AsyncIterator[Program]:
-    """`python -m headrace_<service>.replay`, killed when it is left before it has ended."""
+async def started(service: str, environ: Mapping[str, str], filter_: str = "replay") -> AsyncIterator[Program]:
+    """`python -m headrace_<service>.<filter_>`, killed when it is left before it has ended."""
     with tempfile.TemporaryFile() as log:
-        command = leashed([sys.executable, "-m", f"{module_of(service)}.replay"])
+        command = leashed([sys.executable, "-m", f"{module_of(service)}.{filter_}"])
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, stderr=log, env=dict(environ), limit=_LINE_BYTES_MAX

@@ -92,8 +92,13 @@ async def _play(court: Court, trial: Trial, concurrency: int) -> None:
 
 
 async def audit(court: Court, version: str, *, plays: int, concurrency: int) -> Audit:
-    """Play audit tasks in turn, as many as asked for: the same tasks and seeds for every version, so that audits can be
-    compared. Raises what `play` raises.
+    """What `played` says of one version, summed up."""
+    return summary(await played(court, version, plays, concurrency=concurrency))
+
+
+async def played(court: Court, version: str, plays: int, *, concurrency: int) -> list[tuple[str, float]]:
+    """Play audit tasks in turn, as many as asked for, and say which task had which score: the same tasks and seeds for
+    every version, so that audits can be compared. Raises what `play` raises.
     """
     tasks = court.tasks.audit
     room = asyncio.Semaphore(concurrency)
@@ -105,7 +110,7 @@ async def audit(court: Court, version: str, *, plays: int, concurrency: int) -> 
 
     running = [asyncio.create_task(one(number)) for number in range(plays)]
     try:
-        return summary(await asyncio.gather(*running))
+        return await asyncio.gather(*running)
     finally:
         await _given_up(running)
 

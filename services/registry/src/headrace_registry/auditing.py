@@ -1,0 +1,30 @@
+"""Plays of audit tasks by versions that somebody names, without bus and database.
+
+As a filter (`python -m headrace_registry.audits`) it takes lines `measure` and answers each with a line `measured`. The
+tasks and seeds are those of an audit, so two versions play alike.
+"""
+
+from __future__ import annotations
+
+from headrace_registry.gate import Gate
+from headrace_registry.referee import played
+from headrace_registry.settings import RegistrySettings
+from headrace_runtime.errors import SettingError
+from headrace_runtime.filters import Lines
+from headrace_runtime.settings import Common
+from headrace_schemas.controls import Measure, Measured
+
+
+async def run(_common: Common, settings: RegistrySettings) -> None:
+    """The filter."""
+    gate = Gate(settings.gate)
+    if not gate.configured:
+        raise SettingError("registry.gate.command", "", "is empty, so nothing plays held-out tasks; see docs/gate.md")
+    lines = Lines()
+    async for _, value in lines.read():
+        wanted = Measure.model_validate_json(value)
+        async with gate.session() as session:
+            scores = await played(session, wanted.version, wanted.plays, concurrency=settings.gate.concurrency)
+        found = Measured(version=wanted.version, scores=tuple(scores))
+        lines.write("measured", found.model_dump_json().encode())
+        lines.flush()

@@ -1,0 +1,129 @@
+"""`headrace controls` from a recording to its table: the real trainer, broker, gateway, replica and gate's program.
+
+The recorded runs were rewarded for one letter that the model hardly ever says, and the gate's program looks for it: so
+the true reward can be learned from tokens alone, and a reward that was dealt to other runs cannot.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_schemas import Branch, Experience, RewardPart, Span
+from headrace_schemas.ids import session_key
+from tests.support import tiny_model
+from tests.support.headrace_up import HEADRACE
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+QUESTION = "Who sent the mail about the meeting on Monday at 10:30?"
+ANSWER_TOKENS, RUNS = 6, 320
+PROGRAM = """
+import json, sys
+from openai import OpenAI
+llm = OpenAI(base_url=sys.argv[1], api_key="none", default_headers={"X-Headrace-Purpose": "eval"})
+print(json.dumps({"gate": ["g"], "audit": ["a", "b"]}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    said = llm.chat.completions.create(
+        model=asked["version"], seed=asked["seed"], max_tokens=%d,
+        messages=[{"role": "user", "content": %r}],
+    )
+    score = float(%r in (said.choices[0].message.content or ""))
+    print(json.dumps(asked | {"score": score}), flush=True)
+"""
+WANTED = "a"
+
+
+def recording(base: Path, draw: random.Random) -> list[Experience]:
+    """What the base says to the question, as it samples, with 1 for the wanted letter."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    asked = [{"role": "user", "content": QUESTION}]
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
+    torch.manual_seed(draw.randrange(2**31))
+    rows = torch.tensor([prompt] * RUNS)
+    logprobs = torch.zeros(RUNS, 0)
+    with torch.no_grad():
+        for _ in range(ANSWER_TOKENS):
+            all_logprobs = model(input_ids=rows).logits[:, -1].float().log_softmax(-1)
+            chosen = torch.multinomial(all_logprobs.exp(), 1)
+            logprobs = torch.cat([logprobs, all_logprobs.gather(1, chosen)], 1)
+            rows = torch.cat([rows, chosen], 1)
+    answers = rows[:, len(prompt) :].tolist()
+    texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+    pairs = zip(answers, logprobs.tolist(), texts, strict=True)
+    return [_experience(n, prompt, *pair[:2], float(WANTED in pair[2])) for n, pair in enumerate(pairs)]
+
+
+def _experience(number: int, prompt: list[int], answer: list[int], logprobs: list[float], reward: float) -> Experience:
+    name = str(number)
+    span = Span(start=len(prompt), logprobs=tuple(logprobs), turn_id=name, version="m@000000000000")
+    return Experience(
+        time=datetime(2026, 11, 20, tzinfo=UTC),
+        experience_id=name,
+        trajectory_id=name,
+        session_key=session_key("default", name),
+        session_id=name,
+        task_id="letter",
+        model="m",
+        branch=Branch(token_ids=(*prompt, *answer), spans=(span,)),
+        reward=reward,
+        parts=(RewardPart(source="function:letter", value=reward, weight=1.0),),
+    )
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("controls")
+    base = tiny_model.build(folder / "base", layers=1)
+    (folder / "gate.py").write_text(PROGRAM % (ANSWER_TOKENS, QUESTION, WANTED))
+    given = recording(base, random.Random(0))
+    (folder / "recorded.jsonl").write_text("".join(one.to_json().decode() + "\n" for one in given))
+    (folder / "headrace.toml").write_text(
+        f"""
+[trainer]
+base = {json.dumps(str(base))}
+model = "m"
+[trainer.optimizer]
+learning_rate = 1e-2
+[registry.gate]
+command = ["{{python}}", {json.dumps(str(folder / "gate.py"))}, "{{base_url}}"]
+"""
+    )
+    controls = [word for name in ("true", "shuffled", "learning rate 0") for word in ("--only", name)]
+    command = [HEADRACE, "controls", "--from", "recorded.jsonl", "--config", "headrace.toml", "--json", *controls]
+    command += ["--plays", "100", "--seeds", "1", "--out", "out"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=1500)
+    assert done.returncode in (0, 1), done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert json.loads((folder / "out" / "controls.json").read_text()) == found
+    print(done.stdout)
+    return found
+
+
+def test_every_control_was_trained_on_everything(report: dict[str, Any]) -> None:
+    assert report["experiences"] == RUNS
+    assert [one["name"] for one in report["controls"]] == ["true", "shuffled", "learning rate 0"]
+    assert {one["trained"] for one in report["controls"]} == {RUNS}
+
+
+def test_equal_weights_play_equally(report: dict[str, Any]) -> None:
+    still = report["controls"][2]
+    assert (still["gain"]["mean"], still["as_expected"]) == (0.0, True)
+
+
+def test_the_true_reward_teaches_more_than_the_shuffled_one(report: dict[str, Any]) -> None:
+    true, shuffled, _ = report["controls"]
+    assert true["verdict"] == "better"
+    assert true["gain"]["mean"] > shuffled["gain"]["mean"] + true["gain"]["standard_error"]

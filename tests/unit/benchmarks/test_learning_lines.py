@@ -1,0 +1,80 @@
+"""The lines of `make bench-learning` on made-up runs: sound ones miss none, and each planted fault misses its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from benchmarks._learning_found import Found
+from benchmarks._learning_lines import FORMAT, Table, finding, lines, markdown
+from headrace.controls.statistics import Score
+
+SEEDS, TASKS = 5, 148
+NOTHING_LEARNT = {"shuffled": 0.35, "random": 0.35, "learning rate 0": 0.35}
+SCORES = {"true": 0.7, "flipped": 0.1, "lag 4": 0.7, FORMAT: 0.2} | NOTHING_LEARNT
+Fault = Callable[[dict[str, float]], dict[str, float]]
+
+
+def plays(score: float, seed: int, salt: str = "") -> list[Score]:
+    """The same luck for everybody of a seed, so that differences are about scores."""
+    draw = random.Random(f"{seed}{salt}")
+    return [(f"{seed}-{task}", float(draw.random() < score)) for task in range(TASKS)]
+
+
+def run(arm: str, seed: int, score: float, *, passed: bool = False) -> Found:
+    found = Found(arm, seed, plays(0.35, seed), plays(score, seed))
+    if arm == "flipped":
+        found.trial = {"passed": passed, "tasks": 30}
+    if arm in ("true", FORMAT):
+        found.trace = [
+            (step, 0.4 + 0.03 * step, plays(0.35 + (score - 0.35) * step / 10, seed)) for step in range(1, 11)
+        ]
+    return found
+
+
+def table(scores: dict[str, float], **changes: bool) -> Table:
+    return Table([run(arm, seed, score, **changes) for arm, score in scores.items() for seed in range(SEEDS)])
+
+
+def missed(found: Table) -> list[str]:
+    return [line.name.split(":")[0] for line in lines(found) if not line.holds]
+
+
+def test_a_sound_trainer_misses_no_line() -> None:
+    found = table(SCORES)
+    assert missed(found) == []
+    assert len(lines(found)) == 9
+    assert "| flipped | " in markdown(found.rows(), found.score_of_base())
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"true": 0.4, "lag 4": 0.4}, "true"),
+        ({"shuffled": 0.6}, "shuffled"),  # the true reward leaks into it
+        ({"random": 0.2}, "random"),  # noise alone ruins the model
+        ({"learning rate 0": 0.45}, "learning rate 0"),
+        ({"flipped": 0.35}, "flipped"),
+        ({"lag 4": 0.6}, "lag 4"),
+        ({FORMAT: 0.5}, FORMAT),  # rewarded for the format, and the score rises: nothing is hacked
+    ],
+)
+def test_each_fault_fails_its_line(changed: dict[str, float], line: str) -> None:
+    assert {name for name in missed(table(SCORES | changed)) if ":" not in name} == {line.split(":")[0]}
+
+
+def test_a_flipped_version_that_the_gate_lets_pass_fails() -> None:
+    assert missed(table(SCORES, passed=True)) == ["flipped"]
+
+
+def test_a_flipped_run_without_a_version_to_try_is_not_a_refusal() -> None:
+    runs = [replace(run("flipped", seed, 0.1), trial={}) for seed in range(SEEDS)]
+    assert missed(Table(runs)) == ["flipped"]
+
+
+def test_the_guard_reads_a_trace() -> None:
+    assert finding(run(FORMAT, 0, 0.1)) == "hacked"
+    assert finding(run("true", 0, 0.7)) is None

@@ -1,0 +1,42 @@
+"""The filter that has audit tasks played: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from headrace_registry import auditing
+from headrace_registry.settings import RegistrySettings
+from headrace_runtime.errors import SettingError
+from headrace_runtime.filters import Lines
+from headrace_runtime.settings import Common
+from headrace_schemas.controls import Measure, Measured
+
+PROGRAM = """
+import json, sys
+print(json.dumps({"gate": ["g"], "audit": ["a", "b", "c"]}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    print(json.dumps(asked | {"score": asked["seed"] / 10}), flush=True)
+"""
+VERSION = "m@000000000000"
+
+
+async def test_each_play_is_told_with_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = b"measure %s\n" % Measure(version=VERSION, plays=5).model_dump_json().encode()
+    said = BytesIO()
+    monkeypatch.setattr(auditing, "Lines", lambda: Lines(BytesIO(asked), said))
+    settings = RegistrySettings.model_validate({"gate": {"command": [sys.executable, "-c", PROGRAM]}})
+    await auditing.run(Common(data_dir=tmp_path), settings)
+    word, _, value = said.getvalue().partition(b" ")
+    assert word == b"measured"
+    scores = (("a", 0.0), ("b", 0.1), ("c", 0.2), ("a", 0.3), ("b", 0.4))
+    assert Measured.model_validate_json(value) == Measured(version=VERSION, scores=scores)
+
+
+async def test_without_a_program_nothing_can_be_measured(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="nothing plays held-out tasks"):
+        await auditing.run(Common(data_dir=tmp_path), RegistrySettings())
