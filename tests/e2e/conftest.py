@@ -62,7 +62,7 @@ def backends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     presence.need("kafka")
     presence.need("postgres")
     postgres: PostgresNode = request.getfixturevalue("postgres")
-    kafka = KafkaNode(tmp_path_factory.mktemp("kafka-e2e"))
+    kafka = KafkaNode(tmp_path_factory.mktemp("kafka-e2e"), brief=True)
     try:
         kafka.start()
         presence.used.add(f"the whole circle on {SERVERS}")
