@@ -62,11 +62,11 @@ PYTEST = $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-
 
 test: $(VENV)/installed ## every test that does not play for minutes, fast ones first; under 10 minutes on 2 cores
 	mkdir -p reports
-	$(PYTEST) -m "not long" tests/unit tests/repo tests/docs tests/contract tests/simulation tests/e2e tests/integration
-	@echo "make test-long plays the rest: kills under load, every bus and database, replays, what docs say of a running stack"
+	$(PYTEST) -m "not long" tests/unit tests/repo tests/docs tests/contract tests/simulation tests/integration
+	@echo "make test-long plays the rest: the whole circle, kills under load, every bus and database, replays, what docs say of a running stack"
 
 test-long: WORKERS = 2
-test-long: $(VENV)/installed ## the tests that kill and that play for minutes: Kafka with PostgreSQL, replays, docs on a running stack
+test-long: $(VENV)/installed ## the tests that kill and that play for minutes: the whole circle, Kafka with PostgreSQL, replays, docs on a running stack
 	mkdir -p reports
 	$(PYTEST) -m long tests/e2e tests/docs tests/contract tests/integration/replay tests/integration
 

@@ -51,7 +51,7 @@ def judge_llm() -> Iterator[FakeLLM]:
 
 @pytest.fixture(
     scope="module",
-    params=[EMBEDDED, pytest.param(SERVERS, marks=[pytest.mark.kafka, pytest.mark.postgres, pytest.mark.long])],
+    params=[EMBEDDED, pytest.param(SERVERS, marks=[pytest.mark.kafka, pytest.mark.postgres])],
 )
 def backends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
     """The settings that choose bus and database. Kafka is one of its own: accounts are about everything on a bus."""
