@@ -37,6 +37,8 @@ from tests.support.migrated import make_tables
 E = TypeVar("E", bound=Event)
 START = datetime(2026, 1, 1, tzinfo=UTC)
 MODEL = "m"
+WAIT_S = 60.0
+"""Bound on each wait, for a machine with many other things to do; usually milliseconds."""
 EQUAL = {"t1": 0.5, "t2": 0.5, "a1": 0.5, "a2": 0.5}
 
 
@@ -253,7 +255,7 @@ class Rig:
 
     async def until(self, condition: Callable[[], bool], *, follow: bool = True) -> None:
         """Wait for `condition`; meanwhile the replicas follow the routing."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + WAIT_S
         while not condition():
             assert time.monotonic() < deadline, self.decided()
             if follow:
