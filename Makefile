@@ -60,15 +60,15 @@ up: $(VENV)/installed ## every service on this machine (ARGS="--set trainer.base
 
 PYTEST = $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=5
 
-TESTED = $(if $(SERVICE),tests/unit/$(SERVICE),tests/unit tests/repo tests/docs tests/contract tests/simulation tests/e2e tests/integration)
+TESTED = $(if $(SERVICE),tests/unit/$(SERVICE),tests/unit tests/repo tests/docs tests/contract tests/simulation tests/integration)
 
 test: $(VENV)/installed ## every test that does not play for minutes, fast ones first (SERVICE=one alone); under 10 minutes on 2 cores
 	mkdir -p reports
 	$(PYTEST) -m "not long" $(TESTED)
-	@echo "make test-long plays the rest: kills under load, every bus and database, replays, what docs say of a running stack"
+	@echo "make test-long plays the rest: the whole circle, kills under load, every bus and database, replays, what docs say of a running stack"
 
 test-long: WORKERS = 2
-test-long: $(VENV)/installed ## the tests that kill and that play for minutes: Kafka with PostgreSQL, replays, docs on a running stack
+test-long: $(VENV)/installed ## the tests that kill and that play for minutes: the whole circle, Kafka with PostgreSQL, replays, docs on a running stack
 	mkdir -p reports
 	$(PYTEST) -m long tests/e2e tests/docs tests/contract tests/integration/replay tests/integration
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from tests.support import kafka_node, postgres_node, presence, reaper
 from tests.support.broker_process import BrokerProcess
 
 reaper.start()
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small gain nothing from a second, and workers are many
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +31,7 @@ def embedded_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def kafka_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Bootstrap address of a real Apache Kafka."""
     presence.need("kafka")
-    node = kafka_node.KafkaNode(tmp_path_factory.mktemp("kafka"))
+    node = kafka_node.KafkaNode(tmp_path_factory.mktemp("kafka"), brief=True)
     node.start()
     yield node.address
     node.stop()
@@ -46,7 +49,7 @@ def postgres() -> Iterator[postgres_node.PostgresNode]:
     presence.need("postgres")
     # Not under pytest's folder: each start of another pytest closes that to the user that the server runs as.
     with tempfile.TemporaryDirectory(prefix="headrace-postgres-") as folder:
-        node = postgres_node.PostgresNode(Path(folder))
+        node = postgres_node.PostgresNode(Path(folder), durable=False)
         node.start()
         yield node
         node.stop()
@@ -64,6 +67,12 @@ def database_url(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
     return tmp_path / "data"
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is never garbage: no collection between tests has to look through torch again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

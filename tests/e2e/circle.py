@@ -65,7 +65,9 @@ def settings(base_model: Path, judge: FakeLLM) -> dict[str, object]:
         "registry.gate.command": EVALUATE,
         "registry.gate.margin": 1.0,
         "registry.gate.anchor_margin": 1.0,
-        "registry.gate.audit_tasks": 8,
+        "registry.gate.audit_tasks": 4,
+        "registry.gate.alpha": 0.5,  # little evidence is enough: nobody asks here how good versions are
+        "registry.gate.concurrency": 8,  # fewer plays are under way in vain when it is
         "judge.endpoint.base_url": judge.base_url,
         "judge.endpoint.model": "judge-1",
         "scorer.expected": ["judge:helpfulness"],

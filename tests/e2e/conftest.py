@@ -51,7 +51,7 @@ def judge_llm() -> Iterator[FakeLLM]:
 
 @pytest.fixture(
     scope="module",
-    params=[EMBEDDED, pytest.param(SERVERS, marks=[pytest.mark.kafka, pytest.mark.postgres, pytest.mark.long])],
+    params=[EMBEDDED, pytest.param(SERVERS, marks=[pytest.mark.kafka, pytest.mark.postgres])],
 )
 def backends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
     """The settings that choose bus and database. Kafka is one of its own: accounts are about everything on a bus."""
@@ -62,7 +62,7 @@ def backends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     presence.need("kafka")
     presence.need("postgres")
     postgres: PostgresNode = request.getfixturevalue("postgres")
-    kafka = KafkaNode(tmp_path_factory.mktemp("kafka-e2e"))
+    kafka = KafkaNode(tmp_path_factory.mktemp("kafka-e2e"), brief=True)
     try:
         kafka.start()
         presence.used.add(f"the whole circle on {SERVERS}")

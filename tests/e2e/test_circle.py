@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.retraining import Retraining
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 WITNESSES = 12
 SWAPS = 2
@@ -297,7 +297,6 @@ def test_nothing_is_left_after_ctrl_c(up: HeadraceUp, folder: Path, done: Work) 
     assert run_of(folder) is None
 
 
-@pytest.mark.long
 def test_the_next_start_goes_on_where_this_one_ended(up: HeadraceUp, folder: Path, observed: Observed) -> None:
     if up.running():
         up.stop()

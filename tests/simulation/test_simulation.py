@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,12 +32,11 @@ KNOWN = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _others_are_no_garbage() -> Iterator[None]:
-    """A run ends with a collection, and need not look through everything that other tests have left."""
+def _others_are_no_garbage() -> None:
+    """A run ends with a collection, and need not look through everything that other tests have left. It stays frozen:
+    what was imported would come back with it."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("seed", [*range(5), THERE_AND_BACK])

@@ -38,14 +38,19 @@ def _fetched() -> str | None:
     return None
 
 
+_QUICK = ("-XX:TieredStopAtLevel=1",)
+"""Compiling well costs more than a node gets back that lives for a minute: for tests, never for a benchmark."""
+
+
 class KafkaNode:
     """Broker and controller in one process. `stop` ends it; the folder is the caller's.
 
     `advertised` are ports of proxies, each of which passes on to the port of `ports` in the same place: clients that
-    come through a proxy are told to go on through it.
+    come through a proxy are told to go on through it. `brief`: it will not live for long, and nobody measures it.
     """
 
-    def __init__(self, folder: Path, advertised: Sequence[int] = ()) -> None:
+    def __init__(self, folder: Path, advertised: Sequence[int] = (), *, brief: bool = False) -> None:
+        self._compiling = _QUICK if brief else ()
         self.ports = [free_port() for _ in advertised or (0,)]
         self._advertised = list(advertised) or self.ports
         self._controller_port = free_port()
@@ -72,7 +77,10 @@ class KafkaNode:
             self._format()
         log = (self._folder / "kafka.log").open("ab")
         self._process = subprocess.Popen(
-            [*self._java("-Xmx512m"), "kafka.Kafka", str(self._settings)], stdout=log, stderr=log, cwd=self._folder
+            [*self._java("-Xmx512m", *self._compiling), "kafka.Kafka", str(self._settings)],
+            stdout=log,
+            stderr=log,
+            cwd=self._folder,
         )
         wait_open(self.port, timeout_s)
 
@@ -115,8 +123,15 @@ transaction.abort.timed.out.transaction.cleanup.interval.ms=500
 group.initial.rebalance.delay.ms=0
 """
         )
-        command = [*self._java("-Xmx128m"), "kafka.tools.StorageTool", "format", "--standalone", "-t", CLUSTER_ID]
+        command = [
+            *self._java("-Xmx128m", *_QUICK),
+            "kafka.tools.StorageTool",
+            "format",
+            "--standalone",
+            "-t",
+            CLUSTER_ID,
+        ]
         subprocess.run([*command, "-c", str(self._settings)], check=True, capture_output=True)
 
-    def _java(self, memory: str) -> list[str]:
-        return ["java", memory, "-XX:+UseSerialGC", "-cp", f"{JARS}/*"]
+    def _java(self, *options: str) -> list[str]:
+        return ["java", *options, "-XX:+UseSerialGC", "-cp", f"{JARS}/*"]

@@ -49,9 +49,13 @@ def _owner() -> int | None:
 
 
 class PostgresNode:
-    """One server on loopback, trust authentication, durability as shipped. The folder is the caller's."""
+    """One server on loopback, trust authentication. The folder is the caller's.
 
-    def __init__(self, folder: Path) -> None:
+    Not `durable`: it waits for no disk. Its processes may be killed all the same, only the machine must not go down.
+    """
+
+    def __init__(self, folder: Path, *, durable: bool = True) -> None:
+        self._settings = () if durable else ("-c", "fsync=off")
         self.port = free_port()
         self._folder = folder
         self._data = folder / "data"
@@ -71,7 +75,7 @@ class PostgresNode:
             subprocess.run(
                 [str(binaries / "initdb"), *options], check=True, capture_output=True, user=owner, group=owner
             )
-        options = ["-D", str(self._data), "-p", str(self.port), "-h", "127.0.0.1", "-k", ""]
+        options = ["-D", str(self._data), "-p", str(self.port), "-h", "127.0.0.1", "-k", "", *self._settings]
         log = (self._folder / "postgres.log").open("ab")
         (self._data / "postmaster.pid").unlink(missing_ok=True)  # of a server that was killed: it says "ready"
         self._process = subprocess.Popen(

@@ -18,7 +18,6 @@ import structlog
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_runtime import migrations
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.database import Database
 from headrace_runtime.errors import Unavailable
@@ -31,6 +30,7 @@ from headrace_runtime.wire import Outgoing, Record
 from headrace_schemas import Event
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX, BlobRef
 from headrace_schemas.envelope import Envelope
+from tests.support.migrated import make_tables
 
 E = TypeVar("E", bound=Event)
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -189,7 +189,7 @@ async def bench(service: Service, url: str, data_dir: Path, clock: ManualClock |
 
 async def _make_tables(service: Service, database: Database) -> None:
     if service.package:
-        return await migrations.upgrade(database, service.package)
+        return await make_tables(database, service.package)
     async with database.transaction() as tx:
         if database.schema:
             await tx.execute(text(f'CREATE SCHEMA "{database.schema}"'))

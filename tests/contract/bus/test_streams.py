@@ -30,7 +30,8 @@ def killable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BrokerP
     reason = kafka_node.missing()
     if reason:
         pytest.skip(f"Kafka's jars: {reason}")
-    bus = BrokerProcess(tmp_path / "bus") if request.param == "embedded" else kafka_node.KafkaNode(tmp_path / "bus")
+    folder = tmp_path / "bus"
+    bus = BrokerProcess(folder) if request.param == "embedded" else kafka_node.KafkaNode(folder, brief=True)
     bus.start()
     yield bus
     bus.stop()

@@ -17,7 +17,7 @@ from tests.support.kafka_node import KafkaNode
 def own_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Whoever uses it leaves it without topics."""
     presence.need("kafka")
-    node = KafkaNode(tmp_path_factory.mktemp("own-kafka"))
+    node = KafkaNode(tmp_path_factory.mktemp("own-kafka"), brief=True)
     node.start()
     yield node.address
     node.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -36,6 +37,7 @@ REQUESTS = tuple(api.request for api in APIS)
 RESPONSES = tuple(response_of(request) for request in REQUESTS)
 
 
+@cache
 def messages(message: type[Any]) -> st.SearchStrategy[Any]:
     """Any value of a message class."""
     hints = get_type_hints(message, include_extras=True)  # every field is there, as in the newest version

@@ -225,14 +225,14 @@ def _flip(folder: Path, rng: random.Random, end: int) -> None:
 
 
 async def test_a_damaged_position_only_sends_again(tmp_path: Path) -> None:
-    async with Spool(tmp_path, 1000) as spool:
+    async with Spool(tmp_path, 1000, reserve_bytes=65_536) as spool:
         await spool.append(items(*range(10)))
         for _ in range(3):
             await spool.remove(await spool.oldest(2))
     whole = (tmp_path / "position").read_bytes()
     for at in range(len(whole)):
         (tmp_path / "position").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        async with Spool(tmp_path, 1000) as spool:
+        async with Spool(tmp_path, 1000, reserve_bytes=65_536) as spool:
             assert await values(spool) in ([6, 7, 8, 9], [4, 5, 6, 7, 8, 9])
     (tmp_path / "position").write_bytes(b"?" * 80)
     async with Spool(tmp_path, 1000) as spool:

@@ -20,7 +20,6 @@ from headrace_registry.leader import Lease
 from headrace_registry.records import ModelRecord, VersionRecord
 from headrace_registry.settings import GateSettings, RegistrySettings
 from headrace_registry.tables import STREAM
-from headrace_runtime import migrations
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.database import Database
 from headrace_runtime.errors import Unavailable
@@ -33,10 +32,13 @@ from headrace_schemas import EVENTS, Checkpoint, DeadLetter, Event, LoadedVersio
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.gate import Tasks
 from headrace_schemas.manifest import File, Fingerprint, Manifest
+from tests.support.migrated import make_tables
 
 E = TypeVar("E", bound=Event)
 START = datetime(2026, 1, 1, tzinfo=UTC)
 MODEL = "m"
+WAIT_S = 60.0
+"""Bound on each wait, for a machine with many other things to do; usually milliseconds."""
 EQUAL = {"t1": 0.5, "t2": 0.5, "a1": 0.5, "a2": 0.5}
 
 
@@ -164,7 +166,7 @@ class Rig:
         return self._director
 
     async def start(self) -> None:
-        await migrations.upgrade(self.database, "headrace_registry")
+        await make_tables(self.database, "headrace_registry")
         await self.lease.acquire()
         await self.processor.recover()
 
@@ -253,7 +255,7 @@ class Rig:
 
     async def until(self, condition: Callable[[], bool], *, follow: bool = True) -> None:
         """Wait for `condition`; meanwhile the replicas follow the routing."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + WAIT_S
         while not condition():
             assert time.monotonic() < deadline, self.decided()
             if follow:

@@ -6,7 +6,6 @@ bytes: an experience trained twice, or not at all, would show.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -27,12 +26,6 @@ from headrace_trainer.store import LineageStore
 from headrace_trainer.trainer import Trainer
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import Bus, World, decision, experience
-
-
-@pytest.fixture(autouse=True)
-def _no_power_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed process leaves the page cache behind: nothing here needs the disk to be waited for."""
-    monkeypatch.setattr(os, "fsync", lambda _handle: None)
 
 
 class Died(BaseException):

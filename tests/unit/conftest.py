@@ -1,0 +1,19 @@
+"""What holds for tests inside one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_power_cut() -> Iterator[None]:
+    """A killed process leaves the page cache behind: nothing here needs the disk to be waited for. Whether it would be
+    asked is for tests that put their own in its place."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsync", "fdatasync"):
+            if hasattr(os, name):
+                patch.setattr(os, name, lambda _handle: None)
+        yield
