@@ -59,8 +59,6 @@ async def _run(arm: Arm, seed: int, base: Path, plan: Plan, scratch: Path) -> Fo
         found = Found(arm.name, seed, await world.score(first, plan.plays), [])
         marks = [round(plan.steps * (number + 1) / plan.traced) for number in range(plan.traced)]
         marks = marks if arm.traced else []
-            {round(plan.steps * (number + 1) / plan.traced) for number in range(plan.traced)} if arm.traced else set()
-        )
         since = 0
         for step in range(1, plan.steps + 1):
             if not await training.step(settings.batch_experiences):
