@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -37,11 +36,15 @@ REQUESTS = tuple(api.request for api in APIS)
 RESPONSES = tuple(response_of(request) for request in REQUESTS)
 
 
-@cache
+_made: dict[Any, st.SearchStrategy[Any]] = {}
+
+
 def messages(message: type[Any]) -> st.SearchStrategy[Any]:
-    """Any value of a message class."""
-    hints = get_type_hints(message, include_extras=True)  # every field is there, as in the newest version
-    return st.builds(message, *[_field(hints[name]) for name in message._fields])
+    """Any value of a message class; made once for each."""
+    if message not in _made:
+        hints = get_type_hints(message, include_extras=True)  # every field is there, as in the newest version
+        _made[message] = st.builds(message, *[_field(hints[name]) for name in message._fields])
+    return _made[message]
 
 
 def _field(annotation: Any) -> st.SearchStrategy[Any]:

@@ -41,6 +41,7 @@ class ScriptedEngine:
     and resumed tokens. `hold` keeps it from ending; `fail_after` breaks it after so many tokens."""
 
     name = "scripted"
+    resumes = True
     capacity = 4
     alive = True
 

@@ -27,6 +27,7 @@ class Holder:
     """An engine that only holds versions."""
 
     name = "holder"
+    resumes = False
     capacity = 4
     alive = True
 

@@ -26,7 +26,7 @@ def test_flipped_rewards_keep_their_span() -> None:
 
 
 def test_shuffled_rewards_are_the_same_ones_and_meet_every_run_alike() -> None:
-    met = Counter()
+    met = Counter[int]()
     for seed in range(3000):
         found = rewards(SHUFFLED.change(GIVEN, chance(seed)))
         assert sorted(found, key=str) == [0.0, 0.2, 0.2, 1.0]
