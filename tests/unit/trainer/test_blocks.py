@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from headrace_trainer import attention, blocks
+from tests.unit.trainer.test_forward import open_policy, rows
 
 LENGTHS = (23, 23, 9, 1, 14)
 MASKS: dict[str, tuple[Any, Any]] = {
@@ -145,3 +147,19 @@ def test_heads_that_share_keys_get_no_copies_and_equal_sequences_one_call() -> N
         attention.attend(None, q, k, v, seen)[0].sum().backward()
     assert not [name for name in copies.names if "repeat" in name or name == "cat"]
     assert copies.names.count("_scaled_dot_product_flash_attention_for_cpu") == 1
+
+
+def test_what_is_recomputed_is_everything_but_attention(base: Path) -> None:
+    calls: dict[bool, list[str]] = {}
+    gradients = {}
+    for checkpointing in (False, True):
+        policy = open_policy(base, gradient_checkpointing=checkpointing)
+        with Copies() as copies:
+            policy.logprobs(policy.collate(rows()))[0].sum().backward()  # type: ignore[no-untyped-call]
+        calls[checkpointing] = copies.names
+        gradients[checkpointing] = {n: p.grad for n, p in policy.parameters.items() if p.grad is not None}
+    attended, products = "_scaled_dot_product_flash_attention_for_cpu", "mm"
+    assert calls[True].count(attended) == calls[False].count(attended) > 0
+    assert calls[True].count(products) > calls[False].count(products)
+    for name, plain in gradients[False].items():
+        torch.testing.assert_close(gradients[True][name], plain, atol=1e-6, rtol=1e-5)
