@@ -121,7 +121,7 @@ bench-state: $(VENV)/installed ## the databases with millions of turns behind th
 bench-gate: $(VENV)/installed ## the error rates of the gate, against versions whose true scores are known
 	@$(call MEASURE,gate)
 
-bench-trainer: $(VENV)/installed ## what the output head of a step holds; tokens per CPU second of whole steps
+bench-trainer: $(VENV)/installed $(PEERS)/installed ## what a step holds, how it grows with a sequence, and tokens per CPU second beside TRL
 	@$(call MEASURE,trainer)
 
 bench: $(VENV)/installed ## every benchmark there is; each writes reports/bench-<name>.json

@@ -29,22 +29,21 @@ PROMPT = 0.25
 STEPS = 1_000_000
 
 
+class EndOfLines(Exception):
+    """Nobody asks for more."""
+
+
 class Asked(TrainerCallback):  # type: ignore[misc]
     """Waits for a line before each step, and answers with one after it."""
 
     def __init__(self, before: int) -> None:
         self._before = before
         self._began = 0.0
-        self.norm = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not sys.stdin.readline():
-            control.should_training_stop = True
-            raise KeyboardInterrupt
+            raise EndOfLines
         self._began = time.process_time()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        pass
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         cpu_s = time.process_time() - self._began
@@ -119,7 +118,7 @@ def main() -> None:
         print(json.dumps({"ready": True, "parameters": parameters}), flush=True)
         try:
             trainer.train()
-        except KeyboardInterrupt:
+        except EndOfLines:
             return
 
 

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 from headrace_runtime.errors import SettingError
 from headrace_trainer import admission, policy, room
 from headrace_trainer.settings import ComputeSettings, TrainerSettings
+from tests.support import tiny_model
 from tests.unit.trainer.test_forward import open_policy, rows
 
 GB = 1_000_000_000
@@ -24,8 +25,9 @@ def test_what_a_token_costs_does_not_depend_on_the_sequence(base: Path) -> None:
     assert long > 0
 
 
-def test_recomputed_layers_keep_less(base: Path) -> None:
-    ours, row = open_policy(base, gradient_checkpointing=True), rows()[3]
+def test_recomputed_layers_keep_less(tmp_path: Path) -> None:
+    tiny_model.build(tmp_path, layers=8)
+    ours, row = open_policy(tmp_path, gradient_checkpointing=True), rows()[3]
     assert room.token_bytes(ours, row, recomputed=True) < room.token_bytes(ours, row, recomputed=False) / 1.5
     assert ours.model.training, "it is put back"
 
@@ -51,9 +53,7 @@ def test_the_bound_is_the_smallest_of_context_memory_and_queue(base: Path, monke
 
 def test_no_room_at_all_is_a_setting_error(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "free_bytes", lambda _: 1000)
-    with pytest.raises(
-        SettingError, match=r"trainer\.memory\.sequence_tokens = 'none': 0\.0 GB have room for 0 tokens"
-    ):
+    with pytest.raises(SettingError, match=r"sequence_tokens = 'none': 0\.0 GB have room for 0 tokens"):
         open_policy(base).room()
 
 

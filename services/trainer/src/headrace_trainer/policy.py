@@ -131,9 +131,7 @@ class Policy:
         trained = sum(parameter.numel() for parameter in self.parameters.values())
         fitting = room.tokens(free, trained, room.token_bytes(self, row, recomputed=recomputed))
         if fitting < row.length:
-            remedy = (
-                f"a step on {fitting} tokens is all that {free / 1e9:.1f} GB have room for; train adapters, or name it"
-            )
+            remedy = f"{free / 1e9:.1f} GB have room for {fitting} tokens; train adapters, or say how many it shall be"
             raise SettingError("trainer.memory.sequence_tokens", "none", remedy)
         return fitting
 

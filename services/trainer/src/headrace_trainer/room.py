@@ -72,7 +72,7 @@ def token_bytes(policy: Any, row: Row, *, recomputed: bool) -> float:
     layers = int(getattr(text, "num_hidden_layers", 1))
     # Queries are as wide as the hidden states in most models, and twice as wide in few.
     kept = 3 * int(getattr(text, "hidden_size", 0)) * 4
-    return whole / layers + layers * kept
+    return min(whole, whole / layers + layers * kept)
 
 
 def _of_machine() -> int | None:
