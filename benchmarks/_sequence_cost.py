@@ -1,7 +1,7 @@
 """What a step on one sequence costs as it gets longer: prints one line of JSON. A process of its own, for its memory.
 
-Attention multiplies each pair of tokens that sees another. So with full attention the cost of twice as many tokens is at
-most four times as much, with a window it is twice, and memory is twice in either case.
+Attention multiplies each pair of tokens that sees another. So twice as many tokens cost at most four times as much with
+full attention, and twice with a window; memory is twice in either case.
 """
 
 from __future__ import annotations
