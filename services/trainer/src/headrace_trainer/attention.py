@@ -86,9 +86,9 @@ def attend(
     parts = (_split(tensor, [length * count for length, count in runs]) for tensor in (query, key, value))
     attended = []
     for (length, count), *run in zip(runs, *parts, strict=True):
-        stacked = (tensor[0].unflatten(1, (count, length)).transpose(0, 1) for tensor in run)
+        q, k, v = (tensor[0].unflatten(1, (count, length)).transpose(0, 1) for tensor in run)
         cut = attention_mask.of(length)
-        found = blocks.attend(*stacked, s_aux, blocks.finer(cut) if by_hand else cut, how)
+        found = blocks.attend(q, k, v, s_aux, blocks.finer(cut) if by_hand else cut, how)
         attended.append(found.transpose(1, 2).reshape(1, count * length, found.shape[1], found.shape[3]))
     return (attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)).contiguous(), None
 

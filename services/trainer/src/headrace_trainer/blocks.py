@@ -109,26 +109,22 @@ class _InBlocks(torch.autograd.Function):
             parts = [*_of(block, *given[:3]), given[3]]
             places = [*_of(block, *(sums.get(index) for index in range(3))), sums.get(3)]
             with torch.enable_grad():
-                leaves = [None if part is None else part.detach() for part in parts]
-                for index in needed:
-                    leaves[index].requires_grad_()
+                leaves: list[Any] = [None if part is None else part.detach() for part in parts]
+                asked: list[Tensor] = [leaves[index].requires_grad_() for index in needed]
                 found = ctx.how(*leaves, block)
-            of = torch.autograd.grad(
-                found, [leaves[index] for index in needed], gradient[:, :, block.start : block.stop]
-            )
+            here = gradient[:, :, block.start : block.stop]
+            of = torch.autograd.grad(found, asked, here)
             for index, one in zip(needed, of, strict=True):
                 places[index].add_(one)
         return *(sums[index].to(given[index].dtype) if index in sums else None for index in range(4)), None, None
 
 
-def _of(block: Block, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> tuple[Any, ...]:
+def _of(block: Block, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> tuple[Any, Any, Any]:
     """The parts of these that the block is about."""
-    keys = slice(block.first, block.last)
-    queries = slice(block.start, block.stop)
-    return tuple(
-        None if tensor is None else tensor[:, :, place]
-        for tensor, place in ((query, queries), (key, keys), (value, keys))
-    )
+    queries, keys = slice(block.start, block.stop), slice(block.first, block.last)
+    pairs = ((query, queries), (key, keys), (value, keys))
+    one, two, three = (None if tensor is None else tensor[:, :, place] for tensor, place in pairs)
+    return one, two, three
 
 
 def _block(start: int, stop: int, shown: Tensor, before: Block | None) -> Block:

@@ -160,7 +160,8 @@ class Optimizer:
 
 
 def _total(norms: Iterable[Tensor]) -> Tensor:
-    return torch.stack(list(norms)).norm()
+    found: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    return found
 
 
 def _muon(matrices: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Muon:

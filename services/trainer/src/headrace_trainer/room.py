@@ -69,9 +69,10 @@ def token_bytes(policy: Any, row: Row, *, recomputed: bool) -> float:
     if not recomputed:
         return whole
     text = policy.model.config.get_text_config()
-    layers = int(getattr(text, "num_hidden_layers", 1))
-    # Queries are as wide as the hidden states in most models, and twice as wide in few.
-    kept = 3 * int(getattr(text, "hidden_size", 0)) * 4
+    layers, hidden = int(getattr(text, "num_hidden_layers", 1)), int(getattr(text, "hidden_size", 0))
+    heads = int(getattr(text, "num_attention_heads", 1))
+    width = heads * int(getattr(text, "head_dim", None) or hidden // heads)
+    kept = (hidden + width) * next(model.parameters()).element_size() + 4 * heads
     return min(whole, whole / layers + layers * kept)
 
 
