@@ -50,13 +50,23 @@ def of(length: int, asked: Mapping[str, Any]) -> tuple[Block, ...]:
     found: list[Block] = []
     for start in range(0, length, QUERIES):
         stop = min(start + QUERIES, length)
-        rows = {**alone, "q_length": stop - start, "q_offset": start, "allow_is_causal_skip": False}
-        shown = sdpa_mask(**rows)
+        first, last = _reach(start, stop, length, asked)
+        keys = {"kv_length": last - first, "kv_offset": first, "allow_is_causal_skip": False}
+        shown = sdpa_mask(**{**alone, **keys, "q_length": stop - start, "q_offset": start})
         assert shown is not None, "it was asked not to leave a mask out"
-        found.append(_block(start, stop, shown, found[-1] if found else None))
+        found.append(_block(start, stop, first, shown, found[-1] if found else None))
         if len(found) == 2 and found[0].mask is None and found[1].mask is None:
             found = [Block(0, stop, 0, stop, None)]
     return tuple(found)
+
+
+def _reach(start: int, stop: int, length: int, asked: Mapping[str, Any]) -> tuple[int, int]:
+    """Keys beyond these are not seen. Transformers says so with `local_size` where a mask is a window or chunks and
+    nothing else, which is where it would leave the mask of a shorter sequence out; else all are asked about."""
+    local = asked.get("local_size")
+    if local is None or not asked.get("allow_is_causal_skip", True):
+        return 0, length
+    return max(0, start - local), stop
 
 
 def finer(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
@@ -127,11 +137,11 @@ def _of(block: Block, query: Tensor | None, key: Tensor | None, value: Tensor | 
     return one, two, three
 
 
-def _block(start: int, stop: int, shown: Tensor, before: Block | None) -> Block:
-    """`shown`: `[1, 1, queries, T]`."""
+def _block(start: int, stop: int, offset: int, shown: Tensor, before: Block | None) -> Block:
+    """`shown`: `[1, 1, queries, keys from offset on]`."""
     columns = shown[0, 0].any(0).nonzero()
-    first, last = int(columns[0]), int(columns[-1]) + 1
-    mask = shown[..., first:last]
+    low, high = int(columns[0]), int(columns[-1]) + 1
+    mask, first, last = shown[..., low:high], offset + low, offset + high
     whole = first == 0 and last == stop and (before is None or before.mask is None)
     if whole and torch.equal(mask[0, 0], causal(stop - start, last, mask.device)):
         return Block(start, stop, first, last, None)
