@@ -149,6 +149,17 @@ def test_heads_that_share_keys_get_no_copies_and_equal_sequences_one_call() -> N
     assert copies.names.count("_scaled_dot_product_flash_attention_for_cpu") == 1
 
 
+@pytest.mark.parametrize("bounds", [(0, 20), (0, 5, 10, 20)])
+def test_rows_of_a_rectangle_are_computed_each(bounds: tuple[int, ...]) -> None:
+    q, k, v = (torch.randn(3, heads, 20, 8) for heads in (4, 2, 2))
+    with attention.sequences(bounds):
+        seen = attention._seen(q_length=20, mask_function=masking_utils.causal_mask_function)
+    found, _ = attention.attend(None, q, k, v, seen)
+    for row in range(3):
+        alone, _ = attention.attend(None, q[row, None], k[row, None], v[row, None], seen)
+        torch.testing.assert_close(found[row, None], alone)
+
+
 def test_what_is_recomputed_is_everything_but_attention(base: Path) -> None:
     calls: dict[bool, list[str]] = {}
     gradients = {}

@@ -86,10 +86,10 @@ def attend(
     parts = (_split(tensor, [length * count for length, count in runs]) for tensor in (query, key, value))
     attended = []
     for (length, count), *run in zip(runs, *parts, strict=True):
-        q, k, v = (tensor[0].unflatten(1, (count, length)).transpose(0, 1) for tensor in run)
+        q, k, v = (part.unflatten(2, (count, length)).transpose(1, 2).flatten(0, 1) for part in run)
         cut = attention_mask.of(length)
         found = blocks.attend(q, k, v, s_aux, blocks.finer(cut) if by_hand else cut, how)
-        attended.append(found.transpose(1, 2).reshape(1, count * length, found.shape[1], found.shape[3]))
+        attended.append(found.transpose(1, 2).reshape(len(query), count * length, found.shape[1], found.shape[3]))
     return (attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)).contiguous(), None
 
 

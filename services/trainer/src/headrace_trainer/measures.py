@@ -57,7 +57,7 @@ class Measures:
                 _mean(each)
                 for each in (self.entropy, self.weight, self.truncated, self.masked, self.clipped, self.idle)
             ),
-            _effective_sample_size(drift_N),
+            effective_sample_size(drift_N),
             base,
             *_mismatch(drift_N.abs(), fresh_N),
         ]
@@ -97,7 +97,7 @@ class Measures:
         return found, left_out
 
 
-def _effective_sample_size(log_ratio_N: Tensor) -> Tensor:
+def effective_sample_size(log_ratio_N: Tensor) -> Tensor:
     """Kish's, of importance weights, as a share of their number: (sum w)^2 / (n sum w^2). 1: all are equal; 1/n: one
     outweighs the rest."""
     weight_N = log_ratio_N.double().clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
