@@ -78,4 +78,5 @@ class Sequences:
         return [draw.integers(3, self.vocabulary, size=length).tolist() for length in self.lengths]
 
     def advantages(self) -> list[float]:
-        return np.random.default_rng(1).normal(size=len(self.lengths)).tolist()
+        draw = np.random.default_rng(1)
+        return [float(draw.normal()) for _ in self.lengths]

@@ -35,7 +35,7 @@ def asked(name: str) -> dict[str, Any]:
     return {"mask_function": MASKS[name][0], "local_size": 5, "allow_is_causal_skip": name != "prefix"}
 
 
-def drawn(heads: int, shared: int, width: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+def drawn(heads: int, shared: int, width: int, dtype: torch.dtype = torch.float64) -> list[Any]:
     draw, total = torch.Generator().manual_seed(3), sum(LENGTHS)
     shapes = ((1, heads, total, 8), (1, shared, total, 8), (1, shared, total, width))
     return [torch.randn(shape, generator=draw, dtype=dtype).requires_grad_() for shape in shapes]
@@ -67,28 +67,28 @@ def test_answers_and_gradients_are_those_of_all_scores_at_once(
 ) -> None:
     monkeypatch.setattr(blocks, "QUERIES", queries)
     more = dict(HOWS[how])
-    given = drawn(heads, shared, width)
+    q, k, v = given = drawn(heads, shared, width)
     if "s_aux" in more:
         more["s_aux"] = torch.linspace(-1, 1, heads, dtype=torch.float64).requires_grad_()
     leaves = [*given, *([more["s_aux"]] if "s_aux" in more else [])]
     with attention.sequences(attention.bounds_of(LENGTHS)):
         seen = attention._seen(q_length=sum(LENGTHS), kv_length=sum(LENGTHS), **asked(mask))
-    found, _ = attention.attend(None, *given, seen, **more)
-    expected = textbook(*given, MASKS[mask][1], **more)
+    found, _ = attention.attend(None, q, k, v, seen, **more)
+    expected = textbook(q, k, v, MASKS[mask][1], **more)
     # The scores of attention by hand are in float32, as in the models' own code.
-    close = {"atol": 1e-10, "rtol": 1e-10} if how == "plain" else {"atol": 2e-6, "rtol": 2e-6}
-    torch.testing.assert_close(found, expected, **close)
+    near = 1e-10 if how == "plain" else 2e-6
+    torch.testing.assert_close(found, expected, atol=near, rtol=near)
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     ours, theirs = (torch.autograd.grad((answer * weights).sum(), leaves) for answer in (found, expected))
     for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, atol=10 * close["atol"], rtol=10 * close["rtol"])
+        torch.testing.assert_close(one, other, atol=10 * near, rtol=10 * near)
 
 
-class Largest(TorchDispatchMode):
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The largest tensor that any operation answers with, in numbers."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,7 +107,7 @@ def test_no_tensor_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch, how: di
     q, k, v = (torch.randn(1, heads, length, 4, requires_grad=True) for heads in (2, 1, 1))
     with Largest() as largest:
         seen = attention._seen(q_length=length, **asked(mask))
-        attention.attend(None, q, k, v, seen, **how)[0].sum().backward()
+        attention.attend(None, q, k, v, seen, **how)[0].sum().backward()  # type: ignore[no-untyped-call]
     assert largest.elements < length**2 / 10
 
 
@@ -128,11 +128,11 @@ def test_what_is_plainly_causal_is_not_cut() -> None:
     assert all(one.mask is not None for one in rest)
 
 
-class Copies(TorchDispatchMode):
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what is asked by name."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -144,7 +144,7 @@ def test_heads_that_share_keys_get_no_copies_and_equal_sequences_one_call() -> N
     q, k, v = (torch.randn(1, heads, 60, 8, requires_grad=True) for heads in (4, 2, 2))
     with attention.sequences((0, 20, 40, 60)), Copies() as copies:
         seen = attention._seen(q_length=60, mask_function=masking_utils.causal_mask_function)
-        attention.attend(None, q, k, v, seen)[0].sum().backward()
+        attention.attend(None, q, k, v, seen)[0].sum().backward()  # type: ignore[no-untyped-call]
     assert not [name for name in copies.names if "repeat" in name or name == "cat"]
     assert copies.names.count("_scaled_dot_product_flash_attention_for_cpu") == 1
 
