@@ -9,7 +9,7 @@ UV := $(BIN)/uv
 MEMBERS := schemas runtime sdk gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients lock schemas lint test test-long test-clients demo up attack chaos simulate mutants test-architectures test-learning bench bench-bus bench-state bench-gate bench-learning bench-trainer compose-test lock-images clean
+.PHONY: help install install-clients install-peers lock schemas lint test test-long test-clients demo up attack chaos simulate mutants test-architectures test-learning bench bench-bus bench-state bench-gate bench-learning bench-trainer compose-test lock-images clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -35,6 +35,15 @@ install-clients: $(CLIENTS)/installed ## what others build agents with, in an en
 $(CLIENTS)/installed: $(UV) requirements-clients.lock
 	$(PYTHON) -m venv $(CLIENTS)
 	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(CLIENTS)/bin/python requirements-clients.lock
+	@touch $@
+
+PEERS := .venv-peers
+
+install-peers: $(PEERS)/installed ## the trainer that ours is compared with, in an environment of its own (TRL; as large as ours)
+
+$(PEERS)/installed: $(UV) requirements-peers.lock
+	$(PYTHON) -m venv $(PEERS)
+	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(PEERS)/bin/python requirements-peers.lock
 	@touch $@
 
 test-clients: $(VENV)/installed $(CLIENTS)/installed ## litellm, smolagents, DSPy and openai against a gateway
@@ -118,7 +127,7 @@ LEARNING_SEEDS ?= 5
 bench-learning: $(VENV)/installed ## controls of learning: shuffled, flipped and random rewards, each source alone, lag 0 to 8 (LEARNING_SEEDS=5)
 	$(BIN)/python -m benchmarks.learning --seeds $(LEARNING_SEEDS)
 
-bench-trainer: $(VENV)/installed ## what the output head of a step holds; tokens per CPU second of whole steps
+bench-trainer: $(VENV)/installed $(PEERS)/installed ## what a step holds, how it grows with a sequence, and tokens per CPU second beside TRL
 	@$(call MEASURE,trainer)
 
 bench: $(VENV)/installed ## every benchmark there is; each writes reports/bench-<name>.json
@@ -130,6 +139,7 @@ COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-vers
 lock: $(UV) ## resolve every dependency again, with hashes, for every platform
 	$(COMPILE) requirements-bootstrap.in -o requirements-bootstrap.txt
 	$(COMPILE) requirements-clients.in -o requirements-clients.lock
+	$(COMPILE) requirements-peers.in -o requirements-peers.lock
 	$(COMPILE) requirements.in -o requirements.lock \
 	  --no-emit-package headrace $(DISTRIBUTIONS:%=--no-emit-package headrace-%)
 	$(COMPILE) requirements-mutants.in -o requirements-mutants.lock

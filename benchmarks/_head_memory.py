@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import time
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks._memory import peak_bytes
 from headrace_trainer import head
 from headrace_trainer.head import Head
-
-_STATUS = Path("/proc/self/status")
 
 
 def once(module: nn.Linear, hidden: Tensor, how: str) -> None:
@@ -29,14 +26,6 @@ def once(module: nn.Linear, hidden: Tensor, how: str) -> None:
     else:
         found = Head(module).logprobs(hidden, targets, temperature)[0]
     torch.autograd.backward(found.mean())
-
-
-def peak_bytes() -> int:
-    """Of this program. `getrusage` on Linux would begin with the peak of the process that started it."""
-    if _STATUS.exists():
-        (line,) = [line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM")]
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Common
 from headrace_trainer import attention, check, native, policy, reach
 from headrace_trainer.batch import Row
+from headrace_trainer.blocks import Block
 from headrace_trainer.native import Native, examine
 from headrace_trainer.opening import open_lineage
 from headrace_trainer.policy import Policy
@@ -48,10 +50,14 @@ def settings(base: Path, **sections: Any) -> TrainerSettings:
     return TrainerSettings.model_validate({"base": str(base), **sections})
 
 
+def without_mask(_: attention.Seen, length: int) -> tuple[Block, ...]:
+    return (Block(0, length, 0, length, None),)
+
+
 FAULTS: list[tuple[str, str, str, Any, str]] = [
-    ("Mistral, sliding window", "attention.Seen.of", "blocks", lambda *_: None, "beyond sliding_window = 24"),
-    ("Llama 4", "attention.Seen.of", "blocks", lambda *_: None, "beyond attention_chunk_size = 32"),
-    ("Mixtral, sliding window", "attention.Seen.of", "blocks", lambda *_: None, "beyond sliding_window = 24"),
+    ("Mistral, sliding window", "attention.Seen.of", "blocks", without_mask, "beyond sliding_window = 24"),
+    ("Llama 4", "attention.Seen.of", "blocks", without_mask, "beyond attention_chunk_size = 32"),
+    ("Mixtral, sliding window", "attention.Seen.of", "blocks", without_mask, "beyond sliding_window = 24"),
     ("Llama, longrope", "rope.steady", "blocks", lambda _: None, "nats in short sequences"),
     ("Llama, longrope", "rope.steady", "padded", lambda _: None, "nats in short sequences"),
     ("Gemma 2", "policy._padded_attention", "padded", lambda _: None, r"0\.0\d+ nats"),
@@ -85,11 +91,11 @@ def test_attention_of_another_kind_is_refused_by_name(models: Models, name: str,
 def test_one_key_too_many_is_found(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = attention.Seen.of
 
-    def wider(seen: attention.Seen, length: int) -> torch.Tensor | None:
-        mask = exact(seen, length)
-        if mask is None:
-            return None
-        return mask | torch.nn.functional.pad(mask, (0, 1))[..., 1:]
+    def wider(seen: attention.Seen, length: int) -> tuple[Block, ...]:
+        (block,) = exact(seen, length)
+        if block.mask is None:
+            return (block,)
+        return (replace(block, mask=block.mask | torch.nn.functional.pad(block.mask, (0, 1))[..., 1:]),)
 
     monkeypatch.setattr(attention.Seen, "of", wider)
     with pytest.raises(SettingError, match=r"nats .*sliding_window = 24"):
@@ -98,7 +104,7 @@ def test_one_key_too_many_is_found(models: Models, monkeypatch: pytest.MonkeyPat
 
 def test_a_short_comparison_cannot_find_it_and_says_so(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sequences have to reach beyond the window; where the budget ends before, what was not seen has a name."""
-    monkeypatch.setattr(attention.Seen, "of", lambda *_: None)
+    monkeypatch.setattr(attention.Seen, "of", without_mask)
     found = examine(settings(models("Mistral, sliding window"), native={"tokens": 24}))
     assert found.difference is not None
     assert found.tokens == 24
@@ -116,7 +122,7 @@ def test_the_start_refuses_before_anything_is_published(
     base = Path(shutil.copytree(tiny_model.build(tmp_path / "tokenizer", layers=1), tmp_path / "base"))
     (base / "model.safetensors").unlink()
     shutil.copytree(models("Mistral, sliding window"), base, dirs_exist_ok=True)
-    monkeypatch.setattr(attention.Seen, "of", lambda *_: None)
+    monkeypatch.setattr(attention.Seen, "of", without_mask)
     with pytest.raises(SettingError, match="MistralForCausalLM answers otherwise"):
         open_lineage(make(base=str(base)), world.blobs, world.clock)
     assert LineageStore(world.blobs, make().lineage).read() is None
@@ -153,7 +159,7 @@ def test_frozen_weights_in_bfloat16_are_compared_by_their_means(
     found = examine(of_base)
     assert found.difference is not None
     assert 0 < found.difference < 0.1, "rounding is within the bound"
-    monkeypatch.setattr(attention.Seen, "of", lambda *_: None)
+    monkeypatch.setattr(attention.Seen, "of", without_mask)
     if "window" in name:
         with pytest.raises(SettingError, match="beyond sliding_window"):
             examine(of_base)
@@ -236,7 +242,8 @@ def test_a_plan_reaches_beyond_what_may_be_trained_and_no_further() -> None:
     beyond = found.places["beyond sliding_window = 4096"]
     assert beyond.sum() == 32, "what the last row predicts from position 4096 on"
     assert sum(row.loss_mask_T.sum() for row in found.rows) == sum(place.sum() for place in found.places.values())
-    assert reach.plan(Config(sliding_window=8192), of_base).unseen == (), "nothing so long is trained"
+    short = settings(Path("x"), memory={"sequence_tokens": 8192})
+    assert reach.plan(Config(sliding_window=8192), short).unseen == (), "nothing so long is trained"
     budget = settings(Path("x"), memory={"sequence_tokens": 16_384})
     assert reach.plan(Config(sliding_window=8192), budget).unseen == ("what lies beyond sliding_window = 8192",)
 

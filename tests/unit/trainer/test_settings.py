@@ -29,7 +29,10 @@ def read(tmp_path: Path, text: str) -> TrainerSettings:
         ("group_size = 1\nadvantage.kind = 'rloo'", r"trainer\.group_size = 1: rloo compares runs"),
         ("batch_experiences = 4\nbatch_experiences_min = 5", r"batch_experiences_min = 5: is more than"),
         ("memory.queue_experiences = 10", r"queue_experiences = 10: a batch needs 64"),
-        ("memory.queue_tokens = 10", r"queue_tokens = 10: is less than memory\.sequence_tokens"),
+        (
+            "memory.queue_tokens = 10\nmemory.sequence_tokens = 11",
+            r"queue_tokens = 10: is less than memory\.sequence_tokens",
+        ),
         ("advantage.kind = 'gae'", r"trainer\.advantage\.kind = 'gae'"),
         ("loss.clip_hgih = 0.3", r"trainer\.loss\.clip_hgih = 0\.3: unknown; did you mean 'clip_high'\?"),
         ("max_stalenes = 3", r"trainer\.max_stalenes = 3: unknown; did you mean 'max_staleness'\?"),

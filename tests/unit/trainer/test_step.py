@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace_schemas import Branch, Experience, Span
 from headrace_trainer.batch import Batch, Row
+from headrace_trainer.measures import Measures
 from headrace_trainer.optimizer import Optimizer
 from headrace_trainer.policy import Policy
 from headrace_trainer.settings import LossSettings, OptimizerSettings
@@ -217,3 +218,60 @@ def test_a_gradient_that_is_not_finite_changes_nothing(base: Path) -> None:
     assert optimizer.updates == 0
     taken = train(policy, optimizer, batch_of(1.0), LossSettings(), 4096, threading.Event())
     assert taken.measured["gradient_norm"] > 0
+
+
+READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
+
+
+@pytest.mark.parametrize("loss", [{}, {"kl": 0.1}, {"sequence_mask_max": 0.05}, {"updates_per_step": 3}], ids=str)
+def test_the_device_is_waited_for_once_an_update(
+    base: Path, monkeypatch: pytest.MonkeyPatch, loss: dict[str, Any]
+) -> None:
+    policy, reads = open_policy(base), []
+    policy.keep_reference(base)
+    policy.logprobs(policy.collate(list(batch_of(1.0).rows)))  # what is found out about a model once
+    policy.reference_logprobs(policy.collate(list(batch_of(1.0).rows)))
+    optimizer = Optimizer(policy.parameters, OptimizerSettings())
+    batch = batch_of(1.0, -0.5, 2.0, 0.3)
+
+    def counting(name: str) -> Any:
+        own = getattr(Tensor, name)
+
+        def read(tensor: Tensor, *args: Any) -> Any:
+            if tensor.requires_grad or tensor.numel() != len(batch.rows):  # not the batch's own numbers, on the host
+                reads.append(name)
+            return own(tensor, *args)
+
+        return read
+
+    def values(*args: Any) -> Any:
+        monkeypatch.undo()
+        return own_values(*args)
+
+    own_values = Measures.values
+    for name in READS:
+        monkeypatch.setattr(Tensor, name, counting(name))
+    monkeypatch.setattr(Measures, "values", values)
+    train(policy, optimizer, batch, LossSettings(**loss), 30, threading.Event())
+    monkeypatch.undo()
+    assert reads == ["tolist"] * loss.get("updates_per_step", 1)
+
+
+def test_what_is_learned_of_gradients_is_foreseen(base: Path) -> None:
+    """The size is read before the squares are changed, and is what they are then."""
+    for kind in ("adamw", "muon"):
+        policy = open_policy(base)
+        settings = OptimizerSettings(kind=kind, gradient_norm_max=0.5, warmup_updates=4)
+        optimizer = Optimizer(policy.parameters, settings, policy.hidden)
+        for seed, weight in enumerate((1.0, 0.25, 1.0)):
+            generator = torch.Generator().manual_seed(seed)
+            for name, parameter in policy.parameters.items():
+                parameter.grad = (
+                    None if "norm" in name and seed == 0 else torch.randn(parameter.shape, generator=generator)
+                )
+            warmth, debt = optimizer._warmth, optimizer._adam.gain(weight)
+            norm, _ = optimizer.take(weight)
+            assert norm is not None
+            expected = min(1.0, 0.5 / (norm + 1e-6)) * warmth * debt / optimizer._adam.scale
+            assert optimizer.gain == pytest.approx(expected, rel=1e-6)
+            optimizer.apply(weight)

@@ -20,7 +20,7 @@ For whole batches, and once the start is forgotten, the sums of the steps are Ad
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import exp, sqrt
+from math import exp, isfinite, sqrt
 
 import torch
 from torch import Tensor, nn
@@ -69,14 +69,36 @@ class Adam:
         contribution does is its size in this unit, so the unit is kept with it for a later correction."""
         if not self.squares_clock or not self._squares:
             return 1.0
-        known = [self._squares[name] for name in self.parameters if name in self._squares]
-        sizes = torch.tensor([squares.numel() for squares in known], dtype=torch.float64)
-        means = torch.stack([squares.mean() for squares in known]).double().cpu()
-        seen = means > 0
-        if not seen.any():
-            return 1.0
-        logarithm = float((means[seen].log() * sizes[seen]).sum() / sizes[seen].sum())
-        return exp(logarithm / 2) / sqrt(1 - self._unknown)
+        known = {name: self._squares[name].mean() for name in self.parameters if name in self._squares}
+        return self.scale_of(float(self._logarithm(known)))
+
+    def scale_of(self, logarithm: float) -> float:
+        """The same from the mean logarithm of the squares; -inf: all are zero."""
+        return exp(logarithm / 2) / sqrt(1 - self._unknown) if isfinite(logarithm) else 1.0
+
+    @torch.no_grad()
+    def foreseen(self, weight: float, norms: Mapping[str, Tensor], clip: Tensor) -> Tensor:
+        """The mean logarithm of the squares as `observe` will leave them, from the gradients' norms before they are
+        multiplied by `clip`. Changes nothing and reads nothing."""
+        kept = self._settings.beta2**weight
+        known: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            if name in self._squares:
+                known[name] = self._squares[name].mean().double() * kept
+            if name in norms:
+                mean = (norms[name].double() * clip) ** 2 / parameter.numel() * ((1 - kept) / weight)
+                known[name] = known[name] + mean if name in known else mean
+        return self._logarithm(known)
+
+    def _logarithm(self, means: Mapping[str, Tensor]) -> Tensor:
+        """The mean over weights of the logarithm of their tensor's mean square; without those that are zero."""
+        if not means:
+            return torch.full((), -torch.inf, dtype=torch.float64)
+        each = torch.stack([mean.double() for mean in means.values()])
+        sizes = torch.tensor([self.parameters[name].numel() for name in means], dtype=torch.float64).to(each.device)
+        sizes = sizes * (each > 0)
+        sums = (each.log() * sizes).where(each > 0, 0.0).sum()
+        return torch.where(sizes.sum() > 0, sums / sizes.sum(), -torch.inf)
 
     @property
     def _unknown(self) -> float:

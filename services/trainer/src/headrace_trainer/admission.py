@@ -42,10 +42,10 @@ class Limits:
 
 
 def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> Limits:
-    """For a model with so many token ids and so long a context."""
+    """For a model with so many token ids that can be trained on sequences of `context` tokens."""
     return Limits(
         vocabulary=vocabulary,
-        sequence_tokens=min(settings.memory.sequence_tokens, context),
+        sequence_tokens=min(settings.memory.sequence_tokens or settings.memory.queue_tokens, context),
         max_staleness=settings.max_staleness,
         reward_max=settings.advantage.reward_max,
         advantage_max=settings.advantage.limit,

@@ -22,7 +22,16 @@ from headrace_runtime.errors import SettingError
 from headrace_trainer import forward
 from headrace_trainer.batch import pack
 from headrace_trainer.forward import Pack
-from headrace_trainer.policy import Policy, architecture_of, config_of, device_of, from_folder, said, weights_dtype
+from headrace_trainer.policy import (
+    Policy,
+    architecture_of,
+    config_of,
+    device_of,
+    from_folder,
+    resolved,
+    said,
+    weights_dtype,
+)
 from headrace_trainer.reach import Plan, integers, plan
 from headrace_trainer.settings import TrainerSettings
 
@@ -57,7 +66,8 @@ class Native:
         self._architecture = architecture_of(config)
         self._routed = any("expert" in name and count > 1 for name, count in integers(text.to_dict()))
         self._plan: Plan = plan(text, settings)
-        self._dtype = weights_dtype(settings.compute, frozen=bool(settings.lora.rank))
+        compute = resolved(settings.compute, device_of(settings.compute.device))
+        self._dtype = weights_dtype(compute, frozen=bool(settings.lora.rank))
         self._coarse = self._dtype is not torch.float32
         self._own_N = self._answers(folder) if self._plan.rows else None
 

@@ -145,7 +145,11 @@ def _check_settings(settings: TrainerSettings, saved: Saved) -> None:
 
 
 def _ledger(settings: TrainerSettings, policy: Policy, saved: Saved, replayed: dict[str, int]) -> Ledger:
-    limits = limits_of(settings, policy.vocabulary, policy.context)
+    context = policy.context
+    if settings.memory.sequence_tokens is None:
+        context = min(context, policy.room())
+        log.info("sequence_bound", tokens=min(context, settings.memory.queue_tokens), context=policy.context)
+    limits = limits_of(settings, policy.vocabulary, context)
     return Ledger(
         History(saved.versions, saved.head, saved.head_step, replayed),
         limits,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ class Optimizer:
         matrices = sorted(set(hidden) & self._parameters.keys()) if settings.kind == "muon" else []
         self._adam = Adam({name: p for name, p in self._parameters.items() if name not in matrices}, settings)
         self._muon = _muon([self._parameters[name] for name in matrices], settings) if matrices else None
+        self._stashed: Tensor | None = None
         self.updates = 0
         """Updates that the present weights have had; the warm-up goes by it."""
         self.gain = 1.0
@@ -49,28 +50,48 @@ class Optimizer:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def stash(self) -> dict[str, Tensor] | None:
-        """The gradients so far, out of the way of others; None when they are not finite."""
+    def stash(self) -> dict[str, Tensor]:
+        """The gradients so far, out of the way of others. `take` finds out whether they are finite."""
         stashed = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self.zero_grad()
-        return stashed if math.isfinite(_norm(stashed)) else None
+        self._stashed = _total(torch._foreach_norm(list(stashed.values()))) if stashed else None
+        return stashed
 
     @torch.no_grad()
-    def take(self, weight: float) -> float | None:
+    def take(self, weight: float, beside: Tensor | None = None) -> tuple[float | None, list[float]]:
         """Clip the gradients of a batch of `weight` to the global norm and learn their size. Returns the norm before
-        clipping, None when it was not finite and nothing was changed."""
-        norm = self._clip()
-        self.gain = 1.0
-        if norm is None or norm == 0.0:
-            return norm
-        self._adam.observe(weight)
+        clipping, None when it was not finite, or that of what was stashed, and nothing was changed; and the numbers in
+        `beside`, which are read from the device together with it."""
+        given = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        norms = dict(zip(given, torch._foreach_norm(list(given.values())) if given else (), strict=True))
+        known, total = self._read(weight, norms, beside)
+        norm, logarithm, stashed, *more = known
+        self.gain, self._stashed = 1.0, None
+        if not (math.isfinite(norm) and math.isfinite(stashed)):
+            self.zero_grad()
+            return None, more
+        if norm == 0.0:
+            return norm, more
         clip = min(1.0, self._settings.gradient_norm_max / (norm + 1e-6))
+        if clip < 1.0:
+            nn.utils.clip_grads_with_norm_(self._parameters.values(), self._settings.gradient_norm_max, total)
         gain = self._warmth * self._adam.gain(weight)
-        for parameter in self._parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(gain)
-        self.gain = clip * gain / self._adam.scale
-        return norm
+        self._adam.observe(weight)
+        for gradient in given.values() if gain != 1.0 else ():
+            gradient.mul_(gain)
+        self.gain = clip * gain / self._adam.scale_of(logarithm)
+        return norm, more
+
+    def _read(self, weight: float, norms: Mapping[str, Tensor], beside: Tensor | None) -> tuple[list[float], Tensor]:
+        """The one time that an update waits for the device: norm, `Adam.foreseen`, norm of what is stashed, `beside`;
+        and the first of them as it is on the device."""
+        device = next(iter(self._parameters.values())).device if self._parameters else torch.device("cpu")
+        nothing = torch.zeros((), device=device)
+        total = _total(norms.values()) if norms else nothing
+        clip = (self._settings.gradient_norm_max / (total.double() + 1e-6)).clamp(max=1.0)
+        wanted = [total, self._adam.foreseen(weight, norms, clip), nothing if self._stashed is None else self._stashed]
+        numbers = torch.stack([number.double().to(device) for number in wanted])
+        return (numbers if beside is None else torch.cat([numbers, beside.to(device)])).tolist(), total
 
     @torch.no_grad()
     def apply(self, weight: float, corrections: Mapping[str, Tensor] | None = None) -> None:
@@ -93,7 +114,7 @@ class Optimizer:
 
     def step(self, weight: float = 1.0) -> float | None:
         """`take` and `apply`. A gradient of zero changes nothing: it spends no momentum."""
-        norm = self.take(weight)
+        norm, _ = self.take(weight)
         if norm:
             self.apply(weight)
         return norm
@@ -137,16 +158,10 @@ class Optimizer:
                 moments[key] = value
         self._adam.load(moments)
 
-    def _clip(self) -> float | None:
-        norm = float(nn.utils.clip_grad_norm_(list(self._parameters.values()), self._settings.gradient_norm_max))
-        if math.isfinite(norm):
-            return norm
-        self.zero_grad()
-        return None
 
-
-def _norm(gradients: Mapping[str, Tensor]) -> float:
-    return float(torch.stack([g.norm() for g in gradients.values()]).norm()) if gradients else 0.0
+def _total(norms: Iterable[Tensor]) -> Tensor:
+    found: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    return found
 
 
 def _muon(matrices: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Muon:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.logs import get_logger
 from headrace_schemas.manifest import Fingerprint
-from headrace_trainer import attention, forward, rope
+from headrace_trainer import attention, forward, room, rope
 from headrace_trainer.batch import Row
 from headrace_trainer.forward import Pack
 from headrace_trainer.head import Head
@@ -38,6 +39,18 @@ _PROBE_TOKENS = 12
 _WHOLE_REMEDY = "a pass holds loss tokens x vocabulary several times over; lower trainer.compute.pack_tokens"
 _PACKING_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 """Logprob difference that rounding may make between a packed and a single pass."""
+
+_KEPT = [
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+]
+"""What is not computed again: its cost grows with the square of a sequence, and what it keeps does not."""
+_RECOMPUTING = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, _KEPT)}
 
 
 class Policy:
@@ -59,10 +72,11 @@ class Policy:
         torch.set_num_threads(compute.threads)
         transformers_logging.disable_progress_bar()
         device = device_of(compute.device)
+        compute = resolved(compute, device)
         model = _load(folder, compute, frozen=bool(lora.rank)).to(device)
         if compute.gradient_checkpointing:
             _without_dropout(model)
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_RECOMPUTING)
         if lora.rank:
             model = _with_adapters(model, lora, seed)
             if compute.gradient_checkpointing:
@@ -105,6 +119,21 @@ class Policy:
     def context(self) -> int:
         """Longest sequence the model was made for, in tokens."""
         return context_of(self.model.config.get_text_config())
+
+    def room(self) -> int:
+        """Tokens of the longest sequence that a step has memory for. Asked before the first step. Raises `SettingError`
+        when not even a short one fits."""
+        free = room.free_bytes(self.device)
+        if free is None:
+            return self.context
+        recomputed = self._compute.gradient_checkpointing
+        row = _plain_row(_fixed_tokens(self.vocabulary))
+        trained = sum(parameter.numel() for parameter in self.parameters.values())
+        fitting = room.tokens(free, trained, room.token_bytes(self, row, recomputed=recomputed))
+        if fitting < row.length:
+            remedy = f"{free / 1e9:.1f} GB have room for {fitting} tokens; train adapters, or say how many it shall be"
+            raise SettingError("trainer.memory.sequence_tokens", "none", remedy)
+        return fitting
 
     def collate(self, rows: list[Row]) -> Pack:
         return forward.collate(rows, self.device, padded=self._compute.packing == "padded")
@@ -227,6 +256,27 @@ def device_of(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise SettingError("trainer.compute.device", name, f"cannot be used: {str(error).splitlines()[0]}") from None
     return device
+
+
+def resolved(compute: ComputeSettings, device: torch.device) -> ComputeSettings:
+    """With the type that `auto` stands for on this device."""
+    if compute.dtype != "auto":
+        if compute.dtype == "bfloat16" and not multiplies_bfloat16(device):
+            log.warning("bfloat16_is_slow", device=str(device), remedy='set trainer.compute.dtype to "auto"')
+        return compute
+    dtype = "bfloat16" if multiplies_bfloat16(device) else "float32"
+    log.info("dtype_chosen", dtype=dtype, device=str(device))
+    return compute.model_copy(update={"dtype": dtype})
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether the device says that it does; others can, by way of float32, and slowly."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu":
+        return False
+    able = torch.cpu.get_capabilities()
+    return any(bool(able.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
 
 
 def _load(folder: Path, compute: ComputeSettings, *, frozen: bool) -> Any:

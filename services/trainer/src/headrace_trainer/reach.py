@@ -37,7 +37,7 @@ def plan(config: Any, settings: TrainerSettings) -> Plan:
     budget = settings.native.tokens
     if not budget:
         return Plan((), {}, ("anything",))
-    longest = min(settings.memory.sequence_tokens, context_of(config))
+    longest = min(settings.memory.sequence_tokens or settings.memory.queue_tokens, context_of(config))
     lengths: list[int] = []
     unseen: list[str] = []
 

@@ -6,10 +6,13 @@ the longest so far. Here each sequence of a pass gets its own, as if it were alo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from headrace_trainer import attention
 
 _BY_LENGTH = ("dynamic", "longrope")
 
@@ -36,7 +39,8 @@ class _Steady:
             return self._own(x, position_ids, *args, **named)
         if position_ids.shape[0] > 1:  # one sequence to a row; what pads it stands at position 0
             return _joined([self._alone(x, row[None], *args, **named) for row in position_ids], 0)
-        starts = (position_ids[0] == 0).nonzero().flatten().tolist()
+        # The device is only asked where the sequences start if nobody here knows.
+        starts = attention.bounds_now()[:-1] or (position_ids[0] == 0).nonzero().flatten().tolist()
         return _joined([self._alone(x, part, *args, **named) for part in _parts(position_ids, starts)], 1)
 
     def _alone(self, x: Tensor, position_ids: Tensor, *args: Any, **named: Any) -> Any:
@@ -53,7 +57,7 @@ class _Steady:
             setattr(module, name, module.original_max_seq_len)
 
 
-def _parts(position_ids: Tensor, starts: list[int]) -> list[Tensor]:
+def _parts(position_ids: Tensor, starts: Sequence[int]) -> list[Tensor]:
     inner = [start for start in starts if start]
     return list(torch.tensor_split(position_ids, inner, dim=1))
 

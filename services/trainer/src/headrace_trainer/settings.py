@@ -122,8 +122,9 @@ class ComputeSettings(Section):
 
     device: str = "auto"
     """`auto` is the first GPU when there is one; or `cpu`, `cuda`, `cuda:1`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """What matrix products run in. What is trained is kept in float32 either way."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+    """What matrix products run in; `auto` is bfloat16 on a device that multiplies it. What is trained is kept in
+    float32 either way."""
     threads: Count = 1
     """Threads of a CPU step; the other services of a small machine need the rest."""
     packing: Literal["blocks", "padded"] = "blocks"
@@ -131,7 +132,8 @@ class ComputeSettings(Section):
     pack_tokens: Count = 4096
     """Tokens of one forward pass; a longer sequence runs alone. Lower it when memory runs out."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: slower, and far less memory for long sequences."""
+    """Recompute the activations of each layer in the backward pass, all but its attention: slower, and far less memory
+    for long sequences."""
 
 
 class NativeSettings(Section):
@@ -176,8 +178,9 @@ class MemorySettings(Section):
     """Experiences that may wait for a batch; when it is full the bus is not read."""
     queue_tokens: Count = 1_000_000
     """Tokens of those experiences, whichever bound is reached first."""
-    sequence_tokens: Annotated[int, Field(ge=2)] = 8192
-    """Longer sequences are dropped as `too_long`; so are those beyond the model's own context."""
+    sequence_tokens: Annotated[int, Field(ge=2)] | None = None
+    """Longer sequences are dropped as `too_long`; so are those beyond the model's own context and `queue_tokens`. None:
+    what fits into the memory that is free at the start, which the log says as `sequence_bound`."""
     window_experiences: Count = 20_000
     """Experiences remembered to recognise duplicates and revisions. What could still change the weights stays
     longer."""
@@ -300,7 +303,7 @@ class TrainerSettings(ServiceSettings):
             raise SettingError(
                 "trainer.memory.queue_experiences", self.memory.queue_experiences, f"a batch needs {needed}"
             )
-        if self.memory.queue_tokens < self.memory.sequence_tokens:
+        if self.memory.queue_tokens < (self.memory.sequence_tokens or 0):
             raise SettingError(
                 "trainer.memory.queue_tokens", self.memory.queue_tokens, "is less than memory.sequence_tokens"
             )

@@ -4,6 +4,9 @@ The loss is a sum over tokens, each with the weight of its row. Passes add their
 batch into passes changes nothing but rounding. Rows that are trained for the first time share the batch's
 weight (`Batch.token_weight`), what is learned about the size of gradients, and the clip of the global norm. Corrections
 come with the weight that their tokens had then: gradients of both only meet after that.
+
+A device computes ahead of the program that tells it what to do, until a number is asked for. That happens once an
+update, before the weights move: the norm of the gradients, the size that is learned from them, and all measurements.
 """
 
 from __future__ import annotations
@@ -65,36 +68,35 @@ def train(
     packs = [*corrections, *first]
     starts = _at_start(policy, packs, stop) if settings.updates_per_step > 1 else [None] * len(packs)
     bases = [policy.reference_logprobs(one) if settings.kl or from_base else None for one in first]
-    measures = Measures()
-    token_weight = batch.token_weight
+    measures, token_weight = Measures(), batch.token_weight
     for update in range(settings.updates_per_step):
         optimizer.zero_grad()
-        stashed: dict[str, Tensor] | None = {}
         for one, start_N in zip(corrections, starts, strict=False):
             _backward(policy, one, start_N, None, settings, measures, stop)
-        if corrections:
-            stashed = optimizer.stash()
+        stashed = optimizer.stash() if corrections else {}
         for one, start_N, base_N in zip(first, starts[len(corrections) :], bases, strict=True):
             _backward(policy, one, start_N, base_N, settings, measures, stop)
-        learning_rate = optimizer.learning_rate
-        norm = optimizer.take(batch.first_weight) if stashed is not None else None
+        learning_rate, last = optimizer.learning_rate, update + 1 == settings.updates_per_step
+        norm, numbers = optimizer.take(batch.first_weight, measures.numbers() if last else None)
         if norm is None and update == 0:
             raise NotFinite
-        if norm is None or stashed is None:
+        if norm is None:
+            numbers = numbers or measures.numbers().tolist()
             break  # what the updates before it did stands
         if update == 0:
             token_weight *= optimizer.gain
         if norm > 0.0 or any(bool(gradient.any()) for gradient in stashed.values()):
             optimizer.apply(batch.weight, stashed)
+    found, left_out = measures.values(batch, numbers)
     seconds = time.perf_counter() - began
-    measured = measures.values(batch) | {
+    measured = found | {
         "gradient_norm": norm or 0.0,
         "learning_rate": learning_rate,
         SHARE: token_weight,
         "step_seconds": seconds,
         "tokens_per_second": sum(row.length for row in batch.rows) / seconds,
     }
-    return Taken(measured, frozenset(measures.left_out))
+    return Taken(measured, left_out)
 
 
 def _packs(policy: Policy, batch: Batch, pack_tokens: int) -> tuple[list[Pack], list[Pack]]:
@@ -125,7 +127,7 @@ def _backward(
     loss_N = tokens.loss_N
     if base_N is not None:
         divergence_N = k3(current_N, base_N)
-        measures.base.append(divergence_N.detach().cpu())
+        measures.base.append(divergence_N.detach())
         if settings.kl:
             kept_N = divergence_N if left_out_N is None else divergence_N.where(~left_out_N, 0.0)
             loss_N = loss_N + settings.kl * kept_N
@@ -139,7 +141,8 @@ def _left_out(one: Pack, start_N: Tensor, settings: LossSettings, measures: Meas
     if not settings.sequence_mask_max:
         return None
     left_out_R = left_out(start_N, one.behaviour_N, one.row_N, len(one.names), settings.sequence_mask_max)
-    measures.left_out |= {name for name, out in zip(one.names, left_out_R.tolist(), strict=True) if out}
+    earlier_R = measures.left_out.get(one.names)
+    measures.left_out[one.names] = left_out_R if earlier_R is None else earlier_R | left_out_R
     return left_out_R[one.row_N]
 
 

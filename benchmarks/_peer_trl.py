@@ -1,0 +1,126 @@
+"""TRL's GRPO training steps, one for each line of standard input; prints what each took. See `benchmarks._peers`.
+
+Runs in an environment of its own (`make install-peers`) and imports nothing of Headrace. It is TRL's whole trainer with
+its own loop, loss, optimizer and logs; only the completions are given and not generated. Measured is what lies between
+the begin and the end of a step; fetching the batch is before that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from _memory import peak_bytes
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+PROMPT = 0.25
+STEPS = 1_000_000
+
+
+class EndOfLines(Exception):
+    """Nobody asks for more."""
+
+
+class Asked(TrainerCallback):  # type: ignore[misc]
+    """Waits for a line before each step, and answers with one after it."""
+
+    def __init__(self, before: int) -> None:
+        self._before = before
+        self._began = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not sys.stdin.readline():
+            raise EndOfLines
+        self._began = time.process_time()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        cpu_s = time.process_time() - self._began
+        held = {"peak_gb": peak_bytes() / 1e9, "over_start_gb": (peak_bytes() - self._before) / 1e9}
+        print(json.dumps({"cpu_s": cpu_s, **held}), flush=True)
+
+
+class Given(GRPOTrainer):  # type: ignore[misc]
+    """Completions come from a file. They are laid out as TRL lays out its own: prompts end, and completions begin, at
+    the same place."""
+
+    given: dict[str, Any]
+
+    def _generate_and_score_completions(self, _: Any) -> dict[str, Any]:
+        rows, advantages = self.given["token_ids"], self.given["advantages"]
+        cuts = [max(1, int(len(row) * PROMPT)) for row in rows]
+        before, after = max(cuts), max(len(row) - cut for row, cut in zip(rows, cuts, strict=True))
+        prompts, completions = torch.zeros(len(rows), before).long(), torch.zeros(len(rows), after).long()
+        prompt_mask, completion_mask = torch.zeros_like(prompts), torch.zeros_like(completions)
+        for number, (row, cut) in enumerate(zip(rows, cuts, strict=True)):
+            prompts[number, before - cut :] = torch.tensor(row[:cut])
+            prompt_mask[number, before - cut :] = 1
+            completions[number, : len(row) - cut] = torch.tensor(row[cut:])
+            completion_mask[number, : len(row) - cut] = 1
+        return {
+            "prompt_ids": prompts,
+            "prompt_mask": prompt_mask,
+            "completion_ids": completions,
+            "completion_mask": completion_mask,
+            "advantages": torch.tensor(advantages),
+            "num_items_in_batch": completion_mask.sum(),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rows", type=int, required=True, help="sequences of one forward pass")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    given = json.loads(options.data.read_text())
+    count = len(given["token_ids"])
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, attn_implementation="sdpa")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "x": 2}, unk_token="x")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+    )
+    with tempfile.TemporaryDirectory(prefix="bench-trl-") as folder:
+        config = GRPOConfig(
+            output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+            per_device_train_batch_size=options.rows, gradient_accumulation_steps=count // options.rows,
+            steps_per_generation=count // options.rows, num_generations=count, max_steps=STEPS, num_iterations=1,
+            beta=0.0, epsilon=0.2, epsilon_high=0.28, loss_type="dapo", temperature=1.0, learning_rate=1e-5,
+            lr_scheduler_type="constant", adam_beta2=0.99, weight_decay=0.0, max_grad_norm=1.0,
+            optim="adamw_torch_fused", logging_strategy="no", save_strategy="no", disable_tqdm=True,
+            disable_dropout=True, log_completions=False, dataloader_pin_memory=False,
+        )  # fmt: skip
+        trainer = Given(
+            model=model,
+            reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": ["x"] * count}),
+            processing_class=tokenizer,
+        )
+        trainer.given = given
+        before = peak_bytes()
+        trainer.add_callback(Asked(before))
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        print(json.dumps({"ready": True, "parameters": parameters}), flush=True)
+        try:
+            trainer.train()
+        except EndOfLines:
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Two trainers side by side: each in a process of its own, one step of each in turn, on the same numbers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks._numbers import Summary
+from benchmarks._shapes import Sequences, Shape
+
+PACK_TOKENS = 4096
+"""Of one forward pass, for both: the peer takes as many sequences as fit."""
+PEERS = Path(".venv-peers")
+START_S = 300.0
+
+
+@dataclass
+class Trainer:
+    """A process that takes a step for each line."""
+
+    name: str
+    process: subprocess.Popen[str]
+    about: dict[str, Any]
+    steps: list[dict[str, float]] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, name: str, command: Sequence[str]) -> Self:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        return cls(name, process, _answer(process, name))
+
+    def step(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        self.steps.append(_answer(self.process, self.name))
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=START_S)
+
+    def rates(self, tokens: int) -> dict[str, float]:
+        """The first step warms up and does not count."""
+        return Summary.of([tokens / one["cpu_s"] for one in self.steps[1:]]).rate()
+
+
+def _answer(process: subprocess.Popen[str], name: str) -> dict[str, Any]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            found: dict[str, Any] = json.loads(line)
+            return found
+    raise RuntimeError(f"the trainer {name} ended with status {process.wait()} before it answered")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a step trains on."""
+
+    length: int
+    mixed: bool
+    tokens: int
+    """About so many in a step."""
+
+    @property
+    def name(self) -> str:
+        return f"up to {self.length}" if self.mixed else f"all {self.length}"
+
+    def sequences(self, shape: Shape) -> Sequences:
+        return Sequences.of(shape.vocabulary, self.length, max(2, self.tokens // self.length), mixed=self.mixed)
+
+
+def compared(shape: Shape, model: Path, workload: Workload, rounds: int, threads: int) -> dict[str, Any]:
+    """Ours beside TRL's GRPO trainer."""
+    sequences = workload.sequences(shape)
+    data = model.parent / f"{shape.name}-{workload.name.replace(' ', '-')}.json"
+    given = {"token_ids": sequences.token_ids(), "advantages": sequences.advantages(), "vocabulary": shape.vocabulary}
+    data.write_text(json.dumps(given))
+    shared = ["--model", str(model), "--data", str(data), "--threads", str(threads)]
+    count = len(sequences.lengths)
+    rows = next(rows for rows in range(max(1, PACK_TOKENS // workload.length), 0, -1) if count % rows == 0)
+    ours = [sys.executable, "-m", "benchmarks._steps", *shared, "--pack-tokens", str(PACK_TOKENS)]
+    theirs = [str(PEERS / "bin/python"), "benchmarks/_peer_trl.py", *shared, "--rows", str(rows)]
+    both = [Trainer.start("headrace", ours), Trainer.start("TRL", theirs)]
+    try:
+        for _ in range(rounds + 1):
+            for one in both:
+                one.step()
+    finally:
+        for one in both:
+            one.end()
+    tokens, flops = sum(sequences.lengths), shape.flops(list(sequences.lengths))
+    rates = {one.name: one.rates(tokens) for one in both}
+    matmul = both[0].about["matmul_flops"]
+    return {
+        **asdict(workload),
+        "parameters": both[0].about["parameters"],
+        "sequences": count,
+        "tokens_per_step": tokens,
+        "tokens_per_cpu_s": rates,
+        "ratio": round(rates["headrace"]["best"] / rates["TRL"]["best"], 2),
+        "ratio_of_medians": round(rates["headrace"]["median"] / rates["TRL"]["median"], 2),
+        "matmul_gflops_per_cpu_s": round(matmul / 1e9, 1),
+        "share_of_matmul": {
+            name: round(rate["best"] / tokens * flops / matmul, 2) for name, rate in rates.items()
+        },
+        "peak_gb": {one.name: round(one.steps[-1]["peak_gb"], 2) for one in both},
+        "peak_over_start_gb": {one.name: round(one.steps[-1]["over_start_gb"], 2) for one in both},
+    }  # fmt: skip

@@ -1,0 +1,47 @@
+"""What a step on one sequence costs as it gets longer: prints one line of JSON. A process of its own, for its memory.
+
+Attention multiplies each pair of tokens that sees another. So twice as many tokens cost at most four times as much with
+full attention, and twice with a window; memory is twice in either case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+import torch
+from transformers import masking_utils
+
+from benchmarks._memory import peak_bytes
+from headrace_trainer import attention
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--length", type=int, required=True)
+    parser.add_argument("--window", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+
+    def once(length: int) -> float:
+        mask = masking_utils.causal_mask_function
+        asked = {"mask_function": mask}
+        if options.window:
+            mask = masking_utils.sliding_window_causal_mask_function(options.window)
+            asked = {"mask_function": mask, "local_size": options.window}
+        q, k, v = (torch.randn(1, heads, length, 32, requires_grad=True) for heads in (4, 2, 2))
+        began = time.process_time()
+        seen = attention.Seen((0, length), q_length=length, **asked)
+        attention.attend(None, q, k, v, seen)[0].sum().backward()  # type: ignore[no-untyped-call]
+        return time.process_time() - began
+
+    once(1024)
+    before = peak_bytes()
+    cpu_s = min(once(options.length) for _ in range(2))
+    print(json.dumps({**vars(options), "cpu_s": round(cpu_s, 3), "peak_gb": round((peak_bytes() - before) / 1e9, 3)}))
+
+
+if __name__ == "__main__":
+    main()

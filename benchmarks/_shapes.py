@@ -1,0 +1,82 @@
+"""Models and sequences that training steps are measured with, and what a step has to multiply at the least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+PROMPT = 0.25
+"""Share of a sequence that is not trained."""
+HEAD_DIM = 32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Qwen 3 with tied embeddings."""
+
+    name: str
+    vocabulary: int
+    hidden: int
+    layers: int
+    feed_forward: int
+    heads: int
+
+    def build(self, folder: Path) -> Path:
+        """Random weights; a step needs no tokenizer."""
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        torch.manual_seed(0)
+        config = Qwen3Config(
+            vocab_size=self.vocabulary, hidden_size=self.hidden, num_hidden_layers=self.layers,
+            intermediate_size=self.feed_forward, num_attention_heads=self.heads, num_key_value_heads=self.heads // 2,
+            head_dim=HEAD_DIM, max_position_embeddings=32_768, tie_word_embeddings=True,
+        )  # fmt: skip
+        Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(folder / self.name)
+        return folder / self.name
+
+    def flops(self, lengths: list[int]) -> float:
+        """Multiplications and additions of forward and backward: matrices of the layers for each token, attention for
+        each pair that sees another, the head for each loss token. What is computed again does not count."""
+        width = self.heads * HEAD_DIM
+        matrices = self.layers * self.hidden * (3 * width + 3 * self.feed_forward)  # q and o, k and v as half of each
+        total = 0.0
+        for length in lengths:
+            loss = length - int(length * PROMPT)
+            pairs = length * (length + 1) / 2
+            total += length * matrices + self.layers * pairs * 2 * width + loss * self.hidden * self.vocabulary
+        return 6 * total
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("demo", 600, 96, 3, 256, 4),  # 0.4 million parameters
+        Shape("small", 16_384, 384, 6, 1152, 12),  # 17
+        Shape("large", 32_000, 768, 12, 2304, 24),  # 110
+    )
+}
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """What a step trains on; the same numbers for whoever is asked."""
+
+    vocabulary: int
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, vocabulary: int, length: int, count: int, *, mixed: bool) -> Sequences:
+        """`mixed`: from a quarter of `length` up, evenly spread, as answers are not equally long."""
+        shares = np.linspace(0.25, 1, count) if mixed else np.ones(count)
+        return cls(vocabulary, tuple(int(length * share) for share in shares))
+
+    def token_ids(self) -> list[list[int]]:
+        draw = np.random.default_rng(0)
+        return [draw.integers(3, self.vocabulary, size=length).tolist() for length in self.lengths]
+
+    def advantages(self) -> list[float]:
+        draw = np.random.default_rng(1)
+        return [float(draw.normal()) for _ in self.lengths]
