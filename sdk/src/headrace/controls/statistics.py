@@ -75,8 +75,10 @@ def _over(seeds: Sequence[Sequence[Score]], shared: bool) -> Mean:
 
 
 def _over_tasks(plays: Sequence[Score]) -> float:
-    """Standard error of the mean when tasks are drawn and each brings all its plays (a cluster); no less than that of independent
-    plays. One task says nothing: half the range of scores."""
+    """Standard error of the mean when tasks are drawn and each brings all its plays (a cluster).
+
+    No less than that of independent plays. One task says nothing: half the range of scores.
+    """
     middle = math.fsum(value for _, value in plays) / len(plays)
     rests: dict[str, float] = defaultdict(float)
     for task, value in plays:
