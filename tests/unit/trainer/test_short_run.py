@@ -53,7 +53,7 @@ def test_the_same_recording_gives_the_same_weights_and_other_rewards_give_others
 
 
 def test_a_learning_rate_that_moves_nothing_ends_with_the_weights_of_the_base(tmp_path: Path, make: Make) -> None:
-    found = trained(tmp_path, make(optimizer={"learning_rate": 1e-30}), recording(8))
+    found = trained(tmp_path, make(optimizer={"learning_rate": 1e-300}), recording(8))
     assert (found.steps, found.trained) == (2, 8)
     assert weights(tmp_path, found.last) == weights(tmp_path, found.base)
 

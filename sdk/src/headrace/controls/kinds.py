@@ -13,8 +13,8 @@ Change = Callable[[Sequence[Experience], random.Random], list[Experience]]
 """Experiences that have a reward, in their order, to what is trained in their place."""
 Expected = Literal["better", "same", "not better", "worse", "open"]
 """What the held-out score has to be, beside that of the model that training began with."""
-NOTHING = 1e-30
-"""A learning rate that moves no float32 weight; settings allow no 0."""
+NOTHING = 1e-300
+"""A learning rate that is 0 as a float32, so that not even a weight of 0 moves; settings allow no 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -75,8 +75,10 @@ def _over(seeds: Sequence[Sequence[Score]], shared: bool) -> Mean:
 
 
 def _over_tasks(plays: Sequence[Score]) -> float:
-    """Standard error of the mean when tasks are drawn and each brings all its plays (a cluster). One task says nothing:
-    half the range of scores."""
+    """Standard error of the mean when tasks are drawn and each brings all its plays (a cluster).
+
+    No less than that of independent plays. One task says nothing: half the range of scores.
+    """
     middle = math.fsum(value for _, value in plays) / len(plays)
     rests: dict[str, float] = defaultdict(float)
     for task, value in plays:
@@ -84,4 +86,6 @@ def _over_tasks(plays: Sequence[Score]) -> float:
     clusters = len(rests)
     if clusters < 2:
         return 0.5
-    return math.sqrt(math.fsum(rest * rest for rest in rests.values()) * clusters / (clusters - 1)) / len(plays)
+    clustered = math.fsum(rest * rest for rest in rests.values()) * clusters / (clusters - 1) / len(plays) ** 2
+    alone = math.fsum((value - middle) ** 2 for _, value in plays) / (len(plays) - 1) / len(plays)
+    return math.sqrt(max(clustered, alone))  # the sums of few tasks agree by luck now and then

@@ -17,7 +17,7 @@ def chance(seed: int = 0) -> random.Random:
 
 def test_the_truth_and_the_learning_rate_of_0_change_no_reward() -> None:
     assert TRUE.change(GIVEN, chance()) == STILL.change(GIVEN, chance()) == GIVEN
-    assert STILL.settings == {"trainer.optimizer.learning_rate": 1e-30}
+    assert STILL.settings == {"trainer.optimizer.learning_rate": 1e-300}
 
 
 def test_flipped_rewards_keep_their_span() -> None:

@@ -59,3 +59,9 @@ def test_two_errors_hold_the_truth_as_often_as_they_say(shared: bool) -> None:
 
 def test_one_task_says_nothing() -> None:
     assert mean([[("a", 1.0), ("a", 1.0)]]).error == 0.5
+
+
+def test_few_tasks_that_agree_by_luck_do_not_make_an_error_of_0() -> None:
+    """Two tasks with the same mean, of plays that differ: √(1/3 · 1/4) as of four independent ones."""
+    plays = [("a", 0.0), ("a", 1.0), ("b", 1.0), ("b", 0.0)]
+    assert mean([plays]).error == pytest.approx(math.sqrt(1 / 3 / 4))
