@@ -22,7 +22,7 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion
 
 from email_agent import mailbox, rewards
-from email_agent.react import TURNS_MAX, play
+from email_agent.react import play
 from email_agent.tasks import Split, Task, stream, tasks
 from email_agent.tools import Mailtools
 from headrace.controls.statistics import Score
@@ -150,8 +150,8 @@ class _Client:
 
     async def create(self, *, seed: object, **body: Any) -> ChatCompletion:
         body |= {"return_token_ids": True, "logprobs": True}
-        if isinstance(seed, int):  # each turn of an episode draws other numbers: the same for all would make them alike
-            body["seed"] = seed * TURNS_MAX + len(self.turns)
+        if isinstance(seed, int):
+            body["seed"] = seed
         request = ChatRequest.model_validate_json(json.dumps(body))
         began = utcnow()
         completion = await self._completions.begin(request, self._version, self._tokenizer)

@@ -36,11 +36,12 @@ async def play(
 ) -> Episode:
     """Answer `question` within `TURNS_MAX` model calls. Never raises for what the model or the server does.
 
-    With a `seed` the server draws the same tokens for the same messages, as far as it can.
+    With a `seed` the server draws the same tokens for the same messages, as far as it can, and other ones in each turn:
+    with one seed for all, turns that begin alike would go on alike.
     """
     episode = Episode()
     messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-    for _ in range(TURNS_MAX):
+    for turn in range(TURNS_MAX):
         try:
             response = await client.chat.completions.create(
                 model=model,
@@ -48,7 +49,7 @@ async def play(
                 tools=DEFINITIONS,
                 temperature=TEMPERATURE,
                 max_tokens=max_tokens,
-                seed=seed if seed is not None else omit,
+                seed=omit if seed is None else seed * TURNS_MAX + turn,
             )
         except OpenAIError as error:
             episode.failure = f"{type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ import pytest
 
 from email_agent import evaluate
 from email_agent.mailbox import Mailbox
+from email_agent.react import TURNS_MAX
 from email_agent.tasks import tasks
 from email_agent.tools import Mailtools
 from headrace_registry.gate import Gate, GateFailed
@@ -54,7 +55,8 @@ async def test_the_gate_tells_it_what_to_play(box: Mailbox, clerk: Behaviour, mo
             assert (len(court.tasks.gate), len(court.tasks.audit)) == (96, 96)
             asked = [court.play(version, court.tasks.gate[0], 7) for version in (VERSION, OTHER)]
             assert await asyncio.gather(*asked) == [1.0, 1.0]
-        assert {(call.body["model"], call.body["seed"]) for call in llm.calls} == {(VERSION, 7), (OTHER, 7)}
+        turns = {(version, 7 * TURNS_MAX + turn) for version in (VERSION, OTHER) for turn in range(3)}
+        assert {(call.body["model"], call.body["seed"]) for call in llm.calls} == turns, "a seed of its own for each"
         llm.then(status(400))
         with pytest.raises(GateFailed, match=r"status 1: 1 tasks could not be played.*BadRequestError"):
             async with Gate(GateSettings(command=program, base_url=llm.base_url)).session() as court:

@@ -87,15 +87,17 @@ async def perform(recipe: Recipe, options: Options, place: Place, teller: Teller
     async with _running(watch):
         with teller.doing("loading, probing and evaluating the first version"):
             await _first_version(watch)
+        with teller.doing("measuring it as the last one will be"):
+            before = await _measured(recipe, options, place, watch.champions[0])
         traffic_began = time.time()
         summary = await _agent_at_work(recipe, options, place, watch, teller)
         traffic_s = time.time() - traffic_began
         await _last_audit(watch)
-        with teller.doing("measuring the last version once more"):
+        with teller.doing("measuring the last version"):
             after = await _measured(recipe, options, place, watch.champions[-1])
     account = await account_of(place.bus)
     return Report(
-        before=watch.scores[watch.champions[0]].score,
+        before=before,
         after=after,
         versions=_versions(watch, traffic_began),
         failed_requests=summary["failed_requests"],
@@ -109,8 +111,8 @@ async def perform(recipe: Recipe, options: Options, place: Place, teller: Teller
 
 
 async def _measured(recipe: Recipe, options: Options, place: Place, version: str) -> float:
-    """Its mean score with fresh seeds. The registry's audit of it may have told the agent to stop: this one chose
-    nothing.
+    """Its mean score; the same tasks and seeds for every version. The registry's audit, with others, may have told the
+    agent to stop: this one chose nothing.
     """
     filled = {**_values(options), "base_url": place.base_url, "gateway": place.gateway, "version": version}
     command = leashed(recipe.command("measure", filled))
