@@ -16,6 +16,8 @@ from tests.chaos.balancer import Balancer
 from tests.chaos.client import Client, ClientLedger, digest
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+WANDERS, KEEPS = "roams", "keeps"
+"""A session that goes to the gateways in turn, and one that keeps to the second."""
 WHOLE = {"id": "chatcmpl-1", "choices": [{"index": 0, "message": {"role": "assistant", "content": "Ada"}}]}
 CHUNKS = [{"id": "chatcmpl-2", "choices": [{"index": 0, "delta": {"content": part}}]} for part in ("A", "da")]
 
@@ -51,9 +53,9 @@ class Rig:
         self.balancer = Balancer(http, urls)
         self._client = Client(http, self.balancer, self.ledger, "m")
 
-    async def ask(self) -> str | None:
+    async def ask(self, session_id: str = WANDERS) -> str | None:
         async with asyncio.timeout(10):
-            return await self._client.ask("s", [{"role": "user", "content": "who?"}])
+            return await self._client.ask(session_id, [{"role": "user", "content": "who?"}])
 
 
 @contextlib.asynccontextmanager
@@ -111,6 +113,22 @@ async def test_one_that_is_on_its_way_back_may_say_so() -> None:
         made.balancer.killing(made.urls[0])
         assert await made.ask() == "Ada"
         assert (made.ledger.failures, made.ledger.refused) == ([], 1)
+
+
+async def test_a_session_keeps_to_one_gateway_or_wanders_and_the_ledger_knows_where_it_was() -> None:
+    async with rig(plain) as made:
+        for _ in range(3):
+            assert await made.ask(KEEPS) == "Ada"
+            assert await made.ask(WANDERS) == "Ada"
+        assert made.ledger.reached == {KEEPS: {made.urls[1]}, WANDERS: set(made.urls)}
+
+
+async def test_who_lost_an_answer_may_have_recorded_it_and_who_refused_has_not() -> None:
+    for answer, reached in ((streaming(cut=True), 2), (refusing, 1)):
+        async with rig(answer) as made:
+            made.balancer.killing(made.urls[0])
+            assert await made.ask() == "Ada"
+            assert len(made.ledger.reached[WANDERS]) == reached
 
 
 async def test_an_old_kill_excuses_nothing() -> None:

@@ -54,6 +54,7 @@ class World:
         self.client.acked[self.turn.turn_id] = Acked("s", digest("Ada"), tokens, self.turn.version)
         self.client.told.add(self.feedback.event_id)
         self.client.judged["s"] = [Said(1.0, "g")]
+        self.client.reached["s"] = {"g"}
         name = self.experience.experience_id
         self.trainer = TrainerLedger(LINEAGE, {name: (1,)}, {name: (0,)}, frozenset(), steps=1)
 
@@ -91,8 +92,16 @@ def test_what_is_queued_again_may_be_trained_again() -> None:
 
 def test_a_word_that_waited_in_another_gateways_spool_may_count() -> None:
     world = World()
-    world.client.judged["s"] = [Said(1.0, "g"), Said(0.0, "h")]
+    world.client.judged["s"] = [Said(1.0, "g"), Said(0.0, "g")]
+    world.client.reached["s"] = {"g", "h"}
     assert world.compare().broken == {}
+
+
+def test_what_nobody_said_never_counts() -> None:
+    world = World()
+    world.client.judged["s"] = [Said(0.5, "g"), Said(0.0, "g")]
+    world.client.reached["s"] = {"g", "h"}
+    assert VALUES in world.compare().broken
 
 
 def test_redelivery_is_no_contradiction() -> None:
