@@ -35,6 +35,7 @@ def test_a_mutant_dies_and_the_original_lives(old: str, new: str, outcome: str) 
     assert verdict.outcome == outcome, verdict.said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", random.Random(7).sample(planted(), 2), ids=lambda fault: fault.name)
 def test_a_sample_of_the_planted_faults_is_noticed(fault: Planted) -> None:
     """`make mutants` tries all of them."""
