@@ -74,6 +74,7 @@ async def test_a_standby_takes_over_from_a_killed_leader(
         leader.wait()
         second = await town.publish(model, 1)
         await town.until(lambda: town.champion(model) == second, "the second champion")
+        await town.until(lambda: "promoted" in town.said(second), "its events, which are another topic's")
         assert town.said(second)[:3] == ["registered", "probed", "promoted"]
 
 
