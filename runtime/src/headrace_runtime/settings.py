@@ -158,11 +158,6 @@ class ServiceSettings(Section):
 S = TypeVar("S", bound=ServiceSettings)
 
 
-def installed_services() -> dict[str, str]:
-    """Service name to module, of everything that announces itself."""
-    return {entry.name: entry.value for entry in sorted(entry_points(group=SERVICES_GROUP))}
-
-
 def load(service: str, model: type[S], path: Path | None, environ: Mapping[str, str] | None = None) -> tuple[Common, S]:
     """Read the file (none: defaults) and the environment; raise `SettingError` for anything that nobody would use."""
     environ = os.environ if environ is None else environ
@@ -170,9 +165,9 @@ def load(service: str, model: type[S], path: Path | None, environ: Mapping[str, 
     for name, text in environ.items():
         if name.startswith(ENV_PREFIX) and name != CONFIG_VARIABLE:
             _override(table, name, text)
-    known = (*Common.model_fields, *dict.fromkeys((*SERVICES, *installed_services(), service)))
+    ours = (*Common.model_fields, *SERVICES, service)
     for name, value in table.items():
-        if name not in known:
+        if name not in ours and name not in (known := (*ours, *entry_points(group=SERVICES_GROUP).names)):
             raise SettingError(name, value, f"unknown{_hint(name, known)}")
     common = _validate(Common, {k: v for k, v in table.items() if k in Common.model_fields}, "")
     own = _validate(model, table.get(service, {}), f"{service}.")

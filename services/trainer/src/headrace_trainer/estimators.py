@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from headrace_trainer import advantages
@@ -92,23 +92,18 @@ def _scale_min(settings: AdvantageSettings) -> float | None:
     return settings.scale_min if settings.scale == "std" else None
 
 
-def named(kind: str) -> Estimator:
-    """Raises `ValueError` for a kind that nobody announces, with those there are."""
-    found = _announced().get(kind)
-    if found is None:
-        close = difflib.get_close_matches(kind, _announced(), n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"no installed package announces {kind!r}; {hint}there are {', '.join(sorted(_announced()))}")
-    return _load(found)
-
-
-def _announced() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
-
-
 @cache
-def _load(entry: EntryPoint) -> Estimator:
-    loaded = entry.load()
+def named(kind: str) -> Estimator:
+    """Looked up once in a process: batches ask for theirs again and again, and what is installed stays.
+
+    Raises `ValueError` for a kind that nobody announces, with those there are.
+    """
+    announced = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if kind not in announced:
+        close = difflib.get_close_matches(kind, announced, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(f"no installed package announces {kind!r}; {hint}there are {', '.join(sorted(announced))}")
+    loaded = announced[kind].load()
     if not isinstance(loaded, Estimator):
-        raise ValueError(f"{entry.value} is no estimator; mark it with headrace_trainer.estimators.estimator")
+        raise ValueError(f"{announced[kind].value} is no estimator; mark it with headrace_trainer.estimators.estimator")
     return loaded
