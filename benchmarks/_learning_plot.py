@@ -9,43 +9,32 @@ from typing import Any
 from benchmarks._learning_lines import FORMAT, Table
 from headrace.controls import kinds
 from headrace.controls.statistics import mean
-
-_INK, _LINE, _FAINT, _WARN = "#1f2933", "#0b7285", "#868e96", "#c92a2a"
+from headrace.drawing import FAINT, INK, LINE, WRONG, pyplot, save
 
 
 def draw(table: Table, path: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.8), dpi=130, width_ratios=(1.3, 0.8, 1.2))
+    figure, (left, middle, right) = pyplot().subplots(1, 3, figsize=(11, 3.8), dpi=130, width_ratios=(1.3, 0.8, 1.2))
     _gains(left, table)
     _lags(middle, table)
     _traces(right, table)
     for axes in (left, middle, right):
         axes.tick_params(labelsize=8)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _gains(axes: Any, table: Table) -> None:
     arms = [arm for arm in table.arms if not arm.startswith("lag ")]
     gains = [table.gain(arm) for arm in arms]
     places = range(len(arms))[::-1]
-    axes.axvline(0, color=_FAINT, linewidth=1)
+    axes.axvline(0, color=FAINT, linewidth=1)
     axes.errorbar(
-        [gain.value * 100 for gain in gains], places, xerr=[200 * gain.error for gain in gains], fmt="o", color=_LINE,
+        [gain.value * 100 for gain in gains], places, xerr=[200 * gain.error for gain in gains], fmt="o", color=LINE,
         markersize=4, capsize=2,
     )  # fmt: skip
     for place, gain in zip(places, gains, strict=True):
-        axes.plot([one * 100 for one in gain.by_seed], [place] * len(gain.by_seed), "|", color=_FAINT)
+        axes.plot([one * 100 for one in gain.by_seed], [place] * len(gain.by_seed), "|", color=FAINT)
     axes.set_yticks(list(places), [arm.removeprefix("function:") for arm in arms])
-    axes.set_title("gain over the base, points (± 2 errors; each seed)", loc="left", color=_INK, fontsize=9)
+    axes.set_title("gain over the base, points (± 2 errors; each seed)", loc="left", color=INK, fontsize=9)
 
 
 def _lags(axes: Any, table: Table) -> None:
@@ -53,15 +42,15 @@ def _lags(axes: Any, table: Table) -> None:
     found = [(lag, table.score(arm)) for lag, arm in sorted(lags.items()) if arm in table.arms]
     axes.errorbar(
         [lag for lag, _ in found], [score.value * 100 for _, score in found],
-        yerr=[200 * score.error for _, score in found], fmt="o-", color=_LINE, markersize=4, capsize=2,
+        yerr=[200 * score.error for _, score in found], fmt="o-", color=LINE, markersize=4, capsize=2,
     )  # fmt: skip
     axes.set_ylim(0, 100)
-    axes.set_xlabel("lag, steps", fontsize=8, color=_INK)
-    axes.set_title("held-out score, %", loc="left", color=_INK, fontsize=9)
+    axes.set_xlabel("lag, steps", fontsize=8, color=INK)
+    axes.set_title("held-out score, %", loc="left", color=INK, fontsize=9)
 
 
 def _traces(axes: Any, table: Table) -> None:
-    for arm, colour in ((kinds.TRUE.name, _LINE), (FORMAT, _WARN)):
+    for arm, colour in ((kinds.TRUE.name, LINE), (FORMAT, WRONG)):
         traces = [run.trace for run in table.arms.get(arm, []) if run.trace]
         if not traces:
             continue
@@ -73,5 +62,5 @@ def _traces(axes: Any, table: Table) -> None:
         axes.plot(steps, rewards, "--", color=colour, label=f"{arm.removeprefix('function:')}: reward")
     axes.set_ylim(0, 100)
     axes.legend(frameon=False, fontsize=7)
-    axes.set_xlabel("steps", fontsize=8, color=_INK)
-    axes.set_title("reward and held-out score, %", loc="left", color=_INK, fontsize=9)
+    axes.set_xlabel("steps", fontsize=8, color=INK)
+    axes.set_title("reward and held-out score, %", loc="left", color=INK, fontsize=9)

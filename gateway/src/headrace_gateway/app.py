@@ -74,11 +74,17 @@ async def run(common: Common, settings: GatewaySettings) -> None:
                 await publisher.publish(letter)
                 told.add(letter.event_id)
 
-        routing = Table(Routing, common.bus, SOURCE, blobs, refuse, lambda key, row: catalog.update(key, row))
-        replicas = Table(Replica, common.bus, SOURCE, blobs, refuse, lambda key, row: fleet.update(key, row))
+        def routed(key: str, row: Routing | None) -> None:
+            catalog.update(key, row)
+
+        def heard(key: str, row: Replica | None) -> None:
+            fleet.update(key, row)
+
+        routing = Table(Routing, common.bus, SOURCE, blobs, refuse, routed)
+        replicas = Table(Replica, common.bus, SOURCE, blobs, refuse, heard)
         known_folder, late_s = known_folder_of(common, settings), settings.capture.bus_wait_s
-        kept = Kept(Routing, known_folder / "routing", routing, lambda key, row: catalog.update(key, row), late_s)
-        others = Kept(Replica, known_folder / "replicas", replicas, lambda key, row: fleet.update(key, row), late_s)
+        kept = Kept(Routing, known_folder / "routing", routing, routed, late_s)
+        others = Kept(Replica, known_folder / "replicas", replicas, heard, late_s)
         catalog = Catalog(settings.model_aliases, lambda: routing.loaded.is_set() or kept.used, lambda: fleet.changed())
         fleet = Fleet(clock, replicas.loaded.is_set)
         versions = KnownVersions(common.bus, SOURCE, blobs, refuse)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from headrace_runtime import whole_file
 from headrace_runtime.logs import get_logger
 from headrace_schemas import Event
 from headrace_schemas.errors import InvalidEvent
@@ -95,7 +96,5 @@ class Kept(Generic[E]):
         if text == self._written:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._path.with_name(f".{self._path.name}.draft")
-        draft.write_bytes(text)
-        draft.replace(self._path)
+        whole_file.replace(self._path, text)
         self._written = text

@@ -6,6 +6,7 @@ import base64
 import hashlib
 from pathlib import Path
 
+from headrace_runtime import whole_file
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import DEAD_LETTERS
@@ -58,9 +59,7 @@ class Told:
         lines = path.read_text(encoding="ascii", errors="replace").split() if path.exists() else []
         self._names = dict.fromkeys(lines[-_TOLD_MAX:])
         if len(lines) > _TOLD_MAX:
-            draft = path.with_name(f".{path.name}.draft")
-            draft.write_text("".join(f"{name}\n" for name in self._names), encoding="ascii")
-            draft.replace(path)
+            whole_file.replace(path, "".join(f"{name}\n" for name in self._names).encode("ascii"))
 
     def __contains__(self, name: str) -> bool:
         return name in self._names

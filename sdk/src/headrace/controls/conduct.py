@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,41 +105,36 @@ async def _train(request: Request, control: Control, seed: int) -> ShortRun:
         raise UsageError(f"{control.name}: nothing is left to train")
     name = re.sub(r"[^a-z0-9]+", "-", control.name.lower()).strip("-")
     more = {"trainer.lineage": f"control-{name}-{seed}", "trainer.seed": seed, **control.settings}
-    found: list[ShortRun] = []
-    async with started("trainer", request.overrides(more).environ, "short") as program:
-
-        async def feed() -> None:
-            for one in changed:
-                await program.feed("experience", one.to_json())
-            program.close()
-
-        async def drain() -> None:
-            async for _, value in program.lines():
-                found.append(ShortRun.model_validate_json(value))
-
-        await side_by_side(feed(), drain())
+    lines = [("experience", one.to_json()) for one in changed]
+    found = await _answers("trainer", "short", request.overrides(more), lines)
     if not found:
         raise HeadraceError(f"{control.name}: the trainer ended without a version")
-    return found[0]
+    return ShortRun.model_validate_json(found[0])
 
 
 async def _measure(request: Request, stage: Stage, base: Checkpoint, one: Checkpoint) -> Sequence[Score]:
     """The gate's program plays audit tasks with it."""
     await stage.show(base, one)
-    environ = request.overrides({"registry.gate.base_url": stage.base_url}).environ
-    found: list[Measured] = []
-    async with started("registry", environ, "audits") as program:
+    overrides = request.overrides({"registry.gate.base_url": stage.base_url})
+    wanted = Measure(version=one.version, plays=request.plays)
+    found = await _answers("registry", "audits", overrides, [("measure", wanted.model_dump_json().encode())])
+    if not found:
+        raise HeadraceError(f"{one.version} was not measured")
+    return Measured.model_validate_json(found[0]).scores
+
+
+async def _answers(service: str, filter_: str, overrides: Overrides, lines: Iterable[tuple[str, bytes]]) -> list[bytes]:
+    """Everything that a filter of a service writes when it reads these lines."""
+    found: list[bytes] = []
+    async with started(service, overrides.environ, filter_) as program:
 
         async def feed() -> None:
-            wanted = Measure(version=one.version, plays=request.plays)
-            await program.feed("measure", wanted.model_dump_json().encode())
+            for kind, value in lines:
+                await program.feed(kind, value)
             program.close()
 
         async def drain() -> None:
-            async for _, value in program.lines():
-                found.append(Measured.model_validate_json(value))
+            found.extend([value async for _, value in program.lines()])
 
         await side_by_side(feed(), drain())
-    if not found:
-        raise HeadraceError(f"{one.version} was not measured")
-    return found[0].scores
+    return found
