@@ -47,9 +47,9 @@ async def _play(town: Town, rng: random.Random) -> list[Line]:
             bad = await _promoted(town, parents, champion)
             early = await _publish(town, parents, bad) if rng.random() < 0.7 else None
             await asyncio.sleep(rng.random() * 0.5)
-            answer = await http.post(f"{url}/v1/models/{MODEL}/rollback", json={"reason": "worse"})
-            answer.raise_for_status()
-            champion = answer.json()["champion"]
+            champion = await _taken_back_to(http, url)
+            if champion == bad:  # its child was promoted first, and that is what went
+                champion = await _taken_back_to(http, url)
             if turn % 4 == 3:
                 process.kill()
                 process.wait()
@@ -78,6 +78,14 @@ async def _publish(town: Town, parents: dict[str, str | None], parent: str, scor
     version = await town.publish(MODEL, len(parents), {"t": score}, parent)
     parents[version] = parent
     return version
+
+
+async def _taken_back_to(http: httpx2.AsyncClient, url: str) -> str:
+    """The champion after a rollback of the one before."""
+    answer = await http.post(f"{url}/v1/models/{MODEL}/rollback", json={"reason": "worse"})
+    answer.raise_for_status()
+    champion: str = answer.json()["champion"]
+    return champion
 
 
 def _descends(version: str, ancestor: str, parents: dict[str, str | None]) -> bool:
