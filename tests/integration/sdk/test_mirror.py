@@ -23,6 +23,7 @@ from tests.contract.bus import clients
 from tests.contract.bus.clients import administering, consuming, eventually, producing
 from tests.integration.sdk.wiping import wipe
 from tests.support.broker_process import BrokerProcess
+from tests.support.marks import kafka_is_long
 
 NOW_MS = int(time.time() * 1000)
 DAY_MS = 86_400_000
@@ -247,6 +248,7 @@ async def test_tables_are_copied_as_tables_and_positions_in_them_translated(sour
         await mirror(source, target)
 
 
+@kafka_is_long("target")
 async def test_killed_half_way_and_run_again_nothing_is_there_twice(source: str, target: str) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")
