@@ -45,19 +45,17 @@ async def _play(town: Town, rng: random.Random) -> list[Line]:
         await town.until(lambda: town.champion(MODEL) == champion, "the first champion")
         for turn in range(ROUNDS):
             bad = await _promoted(town, parents, champion)
-            early = await _publish(town, parents, bad) if rng.random() < 0.7 else None
+            early = [await _publish(town, parents, bad)] if rng.random() < 0.7 else []
             await asyncio.sleep(rng.random() * 0.5)
-            champion = await _taken_back_to(http, url)
-            if champion == bad:  # its child was promoted first, and that is what went
-                champion = await _taken_back_to(http, url)
+            answer = await http.post(f"{url}/v1/models/{MODEL}/rollback", json={"reason": "worse"})
+            answer.raise_for_status()
+            champion = answer.json()["champion"]
             if turn % 4 == 3:
                 process.kill()
                 process.wait()
                 process, url = town.registry()
-            barred.add(bad)
-            for parent in [bad, *([early] if early else [])]:
-                barred.add(await _publish(town, parents, parent))
-            barred |= {early} if early else set()
+            gone = [one for one in (bad, *early) if one != champion]  # `bad` serves if its child was promoted first
+            barred |= {*gone, *[await _publish(town, parents, parent) for parent in gone]}
             await town.until(all_taken_back, "the children are withdrawn")
         await asyncio.sleep(LATER_S)
         watching.cancel()
@@ -78,14 +76,6 @@ async def _publish(town: Town, parents: dict[str, str | None], parent: str, scor
     version = await town.publish(MODEL, len(parents), {"t": score}, parent)
     parents[version] = parent
     return version
-
-
-async def _taken_back_to(http: httpx2.AsyncClient, url: str) -> str:
-    """The champion after a rollback of the one before."""
-    answer = await http.post(f"{url}/v1/models/{MODEL}/rollback", json={"reason": "worse"})
-    answer.raise_for_status()
-    champion: str = answer.json()["champion"]
-    return champion
 
 
 def _descends(version: str, ancestor: str, parents: dict[str, str | None]) -> bool:
