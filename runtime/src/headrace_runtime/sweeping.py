@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Table, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-AT_ONCE_MAX = 25
+AT_ONCE_MAX = 15
 """Rows that one transaction forgets of a table: a few milliseconds of work."""
 COUNTED_MAX = 10_000
 """Rows are counted so far for a gauge; it stays there however many there are."""

@@ -18,7 +18,7 @@ from headrace_scorer.policy import Policy
 from headrace_scorer.schema import feedback, ledger, listed, trajectories, turn_owners, turns
 
 _SETTLED_AT_ONCE_MAX = 25
-_FORGOTTEN_AT_ONCE_MAX = 12
+_FORGOTTEN_AT_ONCE_MAX = 7
 
 
 async def end_waiting(tx: AsyncConnection, now: datetime, book: Book, policy: Policy) -> Sequence[Event]:
