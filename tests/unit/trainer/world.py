@@ -15,7 +15,7 @@ from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.pausing import Refusing
 from headrace_runtime.refusal_limit import RefusalBounds
 from headrace_runtime.wire import Record
-from headrace_schemas import Branch, Checkpoint, Event, Experience, ModelEvent, Span, TrainingMetrics, Verdict
+from headrace_schemas import Branch, Checkpoint, Event, Experience, ModelEvent, Span, TrainingMetrics, TrainingOutcome
 from headrace_schemas.envelope import Envelope
 from headrace_schemas.events.experience import NoReward
 from headrace_schemas.events.model_event import Decision
@@ -91,7 +91,7 @@ class Bus:
         return list({event.event_id: event for event in self.sent if isinstance(event, TrainingMetrics)}.values())
 
     @property
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[TrainingOutcome]:
         return [verdict for account in self.accounts for verdict in account.verdicts]
 
     @property

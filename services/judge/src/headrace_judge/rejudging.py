@@ -35,7 +35,7 @@ from headrace_runtime.settings import Common, DatabaseSettings
 from headrace_runtime.stream_service import StreamService
 from headrace_runtime.wire import Outgoing, Record
 from headrace_schemas import Event, Reward, Trajectory
-from headrace_schemas.replay import Judged
+from headrace_schemas.replay import JudgedLine
 
 _TAKE_MAX = 50
 _WAITING_MAX = 200
@@ -59,12 +59,12 @@ class RewardLines(EventProducer):
                 self._lines.write("reward", record.value)
         self._lines.flush()
 
-    def judged(self) -> Judged:
+    def judged(self) -> JudgedLine:
         """What each trajectory came to in the end."""
         found: dict[str, Counter[str]] = defaultdict(Counter)
         for reward in self._latest.values():
             found[reward.source][reward.outcome] += 1
-        return Judged(outcomes={source: dict(sorted(counts.items())) for source, counts in sorted(found.items())})
+        return JudgedLine(outcomes={source: dict(sorted(counts.items())) for source, counts in sorted(found.items())})
 
 
 async def run(common: Common, settings: JudgeSettings, lines: Lines | None = None) -> None:

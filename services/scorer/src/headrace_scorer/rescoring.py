@@ -24,7 +24,7 @@ from headrace_runtime.filters import Lines
 from headrace_runtime.settings import Common
 from headrace_schemas import Experience, Feedback, Reward, Trajectory
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
-from headrace_schemas.replay import Closed, Heard, Scored
+from headrace_schemas.replay import ClosedLine, FeedbackLine, ScoredLine
 from headrace_scorer import accounts, joins, store
 from headrace_scorer.functions.pool import Pool
 from headrace_scorer.functions.process import FunctionsRefused
@@ -102,13 +102,13 @@ class Rescoring:
     def know(self, word: str, value: bytes) -> None:
         """A line that is no trajectory. Raises `InvalidEvent`, and `ValueError` for a word that nobody knows."""
         if word == "feedback":
-            heard = _heard(Heard.model_validate_json(value))
+            heard = _heard(FeedbackLine.model_validate_json(value))
             session = self._sessions[heard.event.session_key, heard.event.tenant]
             session.feedback.setdefault(heard.event.event_id, heard)
         elif word == "reward":
             self._keep(Reward.from_json(value))
         elif word == "closed":
-            one = Closed.model_validate_json(value)
+            one = ClosedLine.model_validate_json(value)
             closed = joins.Closed(one.trajectory_id, one.time_ms, one.place, one.began)
             self._sessions[one.session_key, one.tenant].closed.setdefault(one.trajectory_id, closed)
         else:
@@ -134,8 +134,8 @@ class Rescoring:
         self._made.update(one.no_reward or "rewarded" for one in made)
         return made
 
-    def report(self) -> Scored:
-        return Scored(
+    def report(self) -> ScoredLine:
+        return ScoredLine(
             trajectories=self._trajectories,
             experiences=dict(sorted(self._made.items())),
             not_trained=dict(sorted(self._not_trained.items())),
@@ -198,5 +198,5 @@ class Rescoring:
         )
 
 
-def _heard(line: Heard) -> joins.Heard:
+def _heard(line: FeedbackLine) -> joins.Heard:
     return joins.Heard(Feedback.model_validate(line.event), line.place, line.turns_until, line.trajectories_until)

@@ -1,4 +1,4 @@
-"""When there is a batch and what is in it. Training and its rehearsal cut alike because both ask here."""
+"""When there is a batch and what is in it. Training and its dry run cut alike because both ask here."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from headrace_runtime.clock import epoch_ms
-from headrace_schemas import Batch, Experience, Read, Restored, Undone, Verdict
+from headrace_schemas import BatchRecord, Experience, Read, Restored, TrainingOutcome, Undone
 from headrace_schemas.events.checkpoint import DropReason
 from headrace_trainer.admission import Decision, Limits, decide, expired, objection, versions_of
 from headrace_trainer.baselines import Baselines
@@ -65,13 +65,13 @@ class Ledger:
         self.promoted = promoted or (history.head,)
         """The champion and the one before it; at first the version that everything started from."""
         self.steps = steps
-        self.verdicts: list[Verdict] = []
+        self.verdicts: list[TrainingOutcome] = []
         """Those that no save holds yet."""
         self.undone: list[Undone] = []
         """The same for what was taken back, ..."""
         self.restored: list[Restored] = []
         """... and for what came forward again; always saved before anything else happens to it."""
-        self.batches: list[Batch] = []
+        self.batches: list[BatchRecord] = []
         """The same for batches, ..."""
         self.read: list[Read] = []
         """... and for what was read after the last of them."""
@@ -198,7 +198,7 @@ class Ledger:
 
     def cut(self, digest: str, experiences: int) -> None:
         """Note a batch, for whoever wants to build it again. After `stepped`, if it comes to that."""
-        self.batches.append(Batch(step=self.steps, experiences=experiences, digest=digest, read=tuple(self.read)))
+        self.batches.append(BatchRecord(step=self.steps, experiences=experiences, digest=digest, read=tuple(self.read)))
         self.read.clear()
 
     @property
@@ -260,7 +260,7 @@ class Ledger:
 
     def _verdict(self, experience: Experience, dropped: DropReason | None) -> None:
         self.verdicts.append(
-            Verdict(
+            TrainingOutcome(
                 experience_id=experience.experience_id,
                 revision=experience.revision,
                 turn_ids=experience.turn_ids,

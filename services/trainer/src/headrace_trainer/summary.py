@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from headrace_schemas import Verdict
+from headrace_schemas import TrainingOutcome
 from headrace_trainer.admission import versions_of
 from headrace_trainer.history import History
 from headrace_trainer.prepare import Prepared
@@ -65,7 +65,7 @@ def _groups(prepared: Prepared) -> list[list[float]]:
     return [advantages for task, advantages in groups.items() if len(runs[task]) > 1]
 
 
-def between_saves(steps: Sequence[Mapping[str, float]], verdicts: Sequence[Verdict]) -> dict[str, float]:
+def between_saves(steps: Sequence[Mapping[str, float]], verdicts: Sequence[TrainingOutcome]) -> dict[str, float]:
     """Each step measure's mean over the steps that have it, and the verdicts by outcome."""
     outcomes = Counter("trained" if verdict.dropped is None else f"dropped/{verdict.dropped}" for verdict in verdicts)
     found = {"steps": float(len(steps)), **{name: float(count) for name, count in sorted(outcomes.items())}}

@@ -1,11 +1,12 @@
-"""What training would do with a stream of experiences, without a model: admission, cutting, batches are the real ones.
+"""What training would do with a stream of experiences. No model is loaded; admission, cutting and batches are real.
 
-Batches do not depend on weights, so the digests here are those that training comes to (P9). Some things only the
-weights decide, and are taken to go well: no gradient is infinite, no sequence is masked whole and corrected later, no
-limit of `[trainer.health]` is passed, and every version differs from its parent.
+Batches do not depend on weights, so training gets the same digests (P9). The dry run assumes what only weights can
+decide: every gradient is finite, no sequence is masked whole and corrected later, no limit of `[trainer.health]` is
+passed, and every version differs from its parent.
 
-As a filter (`python -m headrace_trainer.replay`) it takes lines `experience`, and before those after which a batch was
-cut when they were trained first, a line `batch` with the number of its experiences. It writes one line `rehearsed`.
+As a filter (`python -m headrace_trainer.replay`) it reads lines `experience`. A line `batch` stands before the
+experience after which the original training cut a batch, and has the batch's number of experiences. The filter writes
+one line `dry_run`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from headrace_runtime.filters import Lines
 from headrace_runtime.settings import Common
 from headrace_schemas import Branch, Experience
 from headrace_schemas.blobs import BlobRef
-from headrace_schemas.replay import Rehearsed, RehearsedBatch
+from headrace_schemas.replay import DryRunBatch, DryRunLine
 from headrace_trainer.admission import limits_of
 from headrace_trainer.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay
 from headrace_trainer.history import History, Published
@@ -33,26 +34,26 @@ from headrace_trainer.store import replayed
 from headrace_trainer.waiting import Waiting
 
 _START = datetime(1970, 1, 1, tzinfo=UTC)
-"""Time stands still in a rehearsal."""
+"""The only time in a dry run."""
 
 
 async def run(common: Common, settings: TrainerSettings) -> None:
     """The filter."""
     lines = Lines()
-    rehearsal = Rehearsal(settings, BlobStore.open(common))
+    dry_run = DryRun(settings, BlobStore.open(common))
     mark: int | None = None
     async for word, value in lines.read():
         if word == "batch":
             mark = int(value)
         else:
-            rehearsal.add(Experience.from_json(value), mark)
+            dry_run.add(Experience.from_json(value), mark)
             mark = None
-    lines.write("rehearsed", rehearsal.end().model_dump_json().encode())
+    lines.write("dry_run", dry_run.end().model_dump_json().encode())
     lines.flush()
 
 
-class Rehearsal:
-    """A lineage that only keeps books. `add` experiences in order, then `end`."""
+class DryRun:
+    """A lineage without weights. `add` experiences in order, then `end`."""
 
     def __init__(self, settings: TrainerSettings, blobs: BlobStore) -> None:
         """Raises `SettingError` as a start of the trainer would."""
@@ -71,10 +72,10 @@ class Rehearsal:
         """The tokens of what the window holds."""
         self._fates: Counter[str | None] = Counter()
         self._ignored: Counter[str] = Counter()
-        self._batches: list[RehearsedBatch] = []
+        self._batches: list[DryRunBatch] = []
 
     def add(self, experience: Experience, mark: int | None = None) -> None:
-        """`mark`: after this one a batch of so many was cut, when it was trained before."""
+        """`mark`: the original training cut a batch of so many experiences after this one."""
         if experience.model != self._settings.model:
             self._ignored["other_models"] += 1
         elif self._ledger.admit(self._whole(experience), (0, self._place), _START).fate == "ignore":
@@ -92,13 +93,13 @@ class Rehearsal:
         trained = entry is not None and entry.trained
         return experience.model_copy(update={"branch": self._branches.get(name)}) if trained else experience
 
-    def end(self) -> Rehearsed:
+    def end(self) -> DryRunLine:
         """Nothing more will come."""
         while self._act(END_OF_TIME):
             pass
         self._count()
         trained = self._fates.pop(None, 0)
-        return Rehearsed.model_validate(
+        return DryRunLine.model_validate(
             {
                 "trained": trained,
                 "dropped": dict(sorted((str(reason), count) for reason, count in self._fates.items())),
@@ -126,7 +127,7 @@ class Rehearsal:
     def _step(self, items: tuple[Waiting, ...]) -> None:
         ledger, settings = self._ledger, self._settings
         prepared = prepare(items, ledger, settings.advantage, self._decay)
-        self._batches.append(RehearsedBatch(experiences=len(items), digest=prepared.batch.digest()))
+        self._batches.append(DryRunBatch(experiences=len(items), digest=prepared.batch.digest()))
         ledger.stepped(prepared.trained, prepared.baselines)
         history = ledger.history
         if ledger.steps - history.head_step >= settings.steps_per_version:
@@ -144,7 +145,7 @@ class Rehearsal:
 
 def _version(model: str, number: int, parent: str | None, first: int, last: int) -> Published:
     """A version in name only."""
-    digest = hashlib.sha256(f"rehearsed {number}".encode()).hexdigest()
+    digest = hashlib.sha256(f"dry run {number}".encode()).hexdigest()
     nothing = BlobRef(uri="none", sha256=digest, size=0)
     name = f"{model}@{digest[:16]}"
     return Published(version=name, parent=parent, number=number, manifest=nothing, first_step=first, last_step=last)
