@@ -73,7 +73,7 @@ async def _run(arm: Arm, seed: int, base: Path, plan: Plan, scratch: Path) -> Fo
         found.scores = found.trace[-1][2] if done else await world.score(last, plan.plays)
         if arm.tried and last != first:
             found.trial = await _tried(world, last, first)
-    found.steps, found.rewards = lineage.ledger.steps, training.rewards
+    found.steps, found.rewards = lineage.state.steps, training.rewards
     found.health = lineage.health.stopped.reason if lineage.health.stopped else None
     found.effective_sample = statistics.fmean(training.effective) if training.effective else None
     found.seconds = round(time.perf_counter() - began, 1)
@@ -110,7 +110,7 @@ class _Training:
         batch = [one for one in self._sampled.popleft() if one.reward is not None]
         changed = self._arm.control.change(batch, self._chance)
         for one in changed:
-            lineage.ledger.admit(one, (0, self._place), one.time)
+            lineage.state.admit(one, (0, self._place), one.time)
             self._place += 1
         items = lineage.next_batch()
         if not items:

@@ -22,7 +22,7 @@ from headrace_scorer import joins
 from headrace_scorer.joins import Closed, Heard, Said
 from headrace_scorer.policy import Policy, Verdict
 from headrace_trainer import opening
-from headrace_trainer.ledger import Ledger
+from headrace_trainer.state import LineageState
 from tests.simulation.world import world
 
 
@@ -63,17 +63,17 @@ async def _past_the_spool(publisher: Publisher, *events: Event) -> None:
 
 
 _SAID, _TARGETS = joins.said_about, joins.targets
-_PUBLISH, _LEDGER, _VALUES = Publisher.publish, opening._ledger, Policy._values
+_PUBLISH, _STATE, _VALUES = Publisher.publish, opening._state, Policy._values
 
 
-def _remembered_elsewhere(*given: Any) -> Ledger:
+def _remembered_elsewhere(*given: Any) -> LineageState:
     """Offsets outside the checkpoint: they survive a death that the weights do not."""
-    ledger = _LEDGER(*given)
+    state = _STATE(*given)
     outside: dict[str, dict[int, int]] = vars(world()).setdefault("outside", {})
-    for topic, offsets in ledger.offsets.items():
+    for topic, offsets in state.offsets.items():
         outside[topic] = offsets | outside.get(topic, {})
-    ledger.offsets = outside
-    return ledger
+    state.offsets = outside
+    return state
 
 
 def _zero_for_nothing(policy: Policy, verdicts: Sequence[Verdict], turn_ids: Sequence[str]) -> dict[str, float]:
@@ -113,7 +113,7 @@ PLANTED: Mapping[str, Planted] = {
     ),
     "dedupe off": Planted(_bug("headrace_trainer.window.Entry.seen", lambda *_: False), frozenset({"p4_once"})),
     "offsets outside the checkpoint": Planted(
-        _bug("headrace_trainer.opening._ledger", _remembered_elsewhere), frozenset({"liveness", "account"})
+        _bug("headrace_trainer.opening._state", _remembered_elsewhere), frozenset({"liveness", "account"})
     ),
     "outbox in memory": Planted(
         _bug("headrace_runtime.outbox.Outbox.add", _only_in_memory),
@@ -133,10 +133,10 @@ PLANTED: Mapping[str, Planted] = {
     ),
     "the run by clocks": Planted(_bug("headrace_scorer.joins.targets", _next_by_the_clock), frozenset({"p10_late"})),
     "weights come forward unsaid": Planted(
-        _bug("headrace_trainer.ledger.Ledger._restore", lambda *_: None), frozenset({"p4_once"})
+        _bug("headrace_trainer.state.Ledger._restore", lambda *_: None), frozenset({"p4_once"})
     ),
     "weights go back unsaid": Planted(
-        _bug("headrace_trainer.ledger.Ledger.undo", lambda *_: None), frozenset({"p4_once"})
+        _bug("headrace_trainer.state.Ledger.undo", lambda *_: None), frozenset({"p4_once"})
     ),
     "staleness unbounded": Planted(
         _bug("headrace_trainer.admission.stale", lambda *_: None, "headrace_trainer.prepare.stale"),

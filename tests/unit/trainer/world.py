@@ -20,10 +20,10 @@ from headrace_schemas.envelope import Envelope
 from headrace_schemas.events.experience import NoReward
 from headrace_schemas.events.model_event import Decision
 from headrace_schemas.ids import session_key
-from headrace_trainer.ledger import Ledger
 from headrace_trainer.report import Reporter
 from headrace_trainer.saved import Offsets
 from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.state import LineageState
 from headrace_trainer.trainer import Trainer
 from tests.support.fates import follow
 
@@ -156,12 +156,12 @@ class Quiet(Reporter):
         self.steps: list[Mapping[str, float]] = []
         self.stops: list[str | None] = []
 
-    def step(self, measured: Mapping[str, float], ledger: Ledger) -> None:
+    def step(self, measured: Mapping[str, float], state: LineageState) -> None:
         self.steps.append(measured)
 
     def published(self, version: str, number: int, step: int) -> None: ...
 
-    def stopped(self, reason: str | None, ledger: Ledger) -> None:
+    def stopped(self, reason: str | None, state: LineageState) -> None:
         self.stops.append(reason)
 
     def decided(self, event: ModelEvent, number: int, step: int) -> None: ...

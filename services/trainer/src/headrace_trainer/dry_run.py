@@ -27,9 +27,9 @@ from headrace_schemas.replay import DryRunBatch, DryRunLine
 from headrace_trainer.admission import limits_of
 from headrace_trainer.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay
 from headrace_trainer.history import History, Published
-from headrace_trainer.ledger import Ledger
 from headrace_trainer.prepare import prepare
 from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.state import LineageState
 from headrace_trainer.store import replayed
 from headrace_trainer.waiting import Waiting
 
@@ -62,7 +62,7 @@ class DryRun:
         self._decay = decay(settings)
         vocabulary, context = _shape(Path(settings.base))
         history = History.begin(_version(settings.model, 0, None, 0, 0))
-        self._ledger = Ledger(
+        self._state = LineageState(
             History(history.versions, history.head, 0, replayed(settings, blobs)),
             limits_of(settings, vocabulary, context),
             settings.memory,
@@ -78,7 +78,7 @@ class DryRun:
         """`mark`: the original training cut a batch of so many experiences after this one."""
         if experience.model != self._settings.model:
             self._ignored["other_models"] += 1
-        elif self._ledger.admit(self._whole(experience), (0, self._place), _START).fate == "ignore":
+        elif self._state.admit(self._whole(experience), (0, self._place), _START).fate == "ignore":
             self._ignored["duplicates"] += 1
         self._place += 1
         self._act(BEGINNING_OF_TIME, mark)
@@ -89,7 +89,7 @@ class DryRun:
         if experience.branch is not None:
             self._branches[name] = experience.branch
             return experience
-        entry = self._ledger.window.get(name)
+        entry = self._state.window.get(name)
         trained = entry is not None and entry.trained
         return experience.model_copy(update={"branch": self._branches.get(name)}) if trained else experience
 
@@ -105,16 +105,16 @@ class DryRun:
                 "dropped": dict(sorted((str(reason), count) for reason, count in self._fates.items())),
                 "duplicates": self._ignored["duplicates"],
                 "other_models": self._ignored["other_models"],
-                "waiting": len(self._ledger.waiting),
+                "waiting": len(self._state.waiting),
                 "batches": tuple(self._batches),
-                "versions": len(self._ledger.history.versions) - 1,
+                "versions": len(self._state.history.versions) - 1,
             }
         )
 
     def _act(self, now: datetime, mark: int | None = None) -> bool:
         if self._finished:
             return False
-        items = self._cutter.next(self._ledger, now, mark)
+        items = self._cutter.next(self._state, now, mark)
         if items:
             self._step(items)
         self._count()
@@ -122,25 +122,25 @@ class DryRun:
 
     @property
     def _finished(self) -> bool:
-        return self._settings.max_steps is not None and self._ledger.steps >= self._settings.max_steps
+        return self._settings.max_steps is not None and self._state.steps >= self._settings.max_steps
 
     def _step(self, items: tuple[Waiting, ...]) -> None:
-        ledger, settings = self._ledger, self._settings
-        prepared = prepare(items, ledger, settings.advantage, self._decay)
+        state, settings = self._state, self._settings
+        prepared = prepare(items, state, settings.advantage, self._decay)
         self._batches.append(DryRunBatch(experiences=len(items), digest=prepared.batch.digest()))
-        ledger.stepped(prepared.trained, prepared.baselines)
-        history = ledger.history
-        if ledger.steps - history.head_step >= settings.steps_per_version:
-            version = _version(settings.model, history.next_number, history.head, history.head_step + 1, ledger.steps)
+        state.stepped(prepared.trained, prepared.baselines)
+        history = state.history
+        if state.steps - history.head_step >= settings.steps_per_version:
+            version = _version(settings.model, history.next_number, history.head, history.head_step + 1, state.steps)
             keep = {history.versions[0].version}
-            ledger.history = history.published(version, keep, settings.memory.versions)
-            ledger.forget(_START)
-            if len(self._branches) > 2 * len(ledger.window):
-                self._branches = {name: self._branches[name] for name in ledger.window if name in self._branches}
+            state.history = history.published(version, keep, settings.memory.versions)
+            state.forget(_START)
+            if len(self._branches) > 2 * len(state.window):
+                self._branches = {name: self._branches[name] for name in state.window if name in self._branches}
 
     def _count(self) -> None:
-        self._fates.update(verdict.dropped for verdict in self._ledger.verdicts)
-        self._ledger.saved()
+        self._fates.update(outcome.dropped for outcome in self._state.outcomes)
+        self._state.saved()
 
 
 def _version(model: str, number: int, parent: str | None, first: int, last: int) -> Published:

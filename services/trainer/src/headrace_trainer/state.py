@@ -1,9 +1,9 @@
-"""All that a lineage knows beside its tensors: one picture of one prefix of the stream (P4).
+"""The state of a lineage beside its tensors (P4): what was read, and what became of it.
 
-The picture is saved as a whole, together with the weights it belongs to. Offsets say which prefix has been read. Every
-experience in it is trained (its verdict and its contribution are here), dropped (its verdict is here) or waiting (it is
-here itself, not as an offset to read again). So a restart neither loses nor repeats anything, whatever the bus delivers
-once more and whatever it no longer has.
+The state is saved as a whole, together with the weights it belongs to. Its offsets say which part of the stream was
+read. Each experience of that part is trained (the state has its outcome and its contribution), dropped (the state has
+its outcome) or waiting (the state has the experience itself). So a restart loses nothing and repeats nothing, even if
+the bus delivers records again or has deleted them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import BatchRecord, Experience, Read, Restored, TrainingOutcome, Undone
 from headrace_schemas.events.checkpoint import DropReason
-from headrace_trainer.admission import Decision, Limits, decide, expired, objection, versions_of
+from headrace_trainer.admission import AdmissionLimits, Decision, decide, expired, objection, versions_of
 from headrace_trainer.baselines import Baselines
 from headrace_trainer.history import History
 from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, UNDONE, WAITING, WAITING_TOKENS
@@ -26,8 +26,8 @@ from headrace_trainer.window import Contribution, Entry, Window
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
-    """What a step did with one experience. Baseline and scale are those of its first training."""
+class TrainedExperience:
+    """What one step did with one experience. `baseline` and `scale` are those of its first training."""
 
     waiting: Waiting
     advantage: float
@@ -35,16 +35,17 @@ class Trained:
     scale: float
     correction: bool = False
     token_weight: float | None = None
-    """That of the contribution that is corrected; None when the weights hold none and it is trained like a new one."""
+    """The token weight of the contribution that is corrected. None: the weights hold no contribution of it, so it is
+    trained like a new one."""
 
 
-class Ledger:
-    """Mutable; whoever owns it calls one method at a time. Nothing here blocks."""
+class LineageState:
+    """Mutable. Its owner calls one method at a time. No method blocks."""
 
     def __init__(
         self,
         history: History,
-        limits: Limits,
+        limits: AdmissionLimits,
         memory: MemorySettings,
         *,
         baselines: Baselines | None = None,
@@ -63,18 +64,18 @@ class Ledger:
         self._tokens = sum(item.tokens for item in waiting)
         self.offsets = offsets or {}
         self.promoted = promoted or (history.head,)
-        """The champion and the one before it; at first the version that everything started from."""
+        """The champion and the previous champion; at first the version that the lineage started from."""
         self.steps = steps
-        self.verdicts: list[TrainingOutcome] = []
-        """Those that no save holds yet."""
+        self.outcomes: list[TrainingOutcome] = []
+        """Outcomes since the last save."""
         self.undone: list[Undone] = []
-        """The same for what was taken back, ..."""
+        """Outcomes that were taken back since the last save."""
         self.restored: list[Restored] = []
-        """... and for what came forward again; always saved before anything else happens to it."""
+        """Revisions that the weights hold again, since the last save. Nothing changes them before they are saved."""
         self.batches: list[BatchRecord] = []
-        """The same for batches, ..."""
+        """Batches since the last save."""
         self.read: list[Read] = []
-        """... and for what was read after the last of them."""
+        """What was read after the last of these batches."""
         self._gauge()
 
     @property
@@ -95,7 +96,7 @@ class Ledger:
         return self.history.head if self.steps == self.history.head_step else None
 
     def passed(self, topic: str, partition: int, offset: int, *, noted: bool) -> None:
-        """A record was taken in or refused. `noted`: it is one of those whose order makes the batches (P9)."""
+        """Move the offset past a record that was admitted or refused. `noted`: batches depend on its order (P9)."""
         self.offsets.setdefault(topic, {})[partition] = offset + 1
         if not noted:
             return
@@ -104,7 +105,7 @@ class Ledger:
         self.read.append(Read(partition=partition, until=offset + 1))
 
     def admit(self, experience: Experience, place: tuple[int, int], now: datetime) -> Decision:
-        """Decide about an arrival and note it. `place` is its partition and offset on the bus."""
+        """Decide about an experience that arrived, and record it. `place` is its partition and offset on the bus."""
         name = experience.experience_id
         entry = self.window.get(name)
         decision = decide(experience, entry, self.history, self.steps, self.limits)
@@ -115,13 +116,13 @@ class Ledger:
         self.window.see(name, experience.revision, versions, place if versions else None, now)
         replaced = self._waiting.get(name) if decision.replaces else None
         if replaced is not None:
-            self._verdict(replaced.experience, "superseded")
+            self._record(replaced.experience, "superseded")
         if decision.fate == "queue":
             self._put(Waiting(experience=experience, since_ms=replaced.since_ms if replaced else epoch_ms(now)))
             return decision
         if replaced is not None:
             self._remove(name)
-        self._verdict(experience, decision.reason)
+        self._record(experience, decision.reason)
         return decision
 
     def is_correction(self, item: Waiting) -> bool:
@@ -130,8 +131,8 @@ class Ledger:
         return entry is not None and entry.trained
 
     def go_back(self, version: str) -> dict[str, tuple[int, ...]]:
-        """The weights are those of `version` again. Returns the experiences that they have lost something of, and the
-        revisions that are undone by it. Those that a version on another line has kept are restored."""
+        """Follow the weights back to `version`. Returns the experiences that the weights have lost, each with the
+        revisions that are undone. Revisions that only the weights of `version` hold are restored."""
         before, after = self.history, self.history.moved(version, self.steps)
         lost: dict[str, tuple[int, ...]] = {}
         for name in self.window:
@@ -153,7 +154,7 @@ class Ledger:
         self.restored.append(Restored(experience_id=name, revision=revision))
 
     def places(self, names: Iterable[str]) -> dict[tuple[int, int], str]:
-        """Where on the bus the tokens of those are that could be trained again, as many as there is room for."""
+        """Where on the bus the experiences are that can be trained again, up to the room in the queue."""
         found: dict[tuple[int, int], str] = {}
         for name in names:
             entry = self.window.get(name)
@@ -165,8 +166,8 @@ class Ledger:
         return found
 
     def undo(self, lost: Mapping[str, Sequence[int]], found: Mapping[str, Experience], now: datetime) -> None:
-        """Note what `go_back` returned. Of `found`, read again from the bus, the last words that are fresh enough to
-        change the weights once more are queued, also those that had been dropped."""
+        """Record what `go_back` returned. `found` are experiences that were read again from the bus. Their newest
+        revisions are queued again if they are fresh enough, even if they had been dropped."""
         for name, revisions in lost.items():
             entry, experience = self.window.get(name), found.get(name)
             assert entry is not None, "nothing is evicted between two saves"
@@ -174,7 +175,7 @@ class Ledger:
             if experience is not None and experience.revision == entry.revisions[-1] and self.room:
                 reason = objection(experience, entry, self.history, self.steps, self.limits)
                 tried = sum(one.revision == experience.revision for one in entry.contributions)
-                # Once: a version made of the same experiences may well be refused for the same reason.
+                # Only once: a version that was trained on the same experiences may be refused for the same reason.
                 if reason is None and name not in self._waiting and tried <= 1:
                     again = experience.revision
             if again is not None and experience is not None:
@@ -186,10 +187,10 @@ class Ledger:
     def drop(self, item: Waiting, reason: DropReason) -> None:
         """Take it out of the queue for good."""
         self._remove(item.experience.experience_id)
-        self._verdict(item.experience, reason)
+        self._record(item.experience, reason)
 
     def sweep(self) -> None:
-        """Drop what has become too old, or pointless, while it waited (P5: also right after a restart)."""
+        """Drop experiences that became too old, or needless, while they waited (P5: also right after a restart)."""
         for item in self.waiting:
             entry = self.window.get(item.experience.experience_id)
             reason = expired(item.experience, entry, self.history, self.steps, self.limits)
@@ -197,26 +198,26 @@ class Ledger:
                 self.drop(item, reason)
 
     def cut(self, digest: str, experiences: int) -> None:
-        """Note a batch, for whoever wants to build it again. After `stepped`, if it comes to that."""
+        """Record a batch, so that it can be built again. Called after `stepped` if there was a step."""
         self.batches.append(BatchRecord(step=self.steps, experiences=experiences, digest=digest, read=tuple(self.read)))
         self.read.clear()
 
     @property
     def moved(self) -> bool:
-        """Whether verdicts have changed with the weights since the last save."""
+        """Whether outcomes were undone or restored since the last save."""
         return bool(self.undone or self.restored)
 
     def saved(self) -> None:
-        """What no save held is held now."""
-        self.verdicts.clear()
+        """A save holds everything now."""
+        self.outcomes.clear()
         self.undone.clear()
         self.restored.clear()
         self.batches.clear()
         self.read.clear()
 
-    def stepped(self, trained: Sequence[Trained], baselines: Baselines, token_weight: float = 0.0) -> None:
-        """Note a step: contributions, verdicts, baselines. Called once the weights have changed. `token_weight`: what
-        the gradients of those that correct nothing were multiplied with."""
+    def stepped(self, trained: Sequence[TrainedExperience], baselines: Baselines, token_weight: float = 0.0) -> None:
+        """Record a step: contributions, outcomes, baselines. Called once the weights have changed. `token_weight` is
+        the factor of the gradients of experiences that correct nothing."""
         self.steps += 1
         self.baselines = baselines
         for one in trained:
@@ -232,10 +233,10 @@ class Ledger:
                 update |= {"baseline": one.baseline, "scale": one.scale}
             self.window.put(experience.experience_id, entry.model_copy(update=update))
             self._remove(experience.experience_id)
-            self._verdict(experience, None)
+            self._record(experience, None)
 
-    def picture(self) -> dict[str, object]:
-        """The fields of `Saved` that are kept here; a copy that later calls do not change."""
+    def snapshot(self) -> dict[str, object]:
+        """The fields of `Saved` that this state holds. A copy: later calls do not change it."""
         return {
             "offsets": {topic: dict(offsets) for topic, offsets in self.offsets.items()},
             "waiting": self.waiting,
@@ -246,8 +247,8 @@ class Ledger:
         }
 
     def forget(self, now: datetime) -> None:
-        """Keep the window within its bounds. What waits stays, and so does what changed the weights and is fresh enough
-        to change them again, for the present weights or for those that they may go back to."""
+        """Keep the window within its bounds. Experiences that wait stay. Trained ones stay while they are fresh
+        enough to be trained again, by the present weights or by those that the lineage may go back to."""
         places = [self.history, *(self.history.moved(version, self.steps) for version in self.promoted)]
 
         def needed(name: str, entry: Entry) -> bool:
@@ -258,8 +259,8 @@ class Ledger:
         age = timedelta(seconds=self._memory.window_age_s)
         self.window.evict(now, self._memory.window_experiences, age, needed)
 
-    def _verdict(self, experience: Experience, dropped: DropReason | None) -> None:
-        self.verdicts.append(
+    def _record(self, experience: Experience, dropped: DropReason | None) -> None:
+        self.outcomes.append(
             TrainingOutcome(
                 experience_id=experience.experience_id,
                 revision=experience.revision,
