@@ -13,7 +13,7 @@ import headrace_collector.app
 import headrace_registry.app
 import headrace_scorer.app
 import headrace_trainer.app
-from headrace_collector.settings import Settings as CollectorSettings
+from headrace_collector.settings import ScorerSettings as CollectorSettings
 from headrace_gateway.publisher import Publisher
 from headrace_gateway.reach import Reach
 from headrace_gateway.settings import CaptureSettings
@@ -29,7 +29,7 @@ from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
 from headrace_runtime.versions import read_manifest
 from headrace_schemas import Event, LoadedVersion, Probe, Replica, Routing, ServedVersion
-from headrace_scorer.settings import Settings as ScorerSettings
+from headrace_scorer.settings import ScorerSettings as ScorerSettings
 from headrace_trainer.settings import TrainerSettings
 from tests.simulation.loop import VirtualClock
 from tests.simulation.process import Place, current
@@ -40,7 +40,7 @@ MAX_STALENESS = 2
 Main = Callable[[], Coroutine[Any, Any, None]]
 
 COLLECTOR = CollectorSettings(idle_s=12.0, end_wait_s=600.0, feedback_wait_s=10.0)
-SCORER = ScorerSettings(expected=("feedback",), settle_s=8.0, lease_s=18.0)
+SCORER = ScorerSettings(expected=("feedback",), reward_wait_s=8.0, lease_s=18.0)
 REGISTRY = RegistrySettings.model_validate(
     {
         "poll_s": 6.0,

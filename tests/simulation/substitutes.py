@@ -28,11 +28,11 @@ from headrace_runtime.settings import BusSettings, Common
 from headrace_schemas import Trajectory
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.gate import Tasks
-from headrace_scorer.functions.loading import Function
-from headrace_scorer.functions.pool import Pool
-from headrace_scorer.functions.protocol import Call
-from headrace_scorer.functions.verdicts import Outcome, outcome_of
-from headrace_scorer.settings import Settings as ScorerSettings
+from headrace_scorer.functions.loading import RewardFunction
+from headrace_scorer.functions.outcomes import Outcome, outcome_of
+from headrace_scorer.functions.pool import FunctionPool
+from headrace_scorer.functions.protocol import CallRequest
+from headrace_scorer.settings import ScorerSettings as ScorerSettings
 from tests.simulation import clients, kafka, learner
 from tests.simulation.database import open_database
 from tests.simulation.loop import VirtualClock
@@ -44,19 +44,19 @@ _PUT, _SET_POINTER, _DELETE = BlobStore.put, BlobStore.set_pointer, BlobStore.de
 _CREATE, _REMOVE_AREA = BlobStore.create, BlobStore.remove_area
 
 
-class LocalPool(Pool):
+class LocalPool(FunctionPool):
     """Reward functions without processes of their own: one that looks at the answer, and is now and then unwell."""
 
     def __init__(self, settings: ScorerSettings) -> None:
         super().__init__(settings)
         self.functions = (
-            Function(name="right", spec="here", parameters=("trajectory",), asynchronous=False, digest="0" * 64),
+            RewardFunction(name="right", spec="here", parameters=("trajectory",), asynchronous=False, digest="0" * 64),
         )
 
     async def reload(self) -> None:
         """Nothing is read."""
 
-    async def call(self, call: Call, trajectory: bytes) -> Outcome:
+    async def call(self, call: CallRequest, trajectory: bytes) -> Outcome:
         await asyncio.sleep(world().bus.draw.expovariate(20))
         return outcome_of(right(Trajectory.from_json(trajectory)))
 

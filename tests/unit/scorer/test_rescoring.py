@@ -14,7 +14,7 @@ from headrace_runtime.filters import Lines
 from headrace_schemas import Event, Experience, Feedback, Reward, Trajectory
 from headrace_schemas.replay import ClosedLine, FeedbackLine, ScoredLine
 from headrace_scorer.rescoring import Rescoring, _work
-from headrace_scorer.settings import Settings
+from headrace_scorer.settings import ScorerSettings
 from tests.support.streams import START
 from tests.support.trajectories import closed
 from tests.support.turns import ask, user
@@ -64,7 +64,7 @@ async def scored(
     lines = [line(one, place) for place, one in enumerate(events)]
     source = io.BytesIO(b"".join(b"%s %s\n" % (word.encode(), value) for word, value in lines))
     target = io.BytesIO()
-    wanted = Settings.model_validate(settings)
+    wanted = ScorerSettings.model_validate(settings)
     blobs = BlobStore("memory://rescoring")
     await _work(Rescoring(wanted, LocalPool(wanted, functions)), Lines(source, target), blobs)
     *made, last = (line.partition(b" ") for line in target.getvalue().splitlines())
@@ -158,7 +158,7 @@ async def test_a_large_experience_is_stored_only_when_that_is_allowed() -> None:
     found, _, _ = await scored(said(big, 1.0), big)
     assert len(found) == 1
     source = io.BytesIO(b"store {}\nfeedback %s\ntrajectory %s\n" % (line(said(big, 1.0), 0)[1], big.to_json()))
-    target, blobs, wanted = io.BytesIO(), BlobStore("memory://rescoring-large"), Settings()
+    target, blobs, wanted = io.BytesIO(), BlobStore("memory://rescoring-large"), ScorerSettings()
     await _work(Rescoring(wanted, LocalPool(wanted, ())), Lines(source, target), blobs)
     assert target.getvalue().startswith(b"stored {")
     assert len(list(blobs.digests())) == 1
@@ -166,7 +166,7 @@ async def test_a_large_experience_is_stored_only_when_that_is_allowed() -> None:
 
 async def test_a_trajectory_that_is_none_is_counted_and_the_rest_goes_on() -> None:
     source = io.BytesIO(b"trajectory {poison\ntrajectory %s\n" % run("fine").to_json())
-    target, wanted = io.BytesIO(), Settings()
+    target, wanted = io.BytesIO(), ScorerSettings()
     await _work(Rescoring(wanted, LocalPool(wanted, ())), Lines(source, target), BlobStore("memory://rescoring-bad"))
     report = ScoredLine.model_validate_json(target.getvalue().splitlines()[-1].partition(b" ")[2])
     assert report.not_trained == {"unreadable": 1}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace_schemas import Reward, RewardResult
-from headrace_scorer.functions.verdicts import outcome_of, raised
+from headrace_scorer.functions.outcomes import outcome_of, raised
 from tests.support.streams import START
 
 

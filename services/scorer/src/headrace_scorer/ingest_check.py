@@ -1,4 +1,4 @@
-"""The Kafka door: what comes from outside on `trajectories` must satisfy what the gateway asks of it over HTTP."""
+"""Checks trajectories that came from outside over Kafka, by the rules that the gateway has for HTTP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace_schemas import Trajectory
 from headrace_schemas.ingest import OWN_END_REASON, Known, objection
 
 Lookup = Callable[[str], Awaitable[Known]]
-"""What is known about models, with the vocabulary of the one that is named. May raise `Unavailable`."""
+"""Returns the known models, with the vocabulary of the named one. May raise `Unavailable`."""
 
 _OURS = "headrace/"
 
@@ -23,7 +23,7 @@ async def nothing_known(_model: str) -> Known:
 
 
 async def check(trajectory: Trajectory, received: Received, known: Lookup) -> None:
-    """Raises `InvalidEvent` with the field at fault. What our own services made of captured turns passes."""
+    """Raises `InvalidEvent` with the field at fault. Trajectories that our own collector made pass unchecked."""
     ours = received.envelope.source.startswith(_OURS)
     if ours and trajectory.end_reason != OWN_END_REASON:
         return
@@ -35,7 +35,7 @@ async def check(trajectory: Trajectory, received: Received, known: Lookup) -> No
 
 
 def _check_fields(received: Received) -> None:
-    """A stranger's unknown field is a mistake; a newer release's own is not."""
+    """Refuse unknown fields of other producers. Our own producers may be newer and have more fields."""
     value = received.record.value
     if value is None or received.envelope.dataref is not None:
         return
@@ -43,5 +43,5 @@ def _check_fields(received: Received) -> None:
         Trajectory.model_validate_json(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        text = f"{'.'.join(map(str, first['loc']))}: no field of a trajectory; leave it out"
+        text = f"{'.'.join(map(str, first['loc']))}: not a field of a trajectory; leave it out"
         raise InvalidEvent("unknown_field", text) from None

@@ -16,7 +16,7 @@ _REASON_LENGTH_MAX = 4000
 
 
 class Outcome(BaseModel):
-    """A function's verdict on one trajectory, as it goes from its process to the scorer."""
+    """The result of one function for one trajectory, as its process sends it to the scorer."""
 
     outcome: Literal["scored", "abstained", "failed", "timed_out"]
     value: float | None = None
@@ -66,7 +66,7 @@ def _finite(value: object) -> float:
         raise TypeError(f"returned {type(value).__name__} where a number is wanted")
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"returned {number}, which is no reward")
+        raise ValueError(f"returned {number}, which is not a finite number")
     return number
 
 
