@@ -1,7 +1,7 @@
-"""What the judge sees of a run: entries in the order in which they happened, roles kept apart, of bounded length.
+"""The transcript of a run that the judge reads: entries in order, with separate roles and bounded length.
 
-Who wrote what is in the entry's kind, never in its text, so an answer that imitates a tool result is still an answer.
-What is left out for length is counted where it was; the judge is told of it.
+The kind of an entry says who wrote it, so an answer that imitates a tool result is still shown as an answer. Where text
+is left out for length, the transcript says how much.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _PART: dict[Kind, Part] = {
 }
 
 
-class Entry(BaseModel):
-    """One thing that was said or done. `name` is the tool's, or the key of a fact."""
+class TranscriptEntry(BaseModel):
+    """One message, call, result or fact. `name` is the name of the tool, or the key of the fact."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -41,17 +41,17 @@ class Entry(BaseModel):
     name: str = ""
 
 
-class Exhibit(BaseModel):
-    """The entries of one run. Its JSON is what verdicts are cached by, so it holds nothing that tells runs apart."""
+class RunTranscript(BaseModel):
+    """The entries of one run. It holds no ids, because verdicts are cached by its JSON: equal runs are asked once."""
 
     model_config = ConfigDict(frozen=True)
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TranscriptEntry, ...]
     shortened: bool = False
 
 
-def exhibit(trajectory: Trajectory, rubric: Rubric) -> Exhibit | None:
-    """The run as `rubric` wants it shown; None when nothing that the model did is among it."""
+def transcript_of(trajectory: Trajectory, rubric: Rubric) -> RunTranscript | None:
+    """The parts of the run that `rubric` shows. None: nothing that the model did is among them."""
     whole = [entry for entry in _entries(trajectory, rubric) if entry.text or entry.kind == "tool_call"]
     if not any(entry.kind in _BY_THE_MODEL for entry in whole):
         return None
@@ -59,17 +59,19 @@ def exhibit(trajectory: Trajectory, rubric: Rubric) -> Exhibit | None:
     shortened = entries != whole
     if len(trajectory.dialogues) > 1:
         text = f"The run has {len(trajectory.dialogues)} lines of conversation; the longest one is shown."
-        entries = [Entry(kind="note", text=text), *entries]
-    return Exhibit(entries=tuple(entries), shortened=shortened)
+        entries = [TranscriptEntry(kind="note", text=text), *entries]
+    return RunTranscript(entries=tuple(entries), shortened=shortened)
 
 
-def _entries(trajectory: Trajectory, rubric: Rubric) -> Iterator[Entry]:
+def _entries(trajectory: Trajectory, rubric: Rubric) -> Iterator[TranscriptEntry]:
     for key in rubric.context:
         if key in trajectory.context:
-            yield Entry(kind="context", name=key, text=_plain(trajectory.context[key]))
+            yield TranscriptEntry(kind="context", name=key, text=_plain(trajectory.context[key]))
     if "tools" in rubric.show:
         for tool in trajectory.tools:
-            yield Entry(kind="tool", name=tool.function.name, text=tool.function.description or "(no description)")
+            yield TranscriptEntry(
+                kind="tool", name=tool.function.name, text=tool.function.description or "(no description)"
+            )
     last = len(trajectory.messages) - 1
     called: dict[str, str] = {}
     for index, message in enumerate(trajectory.messages):
@@ -79,24 +81,24 @@ def _entries(trajectory: Trajectory, rubric: Rubric) -> Iterator[Entry]:
                 yield entry
 
 
-def _said(message: Message, called: dict[str, str], *, last: bool) -> Iterator[Entry]:
-    """`called` knows the tool of each call, since a result names only the call."""
+def _said(message: Message, called: dict[str, str], *, last: bool) -> Iterator[TranscriptEntry]:
+    """`called` maps the id of each call to its tool; a result only names the call."""
     if message.role == "user":
-        yield Entry(kind="question", text=message.text)
+        yield TranscriptEntry(kind="question", text=message.text)
     elif message.role == "tool":
         name = called.get(message.tool_call_id or "", message.name or "")
-        yield Entry(kind="tool_result", name=name, text=message.text or "(empty)")
+        yield TranscriptEntry(kind="tool_result", name=name, text=message.text or "(empty)")
     elif message.role == "assistant":
-        yield Entry(kind="reasoning", text=message.reasoning_content or "")
-        yield Entry(kind="answer" if last else "step", text=message.text)
+        yield TranscriptEntry(kind="reasoning", text=message.reasoning_content or "")
+        yield TranscriptEntry(kind="answer" if last else "step", text=message.text)
         for call in message.tool_calls or ():
-            yield Entry(kind="tool_call", name=call.function.name, text=call.function.arguments)
+            yield TranscriptEntry(kind="tool_call", name=call.function.name, text=call.function.arguments)
     else:
-        yield Entry(kind="instructions", text=message.text)
+        yield TranscriptEntry(kind="instructions", text=message.text)
 
 
-def _shorten(entry: Entry, chars_max: int) -> Entry:
-    """The entry with its middle replaced by a count of what is missing."""
+def _shorten(entry: TranscriptEntry, chars_max: int) -> TranscriptEntry:
+    """The entry with its middle replaced by the number of missing characters."""
     if len(entry.text) <= chars_max:
         return entry
     half = chars_max // 2
@@ -104,19 +106,19 @@ def _shorten(entry: Entry, chars_max: int) -> Entry:
     return entry.model_copy(update={"text": text})
 
 
-def _fit(entries: list[Entry], chars_max: int) -> list[Entry]:
-    """The first and the last entries that fit, half of the room each, and a note on how many are missing between."""
+def _fit(entries: list[TranscriptEntry], chars_max: int) -> list[TranscriptEntry]:
+    """The first and the last entries that fit (half of the bound each), and a note that counts those between."""
     if sum(map(_size, entries)) <= chars_max:
         return entries
     head = _fitting(entries, chars_max // 2)
     tail = _fitting(entries[::-1], chars_max // 2)
     missing = entries[head : len(entries) - tail]
     characters = sum(map(_size, missing))
-    note = Entry(kind="note", text=f"{len(missing)} entries with {characters} characters were left out here.")
+    note = TranscriptEntry(kind="note", text=f"{len(missing)} entries with {characters} characters were left out here.")
     return [*entries[:head], note, *entries[len(entries) - tail :]]
 
 
-def _fitting(entries: list[Entry], chars_max: int) -> int:
+def _fitting(entries: list[TranscriptEntry], chars_max: int) -> int:
     size = 0
     for count, entry in enumerate(entries):
         size += _size(entry)
@@ -125,7 +127,7 @@ def _fitting(entries: list[Entry], chars_max: int) -> int:
     return len(entries)
 
 
-def _size(entry: Entry) -> int:
+def _size(entry: TranscriptEntry) -> int:
     return len(entry.text) + len(entry.name)
 
 

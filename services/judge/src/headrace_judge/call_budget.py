@@ -1,4 +1,4 @@
-"""What may be spent and what was: counts per hour and day in the database, which replicas share and restarts keep."""
+"""The budget of calls and tokens. Counts per hour and day are in the database: shared by replicas, kept by restarts."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _KEPT = timedelta(days=2)
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """One call that was counted before it is made, with an estimate of its tokens."""
+    """One call, counted before it is made, with an estimate of its tokens."""
 
     at: datetime
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Exhausted:
-    """The setting that allows no further call."""
+class BudgetLimit:
+    """The limit that allows no further call."""
 
     setting: str
     limit: int
@@ -36,29 +36,29 @@ class Exhausted:
         return f"the budget is spent: judge.budget.{self.setting} = {self.limit}"
 
 
-class Ledger:
+class CallBudget:
     """All methods run in the caller's transaction."""
 
     def __init__(self, budget: BudgetSettings) -> None:
         self._limits = {name: limit for name, limit in budget.model_dump().items() if limit is not None}
 
-    async def reserve(self, tx: AsyncConnection, now: datetime, tokens: int) -> Reservation | Exhausted:
-        """Count one call of about `tokens` tokens, or say which limit forbids it."""
+    async def reserve(self, tx: AsyncConnection, now: datetime, tokens: int) -> Reservation | BudgetLimit:
+        """Count one call of about `tokens` tokens, or return the limit that forbids it."""
         for period, start_ms in _periods(now):
-            await _touch(tx, period, start_ms)  # locks the row, so that no other replica spends the same rest
+            await _touch(tx, period, start_ms)  # locks the row, so that no other replica spends what is left
         for setting, left in (await self.left(tx, now)).items():
             if left < (1 if setting.startswith("calls") else tokens):
-                return Exhausted(setting, self._limits[setting])
+                return BudgetLimit(setting, self._limits[setting])
         await _add(tx, now, 1, tokens)
         return Reservation(now, tokens)
 
-    async def settle(self, tx: AsyncConnection, reservation: Reservation, tokens: int | None) -> None:
-        """Correct the estimate once it is known what the call took. None: it is not known, the estimate stays."""
+    async def correct(self, tx: AsyncConnection, reservation: Reservation, tokens: int | None) -> None:
+        """Replace the estimate by the tokens that the call took. None: they are not known, and the estimate stays."""
         if tokens is not None:
             await _add(tx, reservation.at, 0, tokens - reservation.tokens)
 
     async def left(self, tx: AsyncConnection, now: datetime) -> dict[str, int]:
-        """What every setting with a limit still allows; may be below zero."""
+        """What is left of each limit; may be below zero."""
         spent: dict[str, int] = {}
         for period, start_ms in _periods(now):
             row = (await tx.execute(select(SPENDING).where(_is(period, start_ms)))).mappings().one_or_none()
@@ -67,12 +67,12 @@ class Ledger:
         return {setting: limit - spent[setting] for setting, limit in self._limits.items()}
 
     async def prune(self, tx: AsyncConnection, now: datetime) -> None:
-        """Forget periods that are over."""
+        """Delete periods that are over."""
         await tx.execute(delete(SPENDING).where(SPENDING.c.start_ms < epoch_ms(now - _KEPT)))
 
 
 def _periods(now: datetime) -> Iterator[tuple[str, int]]:
-    """The day, then the hour: always in one order, so that replicas do not lock each other out."""
+    """The day, then the hour: always in this order, so that replicas cannot deadlock."""
     hour = now.replace(minute=0, second=0, microsecond=0)
     yield "day", epoch_ms(hour.replace(hour=0))
     yield "hour", epoch_ms(hour)

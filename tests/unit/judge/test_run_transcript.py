@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import headrace_schemas
-from headrace_judge.exhibit import Entry, exhibit
 from headrace_judge.prompts import Prompts
 from headrace_judge.rubric import Rubric, load
+from headrace_judge.run_transcript import TranscriptEntry, transcript_of
 from headrace_schemas import Dialogue, Trajectory
 from tests.support.judge_rig import said, trajectory
 
@@ -23,7 +23,7 @@ def rubric(**changes: object) -> Rubric:
 
 
 def shown(run: Trajectory, wanted: Rubric = RUBRIC) -> list[tuple[str, str, str]]:
-    found = exhibit(run, wanted)
+    found = transcript_of(run, wanted)
     assert found is not None
     return [(entry.kind, entry.name, entry.text) for entry in found.entries]
 
@@ -50,16 +50,16 @@ def test_the_rubric_chooses_the_parts() -> None:
 
 
 def test_without_anything_of_the_models_there_is_nothing_to_judge() -> None:
-    assert exhibit(trajectory("t", messages=said(("user", "Hello?"), ("assistant", ""))), RUBRIC) is None
-    assert exhibit(trajectory("t", dialogues=()), RUBRIC) is None
+    assert transcript_of(trajectory("t", messages=said(("user", "Hello?"), ("assistant", ""))), RUBRIC) is None
+    assert transcript_of(trajectory("t", dialogues=()), RUBRIC) is None
     silent = trajectory("t", messages=said(("user", "Hi"), ("assistant", "thinking"), ("user", "?"), ("assistant", "")))
-    assert exhibit(silent, rubric(show=["question", "answer"])) is None
-    assert exhibit(silent, RUBRIC) is not None
+    assert transcript_of(silent, rubric(show=["question", "answer"])) is None
+    assert transcript_of(silent, RUBRIC) is not None
 
 
 def test_the_middle_of_a_long_entry_is_left_out_and_counted() -> None:
     text = "".join(str(n % 10) for n in range(1000))
-    found = exhibit(trajectory("t", answer=text), rubric(run_chars_max=1000, part_chars_max=100))
+    found = transcript_of(trajectory("t", answer=text), rubric(run_chars_max=1000, part_chars_max=100))
     assert found is not None
     assert found.shortened
     assert found.entries[-1].text == f"{text[:50]}\n[... 900 characters left out ...]\n{text[-50:]}"
@@ -82,7 +82,9 @@ def test_nothing_is_ever_left_out_silently() -> None:
         limit = generator.choice([1000, 2000])
         wanted = rubric(run_chars_max=limit, part_chars_max=limit // generator.choice([4, 8]))
         texts = ["y" * generator.randint(1, 600) for _ in range(generator.randint(1, 30))]
-        found = exhibit(trajectory("t", messages=said(("user", "q"), *(("assistant", text) for text in texts))), wanted)
+        found = transcript_of(
+            trajectory("t", messages=said(("user", "q"), *(("assistant", text) for text in texts))), wanted
+        )
         assert found is not None
         notes = [entry for entry in found.entries if entry.kind == "note"]
         missing = sum(int(note.text.split()[0]) for note in notes)
@@ -106,7 +108,7 @@ def test_other_branches_are_mentioned() -> None:
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_equal_runs_make_equal_prompts(name: str) -> None:
     prompts = Prompts()
-    one, other = exhibit(trajectory(name), RUBRIC), exhibit(trajectory("other"), RUBRIC)
+    one, other = transcript_of(trajectory(name), RUBRIC), transcript_of(trajectory("other"), RUBRIC)
     assert one is not None
     assert other is not None
     assert prompts.single(RUBRIC, one) == prompts.single(RUBRIC, other)
@@ -115,4 +117,4 @@ def test_equal_runs_make_equal_prompts(name: str) -> None:
 def test_an_entry_holds_text_as_it_is() -> None:
     nasty = '{{ 7 * 7 }} {% raw %} </data> \\ " \u2028 \U0001f600'
     assert shown(trajectory("t", answer=nasty))[-1] == ("answer", "", nasty)
-    assert Entry(kind="answer", text=nasty).text == nasty
+    assert TranscriptEntry(kind="answer", text=nasty).text == nasty

@@ -1,4 +1,4 @@
-"""Puts a question to the model: from the cache, within the budget, asked once more when the answer is no verdict."""
+"""Asks the model for a verdict: uses the cache first, keeps to the budget, asks again for an unreadable answer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from weakref import WeakValueDictionary
 
 from headrace_judge import scoring, verdict_cache
 from headrace_judge.breaker import Breaker
+from headrace_judge.call_budget import BudgetLimit, CallBudget, Reservation
 from headrace_judge.endpoint import CallRefused, CallTimedOut, Completion, Endpoint, EndpointAway
-from headrace_judge.exhibit import Exhibit
-from headrace_judge.ledger import Exhausted, Ledger, Reservation
 from headrace_judge.metrics import ASKED_AGAIN, CACHE_HITS
 from headrace_judge.prompts import ChatMessage, Prompts
 from headrace_judge.rubric import Rubric
+from headrace_judge.run_transcript import RunTranscript
 from headrace_judge.scoring import Judgement, Reading
 from headrace_judge.settings import JudgeSettings
 from headrace_judge.transactions import transact
@@ -29,34 +29,34 @@ class BudgetSpent(HeadraceError):
     """A call would exceed a limit. The message names it."""
 
 
-class Jury:
-    """Judges runs. What it raises: `BudgetSpent`, `EndpointAway`, `CallTimedOut`, `CallRefused`.
+class ModelJudge:
+    """Judges runs. Methods raise `BudgetSpent`, `EndpointAway`, `CallTimedOut`, `CallRefused`.
 
-    Answers that were readable are kept before anything else is asked, so a retry does not pay for them again.
+    Each readable answer is stored before the next question, so a retry does not pay for it again.
     """
 
     def __init__(
         self,
         settings: JudgeSettings,
         prompts: Prompts,
-        ledger: Ledger,
+        budget: CallBudget,
         processor: Processor,
         endpoint: Endpoint,
         breaker: Breaker,
     ) -> None:
         self._settings = settings
         self._prompts = prompts
-        self._ledger = ledger
+        self._budget = budget
         self._processor = processor
         self._endpoint = endpoint
         self._breaker = breaker
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def single(self, rubric: Rubric, run: Exhibit) -> Judgement:
+    async def single(self, rubric: Rubric, run: RunTranscript) -> Judgement:
         return scoring.single(rubric, await self._readings(rubric, self._prompts.single(rubric, run)))
 
-    async def pair(self, rubric: Rubric, first: Exhibit, second: Exhibit) -> Judgement:
-        """The judgement as `first` has it. Both orders are asked, none when there is no difference to be seen."""
+    async def pair(self, rubric: Rubric, first: RunTranscript, second: RunTranscript) -> Judgement:
+        """The judgement for the `first` run. Both orders are asked; for equal transcripts none is."""
         if first.entries == second.entries:
             return scoring.equal(rubric)
         forth = await self._readings(rubric, self._prompts.pair(rubric, first, second))
@@ -70,7 +70,7 @@ class Jury:
     async def _reading(self, messages: list[ChatMessage], read: Reader, sample: int) -> Reading:
         question = verdict_cache.question_digest(self._endpoint.body(messages), sample)
         lock = self._asking.setdefault(question, asyncio.Lock())
-        async with lock:  # equal runs often come together; the second finds the verdict of the first
+        async with lock:  # equal runs often come together: the second one finds the verdict in the cache
             known = await transact(self._processor, lambda tx, _now: verdict_cache.find(tx, question))
             if known is not None:
                 CACHE_HITS.inc()
@@ -108,24 +108,24 @@ class Jury:
             completion = await self._endpoint.complete(messages)
         except EndpointAway as error:
             self._breaker.failed(error.wait_s)
-            await self._settle(reservation, None if error.billed else 0)
+            await self._correct(reservation, None if error.billed else 0)
             raise
         except CallRefused:
-            await self._settle(reservation, 0)
+            await self._correct(reservation, 0)
             raise
         self._breaker.succeeded()
-        await self._settle(reservation, completion.tokens)
+        await self._correct(reservation, completion.tokens)
         return completion
 
     async def _reserve(self, body: Mapping[str, object]) -> Reservation:
         tokens = len(str(body).encode()) // _BYTES_PER_TOKEN + self._settings.endpoint.max_tokens
-        answer = await transact(self._processor, lambda tx, now: self._ledger.reserve(tx, now, tokens))
-        if isinstance(answer, Exhausted):
+        answer = await transact(self._processor, lambda tx, now: self._budget.reserve(tx, now, tokens))
+        if isinstance(answer, BudgetLimit):
             raise BudgetSpent(str(answer))
         return answer
 
-    async def _settle(self, reservation: Reservation, tokens: int | None) -> None:
-        await transact(self._processor, lambda tx, _now: self._ledger.settle(tx, reservation, tokens))
+    async def _correct(self, reservation: Reservation, tokens: int | None) -> None:
+        await transact(self._processor, lambda tx, _now: self._budget.correct(tx, reservation, tokens))
 
 
 def _read(completion: Completion, read: Reader) -> Reading:

@@ -1,7 +1,7 @@
-"""Runs of one task, compared two by two: who meets whom, what came of it, and each run's win rate.
+"""Pairwise comparison of the runs of one task: which pairs are judged, their results, and each run's win rate.
 
-A run's reward is revised whenever one of its pairs has been judged. Every change of a contest begins by locking its
-row, because the runs of one task have different keys and come through different replicas.
+The runs that one rubric compares for one task are a contest. A run's reward is revised whenever one of its pairs was
+judged. Each change of a contest first locks its row, because the runs of one task may come through different replicas.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headrace_schemas import Reward, Trajectory
 from headrace_schemas.ids import derived_id
 
 
-class Contests:
+class PairwiseComparisons:
     """All methods run in the caller's transaction."""
 
     def __init__(self, jobs: Jobs, settings: PairSettings) -> None:
@@ -34,7 +34,7 @@ class Contests:
         self._pairs_max = settings.pairs_per_task_max
 
     async def enter(self, tx: AsyncConnection, now: datetime, case: Case, trajectory: Trajectory) -> None:
-        """Let a run meet the others of its task that are here; those that come later will meet it."""
+        """Pair a new run with the runs of its task that are here, and queue the pairs. Later runs are paired with it."""
         subject = case.subject
         contest = derived_id("judge-contest", subject.rubric, subject.tenant, trajectory.purpose, trajectory.task_id)
         run = trajectory.run_id or subject.trajectory_id
@@ -53,7 +53,7 @@ class Contests:
         await self._jobs.enqueue(tx, deadline, DEADLINE_JOB, subject.to_json(), now + self._wait)
 
     async def runs(self, tx: AsyncConnection, task: PairTask) -> tuple[Case, Case] | None:
-        """The two runs of a pair, None when the pair is not there any more."""
+        """The two runs of a pair. None: the pair was deleted."""
         row = await _pair(tx, task)
         if row is None:
             return None
@@ -63,7 +63,7 @@ class Contests:
     async def decide(
         self, tx: AsyncConnection, now: datetime, task: PairTask, judgement: Judgement, judged_by: str
     ) -> list[Reward]:
-        """Note what came of a pair, as its first run has it; returns the revised rewards of both runs."""
+        """Store the judgement of a pair (that of its first run). Returns the revised rewards of both runs."""
         row = await _pair(tx, task)
         if row is None:
             return []
@@ -72,7 +72,7 @@ class Contests:
         await tx.execute(update(PAIRS).where(PAIRS.c.pair == task.pair).values(noted))
         rewards = []
         for trajectory_id in (row["first"], row["second"]):
-            judgement_now = await _standing(tx, row["contest"], trajectory_id)
+            judgement_now = await _win_rate(tx, row["contest"], trajectory_id)
             if judgement_now is not None:
                 rewards.append(await _reward(tx, now, task.rubric, trajectory_id, judgement_now, judged_by))
         await _tidy(tx, row["contest"])
@@ -81,7 +81,7 @@ class Contests:
     async def deadline(
         self, tx: AsyncConnection, now: datetime, job: Job, judged_by: Mapping[str, str]
     ) -> list[Reward]:
-        """A run has waited long enough: it abstains when it met nobody, and leaves at the end of its window."""
+        """The wait of a run is over: it abstains if it has no pair. At the end of its window it gets no more pairs."""
         subject = Subject.model_validate_json(job.payload)
         row = await _contestant(tx, subject.rubric, subject.trajectory_id)
         await _lock(tx, row["contest"], now)
@@ -107,7 +107,7 @@ class Contests:
         return f"no other run of its task came within {self._wait.total_seconds():g} s"
 
     async def _rivals(self, tx: AsyncConnection, now: datetime, contest: str, run: str) -> list[str]:
-        """Whom a newcomer meets, as far as the contest has pairs left: those that came first, first."""
+        """The runs that a new run is paired with, oldest first, as long as the contest may have more pairs."""
         recent = sum(row["made_ms"] >= epoch_ms(now - self._window) for row in await _pairs(tx, contest))
         waiting = (
             select(CONTESTANTS.c.trajectory_id)
@@ -118,7 +118,7 @@ class Contests:
 
 
 async def _lock(tx: AsyncConnection, contest: str, now: datetime) -> None:
-    """Nobody else changes this contest until `tx` ends."""
+    """Lock the contest until `tx` ends."""
     await upsert(tx, CONTESTS, {"contest": contest}, {"touched_ms": epoch_ms(now)})
 
 
@@ -141,21 +141,21 @@ async def _pairs(tx: AsyncConnection, contest: str) -> Sequence[RowMapping]:
 
 
 async def _met(tx: AsyncConnection, contest: str, trajectory_id: str) -> list[tuple[str, Judgement | None]]:
-    """The pairs of one run: its opponents, and what came of them as this run has it (None: not judged yet)."""
+    """The pairs of one run: its opponents, and the judgements for this run (None: not judged yet)."""
     found: list[tuple[str, Judgement | None]] = []
     for row in await _pairs(tx, contest):
         judgement = row["judgement"] and Judgement.model_validate_json(row["judgement"])
         if row["first"] == trajectory_id:
             found.append((row["second"], judgement))
         elif row["second"] == trajectory_id:
-            found.append((row["first"], judgement and scoring.turned(judgement)))
+            found.append((row["first"], judgement and scoring.swapped(judgement)))
     return found
 
 
-async def _standing(tx: AsyncConnection, contest: str, trajectory_id: str) -> Judgement | None:
+async def _win_rate(tx: AsyncConnection, contest: str, trajectory_id: str) -> Judgement | None:
     met = await _met(tx, contest, trajectory_id)
     judged = [(opponent, judgement) for opponent, judgement in met if judgement is not None]
-    return scoring.standing(judged, waiting=len(met) - len(judged))
+    return scoring.win_rate(judged, waiting=len(met) - len(judged))
 
 
 async def _reward(
@@ -168,7 +168,7 @@ async def _reward(
 
 
 async def _tidy(tx: AsyncConnection, contest: str) -> None:
-    """Forget runs that meet nobody any more and have nothing pending, and then what only they needed."""
+    """Delete runs that get no more pairs and wait for no judgement, then the pairs and the contest without runs."""
     pairs = await _pairs(tx, contest)
     pending = {name for row in pairs if row["judgement"] is None for name in (row["first"], row["second"])}
     here = select(CONTESTANTS.c.trajectory_id, CONTESTANTS.c.closed).where(CONTESTANTS.c.contest == contest)
