@@ -16,7 +16,7 @@ import torch
 
 from benchmarks._learning_found import Arm, Found, Plan
 from benchmarks._learning_world import MODEL, SETTINGS, World
-from headrace_registry.referee import judge
+from headrace_registry.evaluation import run_trial
 from headrace_registry.settings import GateSettings
 from headrace_registry.trial import Trial
 from headrace_runtime.blobs import BlobStore
@@ -126,10 +126,10 @@ async def _tried(world: World, candidate: str, champion: str) -> dict[str, objec
     """What the gate says, with its default settings."""
     rule = GateSettings()
     trial = Trial(rule, 1, candidate, champion)
-    verdict = await judge(world, trial, concurrency=rule.concurrency, timeout_s=rule.timeout_s)
+    result = await run_trial(world, trial, concurrency=rule.concurrency, timeout_s=rule.timeout_s)
     return {
-        "passed": verdict.passed,
-        "reason": verdict.reason.replace(MODEL, "").split("@")[0].strip(),
+        "passed": result.passed,
+        "reason": result.reason.replace(MODEL, "").split("@")[0].strip(),
         "tasks": trial.tasks,
-        "difference": verdict.statistics.get("difference"),
+        "difference": result.statistics.get("difference"),
     }

@@ -16,7 +16,7 @@ from headrace_registry import store
 from headrace_registry.director import Director
 from headrace_registry.gate import GateFailed
 from headrace_registry.handlers import CheckpointHandler
-from headrace_registry.leader import Lease
+from headrace_registry.leader import LeaderLease
 from headrace_registry.records import ModelRecord, VersionRecord
 from headrace_registry.settings import GateSettings, RegistrySettings
 from headrace_registry.tables import STREAM
@@ -97,17 +97,17 @@ class FakeGate:
         return set().union(*self.runs)
 
     @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[FakeCourt]:
-        court = FakeCourt(self)
-        self.runs.append(court.players)
+    async def session(self) -> AsyncIterator[FakeSession]:
+        session = FakeSession(self)
+        self.runs.append(session.players)
         try:
-            yield court
+            yield session
         except asyncio.CancelledError:
-            self.cancelled.append(court.players)
+            self.cancelled.append(session.players)
             raise
 
 
-class FakeCourt:
+class FakeSession:
     """The program at work."""
 
     tasks = Tasks(gate=("t1", "t2"), audit=("a1", "a2"))
@@ -147,7 +147,7 @@ class Rig:
         """A new process on the same database: everything in memory is gone, and gate runs die with their process."""
         for run in self._director._runner._runs.values() if self._director else ():
             run.task.cancel()
-        self.lease = Lease(self.database, self.clock, self.settings.lease_s)
+        self.lease = LeaderLease(self.database, self.clock, self.settings.lease_s)
         self.processor = Processor(
             service="registry",
             handlers={Checkpoint.topic: CheckpointHandler(self.blobs, self.lease)},

@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from headrace_registry.check import check
-from headrace_registry.dry_run import answering
 from headrace_registry.settings import RegistrySettings
+from headrace_registry.stand_in_gateway import answering
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Common
 

@@ -34,7 +34,7 @@ class PairwiseComparisons:
         self._pairs_max = settings.pairs_per_task_max
 
     async def enter(self, tx: AsyncConnection, now: datetime, case: Case, trajectory: Trajectory) -> None:
-        """Pair a new run with the runs of its task that are here, and queue the pairs. Later runs are paired with it."""
+        """Pair a new run with the runs of its task that are here, and queue the pairs. Later runs pair with it."""
         subject = case.subject
         contest = derived_id("judge-contest", subject.rubric, subject.tenant, trajectory.purpose, trajectory.task_id)
         run = trajectory.run_id or subject.trajectory_id

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from headrace_registry.betting import Bets
+from headrace_registry.e_process import EProcess
 
 
-def wealth(bets: Bets, values: Sequence[float]) -> list[float]:
+def wealth(bets: EProcess, values: Sequence[float]) -> list[float]:
     """After each value."""
     found = []
     for value in values:
@@ -29,15 +29,15 @@ def test_worked_by_hand() -> None:
     2. variance 1/2, advantage max(1/2, 3/4 - √(1/4)): stake (1/2) / (1/2 + 1/4) is more than 1/2, at -1: 1.4 · 0.5
     3. mean 0, squares 2, variance 3/3, stake 0.4, at 1/2: 0.7 · 1.2
     """
-    assert wealth(Bets(0.0, 0.5), (1.0, -1.0, 0.5)) == pytest.approx([1.4, 0.7, 0.84])
+    assert wealth(EProcess(0.0, 0.5), (1.0, -1.0, 0.5)) == pytest.approx([1.4, 0.7, 0.84])
 
 
 def test_what_promises_more_is_bet_on_harder() -> None:
     """Values of 0.6 and 0.8 in turn: mean 0.7 less a standard error, against a gap of 0.1. The stake is capped."""
-    bets = Bets(null=-0.1, gap=0.1)
+    bets = EProcess(null=-0.1, gap=0.1)
     wealth(bets, [0.6, 0.8] * 25)
     assert bets.stake() == pytest.approx(0.5 / 0.9)
-    assert Bets(null=-0.1, gap=0.1).stake() == pytest.approx(0.1 / 1.01)
+    assert EProcess(null=-0.1, gap=0.1).stake() == pytest.approx(0.1 / 1.01)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_at_the_null_the_wealth_stays_one_on_average_and_rarely_grows(
     ever = dict.fromkeys((0.5, 0.3, 0.2), 0.0)
     for places in itertools.product(range(3), repeat=8):
         chance = math.prod(chances[place] for place in places)
-        seen = wealth(Bets(null, 0.25), [place - 1.0 for place in places])
+        seen = wealth(EProcess(null, 0.25), [place - 1.0 for place in places])
         mean += chance * seen[-1]
         for error in ever:
             ever[error] += chance * (max(seen) >= 1 / error)
@@ -64,7 +64,8 @@ def test_at_the_null_the_wealth_stays_one_on_average_and_rarely_grows(
 def test_below_the_null_the_wealth_shrinks_on_average() -> None:
     chances = (0.3, 0.5, 0.2)
     total = sum(
-        math.prod(chances[place] for place in places) * wealth(Bets(0.0, 0.25), [place - 1.0 for place in places])[-1]
+        math.prod(chances[place] for place in places)
+        * wealth(EProcess(0.0, 0.25), [place - 1.0 for place in places])[-1]
         for places in itertools.product(range(3), repeat=7)
     )
     assert total < 0.95
@@ -75,21 +76,21 @@ def test_mean_and_standard_error_against_pythons_statistics(seed: int) -> None:
     print(f"seed {seed}")
     chance = random.Random(seed)
     values = [chance.uniform(-1, 1) for _ in range(chance.randint(2, 300))]
-    bets = Bets(0.0, 0.1)
+    bets = EProcess(0.0, 0.1)
     wealth(bets, values)
     assert bets.mean == pytest.approx(statistics.fmean(values))
     assert bets.standard_error == pytest.approx(statistics.stdev(values) / len(values) ** 0.5)
 
 
 def test_a_single_value_has_no_standard_error() -> None:
-    bets = Bets(0.0, 0.1)
+    bets = EProcess(0.0, 0.1)
     assert (bets.mean, bets.standard_error) == (0.0, None)
     bets.see(0.5)
     assert (bets.mean, bets.standard_error) == (0.5, None)
 
 
 def test_convinced_at_one_over_the_error() -> None:
-    bets = Bets(0.0, 0.5)
+    bets = EProcess(0.0, 0.5)
     wealth(bets, [1.0])
     assert bets.convinced(1 / 1.4 + 1e-9)
     assert not bets.convinced(1 / 1.4 - 1e-9)
@@ -98,6 +99,6 @@ def test_convinced_at_one_over_the_error() -> None:
 def test_the_worst_that_can_come_takes_half() -> None:
     for null in (0.0, -0.05, -1.0 + 1e-9, -1.0):
         for before in itertools.product((-1.0, 1.0), repeat=5):
-            bets = Bets(null, 0.3)
+            bets = EProcess(null, 0.3)
             wealth(bets, before)
             assert bets.stake() * (-1.0 - null) >= -0.5 - 1e-12

@@ -1,4 +1,4 @@
-"""The changes of the registry's state. Each runs in its caller's transaction and returns the events that it owes."""
+"""Transitions of the registry's state. They run in the caller's transaction and collect the events to publish."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry import routing, store
 from headrace_registry.metrics import DECISIONS as DECISIONS_TOTAL
-from headrace_registry.records import ALONE, ModelRecord, Request, Standing, State, Verdict, VersionRecord
+from headrace_registry.records import ALONE, ModelRecord, Request, Standing, State, TrialResult, VersionRecord
 from headrace_registry.tables import DECISIONS, EVALUATIONS, MODELS, VERDICTS, VERSIONS
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.upsert import upsert
@@ -22,8 +22,8 @@ from headrace_schemas.ids import uuid7
 from headrace_schemas.manifest import Manifest
 
 
-class Ledger:
-    """One transaction's changes. `events` collects what is to be published, `finish` adds the routings that changed."""
+class Transition:
+    """The changes of one transaction. `events` are to be published; `finish` adds the routings that changed."""
 
     def __init__(self, tx: AsyncConnection, now: datetime) -> None:
         self._tx = tx
@@ -32,14 +32,14 @@ class Ledger:
         self.events: list[Event] = []
 
     async def finish(self) -> list[Event]:
-        """Everything that this transaction owes to the bus."""
+        """All events that this transaction has to publish."""
         for model in sorted(self._touched):
             self.events += await routing.publish(self._tx, self._now, model)
         self._touched.clear()
         return self.events
 
     async def register(self, checkpoint: Checkpoint, manifest: Manifest | None, problem: str | None) -> None:
-        """Add a version; with a `problem` it is rejected at once. A version that is known already stays as it is."""
+        """Add a version. With a `problem` it is rejected at once. A known version stays as it is."""
         if await store.version(self._tx, checkpoint.version) is not None:
             return
         await upsert(self._tx, MODELS, {"model": checkpoint.model}, {"revision": -1}, update=False)
@@ -90,21 +90,19 @@ class Ledger:
     async def evaluated(
         self, version: VersionRecord, gate_sha256: str, scores: Mapping[str, float], statistics: Mapping[str, float]
     ) -> None:
-        """Record what the audit measured; it replaces what another gate or an earlier run said."""
+        """Record what the audit measured. It replaces the scores of another gate or an earlier run."""
         values = {"gate_sha256": gate_sha256, "scores": json.dumps(scores), "at_ms": epoch_ms(self._now)}
         await upsert(self._tx, EVALUATIONS, {"version": version.version}, values)
         await self._decide(version.model, version.version, "evaluated", statistics=statistics)
 
     async def begin_trial(self, model: ModelRecord) -> int:
-        """The number of the trial in its family. It is spent now, also when the trial never comes to its end."""
+        """Return the number of the trial in its family. The number is used up, even if the trial never ends."""
         await self._tx.execute(update(MODELS).where(MODELS.c.model == model.model).values(trials=model.trials + 1))
         return model.trials + 1
 
-    async def tried(self, version: str, gate_sha256: str, verdict: Verdict) -> None:
-        """Keep what a trial found until it is acted on: `promote` and `reject` take it away, so that nothing counts
-        twice.
-        """
-        values = {"gate_sha256": gate_sha256, "verdict": json.dumps(asdict(verdict)), "at_ms": epoch_ms(self._now)}
+    async def tried(self, version: str, gate_sha256: str, result: TrialResult) -> None:
+        """Store the result of a trial. `promote` and `reject` delete it, so that it counts only once."""
+        values = {"gate_sha256": gate_sha256, "verdict": json.dumps(asdict(result)), "at_ms": epoch_ms(self._now)}
         await upsert(self._tx, VERDICTS, {"version": version}, values)
 
     async def promote(
@@ -116,7 +114,7 @@ class Ledger:
         standing: Standing = ALONE,
     ) -> None:
         """The candidate takes over; the champion becomes `previous`."""
-        await self._forget_verdict(version)
+        await self._forget_result(version)
         await self._set_state(version, "promoted", request="", replaced=model.champion)
         await self._set_roles(model, champion=version, previous=model.champion, candidate=None, **asdict(standing))
         await self._decide(model.model, version, "promoted", reason, statistics, model.champion)
@@ -129,8 +127,8 @@ class Ledger:
         statistics: Mapping[str, float],
         standing: Standing | None = None,
     ) -> None:
-        """The version gets no traffic. One that has been champion before and still is `previous` stays that."""
-        await self._forget_verdict(version)
+        """The version gets no traffic. If it is `previous`, it keeps that role."""
+        await self._forget_result(version)
         if standing is not None:
             await self._set_roles(model, **asdict(standing))
         state: State = "promoted" if version == model.previous else "rejected"
@@ -140,8 +138,8 @@ class Ledger:
         await self._decide(model.model, version, "rejected", reason, statistics, model.champion)
 
     async def roll_back(self, model: ModelRecord, reason: str) -> None:
-        """`previous` takes over again, the champion and what descends from it are withdrawn, and whom `previous` had
-        replaced stands behind it.
+        """`previous` becomes champion again. The old champion and its descendants are withdrawn. The version that
+        `previous` had replaced becomes `previous`.
         """
         assert model.champion
         assert model.previous
@@ -163,9 +161,9 @@ class Ledger:
         )
 
     async def withdraw(self, model: ModelRecord, version: str, reason: str) -> None:
-        """Any version but the champion: no turn is routed to it any more, nor to what descends from it.
+        """Route no more turns to this version and its descendants. It must not be the champion.
 
-        A champion that descends from it has earned its place since: it stays, with its ancestors and their children.
+        If the champion descends from it, the champion stays, with its ancestors and their children.
         """
         assert version != model.champion
         await self._set_state(version, "withdrawn", request="")
@@ -176,7 +174,7 @@ class Ledger:
         await self._set_roles(model, **roles, **standing)
 
     async def release(self, model: ModelRecord, version: str) -> None:
-        """The candidate waits for its turn again."""
+        """The candidate waits again."""
         await self._set_state(version, "registered")
         await self._set_roles(model, candidate=None)
 
@@ -197,19 +195,19 @@ class Ledger:
         stay = await store.ancestry(self._tx, champion)
         barred: list[str] = []
         line = [version]
-        while line:  # ends: a parent is registered before its children, and nobody has two
+        while line:  # this ends: a parent is registered before its children, and a version has one parent
             children = [one for one in await store.children(self._tx, line) if one.version not in stay]
             for child in children:
                 if child.state != "withdrawn":
                     await self._set_state(child.version, "withdrawn", request="")
-                    reason = f"it descends from {version}, which was taken back"
+                    reason = f"it descends from {version}, which was withdrawn"
                     await self._decide(child.model, child.version, "withdrawn", reason, previous=champion)
             line = [child.version for child in children if child.version not in barred]
             barred += line
         return barred
 
     async def request(self, version: VersionRecord, request: Request) -> None:
-        """An operator wants this version promoted; it is its turn as soon as the present candidate is decided about."""
+        """An operator wants this version promoted. It is the next candidate after the present one."""
         if version.state in ("probing", "evaluating"):
             statement = update(VERSIONS).where(VERSIONS.c.version == version.version).values(request=request)
             await self._tx.execute(statement)
@@ -221,7 +219,7 @@ class Ledger:
         changed = {"state": state, "changed_ms": epoch_ms(self._now), **values}
         await self._tx.execute(update(VERSIONS).where(VERSIONS.c.version == version).values(changed))
 
-    async def _forget_verdict(self, version: str) -> None:
+    async def _forget_result(self, version: str) -> None:
         await self._tx.execute(delete(VERDICTS).where(VERDICTS.c.version == version))
 
     async def _set_roles(self, model: ModelRecord, **roles: str | int | None) -> None:

@@ -1,4 +1,4 @@
-"""Has a trial or an audit played by the gate's program: draws tasks and seeds, and lets so many plays be under way."""
+"""Runs a trial or an audit with the gate's program: draws tasks and seeds, and bounds how many plays run at once."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from headrace_registry.records import Verdict
+from headrace_registry.records import TrialResult
 from headrace_registry.trial import Trial
 from headrace_schemas.gate import Tasks
 
 T = TypeVar("T")
 _SEEDS = 2**31
 _AHEAD = 2
-"""How many times `concurrency` plays are asked for before the first of them is answered: a slow task holds up no
-others."""
+"""Plays that may be requested ahead, as a multiple of `concurrency`: a slow task does not hold up others."""
 
 
-class Court(Protocol):
-    """A session with the gate's program, as the referee sees it."""
+class PlaySession(Protocol):
+    """A session with the gate's program, as trials and audits use it."""
 
     @property
     def tasks(self) -> Tasks: ...
@@ -32,7 +31,7 @@ class Court(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What the audit tasks say of one version. They chose nothing, so the mean is unbiased, of whatever was chosen."""
+    """The scores of one version on audit tasks. Audit tasks take part in no decision, so the mean is unbiased."""
 
     scores: Mapping[str, float]
     """Mean score of each task."""
@@ -47,35 +46,35 @@ class Audit:
 
 
 def draws(tasks: Tasks, seed: str) -> Iterator[tuple[str, int]]:
-    """Gate tasks and seeds without end, independent of each other: what makes the differences of a trial exchangeable,
-    each with the mean over all tasks. Equal seeds give equal draws.
+    """An endless sequence of independent gate tasks and seeds. So the differences of a trial are exchangeable, and each
+    has the mean over all tasks. Equal seeds give equal draws.
     """
     chance = random.Random(seed)
     while True:
         yield chance.choice(tasks.gate), chance.randrange(_SEEDS)
 
 
-async def judge(court: Court, trial: Trial, *, concurrency: int, timeout_s: float) -> Verdict:
-    """Play `trial` to its end. Its tasks are the same for everybody who plays, and depend on candidate and trial alone.
+async def run_trial(session: PlaySession, trial: Trial, *, concurrency: int, timeout_s: float) -> TrialResult:
+    """Play `trial` to its end. All versions play the same tasks, which depend only on candidate and trial number.
 
-    Scores are taken in the order of the draws, not in that of the answers. Raises what `play` raises.
+    Scores are taken in the order of the draws, not of the answers. Raises what `play` raises.
     """
     try:
         async with asyncio.timeout(timeout_s):
-            await _play(court, trial, concurrency)
+            await _play(session, trial, concurrency)
     except TimeoutError:
-        return trial.verdict("gate.timeout_s")
-    return trial.verdict()
+        return trial.result("gate.timeout_s")
+    return trial.result()
 
 
-async def _play(court: Court, trial: Trial, concurrency: int) -> None:
-    chosen = draws(court.tasks, f"{trial.candidate} {trial.number}")
+async def _play(session: PlaySession, trial: Trial, concurrency: int) -> None:
+    chosen = draws(session.tasks, f"{trial.candidate} {trial.number}")
     room = asyncio.Semaphore(concurrency)
     ahead: deque[asyncio.Task[dict[str, float]]] = deque()
 
     async def one(player: str, task: str, seed: int) -> float:
         async with room:
-            return await court.play(player, task, seed)
+            return await session.play(player, task, seed)
 
     async def everybody(players: tuple[str, ...], task: str, seed: int) -> dict[str, float]:
         scores = await asyncio.gather(*(one(player, task, seed) for player in players))
@@ -91,22 +90,22 @@ async def _play(court: Court, trial: Trial, concurrency: int) -> None:
         await _given_up(ahead)
 
 
-async def audit(court: Court, version: str, *, plays: int, concurrency: int) -> Audit:
-    """What `played` says of one version, summed up."""
-    return summary(await played(court, version, plays, concurrency=concurrency))
+async def run_audit(session: PlaySession, version: str, *, plays: int, concurrency: int) -> Audit:
+    """Play audit tasks with one version and sum up the scores."""
+    return summary(await played(session, version, plays, concurrency=concurrency))
 
 
-async def played(court: Court, version: str, plays: int, *, concurrency: int) -> list[tuple[str, float]]:
-    """Play audit tasks in turn, as many as asked for, and say which task had which score: the same tasks and seeds for
-    every version, so that audits can be compared. Raises what `play` raises.
+async def played(session: PlaySession, version: str, plays: int, *, concurrency: int) -> list[tuple[str, float]]:
+    """Play `plays` audit tasks in turn. Returns each task with its score. Every version gets the same tasks and seeds,
+    so that audits can be compared. Raises what `play` raises.
     """
-    tasks = court.tasks.audit
+    tasks = session.tasks.audit
     room = asyncio.Semaphore(concurrency)
 
     async def one(number: int) -> tuple[str, float]:
         async with room:
             task = tasks[number % len(tasks)]
-            return task, await court.play(version, task, number)
+            return task, await session.play(version, task, number)
 
     running = [asyncio.create_task(one(number)) for number in range(plays)]
     try:
@@ -116,7 +115,7 @@ async def played(court: Court, version: str, plays: int, *, concurrency: int) ->
 
 
 async def _given_up(plays: Iterable[asyncio.Task[T]]) -> None:
-    """What is still under way is of no use any more."""
+    """Cancel plays that are no longer needed."""
     tasks = list(plays)
     for task in tasks:
         task.cancel()

@@ -1,4 +1,4 @@
-"""A stand-in for the gateway, so that a gate's program can be tried where no model is served yet."""
+"""A stand-in for the gateway, so that the gate's program can be checked before a model is served."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-_TEXT = "This is a dry run."
+_TEXT = "This answer is a placeholder."
 _BODY_BYTES_MAX = 16_777_216
 
 
@@ -63,7 +63,7 @@ def _completion(request: object, part: str, said: dict[str, str], finish_reason:
     indices = range(count if isinstance(count, int) and 0 < count <= 128 else 1)
     return json.dumps(
         {
-            "id": "chatcmpl-dry-run",
+            "id": "chatcmpl-placeholder",
             "object": "chat.completion" if part == "message" else "chat.completion.chunk",
             "created": 0,
             "model": request.get("model") if isinstance(request, dict) else None,

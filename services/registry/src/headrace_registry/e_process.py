@@ -1,4 +1,4 @@
-"""Evidence by betting: an e-process against "the mean is at most `null`", valid at every moment at which one may stop.
+"""An e-process against the null hypothesis "the mean is at most `null`". It may be stopped at any time.
 
 Waudby-Smith & Ramdas, "Estimating means of bounded random variables by betting" (JRSS-B 2023, arXiv 2010.09686),
 section 4: a gambler with one unit of money stakes, before each x in [-1, 1] is seen, λ ≥ 0 on "x is larger than
@@ -17,15 +17,15 @@ import math
 from dataclasses import dataclass
 
 _STAKE_MAX = 0.5
-"""The share of the wealth that one value can take, half of it: the truncation `c` of their bets."""
+"""The largest share of the wealth that one value can cost: the truncation `c` of their bets."""
 
 
 @dataclass(slots=True)
-class Bets:
-    """The gambler: what was seen so far, and the wealth that came of it.
+class EProcess:
+    """The values so far, and the wealth (the e-process).
 
-    `gap` is the effect that must not be missed: stakes are best (Kelly) for a mean of `null + gap`, and grow when the
-    data promise more than that.
+    `gap` is the effect to detect: stakes are optimal (Kelly) for a mean of `null + gap`, and larger when the data
+    suggest a larger mean.
     """
 
     null: float
@@ -52,7 +52,7 @@ class Bets:
         return min(best, _STAKE_MAX / (1.0 + self.null)) if self.null > -1.0 else best
 
     def see(self, value: float) -> None:
-        """One more value of [-1, 1]."""
+        """Take one more value of [-1, 1]."""
         self.log_wealth += math.log1p(self.stake() * (value - self.null))
         before = self.total / self.count if self.count else 0.0
         self.count += 1
@@ -60,12 +60,12 @@ class Bets:
         self.squares += (value - before) * (value - self.total / self.count)
 
     def convinced(self, error: float) -> bool:
-        """Whether "the mean is at most `null`" is refuted, wrongly with probability `error` at most, over all time."""
+        """Whether the null hypothesis is rejected; over all time, wrongly with probability `error` at most."""
         return self.log_wealth >= -math.log(error)
 
     @property
     def mean(self) -> float:
-        """Of what was seen; 0 before anything was."""
+        """The mean of the values; 0 before the first one."""
         return self.total / self.count if self.count else 0.0
 
     @property

@@ -1,12 +1,13 @@
-"""A ledger, and what the tables say, in one transaction. Tests have two models, so that none touches the other's."""
+"""A transition, and what the tables say, in one transaction. There are two models, so that a test sees what
+must not change."""
 
 from __future__ import annotations
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry import store
-from headrace_registry.ledger import Ledger
 from headrace_registry.records import ModelRecord, VersionRecord
+from headrace_registry.transition import Transition
 from headrace_schemas import Checkpoint, ModelEvent, Routing
 from headrace_schemas.manifest import Manifest
 from tests.unit.registry.rig import MODEL, Rig
@@ -16,12 +17,12 @@ NOBODY = "m@0123456789ab"
 
 
 class Book:
-    """Change by `ledger`; then look."""
+    """Change by `transition`; then look."""
 
     def __init__(self, rig: Rig, tx: AsyncConnection) -> None:
         self._rig = rig
         self.tx = tx
-        self.ledger = Ledger(tx, rig.clock.now())
+        self.transition = Transition(tx, rig.clock.now())
 
     def checkpoint(
         self, step: int, parent: str | None = None, model: str = MODEL, base: str | None = None
@@ -41,7 +42,7 @@ class Book:
 
     async def add(self, step: int, parent: str | None = None, model: str = MODEL) -> str:
         event, manifest = self.checkpoint(step, parent, model)
-        await self.ledger.register(event, manifest, None)
+        await self.transition.register(event, manifest, None)
         return event.version
 
     async def crown(self, *steps: int, model: str = MODEL) -> list[str]:
@@ -49,7 +50,7 @@ class Book:
         line: list[str] = []
         for step in steps:
             line.append(await self.add(step, line[-1] if line else None, model))
-            await self.ledger.promote(await self.model(model), line[-1], "better", {})
+            await self.transition.promote(await self.model(model), line[-1], "better", {})
         return line
 
     async def model(self, name: str = MODEL) -> ModelRecord:
@@ -66,10 +67,10 @@ class Book:
         return [(await self.version(name)).state for name in names]
 
     async def routings(self) -> list[Routing]:
-        return [event for event in await self.ledger.finish() if isinstance(event, Routing)]
+        return [event for event in await self.transition.finish() if isinstance(event, Routing)]
 
     def told(self) -> list[tuple[str, str, str | None]]:
         """Decision, version and previous, since it was last asked."""
-        events = [event for event in self.ledger.events if isinstance(event, ModelEvent)]
-        self.ledger.events.clear()
+        events = [event for event in self.transition.events if isinstance(event, ModelEvent)]
+        self.transition.events.clear()
         return [(event.decision, event.version, event.previous) for event in events]

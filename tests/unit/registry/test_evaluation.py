@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
+from headrace_registry.evaluation import draws, run_audit, run_trial, summary
 from headrace_registry.gate import GateFailed
-from headrace_registry.referee import audit, draws, judge, summary
 from headrace_registry.settings import GateSettings
 from headrace_registry.trial import Trial
 from headrace_schemas.gate import Tasks
@@ -20,7 +20,7 @@ CANDIDATE, CHAMPION = "m@c00000000000", "m@d00000000000"
 RULE = GateSettings(margin=0.25, tasks_max=500)
 
 
-class Court:
+class FakeSession:
     """Scores as `score` says; slow tasks are answered after quick ones."""
 
     tasks = Tasks(gate=("quick", "slow"), audit=("a", "b", "c"))
@@ -62,43 +62,43 @@ async def test_scores_count_in_the_order_of_the_draws() -> None:
             seen.append(scores[CANDIDATE] - scores[CHAMPION])
             super().take(scores)
 
-    court = Court(lambda version, task: 0.5 if version == CHAMPION else float(task == "quick"))
+    session = FakeSession(lambda version, task: 0.5 if version == CHAMPION else float(task == "quick"))
     trial = Watched(RULE, 1, CANDIDATE, CHAMPION)
-    await judge(court, trial, concurrency=8, timeout_s=60)
-    expected = itertools.islice(draws(court.tasks, f"{CANDIDATE} 1"), len(seen))
+    await run_trial(session, trial, concurrency=8, timeout_s=60)
+    expected = itertools.islice(draws(session.tasks, f"{CANDIDATE} 1"), len(seen))
     assert seen == [0.5 if task == "quick" else -0.5 for task, _ in expected]
     assert len(seen) > 20
 
 
 @pytest.mark.parametrize("concurrency", [2, 7, 16])
 async def test_plays_under_way_are_bounded_and_none_stays_behind(concurrency: int) -> None:
-    court = Court(lambda version, task: 0.5)
-    verdict = await judge(court, Trial(RULE, 1, CANDIDATE, CHAMPION), concurrency=concurrency, timeout_s=60)
-    assert verdict.passed
-    assert court.most == concurrency
-    assert court.under_way == 0
-    assert len(court.asked) <= 2 * (verdict.statistics["tasks"] + 1 + 2 * concurrency), "what was asked for ahead"
+    session = FakeSession(lambda version, task: 0.5)
+    result = await run_trial(session, Trial(RULE, 1, CANDIDATE, CHAMPION), concurrency=concurrency, timeout_s=60)
+    assert result.passed
+    assert session.most == concurrency
+    assert session.under_way == 0
+    assert len(session.asked) <= 2 * (result.statistics["tasks"] + 1 + 2 * concurrency), "what was asked for ahead"
 
 
 async def test_no_task_beyond_the_last_is_asked_for() -> None:
-    court = Court(lambda version, task: 0.5)
+    session = FakeSession(lambda version, task: 0.5)
     trial = Trial(GateSettings(margin=0.25, tasks_max=5), 1, CANDIDATE, CHAMPION)
-    verdict = await judge(court, trial, concurrency=16, timeout_s=60)
-    assert "undecided after 5 tasks (gate.tasks_max)" in verdict.reason
-    assert len(court.asked) == 10
+    result = await run_trial(session, trial, concurrency=16, timeout_s=60)
+    assert "undecided after 5 tasks (gate.tasks_max)" in result.reason
+    assert len(session.asked) == 10
 
 
 async def test_the_time_ends_a_trial_with_what_is_known() -> None:
-    class Stuck(Court):
+    class Stuck(FakeSession):
         async def play(self, version: str, task: str, seed: int) -> float:
             if len(self.asked) >= 6:
                 await asyncio.Event().wait()
             return await super().play(version, task, seed)
 
-    verdict = await judge(Stuck(lambda *_: 0.5), Trial(RULE, 1, CANDIDATE, CHAMPION), concurrency=2, timeout_s=0.2)
-    assert not verdict.passed
-    assert "(gate.timeout_s)" in verdict.reason
-    assert verdict.statistics["tasks"] == 3
+    result = await run_trial(Stuck(lambda *_: 0.5), Trial(RULE, 1, CANDIDATE, CHAMPION), concurrency=2, timeout_s=0.2)
+    assert not result.passed
+    assert "(gate.timeout_s)" in result.reason
+    assert result.statistics["tasks"] == 3
 
 
 async def test_a_play_that_fails_fails_the_trial() -> None:
@@ -107,19 +107,21 @@ async def test_a_play_that_fails_fails_the_trial() -> None:
             raise GateFailed("no server")
         return 0.5
 
-    court = Court(score)
+    session = FakeSession(score)
     with pytest.raises(GateFailed, match="no server"):
-        await judge(court, Trial(RULE, 1, CANDIDATE, CHAMPION), concurrency=8, timeout_s=60)
-    assert court.under_way == 0
+        await run_trial(session, Trial(RULE, 1, CANDIDATE, CHAMPION), concurrency=8, timeout_s=60)
+    assert session.under_way == 0
     with pytest.raises(GateFailed, match="no server"):
-        await judge(court, Trial(RULE, 1, CANDIDATE, CHAMPION), concurrency=8, timeout_s=60)
+        await run_trial(session, Trial(RULE, 1, CANDIDATE, CHAMPION), concurrency=8, timeout_s=60)
 
 
 async def test_an_audit_plays_audit_tasks_in_turn_with_seeds_that_are_everybodys() -> None:
-    court = Court(lambda version, task: {"a": 1.0, "b": 0.5, "c": 0.0}[task])
-    found = await audit(court, CANDIDATE, plays=5, concurrency=2)
-    assert sorted(court.asked) == [(CANDIDATE, task, seed) for task, seed in zip("aabbc", (0, 3, 1, 4, 2), strict=True)]
-    assert court.most == 2
+    session = FakeSession(lambda version, task: {"a": 1.0, "b": 0.5, "c": 0.0}[task])
+    found = await run_audit(session, CANDIDATE, plays=5, concurrency=2)
+    assert sorted(session.asked) == [
+        (CANDIDATE, task, seed) for task, seed in zip("aabbc", (0, 3, 1, 4, 2), strict=True)
+    ]
+    assert session.most == 2
     assert found.scores == {"a": 1.0, "b": 0.5, "c": 0.0}
     assert found.score == pytest.approx(0.6)
 
