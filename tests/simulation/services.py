@@ -14,8 +14,8 @@ import headrace_registry.app
 import headrace_scorer.app
 import headrace_trainer.app
 from headrace_collector.settings import ScorerSettings as CollectorSettings
+from headrace_gateway.log_ends import LogEnds
 from headrace_gateway.publisher import Publisher
-from headrace_gateway.reach import Reach
 from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.spool import Spool
 from headrace_registry.settings import RegistrySettings
@@ -104,7 +104,7 @@ class Gateway:
                 capture,
                 send_timeout_s=bus.request_timeout_s,
                 prepare=lambda: topics.ensure(bus),
-                reach=lambda: Reach(Offsets(bus, None, "gateway")),
+                log_ends=lambda: LogEnds(Offsets(bus, None, "gateway")),
             )
             producer = EventProducer(bus, "headrace/gateway", blobs)
             table = Table(Routing, bus, "headrace/gateway", blobs, Refusals("gateway", producer))

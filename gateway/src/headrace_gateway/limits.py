@@ -51,7 +51,7 @@ class Meter:
         self.in_progress += 1
 
 
-class Limits:
+class RequestLimits:
     """The meters of one gateway process; several gateways do not share them."""
 
     def __init__(self, total: LimitSettings, clock: Clock) -> None:

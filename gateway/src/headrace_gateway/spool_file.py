@@ -41,7 +41,7 @@ class Spooled:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ScannedRecord:
     """What lies in a segment from one byte to another. Without an event: bytes that never were a record."""
 
     event: Spooled | None
@@ -55,7 +55,7 @@ def packed(event: Spooled, seq: int) -> bytes:
     return header + _CRC.pack(crc32(header)) + payload + _digest(seq, payload)
 
 
-def scan(data: bytes, base: int, place: str) -> Iterator[Found]:
+def scan(data: bytes, base: int, place: str) -> Iterator[ScannedRecord]:
     """Everything in `data`, in order; it begins at byte `base` of the file that `place` names for what is damaged."""
     at = 0
     while at < len(data):
@@ -63,12 +63,12 @@ def scan(data: bytes, base: int, place: str) -> Iterator[Found]:
         if header is not None:
             seq, length = header
             end = at + OVERHEAD_BYTES + length
-            yield Found(_record(data[at:end], seq, f"{place}, byte {base + at}"), base + end)
+            yield ScannedRecord(_record(data[at:end], seq, f"{place}, byte {base + at}"), base + end)
         else:
             end = _next(data, at + 1)
             rest = data[at:end].rstrip(b"\0")
             if rest:
-                yield Found(_remains(rest, f"{place}, byte {base + at}"), base + at + len(rest))
+                yield ScannedRecord(_remains(rest, f"{place}, byte {base + at}"), base + at + len(rest))
         at = end
 
 

@@ -24,7 +24,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.database import Database
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.outbox import Outbox
-from headrace_runtime.processor import Limits, Processor
+from headrace_runtime.processor import Processor, ProcessorLimits
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings, Common, DatabaseSettings
 from headrace_runtime.wire import Outgoing, Record
@@ -156,7 +156,7 @@ class Rig:
             outbox=Outbox(self.database, STREAM, self.bus, self.clock),
             blobs=self.blobs,
             clock=self.clock,
-            limits=Limits(retry_s=1.0),
+            limits=ProcessorLimits(retry_s=1.0),
         )
         self._director = Director(self.processor, self.lease, self.gate, self.settings, self.replicas.values)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 
-class Budget:
+class MemoryBudget:
     """`total` bytes, handed out first come, first served. Who asks for more than the total gets the whole of it."""
 
     def __init__(self, total: int) -> None:

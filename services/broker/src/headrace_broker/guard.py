@@ -18,7 +18,7 @@ WAL_PAGES = 4_000
 """The log is folded into the file past 16 MB: seldom enough to be cheap, small enough to be quick."""
 
 
-class Found(NamedTuple):
+class RepairReport(NamedTuple):
     """What the start found: bytes put right, in pages and frames, and pages that are damaged beyond that."""
 
     healed_pages: list[int]
@@ -40,14 +40,14 @@ class Guard:
         self._pages.close()
         self._wal.close()
 
-    def mend(self) -> Found:
+    def mend(self) -> RepairReport:
         """Put right what can be. Raises `OSError`."""
         if not self._database.exists() or not self._database.stat().st_size:
-            return Found([], [], [], unguarded=False)
+            return RepairReport([], [], [], unguarded=False)
         unguarded = not self._pages.any
         log = self._wal.mend()
         scrubbed = self._pages.scrub(self._database, log.pages)
-        return Found(scrubbed.healed, log.healed, scrubbed.damaged + sorted(log.damaged), unguarded)
+        return RepairReport(scrubbed.healed, log.healed, scrubbed.damaged + sorted(log.damaged), unguarded)
 
     def adopt(self) -> None:
         """Take the file for what it is. Call it after a checkpoint, before anything else is written."""

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from headrace_broker.batch import HEADER_BYTES, checksum_fits, parse
 from headrace_broker.errors import Malformed
 from headrace_broker.group_state import SavedGroup
-from headrace_broker.idempotence import Producer
+from headrace_broker.idempotence import ProducerState
 from headrace_broker.store_format import TABLE_NAMES, offset_of, partition_of, position
 from headrace_broker.topic_config import TopicConfig
-from headrace_broker.wire import Source, decode
+from headrace_broker.wire import WireReader, decode
 from headrace_runtime.logs import get_logger
 
 log = get_logger(__name__)
@@ -94,11 +94,11 @@ def _readable(read: Callable[[Any], object], value: object) -> bool:
 
 
 def _state(value: bytes) -> object:
-    return decode(SavedGroup, Source(value)) if value else None
+    return decode(SavedGroup, WireReader(value)) if value else None
 
 
 def _sent(value: bytes) -> object:
-    return Producer.unpacked(0, value, None, 0)
+    return ProducerState.unpacked(0, value, None, 0)
 
 
 _SMALL: tuple[tuple[str, str, str, Callable[[Any], object], str], ...] = (

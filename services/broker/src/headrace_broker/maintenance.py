@@ -15,7 +15,7 @@ from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 from headrace_broker import compaction, retention
 from headrace_broker.broker import Broker
-from headrace_broker.catalog import View
+from headrace_broker.catalog import PartitionView
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.readers import Readers
 from headrace_broker.retention import Bounds
@@ -58,7 +58,7 @@ class Maintenance:
         forget_before_ms = now_ms - round(self._settings.producer_retention_s * 1000)
         await self._broker.writer.submit(partial(self._broker.transactions.expire, now_ms, forget_before_ms))
 
-    async def _maintain(self, view: View, config: TopicConfig) -> None:
+    async def _maintain(self, view: PartitionView, config: TopicConfig) -> None:
         try:
             if config.deletes:
                 await self._expire(view, config)
@@ -68,7 +68,7 @@ class Maintenance:
             if error.code is not Code.UNKNOWN_TOPIC_OR_PARTITION:  # deleted meanwhile
                 raise
 
-    async def _expire(self, view: View, config: TopicConfig) -> None:
+    async def _expire(self, view: PartitionView, config: TopicConfig) -> None:
         while True:
             bounds = Bounds(view.id, view.start, view.stable, view.bytes)
             cut = await self._read(retention.expired, bounds, config, self._broker.now_ms())
@@ -77,7 +77,7 @@ class Maintenance:
             freed = await self._broker.writer.submit(partial(self._broker.upkeep.cut, view.id, cut))
             self._broker.stats.expired_bytes += freed
 
-    async def _compact(self, view: View, config: TopicConfig) -> None:
+    async def _compact(self, view: PartitionView, config: TopicConfig) -> None:
         cleaned_to, clean_bytes = await self._read(compaction.progress, view.id)
         dirty_bytes = view.bytes - clean_bytes
         last = await self._read(retention.last_batch, view.id)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from headrace_broker import inspection
-from headrace_broker.guard import Found, Guard
+from headrace_broker.guard import Guard, RepairReport
 from headrace_broker.inspection import Lost
 from headrace_broker.store_format import FORMAT, FROM_1, TABLES
 from headrace_runtime import disk
@@ -103,7 +103,7 @@ class Store:
         self._guard.checkpoint(db)
         return db
 
-    def _mended(self) -> Found:
+    def _mended(self) -> RepairReport:
         try:
             found = self._guard.mend()
         except OSError as error:
@@ -116,7 +116,7 @@ class Store:
                       remedy="nothing is lost, but bytes changed on the disk by themselves: check it")  # fmt: skip
         return found
 
-    def _inspected(self, db: sqlite3.Connection, found: Found) -> sqlite3.Connection:
+    def _inspected(self, db: sqlite3.Connection, found: RepairReport) -> sqlite3.Connection:
         """Take out what is damaged, into a new file if the structure is; then take the file for what it is."""
         if not inspection.sound(db):
             log.error("file_broken", file=str(self.path), pages=found.damaged_pages, remedy="it is read into a new one")

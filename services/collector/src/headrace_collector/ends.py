@@ -15,10 +15,10 @@ from datetime import datetime, timedelta
 from sqlalchemy import RowMapping, and_, delete, func, insert, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_collector import applies
+from headrace_collector import feedback_targets
 from headrace_collector.closing import Candidate, Choose, close_runs
 from headrace_collector.schema import IS_OPEN, ends, sessions, stream
-from headrace_collector.settings import Settings
+from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.processor import Unfinished
 from headrace_schemas import Event
@@ -63,7 +63,9 @@ async def remember(tx: AsyncConnection, now: datetime, *found: End) -> None:
         await tx.execute(insert(ends), rows)
 
 
-async def apply_ends(tx: AsyncConnection, now: datetime, settings: Settings, started: datetime) -> Sequence[Event]:
+async def apply_ends(
+    tx: AsyncConnection, now: datetime, settings: CollectorSettings, started: datetime
+) -> Sequence[Event]:
     """Apply what is due, oldest first, and return the trajectories. `started` is when this service did."""
     due = await _due(tx, now, settings, started)
     if not due:
@@ -81,7 +83,9 @@ async def apply_ends(tx: AsyncConnection, now: datetime, settings: Settings, sta
     return Unfinished(events) if len(due) == _AT_ONCE_MAX else events
 
 
-async def _due(tx: AsyncConnection, now: datetime, settings: Settings, started: datetime) -> Sequence[RowMapping]:
+async def _due(
+    tx: AsyncConnection, now: datetime, settings: CollectorSettings, started: datetime
+) -> Sequence[RowMapping]:
     turns, feedback = stream.positions.alias(), stream.positions.alias()
     reached = and_(
         ends.c.turns_until <= func.coalesce(turns.c.next_offset, 0),
@@ -122,7 +126,7 @@ def _chooser(row: RowMapping) -> Choose:
             (listed is None or not run.turn_ids.isdisjoint(listed))
             and (before_ms is None or run.time_ms <= before_ms)
             and (unseen_since_ms is None or run.seen_ms <= unseen_since_ms)
-            and (not commit or applies.judged([*candidate.general, *candidate.listed]))
+            and (not commit or feedback_targets.judged([*candidate.general, *candidate.listed]))
         )
 
     return lambda candidates: [candidate for candidate in candidates if ends(candidate)]

@@ -25,7 +25,7 @@ from headrace_judge.worker import JudgeWorker
 from headrace_runtime import stream_service
 from headrace_runtime.errors import SettingError
 from headrace_runtime.jobs import Jobs
-from headrace_runtime.processor import Limits, Processor, Unfinished
+from headrace_runtime.processor import Processor, ProcessorLimits, Unfinished
 from headrace_runtime.settings import Common
 from headrace_runtime.sources import Sources
 from headrace_runtime.stream_service import StreamService, Timer
@@ -101,7 +101,7 @@ def service(settings: JudgeSettings, common: Common | None = None) -> StreamServ
         timers=(Timer(_DEADLINES_S, deadlines), Timer(_UPKEEP_S, upkeep)),
         workers=workers,
         routes=lambda _processor: [sources.route(common or Common())],
-        limits=Limits(retry_s=settings.retry_s),
+        limits=ProcessorLimits(retry_s=settings.retry_s),
     )
 
 

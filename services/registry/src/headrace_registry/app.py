@@ -21,7 +21,7 @@ from headrace_runtime.database import Database
 from headrace_runtime.dead_letters import Refusals
 from headrace_runtime.logs import get_logger
 from headrace_runtime.outbox import Outbox
-from headrace_runtime.processor import Limits, Processor
+from headrace_runtime.processor import Processor, ProcessorLimits
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
 from headrace_schemas import Checkpoint, Replica, Routing
@@ -66,7 +66,7 @@ class _Registry:
             outbox=Outbox(database, STREAM, producer, clock),
             blobs=blobs,
             clock=clock,
-            limits=Limits(retry_s=settings.retry_s, refusals=common.dead_letters.bounds),
+            limits=ProcessorLimits(retry_s=settings.retry_s, refusals=common.dead_letters.bounds),
         )
         self._reader = CheckpointReader(self._processor, database, common.bus)
         self._director = Director(

@@ -9,22 +9,22 @@ from datetime import datetime
 from pydantic import JsonValue
 from pydantic_core import to_json
 
-from headrace_gateway.catalog import Target
 from headrace_gateway.chat_request import ChatRequest
-from headrace_gateway.identity import Identity, opening
+from headrace_gateway.identity import CallIdentity, opening
+from headrace_gateway.model_catalog import Target
 from headrace_schemas import Message, Sampling
 from headrace_schemas.resume import FIELD as RESUME_FIELD
 from headrace_schemas.resume import Resume
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ChatCall:
     """Everything about a call that does not depend on who serves it."""
 
     request: ChatRequest
     messages: tuple[Message, ...]
     sampling: Sampling
-    identity: Identity
+    identity: CallIdentity
     target: Target
     response_id: str
     digest: str

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from starlette.types import Receive, Send
 
 
-class Client:
+class ClientConnection:
     """`watched` begins once the request body has been read."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
@@ -22,7 +22,7 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def watched(self, on_gone: Callable[[], None]) -> AsyncIterator[None]:
-        """Keeps `gone` true to life while the body runs, and calls `on_gone` once."""
+        """Watches the connection while the body runs: sets `gone`, and calls `on_gone` once."""
         watch = asyncio.create_task(self._until_gone(on_gone))
         try:
             yield

@@ -1,4 +1,4 @@
-"""Feedback with its place in the order of what was said and done."""
+"""Feedback with its position in the order of feedback and turns."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from headrace_schemas import Feedback
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """`place` orders it among the feedback of its key. Turns in front of `turns_until` were there when it was given."""
+class OrderedFeedback:
+    """`place` is its offset. Turns before offset `turns_until` existed when the feedback was given."""
 
     event: Feedback
     place: int

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from headrace_gateway.catalog import Catalog, Target
+from headrace_gateway.model_catalog import ModelCatalog, Target
 from headrace_gateway.refusals import ApiError
 from headrace_schemas import Routing, ServedVersion
 from headrace_schemas.blobs import BlobRef
@@ -27,8 +27,8 @@ def routing(revision: int, champion: str | None, previous: str | None = None, **
     )
 
 
-def catalog(*rows: Routing, **aliases: str) -> Catalog:
-    made = Catalog({name.replace("_", "-"): to for name, to in aliases.items()}, lambda: True, lambda: None)
+def catalog(*rows: Routing, **aliases: str) -> ModelCatalog:
+    made = ModelCatalog({name.replace("_", "-"): to for name, to in aliases.items()}, lambda: True, lambda: None)
     for row in rows:
         made.update(row.model, row)
     return made
@@ -74,7 +74,7 @@ def test_a_model_without_a_champion_is_known_and_waits() -> None:
 
 def test_nothing_is_known_before_the_topic_was_read_to_its_end() -> None:
     history_read = False
-    known = Catalog({}, lambda: history_read, lambda: None)
+    known = ModelCatalog({}, lambda: history_read, lambda: None)
     known.update("tiny", routing(1, V1))
     assert not known.known
     history_read = True

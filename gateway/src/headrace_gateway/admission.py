@@ -1,4 +1,4 @@
-"""What every endpoint does first: who is it, may they, is there room, and read the body."""
+"""The first steps of every endpoint: identify the caller, check scope and limits, read the body."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope
 
 from headrace_gateway import prefixes
 from headrace_gateway.access import Caller, KeyRing
-from headrace_gateway.limits import Limits
+from headrace_gateway.limits import RequestLimits
 from headrace_gateway.publisher import Publisher
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import headers_of, read_body
@@ -22,8 +22,8 @@ from headrace_schemas import Event
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
-    """A request that was let in."""
+class AdmittedRequest:
+    """A request that was admitted."""
 
     caller: Caller
     headers: Mapping[bytes, bytes]
@@ -31,11 +31,11 @@ class Entered:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Admission:
     """Shared by all endpoints that take a body."""
 
     keys: KeyRing
-    limits: Limits
+    limits: RequestLimits
     publisher: Publisher
     body_timeout_s: float
 
@@ -46,13 +46,15 @@ class Door:
         return caller
 
     @contextlib.asynccontextmanager
-    async def enter(self, scope: Scope, receive: Receive, need: KeyScope) -> AsyncIterator[Entered]:
-        """Holds the caller's place and the request's trace while the body runs. Raises `ApiError`."""
+    async def enter(self, scope: Scope, receive: Receive, need: KeyScope) -> AsyncIterator[AdmittedRequest]:
+        """Counts the request as in progress, and keeps its trace, while the body runs. Raises `ApiError`."""
         headers = headers_of(scope)
         caller = self.caller(scope, headers, need)
         with self.limits.admit(caller), tracing.span(headers.get(b"traceparent", b"").decode("latin-1")):
             self.publisher.admit(caller.tenant)
-            yield Entered(caller, headers, await self._body(headers, receive, self.limits.body_bytes_max(caller)))
+            yield AdmittedRequest(
+                caller, headers, await self._body(headers, receive, self.limits.body_bytes_max(caller))
+            )
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive, bytes_max: int) -> bytes:
         try:
@@ -63,7 +65,7 @@ class Door:
             raise ApiError(408, "body_timeout", message) from None
 
     async def publish_many(self, caller: Caller, events: Sequence[Event], *, copies: int = 1) -> None:
-        """Events that one request became, each sent `copies` times and charged as a request of its own.
+        """Publish the events of one request, each `copies` times. Each is charged as a request of its own.
 
         Raises `ApiError` 429 or 503.
         """

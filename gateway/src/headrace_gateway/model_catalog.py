@@ -25,7 +25,7 @@ class Target:
     version: str | None = None
 
 
-class Catalog:
+class ModelCatalog:
     """The newest routing of each model.
 
     `loaded` tells whether everything that was on the topic has been read, `changed` is called after each update.

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace_gateway.kept import Kept
+from headrace_gateway.table_cache import TableCache
 from headrace_schemas import Routing
 from tests.support.gateway import routing, until
 
@@ -29,8 +29,8 @@ class Topic:
 
 
 @contextlib.asynccontextmanager
-async def kept(path: Path, topic: Topic, wait_s: float = 0.02) -> AsyncIterator[Kept[Routing]]:
-    made = Kept(Routing, path, topic, lambda key, row: topic.told.append((key, row)), wait_s)
+async def kept(path: Path, topic: Topic, wait_s: float = 0.02) -> AsyncIterator[TableCache[Routing]]:
+    made = TableCache(Routing, path, topic, lambda key, row: topic.told.append((key, row)), wait_s)
     running = asyncio.create_task(made.run(every_s=0.01))
     try:
         yield made

@@ -1,4 +1,4 @@
-"""The inference replicas as this gateway sees them: heartbeats, its own calls, and who gets the next one."""
+"""The inference replicas as this gateway knows them: heartbeats, its own calls, and the choice for the next call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from headrace_gateway.lines import Line
+from headrace_gateway.upstream_call import UpstreamCall
 from headrace_runtime.clock import Clock
 from headrace_schemas import Replica
 
@@ -22,7 +22,7 @@ _ASK_AGAIN_MAX_S = 4.0
 
 
 @dataclass(slots=True)
-class Member:
+class ReplicaStatus:
     """One replica. Times are those of our monotonic clock."""
 
     replica: Replica
@@ -36,58 +36,58 @@ class Member:
     strikes: int = 0
     shunned_until_s: float = 0.0
     missing: set[str] = field(default_factory=set)
-    """Versions that it announced and then did not have."""
+    """Versions that it announced but did not have."""
     hung: bool = False
-    """It neither sends nor answers; it gets no calls until something comes from it."""
+    """It hangs: it gets no calls until it sends something."""
     asked: bool = False
-    """A question whether it lives is on its way."""
+    """A health check is running."""
     unanswered: int = 0
     ask_at_s: float = 0.0
-    lines: set[Line] = field(default_factory=set)
-    """Its calls."""
+    calls: set[UpstreamCall] = field(default_factory=set)
+    """Our calls to it."""
 
     @property
     def silent_since_s(self) -> float:
-        """Since when calls have waited for a byte."""
+        """Since when its calls have received no byte."""
         return max(self.answered_s, self.owes_since_s)
 
     @property
     def load(self) -> float:
-        """Calls per place. What we have open is newer than what its heartbeat says, but not all there is."""
+        """Calls per slot. Our own calls are newer than its heartbeat, but other gateways have calls, too."""
         return max(self.in_flight, self.replica.in_flight) / self.replica.capacity
 
 
-class Fleet:
+class ReplicaSet:
     """Fed by the `replicas` table; `loaded` tells whether its history has been read.
 
-    A replica whose heartbeats stay away is only called when no other is left: the silence may be the bus's. One that
-    hangs (see `watch`) is not called at all.
+    A replica without heartbeats is only called when no other is left: the bus may be the cause. One that
+    hangs (see `replica_watch`) is not called at all.
     """
 
     def __init__(self, clock: Clock, loaded: Callable[[], bool]) -> None:
         self._clock = clock
         self._loaded = loaded
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, ReplicaStatus] = {}
         self._news = asyncio.Event()
 
     def update(self, key: str, replica: Replica | None) -> None:
-        """Follows the table. A heartbeat is a reason to try a replica again that failed us before."""
+        """Take a row of the table. After a heartbeat a replica that failed is tried again."""
         if replica is None:
             self._members.pop(key, None)
         else:
             heard_s = self._clock.monotonic_s()
-            if not self._loaded():  # history: trust its date; later on, arrival needs no equal clocks
+            if not self._loaded():  # old rows count by their date; new ones by arrival, which needs no equal clocks
                 heard_s -= max(0.0, (self._clock.now() - replica.time).total_seconds())
-            member = self._members.setdefault(key, Member(replica, heard_s, heard_s))
+            member = self._members.setdefault(key, ReplicaStatus(replica, heard_s, heard_s))
             member.replica, member.heard_s, member.shunned_until_s = replica, heard_s, 0.0
             member.ask_at_s = 0.0
             member.missing.clear()
-            if len(self._members) > _MEMBERS_MAX:  # those that were killed leave their last heartbeat on the topic
+            if len(self._members) > _MEMBERS_MAX:  # a killed replica leaves its last heartbeat on the topic
                 del self._members[min(self._members, key=lambda one: self._members[one].heard_s)]
         self.changed()
 
     def changed(self) -> None:
-        """Wake everybody in `wait`."""
+        """Wake all waiters in `wait`."""
         self._news.set()
         self._news = asyncio.Event()
 
@@ -105,7 +105,7 @@ class Fleet:
 
     def pick(
         self, version: str, session_key: str, avoid: frozenset[str] = frozenset(), *, resuming: bool = False
-    ) -> Member | None:
+    ) -> ReplicaStatus | None:
         """The replica for one more call, None when nobody can take it now.
 
         Rendezvous hashing keeps a session where its keys and values are cached, at most the sessions of a replica that
@@ -126,37 +126,37 @@ class Fleet:
         return any(member.replica.resumes for member in holders)
 
     @contextlib.contextmanager
-    def calling(self, member: Member, elsewhere: Callable[[], bool]) -> Iterator[Line]:
+    def calling(self, member: ReplicaStatus, elsewhere: Callable[[], bool]) -> Iterator[UpstreamCall]:
         """Counts one call while the body runs, which waits for the replica on the line."""
-        line = Line(lambda: self.heard(member), elsewhere)
-        if not member.in_flight:  # it owed nobody an answer until now
+        call = UpstreamCall(lambda: self.responded(member), elsewhere)
+        if not member.in_flight:  # until now it had no call to answer
             member.owes_since_s = self._clock.monotonic_s()
         member.in_flight += 1
-        member.lines.add(line)
+        member.calls.add(call)
         try:
-            yield line
+            yield call
         finally:
             member.in_flight -= 1
-            member.lines.discard(line)
+            member.calls.discard(call)
 
-    def heard(self, member: Member) -> None:
-        """Something came from it over HTTP: it lives."""
+    def responded(self, member: ReplicaStatus) -> None:
+        """It sent something over HTTP, so it is alive."""
         member.answered_s = self._clock.monotonic_s()
         member.unanswered, member.ask_at_s = 0, 0.0
         if member.hung:
             member.hung = False
             self.changed()
 
-    def hangs(self, member: Member) -> None:
-        """It was asked in vain. It is asked again, less and less often, and at its next heartbeat."""
+    def hangs(self, member: ReplicaStatus) -> None:
+        """It did not answer its health check. It is checked again, less and less often, and at its next heartbeat."""
         member.ask_at_s = self._clock.monotonic_s() + min(_ASK_AGAIN_MAX_S, _ASK_AGAIN_S * 2**member.unanswered)
         member.unanswered = min(member.unanswered + 1, 10)
         if not member.hung:
             member.hung = True
             self.changed()
 
-    def due(self, silence_s: float) -> list[Member]:
-        """Replicas to be asked whether they live: silent for `silence_s`, and owing an answer or a heartbeat.
+    def due(self, silence_s: float) -> list[ReplicaStatus]:
+        """Replicas that need a health check: silent for `silence_s`, with an answer or a heartbeat overdue.
 
         One that was taken out of service long ago is left alone.
         """
@@ -164,48 +164,48 @@ class Fleet:
         return [m for m in self._members.values() if not m.asked and m.ask_at_s <= now and _due(m, now, silence_s)]
 
     @contextlib.contextmanager
-    def asking(self, member: Member) -> Iterator[None]:
+    def asking(self, member: ReplicaStatus) -> Iterator[None]:
         member.asked = True
         try:
             yield
         finally:
             member.asked = False
 
-    def hanging(self) -> list[Member]:
+    def hanging(self) -> list[ReplicaStatus]:
         return [member for member in self._members.values() if member.hung]
 
-    def served(self, member: Member) -> None:
+    def served(self, member: ReplicaStatus) -> None:
         member.strikes = 0
 
-    def failed(self, member: Member) -> None:
-        """Leave it alone for a while, twice as long each time. Calls that fail together count once."""
+    def failed(self, member: ReplicaStatus) -> None:
+        """Avoid it for a while, twice as long each time. Calls that fail together count once."""
         self._shun(member, _BACKOFF_MAX_S)
 
-    def full(self, member: Member) -> None:
-        """It is well and has no place; ask again soon."""
+    def full(self, member: ReplicaStatus) -> None:
+        """It has no free slot; try it again soon."""
         self._shun(member, _FULL_BACKOFF_MAX_S)
 
-    def lacks(self, member: Member, version: str) -> None:
-        """It does not have `version`, whatever it announced; believe its next heartbeat."""
+    def lacks(self, member: ReplicaStatus, version: str) -> None:
+        """It does not have `version`, although it announced it. Its next heartbeat counts again."""
         member.missing.add(version)
 
-    def _shun(self, member: Member, pause_max_s: float) -> None:
+    def _shun(self, member: ReplicaStatus, pause_max_s: float) -> None:
         now = self._clock.monotonic_s()
         if member.shunned_until_s <= now:
             member.shunned_until_s = now + min(pause_max_s, _BACKOFF_S * 2**member.strikes)
             member.strikes = min(member.strikes + 1, 10)
 
 
-def _due(member: Member, now: float, silence_s: float) -> bool:
+def _due(member: ReplicaStatus, now: float, silence_s: float) -> bool:
     if member.hung:
         return True
     if member.in_flight and now - member.silent_since_s > silence_s:
-        return True  # heartbeats come another way, and prove nothing about this one
+        return True  # heartbeats come over the bus, and do not show that HTTP works
     silent_s = now - max(member.heard_s, member.answered_s)
     return silence_s < silent_s <= max(member.replica.ttl_s, 2 * silence_s)
 
 
-def _able(member: Member, version: str, resuming: bool, now: float) -> bool:
+def _able(member: ReplicaStatus, version: str, resuming: bool, now: float) -> bool:
     return (
         not member.hung
         and member.shunned_until_s <= now

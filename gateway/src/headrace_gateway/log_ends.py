@@ -1,4 +1,4 @@
-"""How far the logs reach when something is said about a session: the order of calls, without anybody's clock."""
+"""The end offsets of the logs when feedback is given. They order feedback and turns without clocks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ TOPICS = (Turn.topic, Trajectory.topic)
 Ends = Mapping[str, Mapping[int, int]]
 
 
-class Reach:
-    """Asks the bus for end offsets. Who asks while a question is under way shares the next one: an answer is never
-    older than the asking."""
+class LogEnds:
+    """Asks the bus for end offsets. Callers that come during a request share the next request, so an answer is never
+    older than the question."""
 
     def __init__(self, offsets: Offsets) -> None:
         self._offsets = offsets
@@ -45,7 +45,7 @@ class Reach:
 
 
 def _heard(task: asyncio.Task[Ends]) -> None:
-    """Who asked may have gone away meanwhile."""
+    """The caller may have gone meanwhile."""
     if not task.cancelled():
         task.exception()
 

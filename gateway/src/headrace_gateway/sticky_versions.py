@@ -8,8 +8,8 @@ from headrace_gateway.settings import StickySettings
 from headrace_runtime.clock import Clock
 
 
-class Pins:
-    """In memory only: another gateway, or a restart, may pin a session anew."""
+class StickyVersions:
+    """In memory only: another gateway, or a restart, may choose another version for a session."""
 
     def __init__(self, settings: StickySettings, clock: Clock) -> None:
         self._settings = settings

@@ -10,8 +10,8 @@ from typing import cast
 
 from aiokafka.partitioner import murmur2
 
+from headrace_gateway.log_ends import LogEnds, after
 from headrace_gateway.publisher import Publisher
-from headrace_gateway.reach import Reach, after
 from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.spool import Spool
 from headrace_runtime.blobs import BlobStore
@@ -41,8 +41,8 @@ class Ends:
         return found
 
 
-def reach(ends: Ends) -> Reach:
-    return Reach(cast("Offsets", ends))
+def reach(ends: Ends) -> LogEnds:
+    return LogEnds(cast("Offsets", ends))
 
 
 async def test_who_asks_together_shares_an_answer_that_is_not_older_than_the_asking() -> None:
@@ -84,7 +84,7 @@ async def test_what_waited_in_the_spool_says_how_far_the_logs_reach_when_it_is_s
     settings = CaptureSettings(bus_wait_s=0.1)
     async with Spool(tmp_path / "spool", 1 << 20) as spool:
         publisher = Publisher(
-            lambda: ListProducer(bus, blobs), spool, settings, send_timeout_s=0.2, reach=lambda: reach(ends)
+            lambda: ListProducer(bus, blobs), spool, settings, send_timeout_s=0.2, log_ends=lambda: reach(ends)
         )
         draining = asyncio.create_task(publisher.run())
         await publisher.publish(feedback(0.0), feedback(1.0, ids.response_id(ids.session_key("default", "s"))))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from headrace_collector.facts import TurnFacts
-from headrace_collector.heard import Heard
 from headrace_collector.listings import Listing
-from headrace_collector.runs import Run
+from headrace_collector.ordered_feedback import OrderedFeedback
+from headrace_collector.runs import SessionRun
 from headrace_schemas import Feedback
 
 
-def listings(feedback: Sequence[Heard]) -> list[Listing]:
+def listings(feedback: Sequence[OrderedFeedback]) -> list[Listing]:
     return [
         Listing(frozenset(one.event.msg_ids), one.event.task_id, one.event.run_id, one.place)
         for one in feedback
@@ -19,15 +19,15 @@ def listings(feedback: Sequence[Heard]) -> list[Listing]:
     ]
 
 
-def about_run(run: Run, feedback: Sequence[Heard]) -> list[Feedback]:
+def about_run(run: SessionRun, feedback: Sequence[OrderedFeedback]) -> list[Feedback]:
     """Feedback that lists turns of the run."""
     return [one.event for one in feedback if not run.turn_ids.isdisjoint(one.event.msg_ids)]
 
 
-def about_session(run: Run, feedback: Sequence[Heard], began: int) -> list[Feedback]:
-    """Feedback that lists nothing: it is about what had begun when it was given, or else about what came first.
+def about_session(run: SessionRun, feedback: Sequence[OrderedFeedback], began: int) -> list[Feedback]:
+    """Feedback without listed turns: about runs that had begun when it was given, else about the session's first run.
 
-    `began` is where the session's first turn ever is: no run inherits what was said about an earlier one.
+    `began` is the offset of the session's first turn: no run gets feedback about an earlier run.
     """
     return [
         one.event
@@ -36,8 +36,10 @@ def about_session(run: Run, feedback: Sequence[Heard], began: int) -> list[Feedb
     ]
 
 
-def used_up(feedback: Sequence[Heard], left: Sequence[Run], closed: Iterable[TurnFacts]) -> list[Feedback]:
-    """What cannot be about the runs that are `left` open, nor about turns that are still to come."""
+def used_up(
+    feedback: Sequence[OrderedFeedback], left: Sequence[SessionRun], closed: Iterable[TurnFacts]
+) -> list[Feedback]:
+    """Feedback that cannot be about the runs that are `left` open, nor about later turns."""
     open_turns = {turn for run in left for turn in run.turn_ids}
     known = {turn.turn_id for turn in closed}
     return [
@@ -52,5 +54,5 @@ def used_up(feedback: Sequence[Heard], left: Sequence[Run], closed: Iterable[Tur
 
 
 def judged(feedback: Sequence[Feedback]) -> bool:
-    """Whether somebody said how good it was."""
+    """Whether the feedback has a valid value."""
     return any(one.value is not None and not one.withdrawn for one in feedback)

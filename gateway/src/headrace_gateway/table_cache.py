@@ -1,7 +1,7 @@
-"""What the gateway last read of a compacted topic, in a file: one that starts while the bus is away goes on from there.
+"""A file with the last known rows of a compacted topic, for a gateway that starts while the bus is away.
 
-The topic stays the truth. The file counts only until the topic has been read, and only when that takes longer than the
-bus may take; a row that the topic does not have is forgotten then. A version that was withdrawn in between is served
+The topic decides. The file is used only when reading the topic takes too long, and only until the topic has been read;
+rows that the topic does not have are dropped then. A version that was withdrawn in between is served
 until the bus is back, as it is by a gateway that ran all the time.
 """
 
@@ -23,7 +23,7 @@ E = TypeVar("E", bound=Event)
 E_co = TypeVar("E_co", bound=Event, covariant=True)
 
 
-class Followed(Protocol[E_co]):
+class FollowedTable(Protocol[E_co]):
     """A table of the bus, as far as it is needed here (`headrace_runtime.consumer.Table`)."""
 
     @property
@@ -35,14 +35,19 @@ class Followed(Protocol[E_co]):
         """The newest event of each key."""
 
 
-class Kept(Generic[E]):
+class TableCache(Generic[E]):
     """The file beside one table. One task (`run`) reads it when the bus is late, and keeps it as new as `every_s`.
 
     `update` is told what the file has, as the table tells it what the topic has.
     """
 
     def __init__(
-        self, event: type[E], path: Path, table: Followed[E], update: Callable[[str, E | None], None], wait_s: float
+        self,
+        event: type[E],
+        path: Path,
+        table: FollowedTable[E],
+        update: Callable[[str, E | None], None],
+        wait_s: float,
     ) -> None:
         self._event = event
         self._path = path
@@ -51,7 +56,7 @@ class Kept(Generic[E]):
         self._wait_s = wait_s
         self._written = b""
         self.used = False
-        """The file stands, or stood, in for the topic."""
+        """The file is used, or was used, in place of the topic."""
 
     async def run(self, every_s: float = 2.0) -> None:
         """Until cancelled by the owner."""
