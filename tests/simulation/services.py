@@ -13,7 +13,7 @@ import headrace_collector.app
 import headrace_registry.app
 import headrace_scorer.app
 import headrace_trainer.app
-from headrace_collector.settings import ScorerSettings as CollectorSettings
+from headrace_collector.settings import CollectorSettings
 from headrace_gateway.log_ends import LogEnds
 from headrace_gateway.publisher import Publisher
 from headrace_gateway.settings import CaptureSettings
@@ -29,7 +29,7 @@ from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
 from headrace_runtime.versions import read_manifest
 from headrace_schemas import Event, LoadedVersion, Probe, Replica, Routing, ServedVersion
-from headrace_scorer.settings import ScorerSettings as ScorerSettings
+from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
 from tests.simulation.loop import VirtualClock
 from tests.simulation.process import Place, current

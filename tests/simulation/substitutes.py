@@ -32,7 +32,7 @@ from headrace_scorer.functions.loading import RewardFunction
 from headrace_scorer.functions.outcomes import Outcome, outcome_of
 from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.functions.protocol import CallRequest
-from headrace_scorer.settings import ScorerSettings as ScorerSettings
+from headrace_scorer.settings import ScorerSettings
 from tests.simulation import clients, kafka, learner
 from tests.simulation.database import open_database
 from tests.simulation.loop import VirtualClock
@@ -77,12 +77,12 @@ class LocalGate:
         """Nothing is started."""
 
     @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[LocalCourt]:
+    async def session(self) -> AsyncIterator[LocalPlaySession]:
         await asyncio.sleep(world().bus.draw.expovariate(2))
-        yield LocalCourt()
+        yield LocalPlaySession()
 
 
-class LocalCourt:
+class LocalPlaySession:
     """The program at work."""
 
     tasks = Tasks(gate=("t1", "t2"), audit=("a1", "a2"))
@@ -152,14 +152,14 @@ def _names() -> Mapping[str, Any]:
         "headrace_registry.app.SystemClock": VirtualClock,
         "headrace_runtime.dead_letters.utcnow": lambda: VirtualClock().now(),
         "headrace_registry.app.Gate": LocalGate,
-        "headrace_scorer.app.Pool": LocalPool,
+        "headrace_scorer.app.FunctionPool": LocalPool,
         # Less often than in production: steps without effect are most of what a run would cost.
         "headrace_collector.app._ENDS_INTERVAL_S": 6.0,
         "headrace_collector.app._IDLE_INTERVAL_S": 6.0,
         "headrace_collector.app._BOUNDS_INTERVAL_S": 9.0,
         "headrace_collector.app._FORGET_INTERVAL_S": 9.0,
         "headrace_collector.app._TARGETS_INTERVAL_S": 9.0,
-        "headrace_scorer.app._SETTLE_INTERVAL_S": 6.0,
+        "headrace_scorer.app._END_WAITING_INTERVAL_S": 6.0,
         "headrace_scorer.app._FORGET_INTERVAL_S": 20.0,
         "headrace_scorer.app._MEASURE_INTERVAL_S": 20.0,
         "headrace_scorer.scoring._POLL_S": 6.0,

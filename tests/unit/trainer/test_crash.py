@@ -199,7 +199,7 @@ async def test_p4_offsets_outside_the_checkpoint_would_be_caught(
 
     make_ledger = opening._state
     expected, _, points = await tell(tmp_path / "calm", make(), plain_story)
-    monkeypatch.setattr(opening, "_ledger", forgetful)
+    monkeypatch.setattr(opening, "_state", forgetful)
     caught = 0
     for at in range(points // 2, points, 4):
         outside.clear()

@@ -103,8 +103,8 @@ class Runner:
             del self._runs[model]
 
     def begin(self, model: str, action: RunTrial | RunAudit) -> None:
-        """Start the run of the plan, unless the model has a run. Call `reap` before the plan is made: a run that has just
-        ended must not start again.
+        """Start the run of the plan, unless the model has a run. Call `reap` before the plan is made, so that no run
+        is started again that has just ended.
         """
         if model in self._runs:
             return
