@@ -45,7 +45,7 @@ async def test_a_gate_that_prints_scores_is_fine_whatever_they_are(tmp_path: Pat
         ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
         ("print('score: 7')", "line 1 of its output is not"),
         ("""print('{"task": "a", "score": 0.5}')""", 'line 1 of its output is not {"gate": [names of tasks]'),
-        ("""print('{"gate": ["a", "b"], "audit": ["b"]}')""", "1 tasks stand in both gate and audit, e.g. 'b'"),
+        ("""print('{"gate": ["a", "b"], "audit": ["b"]}')""", "1 tasks are in both gate and audit, e.g. 'b'"),
         ("", "it ended before it had named its tasks"),
     ],
 )
