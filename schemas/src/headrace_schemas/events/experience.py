@@ -25,8 +25,8 @@ class Experience(Event):
     """One branch of one trajectory with its present reward.
 
     `experience_id` names the branch; `revision` counts the changes of its reward, and the highest one is valid.
-    `reward` is None when the branch must not be trained (any more), and `no_reward` says why. The trainer counts these, too, so
-    that every captured turn ends as trained, waiting or dropped.
+    `reward` is None when the branch must not be trained (any more), and `no_reward` says why. The trainer counts these,
+    too, so that every captured turn ends as trained, waiting or dropped.
     """
 
     topic: ClassVar[str] = "experiences"

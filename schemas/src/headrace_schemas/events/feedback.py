@@ -14,8 +14,8 @@ class Feedback(Event):
     """What a source says about a session or about some of its turns. It is accepted at once and matched later.
 
     The last feedback on the log per (`source`, target) is valid; `time` does not matter. `msg_ids` list the turns of
-    the session that are meant, which makes them one run. Without them the feedback is about the trajectory of the session
-    that had begun last when it was given. With `value` None and `withdrawn` false it only attaches `context`,
+    the session that are meant, which makes them one run. Without them the feedback is about the trajectory of the
+    session that had begun last when it was given. With `value` None and `withdrawn` false it only attaches `context`,
     `task_id` or `run_id`.
     """
 

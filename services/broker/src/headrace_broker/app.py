@@ -119,11 +119,11 @@ def assemble(store: Store, db: sqlite3.Connection, settings: BrokerSettings, clo
 
 
 async def _until(failed: asyncio.Future[None], store: Store) -> None:
-    """Wait for the end of the process. Damage is put right by its next start, which is told to look for it."""
+    """Wait for the end of the process. After damage, the next start checks the file and repairs it."""
     try:
         await failed
     except Damaged as error:
-        log.error("file_damaged", file=str(store.path), error=str(error), remedy="the next start puts it right")
+        log.error("file_damaged", file=str(store.path), error=str(error), remedy="the next start repairs it")
         store.note_damage()
         raise
 
@@ -155,7 +155,7 @@ async def _maintain(store: Store, broker: Broker) -> None:
 
 
 async def _late(common: Common, broker: Broker, server: Server) -> None:
-    """What takes longer to import than the broker to start, without holding up the event loop."""
+    """Import what takes longer than the start of the broker, without blocking the event loop."""
     await asyncio.to_thread(crc.prepare)
     web = await asyncio.to_thread(import_module, "headrace_runtime.web")
     metrics = await asyncio.to_thread(import_module, "headrace_broker.metrics")

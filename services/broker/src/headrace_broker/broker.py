@@ -58,7 +58,7 @@ class Broker:
 
 @dataclass(slots=True)
 class RequestContext:
-    """One request's surroundings. `response_bytes` is what it holds of the memory for responses."""
+    """The context of one request. `response_bytes` is the response memory that it holds."""
 
     client_id: str
     client_host: str

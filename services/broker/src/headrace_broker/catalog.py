@@ -1,4 +1,4 @@
-"""What the event loop knows of topics and their logs: exactly what is committed, and who waits for more."""
+"""What the event loop knows of topics and their logs: the committed state, and who waits for more records."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The whole API surface: the versions of each request, who handles it, and how a refusal looks.
+"""The supported requests: the versions of each, its handler, and the form of a refusal.
 
-The announced range ends at the newest version served, which is the one that clients choose when they know it. Most APIs
-are served in this version alone; where clients need different ones, in all from `oldest` on. A few ranges begin below
-what is served: librdkafka before 2.1 (Debian's kcat) switches record batches, consumer groups and lz4 off unless the
+The announced range ends at the newest served version, which clients choose when they know it. Most APIs are served in
+this version alone; where clients need others, in all from `oldest` on. A few announced ranges begin below the oldest
+served version: librdkafka before 2.1 (Debian's kcat) switches record batches, consumer groups and lz4 off unless the
 range holds the version in which each first appeared, although it never sends that version.
 """
 
@@ -175,7 +175,7 @@ def announced(code: Code) -> ApiVersionsResponse:
 
 
 def parse(frame: bytes) -> DecodedRequest:
-    """Raises `Malformed`, also for what is not served: the form of an answer to it would be unknown, as in Kafka."""
+    """Raises `Malformed`, also for a version that is not served: the form of its answer is unknown, as in Kafka."""
     start = codec(RequestStart).read(WireReader(frame))
     api = _BY_KEY.get(start.api_key)
     if api is None or start.api_version not in api.served:

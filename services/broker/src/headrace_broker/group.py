@@ -138,7 +138,7 @@ class Group:
     def check_commit(self, member_id: str, generation: int, now_s: float) -> None:
         """Whether an offset commit may be taken. Raises `Rejected` (22, 25, 27)."""
         if generation < 0 and not self.members:
-            return  # somebody who assigns partitions by hand
+            return  # a client that assigns partitions by itself
         member = self._checked(member_id, generation)
         self._keep(member, now_s)
         if self.phase is Phase.COMPLETING:
@@ -203,7 +203,7 @@ class Group:
         known.joining = reply
         self._keep(known, now_s)
         settled = self.phase is Phase.COMPLETING or (self.phase is Phase.STABLE and known.id != self.leader)
-        if same and settled:  # it did not hear our answer, or only looked whether anything is new
+        if same and settled:  # it missed our answer, or only checked for changes
             self._reply_join(known, now_s)
         else:
             self._rebalance(now_s)
@@ -240,7 +240,7 @@ class Group:
         self._rebalance(now_s)
 
     def _rebalance(self, now_s: float) -> None:
-        """Have everybody join again; done at once when everybody has."""
+        """Ask all members to join again; complete at once if all have joined."""
         if self.phase is not Phase.PREPARING:
             self.phase = Phase.PREPARING
             timeouts = [member.rebalance_timeout_s for member in self.members.values()]

@@ -1,4 +1,4 @@
-"""What a partition remembers of a producer, so that a batch sent twice is stored once.
+"""The state of a producer in a partition, so that a batch that is sent twice is stored once.
 
 Clients keep at most five batches in flight, so five are remembered, as in Kafka.
 """

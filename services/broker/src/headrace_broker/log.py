@@ -1,7 +1,7 @@
 """The log as it is written: offsets, idempotence, transactions' markers, retention's deletes.
 
-Everything here runs on the writer's thread, inside the writer's transaction. What is kept in memory is a cache of the
-file: `flush` writes it back before the commit, `reload` forgets it after a rollback.
+Everything here runs on the writer's thread, inside the writer's transaction. Memory holds a cache of the file:
+`flush` writes it back before the commit, `reload` reads it again after a rollback.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PartitionLog:
 
     @property
     def stable(self) -> int:
-        """Everything below is decided: committed or aborted (the last stable offset)."""
+        """The last stable offset: every transaction below it is committed or aborted."""
         return min(self.open.values(), default=self.end)
 
 
@@ -47,7 +47,7 @@ class Appended(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What a commit changed about a partition, for the event loop."""
+    """How a commit changed a partition, for the event loop."""
 
     id: int
     start: int
@@ -92,7 +92,7 @@ class Log:
         return [_moved(partition) for partition in partitions]
 
     def everything(self) -> list[Moved]:
-        """Where every partition is, for the start."""
+        """The state of every partition, for the start."""
         return [_moved(partition) for partition in self._partitions.values()]
 
     def partition(self, partition_id: int) -> PartitionLog:
@@ -142,7 +142,7 @@ class Log:
         return Appended(offset, partition.start)
 
     def producer(self, partition_id: int, producer_id: int) -> ProducerState | None:
-        """What the partition remembers of a producer."""
+        """The state of a producer in the partition."""
         key = (partition_id, producer_id)
         found = self._producers.get(key)
         if found is not None:
@@ -175,7 +175,7 @@ class Log:
         self._moved.add(partition.id)
 
     def forget_producers(self, before_ms: int) -> None:
-        """Drop what is remembered of producers that were last seen before; a late duplicate of theirs is stored."""
+        """Delete the state of producers that were not seen since then. A late duplicate of theirs is stored again."""
         self._save_producers()  # one that comes back in the transaction that forgets the others is not forgotten
         statement = "DELETE FROM producers WHERE open_from IS NULL AND seen_ms < ? RETURNING partition, producer_id"
         for key in self._db.execute(statement, (before_ms,)).fetchall():

@@ -1,7 +1,7 @@
-"""Keeps the file small while the broker runs: retention, compaction, deleted topics, what nobody uses any more.
+"""Keeps the file small while the broker runs: retention, compaction, deleted topics, unused producers and groups.
 
-Reading and computing happen on a thread with a connection of its own; what is found is written in small operations
-between those of clients, and the work rests as long as it ran, so that clients hardly notice.
+It reads and computes on its own thread with its own connection. It writes in small operations between those of
+clients, and pauses for as long as it ran, so that clients hardly notice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRANSACTIONS_INTERVAL_S = 1.0
 
 
 class Maintenance:
-    """`run` until cancelled. What a full disk prevents is tried again in the next round."""
+    """`run` until cancelled. After a full disk it tries again in the next round."""
 
     def __init__(self, broker: Broker, readers: Readers) -> None:
         self._broker = broker

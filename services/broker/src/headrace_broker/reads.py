@@ -1,6 +1,6 @@
 """What is read from the file: batches, the aborted transactions among them, offsets by time, committed offsets.
 
-The functions take a connection of their own and run on a reader thread. They see what is committed and nothing else.
+The functions take a connection of their own and run on a reader thread. They see committed data only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ReadRequest(NamedTuple):
 
 
 class ReadResult(NamedTuple):
-    """What there was for a `ReadRequest`; `aborted` is None unless it asked for read_committed."""
+    """The answer to a `ReadRequest`; `aborted` is None unless it asked for read_committed."""
 
     records: bytes
     aborted: tuple[AbortedTransaction, ...] | None
@@ -63,7 +63,7 @@ def offset_at_time(db: sqlite3.Connection, partition_id: int, start: int, end: i
                 for record in records(batch):
                     if record.timestamp >= timestamp:
                         return record.offset, record.timestamp
-            except Malformed:  # the producer's business; to a time lookup the batch is one record
+            except Malformed:  # the producer compressed it; a time lookup treats the batch as one record
                 return batch.base_offset, batch.max_timestamp
     return -1, -1
 

@@ -14,7 +14,7 @@ from headrace_broker.errors import Malformed
 
 
 class RawRecord(NamedTuple):
-    """One record. Views into its batch: keep none of them longer than the batch."""
+    """One record. Its fields are views into the batch: do not keep them longer than the batch."""
 
     offset: int
     timestamp: int

@@ -40,9 +40,9 @@ class Store:
         self._guard = Guard(self.path)
         self._suspicion = folder / "broker.suspicion"
         self.mended = 0
-        """Pages and frames that the start put right."""
+        """Pages and frames that the start repaired."""
         self.lost: list[Lost] = []
-        """What it could not."""
+        """What the start could not repair."""
         try:
             self._keeper = self._opened()
         except BaseException:
@@ -80,7 +80,7 @@ class Store:
         os.close(self._lock)
 
     def note_damage(self) -> None:
-        """Have the next start look at every row: called when a reader met damage, before the process ends."""
+        """Make the next start check every row. Called when a reader finds damage, before the process ends."""
         self._suspicion.touch()
 
     def _opened(self) -> sqlite3.Connection:
@@ -117,7 +117,7 @@ class Store:
         return found
 
     def _inspected(self, db: sqlite3.Connection, found: RepairReport) -> sqlite3.Connection:
-        """Take out what is damaged, into a new file if the structure is; then take the file for what it is."""
+        """Remove damaged rows; if the structure is damaged, copy the rest into a new file. Then accept the file."""
         if not inspection.sound(db):
             log.error("file_broken", file=str(self.path), pages=found.damaged_pages, remedy="it is read into a new one")
             db = self._copied(db)

@@ -1,4 +1,4 @@
-"""Closes runs of a session: what was open becomes trajectories."""
+"""Closes runs of a session: their open turns become trajectories."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ async def _close(
 
 def _refused(turn: Turn, error: ValidationError) -> Event:
     problem, *_ = error.errors()
-    text = f"its run makes no trajectory: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+    text = f"its run does not fit a trajectory: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
     value = turn.to_json()[:_DEAD_LETTER_BYTES_MAX]
     record = Record(turn.topic, -1, -1, turn.key.encode(), value, (("ce_id", turn.event_id.encode()),))
     return dead_letter("collector", record, "invalid_trajectory", text)

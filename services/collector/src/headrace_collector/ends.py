@@ -1,8 +1,8 @@
-"""Ends that wait for what was sent before them (docs/decisions/0003).
+"""Ends of sessions, which wait for the turns that were sent before them (docs/decisions/0003).
 
-An end call, feedback that ends its session, a commit, idleness: each is a row in `ends` with how far `turns` and
-`feedback` reached when it came. It takes effect once the effects in the database have reached that far, so it cannot
-overtake a turn, and may come before any turn of its session is known.
+An end call, feedback that ends its session, a commit, idleness: each is a row in `ends` with the end offsets of `turns`
+and `feedback` at that time. It takes effect once the collector has processed these offsets. So it cannot overtake a
+turn, and it may arrive before any turn of its session.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ async def _due(
         ends.c.feedback_until <= func.coalesce(feedback.c.next_offset, 0),
     )
     overdue = now - timedelta(seconds=settings.end_wait_s)
-    if overdue >= started:  # a log may end in something that is no record, and a position then never reaches its end
+    if overdue >= started:  # a log may end with a control record, and then the position never reaches its end
         reached = or_(reached, ends.c.at_ms <= epoch_ms(overdue))
     query = (
         select(ends)
@@ -107,7 +107,7 @@ async def _due(
 
 
 async def _spread(tx: AsyncConnection, row: RowMapping) -> None:
-    """A tenant's end becomes one of each open session in its partition; what it waited for has been reached."""
+    """Replace a tenant's end, whose offsets were reached, by an end for each open session in its partition."""
     names = ["tenant", "session_key", "partition", "turns_until", "feedback_until", "reason", "before_ms", "at_ms"]
     given = {name: literal(row[name], ends.c[name].type) for name in names if name != "session_key"}
     each = select(*[given.get(name, sessions.c.session_key) for name in names]).where(
