@@ -54,7 +54,7 @@ class Checkpoint(Event):
 
 
 class TrainingOutcome(Model):
-    """What became of one experience revision in one lineage."""
+    """What became of one experience revision in one lineage. Its title in the JSON schema is `Verdict`."""
 
     model_config = ConfigDict(title="Verdict")
 
@@ -97,6 +97,8 @@ class Read(Model):
 
 class BatchRecord(Model):
     """What is needed to build a batch again (P9): which records were read before it, and the digest of the result.
+
+    Its title in the JSON schema is `Batch`.
 
     `digest` covers ids, tokens, masks, logprobs, temperatures and advantages. It does not cover weights, so a rebuilt
     batch can be compared without training.
