@@ -43,7 +43,7 @@ class Chat:
     aside: Aside
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises `ApiError` until a status was sent; afterwards the stream itself says what went wrong."""
+        """Raises `ApiError` until a status was sent; later errors are reported in the stream."""
         async with self.admission.enter(scope, receive, "chat") as admitted:
             call = await self._understand(scope, admitted)
             mode = "stream" if call.request.stream else "plain"
@@ -84,7 +84,7 @@ class Chat:
         )
 
     async def _routing_is_known(self) -> None:
-        """The one time that a request waits for us: after the start, until the bus has told which models there are."""
+        """After the start, wait until the models are known from the bus. No request waits at another time."""
         deadline_s = self.clock.monotonic_s() + self.settings.upstream.routing_wait_s
         while not self.catalog.known:
             if self.clock.monotonic_s() > deadline_s:
@@ -107,7 +107,7 @@ class Chat:
             await self._fail(client, error)
 
     def _hurry(self, deadline: asyncio.Timeout) -> None:
-        """The client has gone: what is captured soon is worth capturing, more is a waste of the engine."""
+        """The client has gone: capture the answer if it ends soon, else cancel it."""
         soon = asyncio.get_running_loop().time() + self.settings.capture.undelivered_wait_s
         with contextlib.suppress(RuntimeError):  # the deadline has just passed
             deadline.reschedule(min(soon, deadline.when() or soon))

@@ -1,4 +1,4 @@
-"""One chat call, understood: who asks what of which model, and the request that a replica gets."""
+"""One parsed chat call: caller, model, messages, and the request for a replica."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headrace_schemas.resume import Resume
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """Everything about a call that does not depend on who serves it."""
+    """Everything about a call that does not depend on the replica."""
 
     request: ChatRequest
     messages: tuple[Message, ...]
@@ -38,7 +38,8 @@ class ChatCall:
 
     @property
     def opens_a_run(self) -> bool:
-        """The first call of a run in a session that nobody named: earlier runs may share its key, not its version."""
+        """Whether it is the first call of a run in an implied session. Earlier runs may share its key, not its
+        version."""
         return self.identity.source == "implicit" and len(opening(self.messages)) == len(self.messages)
 
     def body(self, version: str, resume: Resume | None = None) -> bytes:
@@ -54,7 +55,7 @@ class ChatCall:
 
 
 def asked(request: ChatRequest, messages: tuple[Message, ...], sampling: Sampling) -> bytes:
-    """What decides the tokens besides the model, in one canonical form."""
+    """All fields that decide the tokens besides the model, in a canonical form."""
     fields: dict[str, JsonValue] = {
         "messages": [_for_template(message) for message in messages],
         "n": request.choices,

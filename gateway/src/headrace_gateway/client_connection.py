@@ -16,9 +16,9 @@ class ClientConnection:
         self._receive = receive
         self._send = send
         self.gone = False
-        """The connection ended before the response did. What is sent afterwards goes nowhere, without an error."""
+        """The client disconnected before the response ended. Later writes are dropped without an error."""
         self.started = False
-        """The status has been sent; what goes wrong from here on can only be told inside the body."""
+        """The status was sent. Later errors can only be reported in the body."""
 
     @contextlib.asynccontextmanager
     async def watched(self, on_gone: Callable[[], None]) -> AsyncIterator[None]:

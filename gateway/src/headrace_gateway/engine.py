@@ -75,7 +75,7 @@ class Engines:
         self._aside.close()
 
     async def answers(self, replica: Replica) -> bool:
-        """Whether it says anything in time, on a connection of its own: 404 and 503 are signs of life, too."""
+        """Whether it answers in time on a new connection. Any status, also 404 or 503, counts as alive."""
         assert self._probes is not None
         try:
             async with self._probes.get(f"{replica.url.rstrip('/')}/health", allow_redirects=False):

@@ -1,4 +1,4 @@
-"""Whose call this is: session, task, run and purpose, first match wins."""
+"""The identity of a call: session, task, run and purpose. The first source that names one wins."""
 
 from __future__ import annotations
 
@@ -99,9 +99,10 @@ def _session(
 
 
 def _implied(caller: Caller, use: str, messages: tuple[Message, ...]) -> str:
-    """Calls that open alike are one session: everything up to the first user message, by key, purpose and model.
+    """The implied session of a call: a digest of the messages up to the first user message, of key, purpose and model.
 
-    What tells two runs with one opening apart is the exact token prefix, and time: the collector closes idle sessions.
+    Two runs with equal openings are told apart by exact token prefixes, and by time: the collector closes idle
+    sessions.
     """
     digest = hashlib.sha256(f"{caller.key_id}\0{use}".encode())
     for message in opening(messages):

@@ -1,4 +1,4 @@
-"""Which models there are, under which names, and which version each name means now (the `routing` table)."""
+"""The models, their names, and the version that each name means now (from the `routing` table)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ModelCatalog:
         self._rows: dict[str, Routing] = {}
 
     def update(self, key: str, routing: Routing | None) -> None:
-        """Follows the table; an older revision than the one at hand changes nothing."""
+        """Take a row of the table. An older revision than the present one changes nothing."""
         if routing is None:
             self._rows.pop(key, None)
         elif key not in self._rows or routing.revision >= self._rows[key].revision:

@@ -94,7 +94,7 @@ class Publisher:
     async def publish(self, *events: Event) -> None:
         """Returns once all are durable. Raises `Unavailable` when neither the bus nor the disk takes them.
 
-        Then nothing of them is sent any more: what the connection to the bus still held back is given up with it.
+        Then none of them is sent later: the producer is dropped with its unsent events.
         """
         if self._spool.events == 0 and self._producer is not None:
             try:
@@ -118,7 +118,7 @@ class Publisher:
         self._spooled.set()
 
     async def _give_up_producer(self) -> None:
-        """aiokafka would go on trying with what a client has just been told was not recorded."""
+        """Drop the producer: aiokafka would keep retrying events whose client was told that they were not recorded."""
         producer, self._producer = self._producer, None
         if producer is not None:
             await producer.abandon()
@@ -150,7 +150,9 @@ class Publisher:
             yield producer
         finally:
             self._producer = None
-            with contextlib.suppress(TimeoutError):  # it would flush what is durable anyway, for ever without a bus
+            with contextlib.suppress(
+                TimeoutError
+            ):  # it would flush events that are durable already, and never return without a bus
                 async with asyncio.timeout(_STOP_TIMEOUT_S):
                     await producer.stop()
                     if self._log_ends is not None:
@@ -173,7 +175,7 @@ class Publisher:
             await self._spooled.wait()
 
     async def _as_long_as_it_takes(self, sending: Coroutine[None, None, None]) -> None:
-        """aiokafka goes on trying by itself, and a producer that is dropped in the middle of that would never end.
+        """aiokafka retries by itself, and a producer that is dropped during a retry would never end.
 
         A bus that comes back without its topics gets them again.
         """
@@ -228,7 +230,7 @@ def _is_about_session(event: Event) -> bool:
 
 
 async def _records(producer: EventProducer, event: Event, ends: Ends) -> list[Outgoing]:
-    """One record, or for a tenant's commit one for each partition: every collector has to hear it."""
+    """One record, or for a tenant's commit one for each partition: every collector has to receive it."""
     if isinstance(event, SessionEnd) and event.scope == "tenant":
         partitions = sorted(await producer.partitions(SessionEnd.topic))
         return [await producer.encode(event.model_copy(update={"partition": number}), number) for number in partitions]

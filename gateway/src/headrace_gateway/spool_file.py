@@ -1,4 +1,4 @@
-"""How events lie in the spool's files, so that damage stays where it is.
+"""The format of the spool's files. Damage affects only the damaged records.
 
 A segment is a file of a fixed size, allocated before it is used, with records one behind the other:
 
@@ -25,7 +25,7 @@ _HEADER_BYTES = _HEADER.size + _CRC.size
 _DIGEST_BYTES = 16
 OVERHEAD_BYTES = _HEADER_BYTES + _DIGEST_BYTES
 _STRAY_BYTES_MAX = OVERHEAD_BYTES // 2
-"""Fewer bytes than that in unused space are no remains of a record."""
+"""Fewer bytes than this in unused space cannot be the rest of a record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Spooled:
 
 @dataclass(frozen=True, slots=True)
 class ScannedRecord:
-    """What lies in a segment from one byte to another. Without an event: bytes that never were a record."""
+    """A range of bytes in a segment. Without an event: bytes that never were a record."""
 
     event: Spooled | None
     end: int

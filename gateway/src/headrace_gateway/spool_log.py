@@ -71,7 +71,7 @@ class SpoolLog:
         self.allocate_ahead()
 
     def close(self) -> None:
-        """Again is harmless."""
+        """May be called again."""
         for segment in (*self._segments, *self._spares):
             segment.close()
         self._segments, self._spares = [], []
@@ -115,7 +115,7 @@ class SpoolLog:
                 self._handed.append((event, at))
             if len(self._handed) == limit:
                 return [event for event, _ in self._handed]
-        if not self._handed:  # damage may have made fewer of what was counted
+        if not self._handed:  # damage may leave fewer events than were counted
             self._passed(at)
         return [event for event, _ in self._handed]
 
@@ -140,7 +140,7 @@ class SpoolLog:
         self._passed(handed[-1][1])
 
     def allocate_ahead(self) -> None:
-        """Have room for what is under way. Never raises: `trouble` says that there is too little."""
+        """Allocate room for requests in progress. Never raises: `trouble` says if there is too little."""
         try:
             while self._room() < self._reserve_bytes:
                 self._spares.append(self._allocate(self._segment_bytes))
@@ -184,7 +184,7 @@ class SpoolLog:
         return segment
 
     def _blank_refused(self) -> None:
-        """Nobody was told that these are there, so nobody may find them. Raises `OSError` while that cannot be."""
+        """Overwrite records that were refused, so that no process finds them. Raises `OSError` if that fails."""
         while self._refused:
             segment, start, stop = self._refused[0]
             if segment in self._segments:

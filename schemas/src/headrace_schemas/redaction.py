@@ -15,7 +15,7 @@ _WORDS = ("key", "password", "passwd", "secret", "token", "credential", "credent
 _NO_SECRETS = ("keys", "tokens")
 """Numbers of something, or tables."""
 _SHORTEST = 4
-"""Shorter values than that are in every text; nobody can keep them secret."""
+"""Shorter values occur in any text, so they are not redacted."""
 _AUTHORITY = re.compile(
     r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)(?P<user>[^\s/@:'\"]*):(?P<secret>[^\s'\"]+)@", re.IGNORECASE
 )

@@ -21,7 +21,7 @@ class ServedVersion(Model):
 
 
 class Routing(Event):
-    """The whole routing table of one model; the highest `revision` is the truth. Produced by the registry alone.
+    """The whole routing table of one model; the highest `revision` is valid. Produced by the registry alone.
 
     Replicas load every version in `serve` and may unload others once drained. A version in `withdrawn` gets no new
     turn, sticky session or not.

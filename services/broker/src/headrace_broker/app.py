@@ -136,7 +136,7 @@ async def _tick(broker: Broker) -> None:
 
 
 async def _until_it_writes_again(broker: Broker) -> None:
-    """After a commit that failed: find out by itself when the next one succeeds, also while nobody writes."""
+    """After a failed commit, try commits until one succeeds, even while no client writes."""
     while True:
         await broker.clock.sleep(_TRY_INTERVAL_S)
         if broker.writer.trouble is not None:

@@ -60,7 +60,7 @@ class Connection:
             self._broker.stats.malformed += 1
             log.warning("connection_closed", client=self._host, error=str(error))
         except Exception:
-            # A bug in a handler costs its client the connection, not everybody the bus. Nothing is half done: what
+            # A bug in a handler closes this connection only; the broker goes on. Nothing is half done: what
             # changes the log runs on the writer, and a bug there does end the process.
             self._broker.stats.handler_failures += 1
             log.exception("handler_failed", client=self._host)

@@ -147,7 +147,7 @@ class Coordinator:
             self._save_if_changed(group)
 
     async def expire(self) -> None:
-        """Delete groups that nobody has used for `group_retention_s`."""
+        """Delete groups that were not used for `group_retention_s`."""
         before_ms = epoch_ms(self._clock.now()) - round(self._settings.group_retention_s * 1000)
         for group in self.all():
             if group.phase is Phase.EMPTY and not group.awaited and group.used_ms < before_ms:

@@ -153,7 +153,7 @@ class Group:
         self._checked(member_id, generation)
 
     def tick(self, now_s: float) -> None:
-        """Remove members that went silent, and end a rebalance that somebody holds up. Called a few times a second."""
+        """Remove members that went silent, and end a rebalance that a member delays. Called a few times a second."""
         for member_id in [key for key, until in self.awaited.items() if until < now_s]:
             del self.awaited[member_id]
         silent = [m.id for m in self.members.values() if m.expires_s < now_s and not (m.joining or m.syncing)]

@@ -69,7 +69,7 @@ class Store:
         return db
 
     def committed(self, db: sqlite3.Connection) -> None:
-        """Called after each commit, before anybody is told of it."""
+        """Called after each commit, before it is acknowledged."""
         self._guard.committed(db)
 
     def close(self) -> None:

@@ -164,7 +164,7 @@ class Transactions:
         return found
 
     def _fence(self, found: Transaction, now_ms: int) -> None:
-        """Abort what is open; nobody who knows the old epoch can go on."""
+        """Abort the open transaction, and fence producers with the old epoch."""
         if found.started_ms is not None:
             self._finish(found, commit=False, now_ms=now_ms)
         if found.epoch < _EPOCH_MAX:

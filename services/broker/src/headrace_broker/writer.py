@@ -172,7 +172,7 @@ class Writer:
                 done.set_result(result)
             else:
                 done.set_exception(error)
-                done.exception()  # seen, also when nobody waits: asyncio is not to complain about it
+                done.exception()  # retrieved, so that asyncio does not warn about it
 
     def _fail(self, error: Exception) -> None:
         if not self.failed.done():

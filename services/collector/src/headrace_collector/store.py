@@ -91,7 +91,7 @@ def _opening(dialect: str) -> Any:
 
 
 async def lock_session(tx: AsyncConnection, session_key: str) -> RowMapping | None:
-    """The session's row; nobody else changes the session before this transaction ends."""
+    """The session's row, locked until this transaction ends."""
     query = select(sessions).where(sessions.c.session_key == session_key).with_for_update()
     return (await tx.execute(query)).mappings().one_or_none()
 
@@ -156,7 +156,7 @@ async def close(tx: AsyncConnection, run: SessionRun, trajectory_id: str, now: d
 
 
 async def mark_used(tx: AsyncConnection, said: Iterable[Feedback], now: datetime) -> None:
-    """Nothing that is open, or still to come, can be meant by these."""
+    """Mark feedback that cannot be about an open or a later run."""
     names = [one.event_id for one in said]
     if names:
         used = update(feedback).where(feedback.c.event_id.in_(names), feedback.c.used_ms.is_(None))

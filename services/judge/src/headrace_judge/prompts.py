@@ -60,7 +60,7 @@ class Prompts:
             raise SettingError("judge.templates_dir", rubric.name, str(error)) from None
 
     def judged_by(self, model: str, rubric: Rubric) -> str:
-        """Who judges: the model, and a digest of everything that it is told beside the run."""
+        """Names the judge: the model, and a digest of the prompt besides the run."""
         digest = hashlib.sha256(f"{rubric.digest}{self.digest}".encode()).hexdigest()
         return f"{model}#{digest[:16]}"
 

@@ -62,7 +62,7 @@ class LeaderLease:
         log.info("leading")
 
     async def keep(self) -> None:
-        """Raises `LostLeadership` when somebody else has it, or when it could not be renewed before it ran out."""
+        """Raises `LostLeadership` if another process has it, or if it could not be renewed in time."""
         renewed = self._clock.monotonic_s()
         while True:
             await self._clock.sleep(self._lease_s / 4)

@@ -85,7 +85,7 @@ class ModelRecord:
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """The result of a trial: of which candidate against whom, and what follows for the anchor."""
+    """The result of a trial: the opponents, whether the candidate passed, and the anchor from now on."""
 
     champion: str | None
     anchor: str | None

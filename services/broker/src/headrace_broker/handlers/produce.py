@@ -38,7 +38,7 @@ class _Item(NamedTuple):
 
 
 async def produce(broker: Broker, call: RequestContext, request: ProduceRequest) -> ProduceResponse | None:
-    """Store each partition's batch, all of them in one commit. With acks 0 nobody waits for an answer."""
+    """Store each partition's batch, all of them in one commit. With acks 0 the client gets no answer."""
     results: dict[tuple[str, int], Appended | Rejected] = {}
     items: list[_Item] = []
     for topic in request.topics:
