@@ -265,7 +265,7 @@ def test_it_plays_against_those_whom_somebody_serves() -> None:
     assert judged() == RunTrial(name(2), name(1), None)
     assert judged(anchor=0) == RunTrial(name(2), name(1), name(0))
     way = replica("r", loaded(name(2)), loaded(name(1)), loaded(name(0), "loading"))
-    assert judged(anchor=0, served=way) == Wait(f"no replica serves {name(0)}, which {name(2)} is to be compared with")
+    assert judged(anchor=0, served=way) == Wait(f"no replica serves {name(0)}, the opponent of {name(2)}")
     gone = replica("r", loaded(name(2)), loaded(name(1)), loaded(name(0), "failed", error="no memory"))
     assert judged(anchor=0, served=gone) == RunTrial(name(2), name(1), None), "who is refused cannot serve"
     lost = replica("r", loaded(name(2)), loaded(name(1), "failed", error="no memory"), loaded(name(0)))
