@@ -50,7 +50,7 @@ async def test_a_gate_that_prints_scores_is_fine_whatever_they_are(tmp_path: Pat
     ],
 )
 async def test_a_gate_that_does_not_run_is_refused_with_what_it_said(tmp_path: Path, source: str, said: str) -> None:
-    with pytest.raises(SettingError, match=r"registry\.gate\.command.*in a check against a stand-in gateway") as refused:
+    with pytest.raises(SettingError, match=r"registry\.gate\.command.*against a stand-in gateway") as refused:
         await problems(tmp_path, source)
     assert said in str(refused.value)
 
