@@ -21,7 +21,7 @@ _CHAMPION, _CHAMPION_WORSE, _ANCHOR, _ANCHOR_WORSE, _LEAD, _CHAMPIONS_LEAD = ran
 
 @dataclass
 class Bets:
-    """`betting.Bets`: six gamblers, the rows, in each of many runs, the columns."""
+    """`e_process.EProcess`: six of them, the rows, in each of many runs, the columns."""
 
     null: Floats
     gap: Floats

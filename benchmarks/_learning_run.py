@@ -16,7 +16,7 @@ import torch
 
 from benchmarks._learning_found import Arm, Found, Plan
 from benchmarks._learning_world import MODEL, SETTINGS, World
-from headrace_registry.referee import judge
+from headrace_registry.evaluation import run_trial
 from headrace_registry.settings import GateSettings
 from headrace_registry.trial import Trial
 from headrace_runtime.blobs import BlobStore
@@ -73,7 +73,7 @@ async def _run(arm: Arm, seed: int, base: Path, plan: Plan, scratch: Path) -> Fo
         found.scores = found.trace[-1][2] if done else await world.score(last, plan.plays)
         if arm.tried and last != first:
             found.trial = await _tried(world, last, first)
-    found.steps, found.rewards = lineage.ledger.steps, training.rewards
+    found.steps, found.rewards = lineage.state.steps, training.rewards
     found.health = lineage.health.stopped.reason if lineage.health.stopped else None
     found.effective_sample = statistics.fmean(training.effective) if training.effective else None
     found.seconds = round(time.perf_counter() - began, 1)
@@ -110,7 +110,7 @@ class _Training:
         batch = [one for one in self._sampled.popleft() if one.reward is not None]
         changed = self._arm.control.change(batch, self._chance)
         for one in changed:
-            lineage.ledger.admit(one, (0, self._place), one.time)
+            lineage.state.admit(one, (0, self._place), one.time)
             self._place += 1
         items = lineage.next_batch()
         if not items:
@@ -126,10 +126,10 @@ async def _tried(world: World, candidate: str, champion: str) -> dict[str, objec
     """What the gate says, with its default settings."""
     rule = GateSettings()
     trial = Trial(rule, 1, candidate, champion)
-    verdict = await judge(world, trial, concurrency=rule.concurrency, timeout_s=rule.timeout_s)
+    result = await run_trial(world, trial, concurrency=rule.concurrency, timeout_s=rule.timeout_s)
     return {
-        "passed": verdict.passed,
-        "reason": verdict.reason.replace(MODEL, "").split("@")[0].strip(),
+        "passed": result.passed,
+        "reason": result.reason.replace(MODEL, "").split("@")[0].strip(),
         "tasks": trial.tasks,
-        "difference": verdict.statistics.get("difference"),
+        "difference": result.statistics.get("difference"),
     }

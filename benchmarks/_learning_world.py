@@ -41,8 +41,8 @@ from headrace_schemas.base import utcnow
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.gate import Tasks
 from headrace_schemas.ids import response_id, session_key
-from headrace_scorer.accounts import experience
-from headrace_scorer.policy import Policy, Verdict
+from headrace_scorer.reward_policy import RewardPolicy, SourceReward
+from headrace_scorer.scores import experience
 
 SETTINGS = tomllib.loads(Path("examples/email_agent/headrace.toml").read_text(encoding="utf-8"))
 MODEL = str(SETTINGS["trainer"]["model"])
@@ -52,7 +52,7 @@ MAX_TOKENS = 64
 PLAYS_SEED = 1_000_000
 """Where the seeds of measured plays begin: others than those of the gate."""
 FUNCTIONS = {f"function:{name}": getattr(rewards, name) for name in ("answer", "evidence", "tool_use")}
-POLICY = Policy(SETTINGS["scorer"]["weights"], SETTINGS["scorer"]["required"])
+POLICY = RewardPolicy(SETTINGS["scorer"]["weights"], SETTINGS["scorer"]["required"])
 
 
 class World:
@@ -208,13 +208,13 @@ def experiences_of(task: Task, turns: Sequence[Turn]) -> list[Experience]:
     run = trajectory(
         turns, given_up=(), about_run=[told], about_session=[], reason="feedback", models=1, turns_from=0, now=utcnow()
     )
-    verdicts = [Verdict(source, None, "scored", value) for source, value in _scored(run).items()]
+    rewards = [SourceReward(source, None, "scored", value) for source, value in _scored(run).items()]
     found = []
     for index, branch in enumerate(run.branches):
-        standing = POLICY.standing(verdicts, branch.turn_ids, rewarded=False)
+        reward = POLICY.branch_reward(rewards, branch.turn_ids, rewarded=False)
         found.append(
             experience(
-                run, index, standing, now=utcnow(), revision=0, task_id=run.task_id, run_id=run.run_id, parts=run.parts
+                run, index, reward, now=utcnow(), revision=0, task_id=run.task_id, run_id=run.run_id, parts=run.parts
             )
         )
     return found

@@ -24,12 +24,12 @@ from typing import Any
 from benchmarks._numbers import Summary
 from headrace_collector import schema as collector_schema
 from headrace_collector import upkeep as collector
-from headrace_collector.settings import Settings as CollectorSettings
+from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import SystemClock, epoch_ms
 from headrace_runtime.processor import Processor, Step, in_turns
 from headrace_scorer import schema as scorer_schema
 from headrace_scorer import upkeep as scorer
-from headrace_scorer.settings import Settings as ScorerSettings
+from headrace_scorer.settings import ScorerSettings
 from tests.support import postgres_node
 from tests.support.remembered import Ages, fill_collector, fill_scorer
 from tests.support.streams import START, Service, bench

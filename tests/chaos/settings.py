@@ -19,7 +19,7 @@ def machine_a(base: Path, rewards: Path, judge_url: str) -> dict[str, object]:
         "collector.idle_s": 30,
         "scorer.functions": [f"{rewards}:short"],
         "scorer.required": ["feedback"],
-        "scorer.settle_s": 15,
+        "scorer.reward_wait_s": 15,
         "scorer.lease_s": 5,
         "judge.endpoint.base_url": judge_url,
         "judge.endpoint.model": "judge",

@@ -1,6 +1,6 @@
 """A model that remembers instead of learning: its weights are the list of all that it was trained on.
 
-It takes the place of tensors, optimizer arithmetic and model files; everything around them (admission, batches, ledger,
+It takes the place of tensors, optimizer arithmetic and model files; everything around them (admission, batches, state,
 saves, versions, rewinding) is the trainer's own. An experience that was trained twice, or a row whose tokens changed on
 the way, is then something that can be read off the weights of any version.
 """
@@ -21,8 +21,8 @@ from headrace_schemas.base import Model
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import File, Fingerprint, Manifest
 from headrace_trainer.batch import Batch, Row
-from headrace_trainer.ledger import Ledger
 from headrace_trainer.native import Compared
+from headrace_trainer.state import LineageState
 from headrace_trainer.step import SHARE, Taken
 
 VOCABULARY = 4096
@@ -204,7 +204,7 @@ class Silent:
     def __init__(self, *_: object) -> None:
         """Writes nothing."""
 
-    def step(self, measured: Mapping[str, float], ledger: Ledger) -> None: ...
+    def step(self, measured: Mapping[str, float], state: LineageState) -> None: ...
 
     def published(self, version: str, number: int, step: int) -> None: ...
 

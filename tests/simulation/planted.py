@@ -18,11 +18,11 @@ from headrace_runtime.faust_host import FaustHost, _record
 from headrace_runtime.outbox import Outbox
 from headrace_runtime.wire import Outgoing
 from headrace_schemas import Event
-from headrace_scorer import joins
-from headrace_scorer.joins import Closed, Heard, Said
-from headrace_scorer.policy import Policy, Verdict
+from headrace_scorer import feedback_matching
+from headrace_scorer.feedback_matching import ClosedTrajectory, FeedbackSet, PlacedFeedback
+from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 from headrace_trainer import opening
-from headrace_trainer.ledger import Ledger
+from headrace_trainer.state import LineageState
 from tests.simulation.world import world
 
 
@@ -62,37 +62,42 @@ async def _past_the_spool(publisher: Publisher, *events: Event) -> None:
     return await _PUBLISH(publisher, *events)
 
 
-_SAID, _TARGETS = joins.said_about, joins.targets
-_PUBLISH, _LEDGER, _VALUES = Publisher.publish, opening._ledger, Policy._values
+_FEEDBACK_FOR, _TARGETS = feedback_matching.feedback_for, feedback_matching.target_trajectories
+_PUBLISH, _STATE, _VALUES = Publisher.publish, opening._state, RewardPolicy._values
 
 
-def _remembered_elsewhere(*given: Any) -> Ledger:
+def _remembered_elsewhere(*given: Any) -> LineageState:
     """Offsets outside the checkpoint: they survive a death that the weights do not."""
-    ledger = _LEDGER(*given)
+    state = _STATE(*given)
     outside: dict[str, dict[int, int]] = vars(world()).setdefault("outside", {})
-    for topic, offsets in ledger.offsets.items():
+    for topic, offsets in state.offsets.items():
         outside[topic] = offsets | outside.get(topic, {})
-    ledger.offsets = outside
-    return ledger
+    state.offsets = outside
+    return state
 
 
-def _zero_for_nothing(policy: Policy, verdicts: Sequence[Verdict], turn_ids: Sequence[str]) -> dict[str, float]:
+def _zero_for_nothing(
+    policy: RewardPolicy, rewards: Sequence[SourceReward], turn_ids: Sequence[str]
+) -> dict[str, float]:
     """Who abstains is counted as 0.0."""
-    scored = [replace(one, value=0.0) if one.value is None else one for one in verdicts]
+    scored = [replace(one, value=0.0) if one.value is None else one for one in rewards]
     return _VALUES(policy, scored, turn_ids)
 
 
 def _by_the_clock(
-    trajectory_id: str, peers: Sequence[Closed], listing: Iterable[Heard], general: Iterable[Heard]
-) -> Said:
+    trajectory_id: str,
+    peers: Sequence[ClosedTrajectory],
+    listing: Iterable[PlacedFeedback],
+    general: Iterable[PlacedFeedback],
+) -> FeedbackSet:
     """The newest word is the one with the highest time, whoever's clock gave it."""
-    said = _SAID(trajectory_id, peers, listing, general)
-    return Said(tuple(sorted(said.all, key=lambda one: (one.time, one.feedback_id))))
+    said = _FEEDBACK_FOR(trajectory_id, peers, listing, general)
+    return FeedbackSet(tuple(sorted(said.all, key=lambda one: (one.time, one.feedback_id))))
 
 
-def _next_by_the_clock(heard: Heard, peers: Sequence[Closed]) -> frozenset[str]:
+def _next_by_the_clock(feedback: PlacedFeedback, peers: Sequence[ClosedTrajectory]) -> frozenset[str]:
     """Feedback about a session means what was closed next, by the clocks of a gateway and the collector."""
-    return _TARGETS(replace(heard, turns_until=None), peers)
+    return _TARGETS(replace(feedback, turns_until=None), peers)
 
 
 def _bug(name: str, substitute: object, *also: str) -> Callable[[], AbstractContextManager[object]]:
@@ -113,7 +118,7 @@ PLANTED: Mapping[str, Planted] = {
     ),
     "dedupe off": Planted(_bug("headrace_trainer.window.Entry.seen", lambda *_: False), frozenset({"p4_once"})),
     "offsets outside the checkpoint": Planted(
-        _bug("headrace_trainer.opening._ledger", _remembered_elsewhere), frozenset({"liveness", "account"})
+        _bug("headrace_trainer.opening._state", _remembered_elsewhere), frozenset({"liveness", "account"})
     ),
     "outbox in memory": Planted(
         _bug("headrace_runtime.outbox.Outbox.add", _only_in_memory),
@@ -126,17 +131,19 @@ PLANTED: Mapping[str, Planted] = {
         _bug("headrace_gateway.publisher.Publisher.publish", _past_the_spool), frozenset({"order"})
     ),
     "abstaining is zero": Planted(
-        _bug("headrace_scorer.policy.Policy._values", _zero_for_nothing), frozenset({"p6_abstain", "p10_late"})
+        _bug("headrace_scorer.reward_policy.Policy._values", _zero_for_nothing), frozenset({"p6_abstain", "p10_late"})
     ),
     "the last word by clocks": Planted(
-        _bug("headrace_scorer.joins.said_about", _by_the_clock), frozenset({"p10_late"})
+        _bug("headrace_scorer.feedback_matching.feedback_for", _by_the_clock), frozenset({"p10_late"})
     ),
-    "the run by clocks": Planted(_bug("headrace_scorer.joins.targets", _next_by_the_clock), frozenset({"p10_late"})),
+    "the run by clocks": Planted(
+        _bug("headrace_scorer.feedback_matching.target_trajectories", _next_by_the_clock), frozenset({"p10_late"})
+    ),
     "weights come forward unsaid": Planted(
-        _bug("headrace_trainer.ledger.Ledger._restore", lambda *_: None), frozenset({"p4_once"})
+        _bug("headrace_trainer.state.Ledger._restore", lambda *_: None), frozenset({"p4_once"})
     ),
     "weights go back unsaid": Planted(
-        _bug("headrace_trainer.ledger.Ledger.undo", lambda *_: None), frozenset({"p4_once"})
+        _bug("headrace_trainer.state.Ledger.undo", lambda *_: None), frozenset({"p4_once"})
     ),
     "staleness unbounded": Planted(
         _bug("headrace_trainer.admission.stale", lambda *_: None, "headrace_trainer.prepare.stale"),

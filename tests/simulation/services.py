@@ -13,9 +13,9 @@ import headrace_collector.app
 import headrace_registry.app
 import headrace_scorer.app
 import headrace_trainer.app
-from headrace_collector.settings import Settings as CollectorSettings
+from headrace_collector.settings import CollectorSettings
+from headrace_gateway.log_ends import LogEnds
 from headrace_gateway.publisher import Publisher
-from headrace_gateway.reach import Reach
 from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.spool import Spool
 from headrace_registry.settings import RegistrySettings
@@ -29,7 +29,7 @@ from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
 from headrace_runtime.versions import read_manifest
 from headrace_schemas import Event, LoadedVersion, Probe, Replica, Routing, ServedVersion
-from headrace_scorer.settings import Settings as ScorerSettings
+from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
 from tests.simulation.loop import VirtualClock
 from tests.simulation.process import Place, current
@@ -40,7 +40,7 @@ MAX_STALENESS = 2
 Main = Callable[[], Coroutine[Any, Any, None]]
 
 COLLECTOR = CollectorSettings(idle_s=12.0, end_wait_s=600.0, feedback_wait_s=10.0)
-SCORER = ScorerSettings(expected=("feedback",), settle_s=8.0, lease_s=18.0)
+SCORER = ScorerSettings(expected=("feedback",), reward_wait_s=8.0, lease_s=18.0)
 REGISTRY = RegistrySettings.model_validate(
     {
         "poll_s": 6.0,
@@ -104,7 +104,7 @@ class Gateway:
                 capture,
                 send_timeout_s=bus.request_timeout_s,
                 prepare=lambda: topics.ensure(bus),
-                reach=lambda: Reach(Offsets(bus, None, "gateway")),
+                log_ends=lambda: LogEnds(Offsets(bus, None, "gateway")),
             )
             producer = EventProducer(bus, "headrace/gateway", blobs)
             table = Table(Routing, bus, "headrace/gateway", blobs, Refusals("gateway", producer))

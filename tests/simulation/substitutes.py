@@ -28,11 +28,11 @@ from headrace_runtime.settings import BusSettings, Common
 from headrace_schemas import Trajectory
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.gate import Tasks
-from headrace_scorer.functions.loading import Function
-from headrace_scorer.functions.pool import Pool
-from headrace_scorer.functions.protocol import Call
-from headrace_scorer.functions.verdicts import Outcome, outcome_of
-from headrace_scorer.settings import Settings as ScorerSettings
+from headrace_scorer.functions.loading import RewardFunction
+from headrace_scorer.functions.outcomes import Outcome, outcome_of
+from headrace_scorer.functions.pool import FunctionPool
+from headrace_scorer.functions.protocol import CallRequest
+from headrace_scorer.settings import ScorerSettings
 from tests.simulation import clients, kafka, learner
 from tests.simulation.database import open_database
 from tests.simulation.loop import VirtualClock
@@ -44,19 +44,19 @@ _PUT, _SET_POINTER, _DELETE = BlobStore.put, BlobStore.set_pointer, BlobStore.de
 _CREATE, _REMOVE_AREA = BlobStore.create, BlobStore.remove_area
 
 
-class LocalPool(Pool):
+class LocalPool(FunctionPool):
     """Reward functions without processes of their own: one that looks at the answer, and is now and then unwell."""
 
     def __init__(self, settings: ScorerSettings) -> None:
         super().__init__(settings)
         self.functions = (
-            Function(name="right", spec="here", parameters=("trajectory",), asynchronous=False, digest="0" * 64),
+            RewardFunction(name="right", spec="here", parameters=("trajectory",), asynchronous=False, digest="0" * 64),
         )
 
     async def reload(self) -> None:
         """Nothing is read."""
 
-    async def call(self, call: Call, trajectory: bytes) -> Outcome:
+    async def call(self, call: CallRequest, trajectory: bytes) -> Outcome:
         await asyncio.sleep(world().bus.draw.expovariate(20))
         return outcome_of(right(Trajectory.from_json(trajectory)))
 
@@ -77,12 +77,12 @@ class LocalGate:
         """Nothing is started."""
 
     @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[LocalCourt]:
+    async def session(self) -> AsyncIterator[LocalPlaySession]:
         await asyncio.sleep(world().bus.draw.expovariate(2))
-        yield LocalCourt()
+        yield LocalPlaySession()
 
 
-class LocalCourt:
+class LocalPlaySession:
     """The program at work."""
 
     tasks = Tasks(gate=("t1", "t2"), audit=("a1", "a2"))
@@ -152,14 +152,14 @@ def _names() -> Mapping[str, Any]:
         "headrace_registry.app.SystemClock": VirtualClock,
         "headrace_runtime.dead_letters.utcnow": lambda: VirtualClock().now(),
         "headrace_registry.app.Gate": LocalGate,
-        "headrace_scorer.app.Pool": LocalPool,
+        "headrace_scorer.app.FunctionPool": LocalPool,
         # Less often than in production: steps without effect are most of what a run would cost.
         "headrace_collector.app._ENDS_INTERVAL_S": 6.0,
         "headrace_collector.app._IDLE_INTERVAL_S": 6.0,
         "headrace_collector.app._BOUNDS_INTERVAL_S": 9.0,
         "headrace_collector.app._FORGET_INTERVAL_S": 9.0,
         "headrace_collector.app._TARGETS_INTERVAL_S": 9.0,
-        "headrace_scorer.app._SETTLE_INTERVAL_S": 6.0,
+        "headrace_scorer.app._END_WAITING_INTERVAL_S": 6.0,
         "headrace_scorer.app._FORGET_INTERVAL_S": 20.0,
         "headrace_scorer.app._MEASURE_INTERVAL_S": 20.0,
         "headrace_scorer.scoring._POLL_S": 6.0,

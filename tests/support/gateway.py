@@ -16,16 +16,16 @@ from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from headrace_gateway.access import KeyRing, read_keys
-from headrace_gateway.catalog import Catalog
-from headrace_gateway.door import Door
+from headrace_gateway.admission import Admission
 from headrace_gateway.engine import Engines
-from headrace_gateway.fleet import Fleet
 from headrace_gateway.http import Parts, application
-from headrace_gateway.limits import Limits
+from headrace_gateway.limits import RequestLimits
+from headrace_gateway.model_catalog import ModelCatalog
 from headrace_gateway.publisher import Publisher
+from headrace_gateway.replica_set import ReplicaSet
+from headrace_gateway.replica_watch import ReplicaWatch
 from headrace_gateway.settings import CaptureSettings, GatewaySettings, UpstreamSettings
 from headrace_gateway.spool import Spool
-from headrace_gateway.watch import Watch
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import Unavailable
@@ -92,8 +92,8 @@ class Gateway:
     bus: ListBus
     spool: Spool
     publisher: Publisher
-    catalog: Catalog
-    fleet: Fleet
+    catalog: ModelCatalog
+    replica_set: ReplicaSet
     client: httpx2.AsyncClient
 
     def route(self, champion: str | None = VERSION, **changes: Any) -> None:
@@ -101,7 +101,7 @@ class Gateway:
 
     def beat(self, *replicas: FakeReplica) -> None:
         for replica in replicas:
-            self.fleet.update(replica.replica_id, replica.heartbeat())
+            self.replica_set.update(replica.replica_id, replica.heartbeat())
 
     async def chat(
         self, text: str = "hello", *, headers: dict[str, str] | None = None, **fields: Any
@@ -144,19 +144,22 @@ async def gateway(folder: Path, *replicas: FakeReplica, **settings: Any) -> Asyn
     ):
         publisher = Publisher(lambda: ListProducer(bus, blobs), spool, own.capture, send_timeout_s=1)
         draining = asyncio.create_task(publisher.run())
-        fleet = Fleet(clock, lambda: True)
-        catalog = Catalog(own.model_aliases, lambda: True, fleet.changed)
-        watching = asyncio.create_task(Watch(fleet, engines, own.upstream, clock).run())
-        door = Door(
-            KeyRing(read_keys(own), own.limits_per_key), Limits(own.limits_total, clock), publisher, own.body_timeout_s
+        replica_set = ReplicaSet(clock, lambda: True)
+        catalog = ModelCatalog(own.model_aliases, lambda: True, replica_set.changed)
+        watching = asyncio.create_task(ReplicaWatch(replica_set, engines, own.upstream, clock).run())
+        admission = Admission(
+            KeyRing(read_keys(own), own.limits_per_key),
+            RequestLimits(own.limits_total, clock),
+            publisher,
+            own.body_timeout_s,
         )
-        app = application(Parts(own, door, catalog, fleet, engines, clock))
+        app = application(Parts(own, admission, catalog, replica_set, engines, clock))
         try:
             async with (
                 _listening(app, own) as port,
                 httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client,
             ):
-                made = Gateway(str(client.base_url).rstrip("/"), bus, spool, publisher, catalog, fleet, client)
+                made = Gateway(str(client.base_url).rstrip("/"), bus, spool, publisher, catalog, replica_set, client)
                 if replicas:
                     made.route(replicas[0].versions[0])
                 made.beat(*replicas)

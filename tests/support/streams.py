@@ -22,7 +22,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.database import Database
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.outbox import Outbox
-from headrace_runtime.processor import Handler, Limits, Processor, Step
+from headrace_runtime.processor import Handler, Processor, ProcessorLimits, Step
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
 from headrace_runtime.stream_tables import StreamTables
@@ -87,8 +87,8 @@ class Service:
     handlers: Mapping[str, Handler]
     package: str | None = None
     ends_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    settle: Step | None = None
-    limits: Limits = field(default_factory=lambda: Limits(retry_s=10.0))
+    after_batch: Step | None = None
+    limits: ProcessorLimits = field(default_factory=lambda: ProcessorLimits(retry_s=10.0))
 
 
 @dataclass
@@ -174,7 +174,7 @@ async def bench(service: Service, url: str, data_dir: Path, clock: ManualClock |
         clock=clock,
         limits=service.limits,
         ends_of=service.ends_of,
-        settle=service.settle,
+        after_batch=service.after_batch,
     )
     made = Bench(processor, producer, clock)
     processor.ends = made.ends

@@ -13,7 +13,7 @@ from headrace_broker.dispatch import APIS
 from headrace_broker.protocol.fetch import FetchPartition, FetchRequest, FetchResponse, FetchTopic
 from headrace_broker.protocol.produce import ProducePartition, ProduceRequest, ProduceResponse, ProduceTopic
 from headrace_broker.protocol.versions import RequestHeader
-from headrace_broker.wire import PLAIN, Source, decode, encode, skip_tagged
+from headrace_broker.wire import PLAIN, WireReader, decode, encode, skip_tagged
 
 M = TypeVar("M", bound=NamedTuple)
 READY_TIMEOUT_S = 20.0
@@ -60,7 +60,7 @@ class WireClient:
 
     async def receive(self, answer: type[M]) -> M:
         """The next answer, in the version of the last request."""
-        source = Source(memoryview(await self.receive_raw())[4:])
+        source = WireReader(memoryview(await self.receive_raw())[4:])
         if self._form.flexible:
             skip_tagged(source)
         return decode(answer, source, self._form)

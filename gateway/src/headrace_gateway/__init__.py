@@ -1,1 +1,1 @@
-"""The OpenAI-compatible door: every agent's model calls go through here and are captured with their exact tokens."""
+"""The OpenAI-compatible gateway: it serves every agent's model calls and captures them with their exact tokens."""

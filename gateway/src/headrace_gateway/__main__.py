@@ -5,7 +5,7 @@ from headrace_runtime.main import Service
 
 SERVICE = Service(
     "gateway",
-    "The OpenAI-compatible door: serves agents from the replicas and captures every model call.",
+    "The OpenAI-compatible gateway: serves agents from the replicas and captures every model call.",
     GatewaySettings,
     "headrace_gateway.app:run",
     "headrace_gateway.check:check",

@@ -6,7 +6,7 @@ from pydantic import JsonValue
 from pydantic_core import to_json
 
 from headrace_gateway import sse
-from headrace_gateway.call import Call
+from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.engine_wire import EngineAnswer, EngineChoice, EngineMessage
 from headrace_gateway.refusals import ApiError
@@ -14,7 +14,7 @@ from headrace_gateway.refusals import ApiError
 DONE = sse.encode(sse.DONE)
 
 
-def whole(call: Call, answer: EngineAnswer) -> bytes:
+def whole(call: ChatCall, answer: EngineAnswer) -> bytes:
     """The body of a plain answer."""
     request = call.request
     body: dict[str, object] = {
@@ -30,7 +30,7 @@ def whole(call: Call, answer: EngineAnswer) -> bytes:
 class Chunks:
     """Turns the chunks of replicas into the events of one stream."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: ChatCall) -> None:
         self._call = call
         options = call.request.stream_options
         self._usage = options is not None and options.include_usage
@@ -70,7 +70,7 @@ def broken(error: ApiError) -> bytes:
     return sse.encode(error.body)
 
 
-def _head(call: Call, kind: str, version: str) -> dict[str, JsonValue]:
+def _head(call: ChatCall, kind: str, version: str) -> dict[str, JsonValue]:
     return {
         "id": call.response_id,
         "object": kind,

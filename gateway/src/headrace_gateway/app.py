@@ -8,19 +8,19 @@ from pathlib import Path
 
 from headrace_gateway import metrics
 from headrace_gateway.access import KeyRing, read_keys
-from headrace_gateway.catalog import Catalog
+from headrace_gateway.admission import Admission
 from headrace_gateway.descriptors import within_descriptors
-from headrace_gateway.door import Door
 from headrace_gateway.engine import Engines
-from headrace_gateway.fleet import Fleet
 from headrace_gateway.http import Parts, application
-from headrace_gateway.kept import Kept
-from headrace_gateway.limits import Limits
+from headrace_gateway.limits import RequestLimits
+from headrace_gateway.log_ends import LogEnds
+from headrace_gateway.model_catalog import ModelCatalog
 from headrace_gateway.publisher import Publisher
-from headrace_gateway.reach import Reach
+from headrace_gateway.replica_set import ReplicaSet
+from headrace_gateway.replica_watch import ReplicaWatch
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.spool import Spool
-from headrace_gateway.watch import Watch
+from headrace_gateway.table_cache import TableCache
 from headrace_runtime import topics, web
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
@@ -47,7 +47,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
     ring = KeyRing(keys, settings.limits_per_key, common.security.internal_key.get_secret_value())
     blobs = BlobStore.open(common)
     clock = SystemClock()
-    limits = Limits(within_descriptors(settings.limits_total), clock)
+    limits = RequestLimits(within_descriptors(settings.limits_total), clock)
     metrics.IN_PROGRESS.set_function(lambda: limits.in_progress)
     async with (
         Spool(
@@ -62,7 +62,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             settings.capture,
             send_timeout_s=common.bus.request_timeout_s,
             prepare=lambda: topics.ensure(common.bus),
-            reach=lambda: Reach(Offsets(common.bus, None, f"{SOURCE}-offsets")),
+            log_ends=lambda: LogEnds(Offsets(common.bus, None, f"{SOURCE}-offsets")),
             tenants=len({key.tenant for key in keys}),
         )
 
@@ -77,16 +77,18 @@ async def run(common: Common, settings: GatewaySettings) -> None:
         def routed(key: str, row: Routing | None) -> None:
             catalog.update(key, row)
 
-        def heard(key: str, row: Replica | None) -> None:
-            fleet.update(key, row)
+        def replica_changed(key: str, row: Replica | None) -> None:
+            replica_set.update(key, row)
 
         routing = Table(Routing, common.bus, SOURCE, blobs, refuse, routed)
-        replicas = Table(Replica, common.bus, SOURCE, blobs, refuse, heard)
+        replicas = Table(Replica, common.bus, SOURCE, blobs, refuse, replica_changed)
         known_folder, late_s = known_folder_of(common, settings), settings.capture.bus_wait_s
-        kept = Kept(Routing, known_folder / "routing", routing, routed, late_s)
-        others = Kept(Replica, known_folder / "replicas", replicas, heard, late_s)
-        catalog = Catalog(settings.model_aliases, lambda: routing.loaded.is_set() or kept.used, lambda: fleet.changed())
-        fleet = Fleet(clock, replicas.loaded.is_set)
+        routing_cache = TableCache(Routing, known_folder / "routing", routing, routed, late_s)
+        replica_cache = TableCache(Replica, known_folder / "replicas", replicas, replica_changed, late_s)
+        catalog = ModelCatalog(
+            settings.model_aliases, lambda: routing.loaded.is_set() or routing_cache.used, lambda: replica_set.changed()
+        )
+        replica_set = ReplicaSet(clock, replicas.loaded.is_set)
         versions = KnownVersions(common.bus, SOURCE, blobs, refuse)
 
         async def known(model: str) -> Known:
@@ -95,11 +97,19 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             except Unavailable:  # the scorer checks everything again
                 return Known()
 
-        watch = Watch(fleet, engines, settings.upstream, clock)
-        work = (publisher.run(), routing.run(), kept.run(), replicas.run(), others.run(), versions.run(), watch.run())
+        watch = ReplicaWatch(replica_set, engines, settings.upstream, clock)
+        work = (
+            publisher.run(),
+            routing.run(),
+            routing_cache.run(),
+            replicas.run(),
+            replica_cache.run(),
+            versions.run(),
+            watch.run(),
+        )
         beside = [group.create_task(one) for one in work]
-        door = Door(ring, limits, publisher, settings.body_timeout_s)
-        app = application(Parts(settings, door, catalog, fleet, engines, clock, common, known))
+        admission = Admission(ring, limits, publisher, settings.body_timeout_s)
+        app = application(Parts(settings, admission, catalog, replica_set, engines, clock, common, known))
         try:
             async with web.serve(app, settings) as port:
                 log.info("listening", host=settings.host, port=port, keys=len(keys))

@@ -1,4 +1,4 @@
-"""A finished call as an event: a `Turn`, or a dead letter when its tokens cannot be the truth (P2)."""
+"""A finished call as an event: a `Turn`, or a dead letter when its token counts do not agree (P2)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import JsonValue, ValidationError
 from pydantic_core import to_json
 
 from headrace_gateway import metrics
-from headrace_gateway.call import Call
+from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.transcript import ChoiceSoFar, Transcript
 from headrace_runtime.logs import get_logger
 from headrace_runtime.metrics import DEAD_LETTERS
@@ -20,7 +20,7 @@ _RAW_BYTES_MAX = 1_500_000
 """What fits into a dead letter's value after base64."""
 
 
-def event_of(call: Call, transcript: Transcript, *, delivered: bool) -> Turn | DeadLetter:
+def event_of(call: ChatCall, transcript: Transcript, *, delivered: bool) -> Turn | DeadLetter:
     """The turn of a finished call, or what goes to `dead-letters` in its place."""
     disagreement = transcript.disagreement()
     if disagreement:
@@ -39,7 +39,7 @@ def event_of(call: Call, transcript: Transcript, *, delivered: bool) -> Turn | D
     return turn
 
 
-def _turn(call: Call, transcript: Transcript, delivered: bool) -> Turn:
+def _turn(call: ChatCall, transcript: Transcript, delivered: bool) -> Turn:
     identity = call.identity
     usage = transcript.usage
     assert usage is not None
@@ -90,7 +90,7 @@ def _choice(index: int, choice: ChoiceSoFar) -> dict[str, object]:
     }
 
 
-def _refused(call: Call, transcript: Transcript, reason: str, error: str) -> DeadLetter:
+def _refused(call: ChatCall, transcript: Transcript, reason: str, error: str) -> DeadLetter:
     DEAD_LETTERS.labels(Turn.topic, reason).inc()
     log.error("capture_refused", turn_id=call.response_id, reason=reason, error=error)
     raw = _raw(call, transcript)
@@ -106,7 +106,7 @@ def _refused(call: Call, transcript: Transcript, reason: str, error: str) -> Dea
     )
 
 
-def _raw(call: Call, transcript: Transcript) -> bytes:
+def _raw(call: ChatCall, transcript: Transcript) -> bytes:
     """Everything that was captured, as it came; without the texts when it would not fit."""
     tokens: dict[str, JsonValue] = {
         "turn_id": call.response_id,

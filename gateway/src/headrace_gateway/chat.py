@@ -10,13 +10,13 @@ from datetime import datetime
 from starlette.types import Receive, Scope, Send
 
 from headrace_gateway import answers, metrics
-from headrace_gateway.call import Call, asked, core_of, digest_of
+from headrace_gateway.admission import Admission, AdmittedRequest
 from headrace_gateway.capture import event_of
-from headrace_gateway.catalog import Catalog, Target
+from headrace_gateway.chat_call import ChatCall, asked, core_of, digest_of
 from headrace_gateway.chat_request import ChatRequest, parse_chat
-from headrace_gateway.client import Client
-from headrace_gateway.door import Door, Entered
-from headrace_gateway.identity import Said, identify
+from headrace_gateway.client_connection import ClientConnection
+from headrace_gateway.identity import RequestMetadata, identify
+from headrace_gateway.model_catalog import ModelCatalog, Target
 from headrace_gateway.refusals import ApiError, overloaded
 from headrace_gateway.relay import Relay
 from headrace_gateway.settings import GatewaySettings
@@ -36,38 +36,40 @@ class Chat:
     """The ASGI endpoint. It keeps nothing between requests."""
 
     settings: GatewaySettings
-    door: Door
-    catalog: Catalog
+    admission: Admission
+    catalog: ModelCatalog
     relay: Relay
     clock: Clock
     aside: Aside
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises `ApiError` until a status was sent; afterwards the stream itself says what went wrong."""
-        async with self.door.enter(scope, receive, "chat") as entered:
-            call = await self._understand(scope, entered)
+        """Raises `ApiError` until a status was sent; later errors are reported in the stream."""
+        async with self.admission.enter(scope, receive, "chat") as admitted:
+            call = await self._understand(scope, admitted)
             mode = "stream" if call.request.stream else "plain"
             with metrics.CALL_SECONDS.labels(mode).time():
                 await self._serve(call, receive, send)
 
-    async def _understand(self, scope: Scope, entered: Entered) -> Call:
+    async def _understand(self, scope: Scope, admitted: AdmittedRequest) -> ChatCall:
         started_at = self.clock.now()
-        size_bytes = len(entered.body)
+        size_bytes = len(admitted.body)
         limits = (self.settings.choices_max, self.settings.json_values_max)
-        request = await self.aside.run(size_bytes, lambda: parse_chat(entered.body, *limits))
+        request = await self.aside.run(size_bytes, lambda: parse_chat(admitted.body, *limits))
         await self._routing_is_known()
-        target = self.catalog.resolve(request.model, entered.caller.may_use)
-        return await self.aside.run(size_bytes, lambda: self._call(scope, entered, request, target, started_at))
+        target = self.catalog.resolve(request.model, admitted.caller.may_use)
+        return await self.aside.run(size_bytes, lambda: self._call(scope, admitted, request, target, started_at))
 
-    def _call(self, scope: Scope, entered: Entered, request: ChatRequest, target: Target, started_at: datetime) -> Call:
+    def _call(
+        self, scope: Scope, admitted: AdmittedRequest, request: ChatRequest, target: Target, started_at: datetime
+    ) -> ChatCall:
         """In any thread."""
         messages = tuple(message.event() for message in request.messages)
         sampling = request.sampling
-        said = Said(entered.headers, request.metadata or {})
-        identity = identify(entered.caller, scope, said, target.model, messages)
+        metadata = RequestMetadata(admitted.headers, request.metadata or {})
+        identity = identify(admitted.caller, scope, metadata, target.model, messages)
         asked_json = asked(request, messages, sampling)
-        retry = entered.headers.get(b"x-stainless-retry-count", b"")
-        return Call(
+        retry = admitted.headers.get(b"x-stainless-retry-count", b"")
+        return ChatCall(
             request=request,
             messages=messages,
             sampling=sampling,
@@ -78,19 +80,19 @@ class Chat:
             retry=int(retry) if retry.isdigit() and len(retry) < 10 else 0,
             started_at=started_at,
             core=core_of(asked_json, request),
-            cache_salt=self.door.keys.cache_salt(entered.caller.tenant),
+            cache_salt=self.admission.keys.cache_salt(admitted.caller.tenant),
         )
 
     async def _routing_is_known(self) -> None:
-        """The one time that a request waits for us: after the start, until the bus has told which models there are."""
+        """After the start, wait until the models are known from the bus. No request waits at another time."""
         deadline_s = self.clock.monotonic_s() + self.settings.upstream.routing_wait_s
         while not self.catalog.known:
             if self.clock.monotonic_s() > deadline_s:
                 raise overloaded("no model is routed yet: the bus is away, or the registry has promoted none")
             await self.clock.sleep(_ROUTING_POLL_S)
 
-    async def _serve(self, call: Call, receive: Receive, send: Send) -> None:
-        client = Client(receive, send)
+    async def _serve(self, call: ChatCall, receive: Receive, send: Send) -> None:
+        client = ClientConnection(receive, send)
         try:
             async with asyncio.timeout(self.settings.upstream.request_timeout_s) as deadline:
                 async with client.watched(lambda: self._hurry(deadline)):
@@ -105,18 +107,18 @@ class Chat:
             await self._fail(client, error)
 
     def _hurry(self, deadline: asyncio.Timeout) -> None:
-        """The client has gone: what is captured soon is worth capturing, more is a waste of the engine."""
+        """The client has gone: capture the answer if it ends soon, else cancel it."""
         soon = asyncio.get_running_loop().time() + self.settings.capture.undelivered_wait_s
         with contextlib.suppress(RuntimeError):  # the deadline has just passed
             deadline.reschedule(min(soon, deadline.when() or soon))
 
     @staticmethod
-    async def _fail(client: Client, error: ApiError) -> None:
+    async def _fail(client: ClientConnection, error: ApiError) -> None:
         if not client.started:
             raise error
         await client.body(answers.broken(error))
 
-    async def _plain(self, call: Call, client: Client) -> None:
+    async def _plain(self, call: ChatCall, client: ClientConnection) -> None:
         answer, transcript = await self.relay.complete(call)
         await self._capture(call, transcript, delivered=not client.gone)
         size_bytes = transcript.sampled * _ANSWERED_BYTES
@@ -125,7 +127,7 @@ class Chat:
         await client.start(200, {**length, "x-request-id": call.response_id})
         await client.body(body)
 
-    async def _stream(self, call: Call, client: Client) -> None:
+    async def _stream(self, call: ChatCall, client: ClientConnection) -> None:
         transcript = Transcript()
         chunks = answers.Chunks(call)
         async with contextlib.aclosing(self.relay.stream(call, transcript)) as stream:
@@ -142,8 +144,8 @@ class Chat:
             await client.start(200, {**_STREAM, "x-request-id": call.response_id})
         await client.body(answers.DONE)
 
-    async def _capture(self, call: Call, transcript: Transcript, *, delivered: bool) -> None:
+    async def _capture(self, call: ChatCall, transcript: Transcript, *, delivered: bool) -> None:
         size_bytes = len(call.core) + transcript.sampled * _ANSWERED_BYTES
         with metrics.CAPTURE_SECONDS.time():
             event = await self.aside.run(size_bytes, lambda: event_of(call, transcript, delivered=delivered))
-            await self.door.publish(event)
+            await self.admission.publish(event)

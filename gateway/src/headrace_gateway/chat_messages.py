@@ -1,4 +1,4 @@
-"""Messages as clients send them: OpenAI's shapes, and whatever SDKs add when they echo an answer back."""
+"""Messages as clients send them: OpenAI's format, and the fields that SDKs add when they echo an answer."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _content(value: Any) -> Any:
 def says_something(value: JsonValue) -> bool:
     """False for null, "", [], {}, and for what holds nothing else.
 
-    SDKs echo an answer's message with bookkeeping of their own around it. Where that is empty there is nothing to
-    honour, whatever its name; false and 0 are statements.
+    SDKs echo an answer's message with bookkeeping of their own around it. An empty
+    field asks for nothing, whatever its name; false and 0 do.
     """
     if isinstance(value, dict):
         return any(map(says_something, value.values()))

@@ -13,7 +13,7 @@ from headrace_schemas import Sampling, Tool
 from headrace_schemas.base import Finite, Model, Text
 
 HARMLESS = frozenset(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"))
-"""Hints that change no token we sample; accepted whatever they say."""
+"""Fields that do not change what is sampled. Any value is accepted."""
 
 NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "store": (False,),
@@ -68,7 +68,7 @@ def _tool_choice(value: Any) -> Any:
 
 
 class ChatRequest(Model):
-    """A request as the client meant it. `parse_chat` builds it; what is not declared here never gets through."""
+    """A chat request. `parse_chat` builds it; fields that are not declared here are never passed on."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 

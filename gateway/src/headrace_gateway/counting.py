@@ -1,4 +1,4 @@
-"""Counts every request by route and status, whoever answered it."""
+"""Counts every request by route and status."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from headrace_gateway import sse
 from headrace_gateway.engine_wire import EngineAnswer
-from headrace_gateway.lines import Cut, Line
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import UpstreamSettings
+from headrace_gateway.upstream_call import UpstreamCall, UpstreamCallCancelled
 from headrace_runtime import tracing
 from headrace_runtime.aside import Aside
 from headrace_schemas import Replica
@@ -75,7 +75,7 @@ class Engines:
         self._aside.close()
 
     async def answers(self, replica: Replica) -> bool:
-        """Whether it says anything in time, on a connection of its own: 404 and 503 are signs of life, too."""
+        """Whether it answers in time on a new connection. Any status, also 404 or 503, counts as alive."""
         assert self._probes is not None
         try:
             async with self._probes.get(f"{replica.url.rstrip('/')}/health", allow_redirects=False):
@@ -83,10 +83,10 @@ class Engines:
         except (*_CONNECTION_ERRORS, aiohttp.ClientError):
             return False
 
-    async def complete(self, replica: Replica, body: bytes, line: Line) -> EngineAnswer:
+    async def complete(self, replica: Replica, body: bytes, upstream_call: UpstreamCall) -> EngineAnswer:
         """A whole answer. Raises `ReplicaFailed`, or `ApiError` when the engine refuses the request itself."""
-        async with self._opened(replica, body, line) as response:
-            data = await self._read(response, line)
+        async with self._opened(replica, body, upstream_call) as response:
+            data = await self._read(response, upstream_call)
         answer = await self._aside.run(len(data), lambda: _parse(data))
         if answer.error is not None:
             raise ReplicaFailed("error", "an error inside an answer")
@@ -94,15 +94,15 @@ class Engines:
             raise ReplicaFailed("aborted", "the engine gave up on a choice")
         return answer
 
-    async def stream(self, replica: Replica, body: bytes, line: Line) -> AsyncGenerator[EngineAnswer]:
+    async def stream(self, replica: Replica, body: bytes, upstream_call: UpstreamCall) -> AsyncGenerator[EngineAnswer]:
         """Chunks until `[DONE]`. Raises as `complete` does, at any point; a stream that just ends has failed."""
         splitter = sse.Splitter(self._settings.response_bytes_max)
         patience_s: float | None = None  # the first tokens may have to wait for a place
-        async with self._opened(replica, body, line) as response:
+        async with self._opened(replica, body, upstream_call) as response:
             while True:
-                async with line.waiting(patience_s):
+                async with upstream_call.waiting(patience_s):
                     data = await response.content.readany()
-                line.heard()
+                upstream_call.responded()
                 patience_s = self._settings.stall_timeout_s
                 if not data:
                     raise ReplicaFailed("connection", "the stream ended before its end")
@@ -118,40 +118,42 @@ class Engines:
                         raise ReplicaFailed("aborted", "the engine gave up on a choice")
 
     @contextlib.asynccontextmanager
-    async def _opened(self, replica: Replica, body: bytes, line: Line) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _opened(
+        self, replica: Replica, body: bytes, upstream_call: UpstreamCall
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A response with status 200; left early, its connection is closed and the engine stops the work."""
         assert self._session is not None
         trace = tracing.current()
         try:
-            async with line.waiting():
+            async with upstream_call.waiting():
                 response = await self._session.post(
                     f"{replica.url.rstrip('/')}/v1/chat/completions",
                     data=body,
                     headers={"traceparent": trace} if trace else None,
                 )
-            line.heard()
+            upstream_call.responded()
             async with response:
                 if response.status != 200:
-                    async with line.waiting(self._settings.stall_timeout_s):
+                    async with upstream_call.waiting(self._settings.stall_timeout_s):
                         said = await response.content.read(_ERROR_BYTES_MAX)
                     raise _failure(response.status, said)
                 yield response
-        except Cut:
+        except UpstreamCallCancelled:
             raise ReplicaFailed("hung", "it neither sends nor answers, and another replica is there") from None
         except _CONNECTION_ERRORS as error:
             raise ReplicaFailed("connection", repr(error)) from error
         except sse.EventTooLarge as error:
             raise ReplicaFailed("error", str(error)) from error
 
-    async def _read(self, response: aiohttp.ClientResponse, line: Line) -> bytes:
+    async def _read(self, response: aiohttp.ClientResponse, upstream_call: UpstreamCall) -> bytes:
         chunks: list[bytes] = []
         room = self._settings.response_bytes_max
         while True:
-            async with line.waiting(self._settings.stall_timeout_s):
+            async with upstream_call.waiting(self._settings.stall_timeout_s):
                 chunk = await response.content.readany()
             if not chunk:
                 return b"".join(chunks)
-            line.heard()
+            upstream_call.responded()
             chunks.append(chunk)
             room -= len(chunk)
             if room < 0:

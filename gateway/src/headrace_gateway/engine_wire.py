@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, with_config
 from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
 
 
-class Wire(BaseModel):
+class EngineModel(BaseModel):
     """Tolerant: engines add fields with every release."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
@@ -27,13 +27,13 @@ class TokenLogprob(TypedDict, total=False):
     top_logprobs: list[Any]
 
 
-class ChoiceLogprobs(Wire):
+class ChoiceLogprobs(EngineModel):
     """`choices[].logprobs`."""
 
     content: list[TokenLogprob] | None = None
 
 
-class EngineUsage(Wire):
+class EngineUsage(EngineModel):
     """`usage`."""
 
     prompt_tokens: int
@@ -43,14 +43,14 @@ class EngineUsage(Wire):
     completion_tokens_details: dict[str, JsonValue] | None = None
 
 
-class EngineFunction(Wire):
+class EngineFunction(EngineModel):
     """A called function, or what is added to one."""
 
     name: str | None = None
     arguments: str | None = None
 
 
-class EngineToolCall(Wire):
+class EngineToolCall(EngineModel):
     """A tool call, or what is added to one: `index` says to which when streaming."""
 
     index: int | None = None
@@ -59,7 +59,7 @@ class EngineToolCall(Wire):
     function: EngineFunction = Field(default_factory=EngineFunction)
 
 
-class EngineMessage(Wire):
+class EngineMessage(EngineModel):
     """A message, or what is added to one."""
 
     role: str | None = None
@@ -75,7 +75,7 @@ class EngineMessage(Wire):
             self.reasoning_content = self.reasoning
 
 
-class EngineChoice(Wire):
+class EngineChoice(EngineModel):
     """One choice of a whole answer (`message`) or of a chunk (`delta`)."""
 
     index: int
@@ -86,7 +86,7 @@ class EngineChoice(Wire):
     finish_reason: str | None = None
 
 
-class EngineAnswer(Wire):
+class EngineAnswer(EngineModel):
     """A whole answer, or one chunk of a stream. `model` is the version that the engine used (P3)."""
 
     model: str = ""

@@ -1,6 +1,6 @@
-"""Feedback as events, one for each session that it touches. Whether the ids exist is found out later (P10).
+"""Feedback as events, one for each session that it touches. Ids are checked later (P10).
 
-Each event lists the turns of its own session and counts the sessions, so that a request becomes about its own size.
+Each event lists only the turns of its own session, so that all events together are about as large as the request.
 """
 
 from __future__ import annotations
@@ -97,6 +97,6 @@ def turns_by_session(tenant: str, session_id: str | None, targets: Sequence[str]
         found.setdefault(next(iter(found), None) or ids.session_key(tenant, f"unknown-{strange[0]}"), []).extend(
             strange
         )
-    if targets:  # a named session of which nothing is listed is not meant as a whole
+    if targets:  # a named session without listed turns is not meant as a whole
         found = {key: own for key, own in found.items() if own}
     return found

@@ -8,21 +8,21 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from headrace_gateway.catalog import Catalog
+from headrace_gateway.admission import Admission
 from headrace_gateway.chat import Chat
 from headrace_gateway.counting import Counting
-from headrace_gateway.door import Door
 from headrace_gateway.engine import Engines
-from headrace_gateway.fleet import Fleet
 from headrace_gateway.ingest import Lookup, nothing_known
+from headrace_gateway.model_catalog import ModelCatalog
 from headrace_gateway.models_api import ModelsApi
-from headrace_gateway.pins import Pins
 from headrace_gateway.placement import Placement
 from headrace_gateway.prefixes import Prefixes
 from headrace_gateway.refusals import crashed, refused
 from headrace_gateway.relay import Relay
+from headrace_gateway.replica_set import ReplicaSet
 from headrace_gateway.sessions_api import SessionsApi
 from headrace_gateway.settings import GatewaySettings
+from headrace_gateway.sticky_versions import StickyVersions
 from headrace_runtime import web
 from headrace_runtime.aside import Aside
 from headrace_runtime.clock import Clock
@@ -35,9 +35,9 @@ class Parts:
     """What outlives a request."""
 
     settings: GatewaySettings
-    door: Door
-    catalog: Catalog
-    fleet: Fleet
+    admission: Admission
+    catalog: ModelCatalog
+    replica_set: ReplicaSet
     engines: Engines
     clock: Clock
     common: Common | None = None
@@ -46,13 +46,13 @@ class Parts:
 
 def application(parts: Parts) -> ASGIApp:
     """`/health` is 200 while chat requests can be served and captured; the bus being away does not change that."""
-    pins = Pins(parts.settings.sticky, parts.clock)
-    placement = Placement(parts.catalog, pins, parts.fleet)
-    relay = Relay(parts.engines, parts.fleet, placement, parts.settings.upstream, parts.clock)
-    chat = Chat(parts.settings, parts.door, parts.catalog, relay, parts.clock, Aside(parts.settings.parse_threads))
-    sessions = SessionsApi(parts.door, pins, parts.clock, parts.settings.feedback, parts.known)
-    models = ModelsApi(parts.door, parts.catalog)
-    publisher = parts.door.publisher
+    sticky_versions = StickyVersions(parts.settings.sticky, parts.clock)
+    placement = Placement(parts.catalog, sticky_versions, parts.replica_set)
+    relay = Relay(parts.engines, parts.replica_set, placement, parts.settings.upstream, parts.clock)
+    chat = Chat(parts.settings, parts.admission, parts.catalog, relay, parts.clock, Aside(parts.settings.parse_threads))
+    sessions = SessionsApi(parts.admission, sticky_versions, parts.clock, parts.settings.feedback, parts.known)
+    models = ModelsApi(parts.admission, parts.catalog)
+    publisher = parts.admission.publisher
     starlette = web.app(
         {"routing": lambda: parts.catalog.known, "capture": lambda: publisher.lacks_room or True},
         [

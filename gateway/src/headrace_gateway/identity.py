@@ -1,4 +1,4 @@
-"""Whose call this is: session, task, run and purpose, first match wins."""
+"""The identity of a call: session, task, run and purpose. The first source that names one wins."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _PURPOSES: dict[str, Purpose] = {"train": "train", "eval": "eval"}
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """The session that a call belongs to, and what else the caller said about it."""
+class CallIdentity:
+    """The session that a call belongs to, and what else the caller metadata about it."""
 
     tenant: str
     session_id: str
@@ -35,7 +35,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class RequestMetadata:
     """What a request says about itself outside its messages."""
 
     headers: Mapping[bytes, bytes]
@@ -67,27 +67,29 @@ def label(value: JsonValue, where: str) -> str | None:
     return text
 
 
-def identify(caller: Caller, scope: Scope, said: Said, model: str, messages: tuple[Message, ...]) -> Identity:
+def identify(
+    caller: Caller, scope: Scope, metadata: RequestMetadata, model: str, messages: tuple[Message, ...]
+) -> CallIdentity:
     """The identity of a chat call. `model` is the name that was asked for, never the version that will serve."""
-    purpose = said.purpose()
-    session_id, source = _session(caller, scope, said, f"{purpose} {model}", messages)
-    return Identity(
+    purpose = metadata.purpose()
+    session_id, source = _session(caller, scope, metadata, f"{purpose} {model}", messages)
+    return CallIdentity(
         tenant=caller.tenant,
         session_id=session_id,
         session_key=ids.session_key(caller.tenant, session_id),
         source=source,
-        task_id=said.label("task_id"),
-        run_id=said.label("run_id"),
+        task_id=metadata.label("task_id"),
+        run_id=metadata.label("run_id"),
         purpose=purpose,
     )
 
 
 def _session(
-    caller: Caller, scope: Scope, said: Said, use: str, messages: tuple[Message, ...]
+    caller: Caller, scope: Scope, metadata: RequestMetadata, use: str, messages: tuple[Message, ...]
 ) -> tuple[str, SessionSource]:
-    given = said.label("session_id")
+    given = metadata.label("session_id")
     if given is not None:
-        return given, "header" if b"x-session-id" in said.headers else "metadata"
+        return given, "header" if b"x-session-id" in metadata.headers else "metadata"
     in_path = label(scope.get(prefixes.SESSION), "the session in the path")
     if in_path is not None:
         return in_path, "path"
@@ -97,9 +99,10 @@ def _session(
 
 
 def _implied(caller: Caller, use: str, messages: tuple[Message, ...]) -> str:
-    """Calls that open alike are one session: everything up to the first user message, by key, purpose and model.
+    """The implied session of a call: a digest of the messages up to the first user message, of key, purpose and model.
 
-    What tells two runs with one opening apart is the exact token prefix, and time: the collector closes idle sessions.
+    Two runs with equal openings are told apart by exact token prefixes, and by time: the collector closes idle
+    sessions.
     """
     digest = hashlib.sha256(f"{caller.key_id}\0{use}".encode())
     for message in opening(messages):

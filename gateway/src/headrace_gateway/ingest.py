@@ -1,4 +1,4 @@
-"""Trajectories of other runtimes: whoever has token ids and logprobs can train on Headrace without its gateway."""
+"""Trajectories of other runtimes: any runtime with token ids and logprobs can train on Headrace without its gateway."""
 
 from __future__ import annotations
 

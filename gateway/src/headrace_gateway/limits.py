@@ -37,8 +37,8 @@ class Meter:
         return None
 
     def charge(self, tokens: int) -> ApiError | None:
-        """Take tokens for what a request causes beside itself. They may be owed: then nothing more is let in, which
-        costs less than to read and refuse it. Who owes already is refused."""
+        """Take tokens for the events that a request becomes. The bucket may go below zero; further requests are then
+        refused before their body is read. A caller whose bucket is below zero is refused here."""
         if self._tokens < 0:
             wait_s = (1 - self._tokens) / self._limits.requests_per_s
             message = f"this request counts as {tokens + 1}, with {self._limits.requests_per_s:g} allowed per second"
@@ -51,7 +51,7 @@ class Meter:
         self.in_progress += 1
 
 
-class Limits:
+class RequestLimits:
     """The meters of one gateway process; several gateways do not share them."""
 
     def __init__(self, total: LimitSettings, clock: Clock) -> None:
@@ -62,7 +62,8 @@ class Limits:
 
     @contextlib.contextmanager
     def admit(self, caller: Caller) -> Iterator[None]:
-        """Hold one place while the body runs. Raises `ApiError` 429, counted against nobody."""
+        """Count one request in progress while the body runs. Raises `ApiError` 429; a refused request is not
+        counted."""
         meter = self._meters.get(caller.key_id)
         if meter is None:  # bounded: one for each configured key
             meter = self._meters[caller.key_id] = Meter(caller.limits, self._clock)

@@ -8,8 +8,8 @@ from pydantic import JsonValue
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from headrace_gateway.catalog import Catalog
-from headrace_gateway.door import Door
+from headrace_gateway.admission import Admission
+from headrace_gateway.model_catalog import ModelCatalog
 from headrace_gateway.requests import headers_of
 from headrace_schemas import Routing
 
@@ -18,16 +18,16 @@ from headrace_schemas import Routing
 class ModelsApi:
     """Reads the routing table; needs the scope `chat`."""
 
-    door: Door
-    catalog: Catalog
+    admission: Admission
+    catalog: ModelCatalog
 
     async def list(self, request: Request) -> Response:
-        caller = self.door.caller(request.scope, headers_of(request.scope), "chat")
+        caller = self.admission.caller(request.scope, headers_of(request.scope), "chat")
         models = [self._model(name, routing) for name, routing in self.catalog.names(caller.may_use)]
         return JSONResponse({"object": "list", "data": models})
 
     async def one(self, request: Request) -> Response:
-        caller = self.door.caller(request.scope, headers_of(request.scope), "chat")
+        caller = self.admission.caller(request.scope, headers_of(request.scope), "chat")
         wanted = request.path_params["model"]
         self.catalog.resolve(wanted, caller.may_use)  # raises 404
         routing = dict(self.catalog.names())[wanted]

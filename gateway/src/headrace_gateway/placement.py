@@ -4,52 +4,52 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace_gateway.call import Call
-from headrace_gateway.catalog import CHAMPION, Catalog
-from headrace_gateway.fleet import Fleet, Member
-from headrace_gateway.pins import Pins
+from headrace_gateway.chat_call import ChatCall
+from headrace_gateway.model_catalog import CHAMPION, ModelCatalog
+from headrace_gateway.replica_set import ReplicaSet, ReplicaStatus
+from headrace_gateway.sticky_versions import StickyVersions
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Who serves a call, with which weights."""
+class Upstream:
+    """The replica and the version that serve a call."""
 
     version: str
-    member: Member
+    member: ReplicaStatus
 
 
 class Placement:
-    """Joins the catalog, the pins and the fleet. Asked anew before every attempt."""
+    """Combines catalog, sticky versions and replicas. Asked again before every attempt."""
 
-    def __init__(self, catalog: Catalog, pins: Pins, fleet: Fleet) -> None:
+    def __init__(self, catalog: ModelCatalog, sticky_versions: StickyVersions, replica_set: ReplicaSet) -> None:
         self._catalog = catalog
-        self._pins = pins
-        self._fleet = fleet
+        self._sticky_versions = sticky_versions
+        self._replica_set = replica_set
 
-    def place(self, call: Call, avoid: frozenset[str] = frozenset()) -> Place | None:
-        """None when no replica can take the call now. A pinned version that nobody can serve gives way."""
+    def place(self, call: ChatCall, avoid: frozenset[str] = frozenset()) -> Upstream | None:
+        """None when no replica can take the call now. If no replica serves the session's version, it gets another."""
         place, target = self.choose(call, avoid), call.target
         if place and target.version is None and target.alias == CHAMPION:
-            self._pins.set(call.identity.session_key, target.model, place.version)
+            self._sticky_versions.set(call.identity.session_key, target.model, place.version)
         return place
 
-    def choose(self, call: Call, avoid: frozenset[str] = frozenset()) -> Place | None:
-        """As `place`, without a trace."""
+    def choose(self, call: ChatCall, avoid: frozenset[str] = frozenset()) -> Upstream | None:
+        """Like `place`, but changes nothing."""
         target = call.target
         pinned = None if target.alias != CHAMPION or target.version else self._pinned(call)
         for version in (pinned, self._catalog.version_of(target)):
-            member = self._fleet.pick(version, call.identity.session_key, avoid) if version else None
+            member = self._replica_set.pick(version, call.identity.session_key, avoid) if version else None
             if version and member:
-                return Place(version, member)
+                return Upstream(version, member)
         return None
 
-    def resume(self, call: Call, version: str, avoid: frozenset[str], *, with_tokens: bool) -> Place | None:
-        """A replica to go on with a stream that has begun; its version is settled."""
-        member = self._fleet.pick(version, call.identity.session_key, avoid, resuming=with_tokens)
-        return Place(version, member) if member else None
+    def resume(self, call: ChatCall, version: str, avoid: frozenset[str], *, with_tokens: bool) -> Upstream | None:
+        """A replica that can continue a stream, with the version that the stream began with."""
+        member = self._replica_set.pick(version, call.identity.session_key, avoid, resuming=with_tokens)
+        return Upstream(version, member) if member else None
 
-    def _pinned(self, call: Call) -> str | None:
+    def _pinned(self, call: ChatCall) -> str | None:
         if call.opens_a_run:
             return None
-        version = self._pins.get(call.identity.session_key, call.target.model)
+        version = self._sticky_versions.get(call.identity.session_key, call.target.model)
         return version if version and self._catalog.usable(call.target.model, version) else None

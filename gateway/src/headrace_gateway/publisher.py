@@ -1,4 +1,4 @@
-"""To the bus, or to the spool when the bus is away: either way durable when `publish` returns (P1)."""
+"""Publishes events to the bus, or to the spool while the bus is away. `publish` returns once they are durable (P1)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
 from headrace_gateway import metrics
-from headrace_gateway.reach import Ends, Reach, after
+from headrace_gateway.log_ends import Ends, LogEnds, after
 from headrace_gateway.refusals import overloaded
 from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.shares import Shares
@@ -29,7 +29,7 @@ _DAMAGED_BYTES_MAX = 700_000
 
 
 class Publisher:
-    """Direct while the spool is empty; while it is not, everything goes through it, so that a session keeps its order.
+    """Sends directly while the spool is empty. Otherwise everything goes through it, so that a session keeps its order.
 
     An event may reach the bus twice (acknowledged too late, or sent again after a crash), with the same id.
     """
@@ -42,23 +42,23 @@ class Publisher:
         *,
         send_timeout_s: float,
         prepare: Callable[[], Awaitable[None]] | None = None,
-        reach: Callable[[], Reach] | None = None,
+        log_ends: Callable[[], LogEnds] | None = None,
         tenants: int = 1,
     ) -> None:
         """`producer` makes a fresh one whenever the last gave up; `prepare` makes sure that the topics exist.
 
-        `reach` is asked before feedback about a session is sent. `tenants` is how many share the spool.
+        `log_ends` is asked before feedback about a session is sent. `tenants` is how many share the spool.
         """
         self._make = producer
         self._spool = spool
         self._settings = settings
         self._send_timeout_s = send_timeout_s
         self._prepare = prepare
-        self._make_reach = reach
+        self._make_log_ends = log_ends
         self._shared = tenants > 1
         self._shares = Shares()
         self._producer: EventProducer | None = None
-        self._reach: Reach | None = None
+        self._log_ends: LogEnds | None = None
         self._away = False
         self._spooled = asyncio.Event()
 
@@ -94,7 +94,7 @@ class Publisher:
     async def publish(self, *events: Event) -> None:
         """Returns once all are durable. Raises `Unavailable` when neither the bus nor the disk takes them.
 
-        Then nothing of them is sent any more: what the connection to the bus still held back is given up with it.
+        Then none of them is sent later: the producer is dropped with its unsent events.
         """
         if self._spool.events == 0 and self._producer is not None:
             try:
@@ -118,7 +118,7 @@ class Publisher:
         self._spooled.set()
 
     async def _give_up_producer(self) -> None:
-        """aiokafka would go on trying with what a client has just been told was not recorded."""
+        """Drop the producer: aiokafka would keep retrying events whose client was told that they were not recorded."""
         producer, self._producer = self._producer, None
         if producer is not None:
             await producer.abandon()
@@ -142,19 +142,21 @@ class Publisher:
             if self._prepare is not None:
                 await self._prepare()
             await producer.start()
-            if self._make_reach is not None:
-                self._reach = self._make_reach()
-                await self._reach.start()
+            if self._make_log_ends is not None:
+                self._log_ends = self._make_log_ends()
+                await self._log_ends.start()
         self._producer = producer
         try:
             yield producer
         finally:
             self._producer = None
-            with contextlib.suppress(TimeoutError):  # it would flush what is durable anyway, for ever without a bus
+            with contextlib.suppress(
+                TimeoutError
+            ):  # it would flush events that are durable already, and never return without a bus
                 async with asyncio.timeout(_STOP_TIMEOUT_S):
                     await producer.stop()
-                    if self._reach is not None:
-                        await self._reach.stop()
+                    if self._log_ends is not None:
+                        await self._log_ends.stop()
 
     async def _drain(self, producer: EventProducer) -> None:
         while True:
@@ -173,7 +175,7 @@ class Publisher:
             await self._spooled.wait()
 
     async def _as_long_as_it_takes(self, sending: Coroutine[None, None, None]) -> None:
-        """aiokafka goes on trying by itself, and a producer that is dropped in the middle of that would never end.
+        """aiokafka retries by itself, and a producer that is dropped during a retry would never end.
 
         A bus that comes back without its topics gets them again.
         """
@@ -211,10 +213,10 @@ class Publisher:
         await producer.send_raw(records)
 
     async def _ends(self, events: Sequence[Event]) -> Ends:
-        """How far the logs reach now, when an event wants to say so."""
-        if self._reach is None or not any(_is_about_session(event) for event in events):
+        """The end offsets of the logs now, if an event needs them."""
+        if self._log_ends is None or not any(_is_about_session(event) for event in events):
             return {}
-        return await self._reach.ends()
+        return await self._log_ends.ends()
 
     @staticmethod
     def _count(events: Sequence[Event], where: str) -> None:
@@ -223,12 +225,12 @@ class Publisher:
 
 
 def _is_about_session(event: Event) -> bool:
-    """Which of a session's runs is meant is told by what had begun (decision 25)."""
+    """Whether an event is matched with a run of its session by offsets (docs/decisions/0025)."""
     return isinstance(event, Feedback) and not event.msg_ids
 
 
 async def _records(producer: EventProducer, event: Event, ends: Ends) -> list[Outgoing]:
-    """One record, or for a tenant's commit one for each partition: every collector has to hear it."""
+    """One record, or for a tenant's commit one for each partition: every collector has to receive it."""
     if isinstance(event, SessionEnd) and event.scope == "tenant":
         partitions = sorted(await producer.partitions(SessionEnd.topic))
         return [await producer.encode(event.model_copy(update={"partition": number}), number) for number in partitions]

@@ -1,6 +1,6 @@
-"""Gets a call served while one replica lives (P8): tries, moves on, waits, and resumes streams that broke.
+"""Serves a call as long as one replica is alive (P8): tries replicas, waits, and resumes broken streams.
 
-Nothing that happens among replicas reaches a client unless it lasts longer than `upstream.hold_s`.
+Clients notice trouble among replicas only if it lasts longer than `upstream.hold_s`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from pydantic import ValidationError
 
 from headrace_gateway import metrics
-from headrace_gateway.call import Call
+from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.engine import Engines, ReplicaFailed
 from headrace_gateway.engine_wire import EngineAnswer, EngineUsage
-from headrace_gateway.fleet import Fleet
-from headrace_gateway.lines import Line
-from headrace_gateway.placement import Place, Placement
+from headrace_gateway.placement import Placement, Upstream
 from headrace_gateway.refusals import ApiError, overloaded
+from headrace_gateway.replica_set import ReplicaSet
 from headrace_gateway.settings import UpstreamSettings
 from headrace_gateway.transcript import Transcript
+from headrace_gateway.upstream_call import UpstreamCall
 from headrace_runtime.clock import Clock
 from headrace_runtime.logs import get_logger
 
@@ -27,7 +27,7 @@ log = get_logger(__name__)
 
 
 class _Patience:
-    """How much trouble one call may still have. Progress renews it; time at a replica is not counted."""
+    """How long one call may still wait. Progress renews it; time at a replica does not count."""
 
     def __init__(self, settings: UpstreamSettings) -> None:
         self._settings = settings
@@ -62,46 +62,48 @@ class _Patience:
 
 
 class Relay:
-    """Serves calls from the fleet."""
+    """Serves calls from the replica_set."""
 
     def __init__(
-        self, engines: Engines, fleet: Fleet, placement: Placement, settings: UpstreamSettings, clock: Clock
+        self, engines: Engines, replica_set: ReplicaSet, placement: Placement, settings: UpstreamSettings, clock: Clock
     ) -> None:
         self._engines = engines
-        self._fleet = fleet
+        self._replica_set = replica_set
         self._placement = placement
         self._settings = settings
         self._clock = clock
 
-    async def complete(self, call: Call) -> tuple[EngineAnswer, Transcript]:
+    async def complete(self, call: ChatCall) -> tuple[EngineAnswer, Transcript]:
         """The whole answer. Raises `ApiError` when it cannot be had, or when the engine refuses the request."""
         patience = _Patience(self._settings)
         while True:
-            place = await self._find(lambda: self._placement.place(call, patience.avoid), patience)
+            upstream = await self._find(lambda: self._placement.place(call, patience.avoid), patience)
             try:
-                with self._calling(place, lambda: self._placement.choose(call) is not None) as line:
-                    answer = await self._engines.complete(place.member.replica, call.body(place.version), line)
+                with self._calling(upstream, lambda: self._placement.choose(call) is not None) as upstream_call:
+                    answer = await self._engines.complete(
+                        upstream.member.replica, call.body(upstream.version), upstream_call
+                    )
             except ReplicaFailed as failure:
-                self._note(place, failure, patience)
+                self._note(upstream, failure, patience)
                 continue
-            transcript = Transcript(replica_id=place.member.replica.replica_id)
+            transcript = Transcript(replica_id=upstream.member.replica.replica_id)
             transcript.add(answer, streamed=False)
             return answer, transcript
 
-    async def stream(self, call: Call, transcript: Transcript) -> AsyncGenerator[EngineAnswer]:
+    async def stream(self, call: ChatCall, transcript: Transcript) -> AsyncGenerator[EngineAnswer]:
         """Chunks as one uninterrupted stream, each already in `transcript`. Raises as `complete` does, at any point.
 
         Those that only open the answer are held until a token is there: the replica may still fail, and the one that
-        takes its place may sample from another prompt, and with another version.
+        takes its upstream may sample from another prompt, and with another version.
         """
         patience = _Patience(self._settings)
         opening: list[EngineAnswer] = []
         while True:
-            place = await self._find(lambda: self._next_place(call, transcript, patience), patience)
-            transcript.replica_id = place.member.replica.replica_id
+            upstream = await self._find(lambda: self._next_place(call, transcript, patience), patience)
+            transcript.replica_id = upstream.member.replica.replica_id
             try:
-                with self._calling(place, lambda: self._can_move(call, transcript)) as line:
-                    async with contextlib.aclosing(self._chunks(call, place, transcript, line)) as chunks:
+                with self._calling(upstream, lambda: self._can_move(call, transcript)) as upstream_call:
+                    async with contextlib.aclosing(self._chunks(call, upstream, transcript, upstream_call)) as chunks:
                         async for chunk in chunks:
                             patience.renew()
                             opening.append(chunk)
@@ -114,27 +116,27 @@ class Relay:
                 if transcript.finished(call.request.choices):
                     yield _own_count(transcript)
                     return
-                self._note(place, failure, patience)
+                self._note(upstream, failure, patience)
                 if not transcript.begun:
                     opening.clear()
                     transcript.forget()
 
-    def _next_place(self, call: Call, transcript: Transcript, patience: _Patience) -> Place | None:
+    def _next_place(self, call: ChatCall, transcript: Transcript, patience: _Patience) -> Upstream | None:
         if not transcript.begun:
             return self._placement.place(call, patience.avoid)
-        if transcript.sampled and not self._fleet.can_resume(transcript.version):
+        if transcript.sampled and not self._replica_set.can_resume(transcript.version):
             raise overloaded("the stream broke and no replica can take it over")
         return self._placement.resume(call, transcript.version, patience.avoid, with_tokens=bool(transcript.sampled))
 
-    def _can_move(self, call: Call, transcript: Transcript) -> bool:
+    def _can_move(self, call: ChatCall, transcript: Transcript) -> bool:
         """Whether another replica could go on with this stream now; one that hangs is never picked."""
         if not transcript.begun:
             return self._placement.choose(call) is not None
-        place = self._placement.resume(call, transcript.version, frozenset(), with_tokens=bool(transcript.sampled))
-        return place is not None
+        upstream = self._placement.resume(call, transcript.version, frozenset(), with_tokens=bool(transcript.sampled))
+        return upstream is not None
 
     async def _chunks(
-        self, call: Call, place: Place, transcript: Transcript, line: Line
+        self, call: ChatCall, upstream: Upstream, transcript: Transcript, upstream_call: UpstreamCall
     ) -> AsyncGenerator[EngineAnswer]:
         try:
             resume = transcript.resume()
@@ -143,7 +145,7 @@ class Relay:
         begun = set(transcript.choices)
         if resume:
             metrics.RESUMES.inc()
-        chunks = self._engines.stream(place.member.replica, call.body(place.version, resume), line)
+        chunks = self._engines.stream(upstream.member.replica, call.body(upstream.version, resume), upstream_call)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 for choice in chunk.choices:
@@ -154,35 +156,35 @@ class Relay:
                     chunk.prompt_token_ids = None  # and this
                 yield chunk
 
-    async def _find(self, find: Callable[[], Place | None], patience: _Patience) -> Place:
-        while (place := find()) is None:
+    async def _find(self, find: Callable[[], Upstream | None], patience: _Patience) -> Upstream:
+        while (upstream := find()) is None:
             metrics.HOLDS.inc()
             before_s = self._clock.monotonic_s()
-            await self._fleet.wait(patience.wait_s())
+            await self._replica_set.wait(patience.wait_s())
             patience.waited(self._clock.monotonic_s() - before_s)
-        return place
+        return upstream
 
     @contextlib.contextmanager
-    def _calling(self, place: Place, elsewhere: Callable[[], bool]) -> Iterator[Line]:
-        with self._fleet.calling(place.member, elsewhere) as line:
-            yield line
-        self._fleet.served(place.member)
+    def _calling(self, upstream: Upstream, elsewhere: Callable[[], bool]) -> Iterator[UpstreamCall]:
+        with self._replica_set.calling(upstream.member, elsewhere) as upstream_call:
+            yield upstream_call
+        self._replica_set.served(upstream.member)
 
-    def _note(self, place: Place, failure: ReplicaFailed, patience: _Patience) -> None:
-        replica_id = place.member.replica.replica_id
+    def _note(self, upstream: Upstream, failure: ReplicaFailed, patience: _Patience) -> None:
+        replica_id = upstream.member.replica.replica_id
         metrics.UPSTREAM_FAILURES.labels(failure.trouble).inc()
         log.warning("replica_failed", replica=replica_id, trouble=failure.trouble, error=str(failure))
         match failure.trouble:
             case "full":
-                self._fleet.full(place.member)
+                self._replica_set.full(upstream.member)
             case "version_missing":
-                self._fleet.lacks(place.member, place.version)
+                self._replica_set.lacks(upstream.member, upstream.version)
             case "connection" | "aborted":
-                self._fleet.failed(place.member)
+                self._replica_set.failed(upstream.member)
             case "hung":
-                patience.waited(self._clock.monotonic_s() - place.member.silent_since_s)
+                patience.waited(self._clock.monotonic_s() - upstream.member.silent_since_s)
             case "error":
-                pass  # the request's doing as likely as the replica's: only this call avoids it
+                pass  # the request may be the cause as well as the replica: only this call avoids the replica
         patience.failed(replica_id, failure)
 
 

@@ -71,7 +71,7 @@ def refusal_of(error: ValidationError, model: type[BaseModel], status: int = 400
 
 
 def unknown_field(name: str, known: Iterable[str], status: int = 400) -> ApiError:
-    """The refusal of a field that nobody would read, with the name that was perhaps meant."""
+    """The refusal of an unknown field, with a similar known name."""
     close = difflib.get_close_matches(name, list(known), n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return ApiError(status, "unknown_field", f"unknown field {name!r}{hint}", name)

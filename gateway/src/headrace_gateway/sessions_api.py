@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from headrace_gateway.door import Door, Entered
+from headrace_gateway.admission import Admission, AdmittedRequest
 from headrace_gateway.feedback import events_of, from_trinity
 from headrace_gateway.feedback_request import FeedbackRequest, TrinityCommit, TrinityFeedback
 from headrace_gateway.identity import label
 from headrace_gateway.ingest import Lookup, nothing_known, trajectory_of
-from headrace_gateway.pins import Pins
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import parse
 from headrace_gateway.settings import FeedbackSettings
+from headrace_gateway.sticky_versions import StickyVersions
 from headrace_runtime.clock import Clock
 from headrace_runtime.topics import catalogue
 from headrace_schemas import Event, Feedback, SessionEnd, ids
@@ -29,71 +29,71 @@ _PARTITIONS = catalogue()[SessionEnd.topic].partitions
 
 @dataclass(frozen=True, slots=True)
 class SessionsApi:
-    """Everything that judges, ends or ingests sessions. Answered once durable; whether ids exist is found out later."""
+    """Everything that judges, ends or ingests sessions. Answers once the events are durable; ids are checked later."""
 
-    door: Door
-    pins: Pins
+    admission: Admission
+    sticky_versions: StickyVersions
     clock: Clock
     bounds: FeedbackSettings
     known: Lookup = nothing_known
 
     async def feedback(self, request: Request) -> Response:
-        async with self.door.enter(request.scope, request.receive, "feedback") as entered:
-            events = self._events(entered, parse(FeedbackRequest, entered.body))
-            await self.door.publish_many(entered.caller, events)
+        async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
+            events = self._events(admitted, parse(FeedbackRequest, admitted.body))
+            await self.admission.publish_many(admitted.caller, events)
             for event in events:
                 if event.ends_session:
-                    self.pins.drop(event.session_key)
+                    self.sticky_versions.drop(event.session_key)
             return _accepted(events, feedback_id=events[0].feedback_id)
 
     async def end(self, request: Request) -> Response:
-        async with self.door.enter(request.scope, request.receive, "feedback") as entered:
+        async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
             session_id = label(request.path_params["session_id"], "session_id")
             assert session_id is not None
-            key = ids.session_key(entered.caller.tenant, session_id)
+            key = ids.session_key(admitted.caller.tenant, session_id)
             event = SessionEnd(
                 time=self.clock.now(),
                 end_id=ids.uuid7().hex,
                 session_key=key,
                 session_id=session_id,
-                tenant=entered.caller.tenant,
+                tenant=admitted.caller.tenant,
             )
-            await self.door.publish(event)
-            self.pins.drop(key)
+            await self.admission.publish(event)
+            self.sticky_versions.drop(key)
             return _accepted([event], session_id=session_id)
 
     async def trajectories(self, request: Request) -> Response:
-        async with self.door.enter(request.scope, request.receive, "admin") as entered:
-            event = await trajectory_of(entered.body, entered.caller.tenant, self.clock.now(), self.known)
-            if not entered.caller.may_use(event.model):
+        async with self.admission.enter(request.scope, request.receive, "admin") as admitted:
+            event = await trajectory_of(admitted.body, admitted.caller.tenant, self.clock.now(), self.known)
+            if not admitted.caller.may_use(event.model):
                 raise ApiError(403, "wrong_model", f"model: this API key does not train {event.model!r}", "model")
-            await self.door.publish(event)
+            await self.admission.publish(event)
             return _accepted([event], trajectory_id=event.trajectory_id)
 
     async def trinity_feedback(self, request: Request) -> Response:
-        async with self.door.enter(request.scope, request.receive, "feedback") as entered:
-            body = parse(TrinityFeedback, entered.body)
+        async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
+            body = parse(TrinityFeedback, admitted.body)
             if body.msg_ids:
-                await self.door.publish_many(entered.caller, self._events(entered, from_trinity(body)))
+                await self.admission.publish_many(admitted.caller, self._events(admitted, from_trinity(body)))
             return JSONResponse(_TRINITY_OK)
 
     async def trinity_commit(self, request: Request) -> Response:
-        async with self.door.enter(request.scope, request.receive, "feedback") as entered:
-            body = parse(TrinityCommit, entered.body.strip() or b"{}")
+        async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
+            body = parse(TrinityCommit, admitted.body.strip() or b"{}")
             try:
                 before = body.before
             except (ValueError, OverflowError, OSError):
                 raise ApiError(400, "invalid_value", "time_threshold: no time", "time_threshold") from None
-            tenant = entered.caller.tenant
+            tenant = admitted.caller.tenant
             now = self.clock.now()
             end = SessionEnd(
                 time=now, end_id=ids.uuid7().hex, scope="tenant", tenant=tenant, reason="commit", before=before
             )
-            await self.door.publish_many(entered.caller, [end], copies=_PARTITIONS)
+            await self.admission.publish_many(admitted.caller, [end], copies=_PARTITIONS)
             return JSONResponse(_TRINITY_OK)
 
-    def _events(self, entered: Entered, request: FeedbackRequest) -> list[Feedback]:
-        return events_of(request, entered.caller, self.clock, self.bounds, len(entered.body))
+    def _events(self, admitted: AdmittedRequest, request: FeedbackRequest) -> list[Feedback]:
+        return events_of(request, admitted.caller, self.clock, self.bounds, len(admitted.body))
 
 
 def _accepted(events: Sequence[Event], **more: str) -> Response:

@@ -67,7 +67,7 @@ class CaptureSettings(Section):
 
 
 class FeedbackSettings(Section):
-    """How much one feedback may become: it is an event for each session that it lists turns of."""
+    """Bounds of one feedback, which becomes an event for each session that it lists turns of."""
 
     sessions_max: Annotated[int, Field(ge=1, le=4096)] = 64
     """Sessions that one feedback may list turns of; beyond it the answer is 422. Each counts as a request."""
@@ -76,7 +76,7 @@ class FeedbackSettings(Section):
 
 
 class UpstreamSettings(Section):
-    """How replicas are called and how long trouble among them is hidden from clients (P8)."""
+    """How replicas are called, and how long failures of replicas are hidden from clients (P8)."""
 
     hold_s: Positive = 60.0
     """How long a request waits for a replica that can serve it, retries included, before it fails."""
@@ -87,9 +87,9 @@ class UpstreamSettings(Section):
     connect_timeout_s: Positive = 2.0
     """How long connecting to a replica may take."""
     probe_after_s: Positive = 2.0
-    """Silence of a replica after which it is asked whether it lives (`GET /health`)."""
+    """Silence of a replica after which its health is checked (`GET /health`)."""
     probe_timeout_s: Positive = 2.0
-    """How long the answer may take, twice in a row, before its calls move to another replica: it hangs."""
+    """How long that check may take. After two failed checks the replica hangs, and its calls move to another one."""
     stall_timeout_s: Positive = 60.0
     """How long a replica that has begun to answer may send nothing before its work is moved to another."""
     errors_max: Annotated[int, Field(ge=1)] = 3

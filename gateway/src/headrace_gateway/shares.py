@@ -1,4 +1,4 @@
-"""Whose events wait in the spool, so that no tenant takes all of it."""
+"""How many bytes of the spool each tenant uses, so that no tenant fills it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Shares:
 
 
 def tenant_of(item: Spooled) -> str:
-    """Empty for what is nobody's, as a dead letter is."""
+    """The tenant of an event; empty for events without one, such as dead letters."""
     try:
         event = from_json(item.value)
     except ValueError:

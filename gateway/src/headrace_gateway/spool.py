@@ -1,7 +1,7 @@
 """Events that the bus could not take yet: durable, in order, bounded, one process at a time, each with a digest.
 
 The room for work that is under way is allocated before that work begins (`has_reserve`), so that a disk that fills up
-meanwhile refuses new requests at the door and none whose answer somebody waits for.
+meanwhile refuses new requests only, and none that are in progress.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class Spool:
 
     @property
     def full(self) -> bool:
-        """No room for new work. What is already under way is still taken: that much is bounded by concurrency."""
+        """No room for new requests. Events of requests in progress are still taken; concurrency bounds them."""
         return self.bytes >= self._bytes_max
 
     @property
     def trouble(self) -> str | None:
-        """Why the disk gives no room ahead for work that has yet to begin; None while it does."""
+        """Why the disk has no room for new requests; None while it has."""
         return self._log.trouble
 
     async def append(self, events: Sequence[Spooled]) -> None:

@@ -1,4 +1,4 @@
-"""How events lie in the spool's files, so that damage stays where it is.
+"""The format of the spool's files. Damage affects only the damaged records.
 
 A segment is a file of a fixed size, allocated before it is used, with records one behind the other:
 
@@ -25,7 +25,7 @@ _HEADER_BYTES = _HEADER.size + _CRC.size
 _DIGEST_BYTES = 16
 OVERHEAD_BYTES = _HEADER_BYTES + _DIGEST_BYTES
 _STRAY_BYTES_MAX = OVERHEAD_BYTES // 2
-"""Fewer bytes than that in unused space are no remains of a record."""
+"""Fewer bytes than this in unused space cannot be the rest of a record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Spooled:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What lies in a segment from one byte to another. Without an event: bytes that never were a record."""
+class ScannedRecord:
+    """A range of bytes in a segment. Without an event: bytes that never were a record."""
 
     event: Spooled | None
     end: int
@@ -55,7 +55,7 @@ def packed(event: Spooled, seq: int) -> bytes:
     return header + _CRC.pack(crc32(header)) + payload + _digest(seq, payload)
 
 
-def scan(data: bytes, base: int, place: str) -> Iterator[Found]:
+def scan(data: bytes, base: int, place: str) -> Iterator[ScannedRecord]:
     """Everything in `data`, in order; it begins at byte `base` of the file that `place` names for what is damaged."""
     at = 0
     while at < len(data):
@@ -63,12 +63,12 @@ def scan(data: bytes, base: int, place: str) -> Iterator[Found]:
         if header is not None:
             seq, length = header
             end = at + OVERHEAD_BYTES + length
-            yield Found(_record(data[at:end], seq, f"{place}, byte {base + at}"), base + end)
+            yield ScannedRecord(_record(data[at:end], seq, f"{place}, byte {base + at}"), base + end)
         else:
             end = _next(data, at + 1)
             rest = data[at:end].rstrip(b"\0")
             if rest:
-                yield Found(_remains(rest, f"{place}, byte {base + at}"), base + at + len(rest))
+                yield ScannedRecord(_remains(rest, f"{place}, byte {base + at}"), base + at + len(rest))
         at = end
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from headrace_gateway.spool_file import Spooled, packed, scan
-from headrace_gateway.spool_segment import Place, Position, Segment
+from headrace_gateway.spool_segment import Position, Segment, SegmentOffset
 from headrace_runtime import disk
 from headrace_runtime.errors import HeadraceError, SettingError
 
@@ -38,10 +38,10 @@ class SpoolLog:
         self._spares: list[Segment] = []
         self._number = 0
         self._seq = 0
-        self._at = Place(0, 0)
+        self._at = SegmentOffset(0, 0)
         self._position = Position(folder / "position")
         self._lock: int | None = None
-        self._handed: list[tuple[Spooled, Place]] = []
+        self._handed: list[tuple[Spooled, SegmentOffset]] = []
         self._refused: list[tuple[Segment, int, int]] = []
         self.trouble: str | None = None
         self.events = 0
@@ -71,7 +71,7 @@ class SpoolLog:
         self.allocate_ahead()
 
     def close(self) -> None:
-        """Again is harmless."""
+        """May be called again."""
         for segment in (*self._segments, *self._spares):
             segment.close()
         self._segments, self._spares = [], []
@@ -115,7 +115,7 @@ class SpoolLog:
                 self._handed.append((event, at))
             if len(self._handed) == limit:
                 return [event for event, _ in self._handed]
-        if not self._handed:  # damage may have made fewer of what was counted
+        if not self._handed:  # damage may leave fewer events than were counted
             self._passed(at)
         return [event for event, _ in self._handed]
 
@@ -123,14 +123,14 @@ class SpoolLog:
         """All that `oldest` would return, one batch after the other."""
         return (event for event, _ in self._found() if event is not None)
 
-    def _found(self) -> Iterator[tuple[Spooled | None, Place]]:
+    def _found(self) -> Iterator[tuple[Spooled | None, SegmentOffset]]:
         """What lies in the files from the position on, each with the place behind it."""
         for segment in list(self._segments):
             if segment.number < self._at.number:
                 continue
             start = self._at.byte if segment.number == self._at.number else 0
             for found in scan(segment.read(start), start, segment.path.name):
-                yield found.event, Place(segment.number, found.end)
+                yield found.event, SegmentOffset(segment.number, found.end)
 
     def remove(self, events: Sequence[Spooled]) -> None:
         """Forget what `oldest` returned last, or the first part of it."""
@@ -140,7 +140,7 @@ class SpoolLog:
         self._passed(handed[-1][1])
 
     def allocate_ahead(self) -> None:
-        """Have room for what is under way. Never raises: `trouble` says that there is too little."""
+        """Allocate room for requests in progress. Never raises: `trouble` says if there is too little."""
         try:
             while self._room() < self._reserve_bytes:
                 self._spares.append(self._allocate(self._segment_bytes))
@@ -154,12 +154,12 @@ class SpoolLog:
         last = self._segments[-1] if self._segments else None
         return sum(spare.size for spare in self._spares) + (last.size - last.end if last else 0)
 
-    def _passed(self, place: Place) -> None:
+    def _passed(self, place: SegmentOffset) -> None:
         self._at = place
         self._position.write(place)
         while self._segments and self._is_done(self._segments[0]):
             self._segments.pop(0).delete()
-        if not self._segments or place >= Place(self._segments[-1].number, self._segments[-1].end):
+        if not self._segments or place >= SegmentOffset(self._segments[-1].number, self._segments[-1].end):
             self.events = self.bytes = 0
 
     def _is_done(self, segment: Segment) -> bool:
@@ -184,7 +184,7 @@ class SpoolLog:
         return segment
 
     def _blank_refused(self) -> None:
-        """Nobody was told that these are there, so nobody may find them. Raises `OSError` while that cannot be."""
+        """Overwrite records that were refused, so that no process finds them. Raises `OSError` if that fails."""
         while self._refused:
             segment, start, stop = self._refused[0]
             if segment in self._segments:

@@ -16,7 +16,7 @@ _DIGEST_BYTES = 16
 _SLOT_BYTES = _SLOT.size + _DIGEST_BYTES
 
 
-class Place(NamedTuple):
+class SegmentOffset(NamedTuple):
     """A byte of a segment."""
 
     number: int
@@ -104,7 +104,7 @@ class Position:
         self._handle: int | None = None
         self._writes = 0
 
-    def read(self) -> Place:
+    def read(self) -> SegmentOffset:
         """The beginning when nothing is known."""
         data = self._path.read_bytes() if self._path.exists() else b""
         slots = [data[at : at + _SLOT_BYTES] for at in (0, _SLOT_BYTES)]
@@ -112,9 +112,9 @@ class Position:
             _SLOT.unpack(slot[: _SLOT.size]) for slot in slots if _digest(slot[: _SLOT.size]) == slot[_SLOT.size :]
         ]
         self._writes, number, byte = max(known, default=(0, 0, 0))
-        return Place(number, byte)
+        return SegmentOffset(number, byte)
 
-    def write(self, place: Place) -> None:
+    def write(self, place: SegmentOffset) -> None:
         with contextlib.suppress(OSError):
             if self._handle is None:
                 self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -1,8 +1,8 @@
 """Which events of a spool may go to the bus together.
 
-Of one session an event may be sent only once those of other topics that came before it are acknowledged: an end must
-not overtake the turns that it ends, nor feedback the turns that it is about. Sessions owe each other nothing, so that
-a batch of many sessions takes as many round trips as the longest alternation in any of them.
+An event is sent once all earlier events of its session on other topics are acknowledged: an end must not overtake the
+turns that it ends, nor feedback the turns that it is about. Sessions are independent. So a batch takes as many round
+trips as the session with the most changes of topic.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Transcript:
         return len(ended) == choices
 
     def disagreement(self) -> str | None:
-        """Why this cannot be the truth about what was sampled (P2); None when everything agrees."""
+        """What does not agree about the sampled tokens (P2); None when everything agrees."""
         for index, choice in self.choices.items():
             if len(choice.token_ids) != len(choice.logprobs):
                 return f"choice {index} has {len(choice.token_ids)} token ids and {len(choice.logprobs)} logprobs"

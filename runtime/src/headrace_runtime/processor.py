@@ -73,7 +73,7 @@ Ends = Callable[[str], Awaitable[Mapping[int, int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProcessorLimits:
     """Bounds of the policy; each is a setting of the service."""
 
     retry_s: float = 60.0
@@ -86,7 +86,7 @@ class Limits:
     """How much may be refused before the consumer pauses."""
 
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = ProcessorLimits()
 
 
 class StepFailed(HeadraceError):
@@ -112,10 +112,10 @@ class Processor:
     outbox: Outbox
     blobs: BlobStore
     clock: Clock
-    limits: Limits = DEFAULT_LIMITS
+    limits: ProcessorLimits = DEFAULT_LIMITS
     ends_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Topic to the topics whose end offsets its handler wants to know."""
-    settle: Step | None = None
+    after_batch: Step | None = None
     """What follows from a batch as a whole: runs in its transaction, when `position` already includes it."""
     ends: Ends | None = None
     """Asks the bus for end offsets, raising `Unavailable`; set by the host."""
@@ -287,7 +287,7 @@ class Processor:
                         handler = self.handlers[fresh.event.topic]
                         owed += await self.outbox.encode(await handler(fresh.event, Handling(tx, now, fresh, ends)))
                 await self._advance(tx, [item.record for item in items])
-                for step in (work, self.settle if items else None):
+                for step in (work, self.after_batch if items else None):
                     if step is not None:
                         owed += await self.outbox.encode(await _run(step, tx, now))
                 await self.outbox.add(tx, owed)
@@ -374,4 +374,14 @@ async def position(tx: AsyncConnection, tables: StreamTables, topic: str) -> dic
     return {row.partition: row.next_offset for row in rows}
 
 
-__all__ = ["Handler", "Handling", "Limits", "Processor", "Step", "StepFailed", "Unfinished", "in_turns", "position"]
+__all__ = [
+    "Handler",
+    "Handling",
+    "Processor",
+    "ProcessorLimits",
+    "Step",
+    "StepFailed",
+    "Unfinished",
+    "in_turns",
+    "position",
+]

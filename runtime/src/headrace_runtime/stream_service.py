@@ -16,7 +16,7 @@ from headrace_runtime.faust_host import FaustHost
 from headrace_runtime.logs import get_logger
 from headrace_runtime.outbox import Outbox
 from headrace_runtime.pausing import resume_route
-from headrace_runtime.processor import DEFAULT_LIMITS, Handler, Limits, Processor, Step, in_turns
+from headrace_runtime.processor import DEFAULT_LIMITS, Handler, Processor, ProcessorLimits, Step, in_turns
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common, ServiceSettings
 from headrace_runtime.stream_tables import StreamTables
@@ -43,12 +43,12 @@ class StreamService:
     handlers: Mapping[str, Handler]
     """Topic to handler; these are the topics that it consumes."""
     ends_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    settle: Step | None = None
+    after_batch: Step | None = None
     timers: Sequence[Timer] = ()
     workers: Callable[[Processor], Sequence[Awaitable[None]]] = lambda _processor: ()
     """Tasks that run beside the stream, e.g. on jobs; they commit through `processor.step`."""
     routes: Callable[[Processor], Sequence[BaseRoute]] = lambda _processor: ()
-    limits: Limits = DEFAULT_LIMITS
+    limits: ProcessorLimits = DEFAULT_LIMITS
 
 
 async def run(service: StreamService, common: Common, settings: ServiceSettings) -> None:
@@ -71,7 +71,7 @@ async def run(service: StreamService, common: Common, settings: ServiceSettings)
             clock=clock,
             limits=replace(service.limits, refusals=common.dead_letters.bounds),
             ends_of=service.ends_of,
-            settle=service.settle,
+            after_batch=service.after_batch,
         )
         group_id, folder = f"headrace-{service.name}", common.data_dir / "faust"
         host = FaustHost(processor, tuple(service.handlers), common.bus, group=group_id, folder=folder)

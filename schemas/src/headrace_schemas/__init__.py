@@ -10,7 +10,15 @@ from headrace_schemas.events.chat import (
     Tool,
     ToolCall,
 )
-from headrace_schemas.events.checkpoint import Batch, Checkpoint, Read, Restored, TrainingMetrics, Undone, Verdict
+from headrace_schemas.events.checkpoint import (
+    BatchRecord,
+    Checkpoint,
+    Read,
+    Restored,
+    TrainingMetrics,
+    TrainingOutcome,
+    Undone,
+)
 from headrace_schemas.events.dead_letter import DeadLetter
 from headrace_schemas.events.dead_letter_decision import DeadLetterDecision
 from headrace_schemas.events.experience import Experience, RewardPart
@@ -44,7 +52,7 @@ EVENTS: dict[str, type[Event]] = {
 
 __all__ = [
     "EVENTS",
-    "Batch",
+    "BatchRecord",
     "Branch",
     "Checkpoint",
     "Choice",
@@ -76,9 +84,9 @@ __all__ = [
     "Tool",
     "ToolCall",
     "TrainingMetrics",
+    "TrainingOutcome",
     "Trajectory",
     "Turn",
     "Undone",
     "Usage",
-    "Verdict",
 ]

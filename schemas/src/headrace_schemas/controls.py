@@ -1,4 +1,4 @@
-"""What `headrace controls` and the programs that take part in it say to each other; see `headrace_schemas.replay`."""
+"""The messages between `headrace controls` and the programs that it runs; see `headrace_schemas.replay`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace_schemas.base import Finite, Model, Text, Version
 from headrace_schemas.events.checkpoint import Checkpoint, DropReason
 
 EXPERIENCES_MAX = 16_384
-"""Of one short training: what one save may say of its verdicts."""
+"""Most experiences of one short training: as many outcomes as one save may report."""
 
 
 class ShortRun(Model):

@@ -17,7 +17,7 @@ _OFFSET = re.compile(r"^[0-9]{1,18}$")
 _TRACEPARENT = re.compile(r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
 _HEADER_BYTES_MAX = 1024
 SEQUENCE_HEADER = "ce_sequence"
-"""The offset that a record had first, on one that was put back: what is said again keeps its place in the order."""
+"""The first offset of a record that was put back after a retry, so that it keeps its place in the order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Envelope:
     dataref: str | None = None
     """Set when the value is a `BlobRef` that stands for the event (the CloudEvents claim check)."""
     after: Mapping[str, int] | None = None
-    """Topic to the end of the partition with the event's number, as it was before the event was sent: every record
-    that was acknowledged before is in front of it, every one that was sent after the acknowledgement behind."""
+    """Topic to the end offset of the partition with the event's number, read before the event was sent. Every record
+    that was acknowledged before has a lower offset; every record that was sent later has a higher one."""
     sequence: int | None = None
     """See `SEQUENCE_HEADER`."""
 
@@ -73,7 +73,7 @@ class Envelope:
         """
         texts = {name: _text(value) for name, value in headers if value is not None}
         return cls(
-            id=event.event_id,  # a stranger's `ce_id` could be that of an event to come, which would pass for a repeat
+            id=event.event_id,  # another producer's `ce_id` could equal that of a later event, which would be dropped
             type=event.type,
             source=texts.get("ce_source") or "unknown",
             time=event.time,

@@ -1,8 +1,7 @@
-"""What the registry's gate and a program that plays held-out tasks say to each other: JSON lines on its stdin and
-stdout.
+"""The messages between the registry's gate and the program that plays held-out tasks: JSON lines on stdin and stdout.
 
-The program speaks first, one `Tasks`. Then it reads a `Play` per line, plays as many at a time as it likes, and
-prints a `Played` for each, in any order. When its standard input ends, so does it.
+First the program prints one `Tasks`. Then it reads a `Play` per line, plays as many at a time as it likes, and prints a
+`Played` for each, in any order. It ends when its standard input ends.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ Names = Annotated[tuple[Text, ...], Field(min_length=1, max_length=100_000)]
 
 
 class Tasks(Model):
-    """The first line: the names of all tasks. One that stands there twice counts twice as much. Other fields pass."""
+    """The first line: the names of all tasks. A task that is listed twice counts twice. Other fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     gate: Names
-    """Those that decide which version may serve."""
+    """Tasks that decide which version may serve."""
     audit: Names
-    """Those that decide nothing. Scores that people are told come from them alone."""
+    """Tasks that only measure. Reported scores come from them alone."""
 
     @model_validator(mode="after")
     def _apart(self) -> Self:
         both = set(self.gate) & set(self.audit)
         if both:
-            raise ValueError(f"{len(both)} tasks stand in both gate and audit, e.g. {min(both)!r}")
+            raise ValueError(f"{len(both)} tasks are in both gate and audit, e.g. {min(both)!r}")
         return self
 
 
@@ -43,7 +42,7 @@ class Play(Model):
 
 
 class Played(Model):
-    """A line from the program: what that play came to. Other fields are the program's own business."""
+    """A line from the program: the score of a play. Other fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -36,8 +36,16 @@ _HEADERS = {
 
 
 def json_schema(event: type[Event]) -> dict[str, Any]:
+    """Definitions are named by their titles: a title stays when its class is renamed."""
     schema = event.model_json_schema(mode="validation")
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": event.type, **_without(schema, "title")}
+    titles = {name: part.get("title", name) for name, part in schema.get("$defs", {}).items()}
+    text = json.dumps(schema)
+    for name, title in titles.items():
+        text = text.replace(f'"#/$defs/{name}"', f'"#/$defs/{title}"')
+    named = json.loads(text)
+    if titles:
+        named["$defs"] = dict(sorted((titles[name], part) for name, part in named["$defs"].items()))
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": event.type, **_without(named, "title")}
 
 
 def asyncapi() -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""What a trajectory from outside must satisfy, whichever door it comes through. Pure; both doors refuse the same.
+"""The rules for a trajectory from outside, over HTTP and over Kafka alike. Pure.
 
-Times are only held against each other and against the calendar, never against the clock of whoever checks.
+Times are compared with each other and with the calendar, never with the clock of the process that checks.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _YEARS = range(2000, 2100)
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of models. Without any, models and versions are not looked at: nothing serves or trains yet."""
+    """The known models. Without any, models and versions are not checked: nothing serves or trains yet."""
 
     versions: Mapping[str, Set[str]] = field(default_factory=dict)
-    """Model to every version of it that there ever was."""
+    """Model to all of its versions, past and present."""
     vocabularies: Mapping[str, int] = field(default_factory=dict)
     """Model to how many token ids it has; models whose size is not known are not in it."""
 
@@ -39,13 +39,13 @@ class Objection:
 
 
 def objection(trajectory: Trajectory, known: Known) -> Objection | None:
-    """The first thing that is wrong with a trajectory from outside, None when nothing is."""
+    """The first rule that the trajectory breaks; None when it breaks none."""
     return _identity(trajectory) or _times(trajectory) or _tokens(trajectory, known)
 
 
 def _identity(trajectory: Trajectory) -> Objection | None:
     if trajectory.end_reason != OWN_END_REASON:
-        message = f"{trajectory.end_reason!r} is said by the collector alone; say {OWN_END_REASON!r} or leave it out"
+        message = f"{trajectory.end_reason!r} is for the collector alone; use {OWN_END_REASON!r} or leave it out"
         return Objection("foreign_end_reason", "end_reason", message)
     if trajectory.session_key != session_key(trajectory.tenant, trajectory.session_id):
         message = "is not that of tenant and session_id; over HTTP leave it out"
@@ -65,7 +65,7 @@ def _times(trajectory: Trajectory) -> Objection | None:
     for name in ("time", "started_at"):
         value: datetime = getattr(trajectory, name)
         if value.year not in _YEARS:
-            return Objection("impossible_time", name, f"the year {value.year} cannot be meant")
+            return Objection("impossible_time", name, f"the year {value.year} is out of range")
     if trajectory.time < trajectory.started_at:
         message = f"{trajectory.time.isoformat()} is before started_at, {trajectory.started_at.isoformat()}"
         return Objection("impossible_time", "time", message)
@@ -78,10 +78,10 @@ def _tokens(trajectory: Trajectory, known: Known) -> Objection | None:
     versions = known.versions.get(trajectory.model)
     if versions is None:
         listed = ", ".join(sorted(known.versions)[:5])
-        return Objection("unknown_model", "model", f"{trajectory.model!r} is no model here; there are {listed}")
+        return Objection("unknown_model", "model", f"{trajectory.model!r} is not a model here; the models are {listed}")
     strange = next((version for version in trajectory.versions if version not in versions), None)
     if strange is not None:
-        message = f"{strange!r} is no version of {trajectory.model}; `headrace models` lists them"
+        message = f"{strange!r} is not a version of {trajectory.model}; `headrace models` lists them"
         return Objection("unknown_version", "branches.spans.version", message)
     size = known.vocabularies.get(trajectory.model)
     largest = max(max(branch.token_ids) for branch in trajectory.branches)

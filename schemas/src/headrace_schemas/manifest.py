@@ -49,7 +49,7 @@ class File(Model):
 
 
 class Fingerprint(Model):
-    """What the weights answer: log-probability at temperature 1 of each of `token_ids[1:]` given what precedes it.
+    """The answer of the weights to fixed tokens: the log-probability of each of `token_ids[1:]` at temperature 1.
 
     Written by the trainer, compared by the engine after loading.
     """
@@ -100,8 +100,8 @@ class Manifest(Model):
 
     @property
     def acting_files(self) -> dict[str, str]:
-        """SHA-256 by path of all that can act on a prompt or on where an answer ends: every file but the weights. None
-        of an adapter's: what acts is its base's."""
+        """SHA-256 by path of the files that can change a prompt or the end of an answer: all but the weights. An
+        adapter has none, because those of its base apply."""
         own = self.files if self.kind == "full" else ()
         return {f.path: f.blob.sha256 for f in own if not f.path.endswith((".safetensors", ".safetensors.index.json"))}
 
@@ -113,7 +113,7 @@ class Manifest(Model):
 
     @property
     def prompt_sha256(self) -> str:
-        """Equal for versions that make the same of any conversation. An adapter's says nothing without its base's."""
+        """Equal for versions that tokenize every conversation alike. For an adapter, that of its base counts."""
         parts = [self.tokenizer_sha256, self.template_sha256, self.acting_files]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

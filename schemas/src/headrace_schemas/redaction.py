@@ -1,7 +1,7 @@
 """The one place that takes secrets out of text, before a person or a file sees it.
 
-By shape: credentials in a URL, and what stands behind a name like `password=`, in whichever quotes. By value: what a
-process knows to be secret (`Redactor`). By name: a setting that is called like a secret is never shown at all.
+By shape: credentials in a URL, and text after a name like `password=`, in any quotes. By value: secrets that the
+process knows (`Redactor`). By name: a setting that is named like a secret is never shown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _WORDS = ("key", "password", "passwd", "secret", "token", "credential", "credent
 _NO_SECRETS = ("keys", "tokens")
 """Numbers of something, or tables."""
 _SHORTEST = 4
-"""Shorter values than that are in every text; nobody can keep them secret."""
+"""Shorter values occur in any text, so they are not redacted."""
 _AUTHORITY = re.compile(
     r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)(?P<user>[^\s/@:'\"]*):(?P<secret>[^\s'\"]+)@", re.IGNORECASE
 )

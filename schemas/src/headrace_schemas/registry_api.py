@@ -1,4 +1,4 @@
-"""The registry's REST interface: what it answers and what it takes. The service and the SDK share these models."""
+"""Requests and answers of the registry's REST interface. The service and the SDK share these models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace_schemas.events.model_event import ModelEvent
 
 
 class ModelState(Model):
-    """A model and who has which role. `revision` is that of its routing, -1 before the first one.
+    """A model and the roles of its versions. `revision` is that of its routing, -1 before the first one.
 
     `anchor` is the best version so far, as far as trials have shown; `trials` counts the versions that were compared
     with it.

@@ -1,8 +1,8 @@
-"""What a replay and the programs that take part in it say to each other.
+"""The messages between a replay and the programs that it runs.
 
-A replay has topics of its own, `replay-<lineage>-<topic>` with one partition each, so that their order is one. Programs
-that work on many events at once (`python -m headrace_scorer.replay` and the like) are filters: lines on standard input
-and output, each a word, a space and JSON on the rest of the line.
+A replay has topics of its own, `replay-<lineage>-<topic>`. Each has one partition, so that its records have one order.
+The programs (`python -m headrace_scorer.replay` and the like) are filters: they read lines from standard input and
+write lines to standard output. Each line is a word, a space and JSON.
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ from headrace_schemas.base import Model, Sha256
 from headrace_schemas.events.checkpoint import DropReason
 
 BATCH_HEADER = "headrace_batch"
-"""On a copied record: after it the original lineage cut a batch of so many experiences (decimal text)."""
-
+"""Header of a copied record: how many experiences the batch had that the original lineage cut after it (decimal)."""
 
 TOPIC_PREFIX = "replay-"
 
 
 def topic_prefix(lineage: str) -> str:
-    """What the topics of the replay into `lineage` begin with."""
+    """The first part of the names of the topics of the replay into `lineage`."""
     return f"{TOPIC_PREFIX}{lineage}-"
 
 
-class Closed(Model):
-    """A line `closed`: a trajectory that exists, whether it is replayed or not. Feedback about a session is told by
-    their places on the log which of its trajectories it means."""
+class ClosedLine(Model):
+    """A line `closed`: a trajectory that exists, whether it is replayed or not.
+
+    Feedback about a session is matched with one of its trajectories by their offsets.
+    """
 
     trajectory_id: str
     session_key: str
     tenant: str
     time_ms: int
-    """Those of one closing have one time."""
+    """When it was closed. Trajectories that were closed together have the same time."""
     place: int
     """Offset on `trajectories`."""
     began: int | None = None
     """Offset of its first turn on `turns`; None when it was ingested."""
 
 
-class Heard(Model):
-    """A line `feedback`: what was said, and its places on the log (see `Envelope.after`)."""
+class FeedbackLine(Model):
+    """A line `feedback`: a feedback event, its offset, and how far the logs reached then (see `Envelope.after`)."""
 
     event: dict[str, JsonValue]
     place: int
@@ -50,39 +51,39 @@ class Heard(Model):
     trajectories_until: int | None = None
 
 
-class Scored(Model):
-    """The line `scored`, the last one of the scorer: what became of the trajectories."""
+class ScoredLine(Model):
+    """The line `scored`, the scorer's last one: counts of what became of the trajectories."""
 
     trajectories: Annotated[int, Field(ge=0)] = 0
     experiences: dict[str, int] = Field(default_factory=dict)
-    """`rewarded`, or why there is no reward, to how many."""
+    """How many experiences, by `rewarded` or by the reason for no reward."""
     not_trained: dict[str, int] = Field(default_factory=dict)
-    """Trajectories without experiences: held out (`eval`), with `nothing_sampled`, or `unreadable`."""
+    """Trajectories without experiences, by reason: `eval`, `nothing_sampled` or `unreadable`."""
     outcomes: dict[str, dict[str, int]] = Field(default_factory=dict)
-    """What each reward function came to: source to outcome to how many."""
+    """Counts of each reward function's results, by source and outcome."""
 
 
-class Judged(Model):
-    """The line `judged`, the last one of the judge: source to outcome to how many."""
+class JudgedLine(Model):
+    """The line `judged`, the judge's last one: counts by source and outcome."""
 
     outcomes: dict[str, dict[str, int]] = Field(default_factory=dict)
 
 
-class RehearsedBatch(Model):
-    """A batch that training would make."""
+class DryRunBatch(Model):
+    """A batch that training would cut."""
 
     experiences: int
     digest: Sha256
 
 
-class Rehearsed(Model):
-    """The line `rehearsed`, the only one of the trainer's rehearsal: what training would do with the experiences."""
+class DryRunLine(Model):
+    """The line `dry_run`, the only one of the trainer's filter: what training would do with the experiences."""
 
     trained: int = 0
     dropped: dict[DropReason, int] = Field(default_factory=dict)
     duplicates: int = 0
     other_models: int = 0
     waiting: int = 0
-    """Left over, too few for a batch."""
-    batches: tuple[RehearsedBatch, ...] = ()
+    """Experiences that are left over: too few for a batch."""
+    batches: tuple[DryRunBatch, ...] = ()
     versions: int = 0

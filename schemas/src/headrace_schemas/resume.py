@@ -41,7 +41,7 @@ class Resume(Model):
     """One entry for each choice that had begun; the others start afresh."""
 
     prompt_token_ids: TokenIds | None = None
-    """What the tokens were sampled after. A replica that is new to the conversation might tokenize it otherwise."""
+    """The prompt that the tokens were sampled after. Another replica might tokenize the conversation differently."""
     choices: tuple[ResumedChoice, ...] = Field(min_length=1, max_length=128)
 
     @model_validator(mode="after")

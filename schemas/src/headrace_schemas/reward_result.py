@@ -1,4 +1,4 @@
-"""What a reward function may return when a bare number does not say enough."""
+"""What a reward function may return in place of a number."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from headrace_schemas.base import Finite, LongText, Model, Text
 
 
 class RewardResult(Model):
-    """A verdict with its reasons. `value` None abstains, which is not the same as 0.0 (P6).
+    """A value with criteria and a reason. With `value` None the function abstains, which is not 0.0 (P6).
 
     With `value` left out and `criteria` given, the value is their mean.
     """

@@ -1,4 +1,4 @@
-"""How sources of rewards fare, as scorer and judge answer it: `GET /sources`. They and the SDK share these models."""
+"""`GET /sources` of scorer and judge: the state of each source of rewards. The services and the SDK share it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class SourceState(Model):
     id: Text
     object: Literal["source"] = "source"
     outcomes: dict[Text, Count] = Field(default_factory=dict)
-    """How often it ended how. `retried` is no outcome yet: the endpoint failed, and the work is done again."""
+    """Counts by outcome. `retried`: the endpoint failed, and the work will be done again."""
     failing: Count = 0
-    """How often in a row it has just failed; 0 once it has spoken or abstained."""
+    """How many times in a row it has failed; 0 after it has scored or abstained."""
     last_error: LongText | None = None
     last_error_at: Timestamp | None = None
 

@@ -15,7 +15,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from headrace_schemas import DeadLetter, Event, Experience, Restored, TrainingMetrics, Trajectory, Turn, Undone, Verdict
+from headrace_schemas import (
+    DeadLetter,
+    Event,
+    Experience,
+    Restored,
+    TrainingMetrics,
+    TrainingOutcome,
+    Trajectory,
+    Turn,
+    Undone,
+)
 
 TOPICS = tuple(event.topic for event in (TrainingMetrics, DeadLetter, Experience, Trajectory, Turn))
 """What the account reads, effects before their causes: end offsets taken in this order make a consistent cut."""
@@ -94,7 +104,7 @@ class _Report:
 
     lineage: str
     account: int
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[TrainingOutcome, ...]
     undone: tuple[Undone, ...]
     restored: tuple[Restored, ...]
 
@@ -110,10 +120,10 @@ class Books:
         self._arrived: dict[str, _Trajectory] = {}
         self._experiences: dict[str, _Experience] = {}
         self._reports: dict[str, _Report] = {}
-        self._verdicts: dict[tuple[str, str], dict[int, Verdict]] = defaultdict(dict)
+        self._verdicts: dict[tuple[str, str], dict[int, TrainingOutcome]] = defaultdict(dict)
         self._undone: dict[tuple[str, str], dict[int, bool]] = defaultdict(dict)
         """Revision to whether it waits to be trained again."""
-        self._taken_back: dict[tuple[str, str], dict[int, Verdict]] = defaultdict(dict)
+        self._taken_back: dict[tuple[str, str], dict[int, TrainingOutcome]] = defaultdict(dict)
         """The last verdict that was, by revision."""
         self._latest: dict[str, tuple[datetime, str]] = {}
         self._refused: set[str] = set()
@@ -227,7 +237,7 @@ class Books:
             return
         self._verdicts[place][restored.revision] = verdict.model_copy(update={"dropped": None})
 
-    def _add_verdict(self, lineage: str, verdict: Verdict) -> None:
+    def _add_verdict(self, lineage: str, verdict: TrainingOutcome) -> None:
         known = self._verdicts[lineage, verdict.experience_id]
         earlier = known.get(verdict.revision)
         if earlier is not None and earlier.dropped is None and verdict.dropped is None:

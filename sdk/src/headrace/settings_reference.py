@@ -16,7 +16,7 @@ from headrace.errors import HeadraceError
 _WIDTH = 120
 _TIMEOUT_S = 60.0
 _CHECK_TIMEOUT_S = 240.0
-"""A gate may take its minute in a dry run, and reward functions may import much."""
+"""A gate may take its minute in a check, and reward functions may import much."""
 _HEADER = """# Headrace settings. Everything is optional: what is commented out shows the default.
 #
 # `headrace up --config FILE` reads this. An environment variable overrides a line (HEADRACE_GATEWAY__PORT=8100), and so

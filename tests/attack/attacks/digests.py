@@ -169,9 +169,9 @@ def _overwrite(folder: Path, rng: random.Random) -> None:
 
 
 def _train(lineage: Lineage, number: int) -> None:
-    head = lineage.ledger.history.head
+    head = lineage.state.history.head
     for offset in range(4):
-        lineage.ledger.admit(experience(4 * number + offset, head, reward=offset % 3), (0, 0), SystemClock().now())
+        lineage.state.admit(experience(4 * number + offset, head, reward=offset % 3), (0, 0), SystemClock().now())
     batch = lineage.next_batch()
     assert batch
     lineage.step(batch, threading.Event())

@@ -215,8 +215,8 @@ def _opened(blobs: BlobStore) -> Lineage:
 
 
 def _train(lineage: Lineage, draw: random.Random) -> None:
-    one = experience(draw.randrange(2**40), lineage.ledger.history.head, reward=draw.random(), model=_MODEL)
-    lineage.ledger.admit(one, (0, 0), SystemClock().now())
+    one = experience(draw.randrange(2**40), lineage.state.history.head, reward=draw.random(), model=_MODEL)
+    lineage.state.admit(one, (0, 0), SystemClock().now())
     batch = lineage.next_batch()
     assert batch
     lineage.step(batch, mock.Mock(is_set=lambda: False))

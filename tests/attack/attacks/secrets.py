@@ -143,7 +143,7 @@ async def _stack(folder: Path, data_dir: Path, planted: Planted, answers: dict[s
         "PLANTED_API_KEY": planted.word(),
         "PLANTED_URL": f"postgresql://me:{planted.word()}@db/x",
     }
-    settings = {"scorer.functions": [f"{folder}/spy.py:spy"], "scorer.settle_s": 1.0}
+    settings = {"scorer.functions": [f"{folder}/spy.py:spy"], "scorer.reward_wait_s": 1.0}
     said: list[str] = []
     supervisor = Supervisor(
         data_dir, settings=settings, only=_SERVICES, auto_ports=True, environ=environ, report=said.append

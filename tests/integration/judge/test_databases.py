@@ -15,7 +15,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, select
 
-from headrace_judge.ledger import Exhausted, Ledger, Reservation
+from headrace_judge.call_budget import BudgetLimit, CallBudget, Reservation
 from headrace_judge.settings import BudgetSettings
 from headrace_judge.tables import METADATA, STREAM
 from headrace_runtime.clock import epoch_ms
@@ -118,22 +118,22 @@ async def test_one_replica_waits_until_another_has_counted_its_call(
     llm: FakeLLM, data_dir: Path, database_url: str
 ) -> None:
     wanted = settings(llm)
-    ledger = Ledger(BudgetSettings(calls_per_day=2))
+    budget = CallBudget(BudgetSettings(calls_per_day=2))
     async with judge(wanted, data_dir, database_url) as one, replica(one, wanted, data_dir, database_url) as other:
         await one.stop()
         await other.stop()
 
-        async def reserve(rig: Rig) -> Reservation | Exhausted:
+        async def reserve(rig: Rig) -> Reservation | BudgetLimit:
             async with rig.bench.processor.database.transaction() as tx:
-                return await ledger.reserve(tx, START, 1)
+                return await budget.reserve(tx, START, 1)
 
         assert isinstance(await reserve(one), Reservation)
         async with one.bench.processor.database.transaction() as tx:
-            assert isinstance(await ledger.reserve(tx, START, 1), Reservation)
+            assert isinstance(await budget.reserve(tx, START, 1), Reservation)
             second = asyncio.ensure_future(reserve(other))
             _, waiting = await asyncio.wait([second], timeout=0.2)
             assert waiting
-        assert await second == Exhausted("calls_per_day", 2)
+        assert await second == BudgetLimit("calls_per_day", 2)
         one.start()
         other.start()
 

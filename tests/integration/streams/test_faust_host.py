@@ -20,7 +20,7 @@ from headrace_runtime.errors import Unavailable
 from headrace_runtime.faust_host import FaustHost
 from headrace_runtime.offsets import Offsets
 from headrace_runtime.outbox import Outbox
-from headrace_runtime.processor import Handling, Limits, Processor, position
+from headrace_runtime.processor import Handling, Processor, ProcessorLimits, position
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
 from headrace_runtime.stream_tables import StreamTables
@@ -66,7 +66,7 @@ class Stage:
             outbox=Outbox(self.database, tables, self.producer, clock),
             blobs=self.blobs,
             clock=clock,
-            limits=Limits(retry_s=0.3),
+            limits=ProcessorLimits(retry_s=0.3),
         )
         folder = self.common.data_dir / "faust"
         return FaustHost(processor, ("feedback",), self.common.bus, group=self.group, folder=folder, batch_max=1)

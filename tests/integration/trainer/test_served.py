@@ -88,7 +88,7 @@ async def test_versions_are_served_sampled_and_trained_on(
         version = await serve(engine, lineage, cache)
         calls = [play(engine, version, BATCH * turn + n, draw) for n in range(BATCH)]
         for number, event in enumerate(await asyncio.gather(*calls)):
-            lineage.ledger.admit(event, (0, number), utcnow())
+            lineage.state.admit(event, (0, number), utcnow())
         measured = lineage.step(lineage.next_batch(), threading.Event())
         assert measured["mismatch_tokens"] == measured["loss_tokens"], "all sampled by the weights in training"
         assert measured["mismatch_mean"] < 1e-4

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from headrace_schemas import Checkpoint, Experience, ModelEvent, TrainingMetrics
 from headrace_schemas.events.checkpoint import Read
-from headrace_trainer.rehearsal import Rehearsal
+from headrace_trainer.dry_run import DryRun
 from tests.simulation import learner
 from tests.simulation.services import TRAINER
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check(town: Town, that: Check) -> None:
-    """Rehearse the lineage from its own journal, in the order in which its trainers, some of whom died, had read.
+    """A dry run of the lineage from its own journal, in the order in which its trainers, some of whom died, had read.
 
     A version that the registry refused takes the weights back, which no replay follows; batches are compared up to it.
     """
@@ -30,14 +30,14 @@ def check(town: Town, that: Check) -> None:
         shape = {"vocab_size": learner.VOCABULARY, "max_position_embeddings": learner.CONTEXT}
         (Path(name) / "config.json").write_text(json.dumps(shape))
         settings = TRAINER.model_copy(update={"base": name, "lineage": "again", "replays": "main", "cut": "recorded"})
-        rehearsal = Rehearsal(settings, town.blobs)
+        dry_run = DryRun(settings, town.blobs)
         for experience, mark in _journal(town):
-            rehearsal.add(experience, mark)
-        again = rehearsal.end().batches
-    for batch, rehearsed in zip(batches, again, strict=False):
+            dry_run.add(experience, mark)
+        again = dry_run.end().batches
+    for batch, planned in zip(batches, again, strict=False):
         if batch.step < straight:
             that(
-                (batch.digest, batch.experiences) == (rehearsed.digest, rehearsed.experiences),
+                (batch.digest, batch.experiences) == (planned.digest, planned.experiences),
                 f"the batch of step {batch.step} comes out differently",
             )
     enough = [batch for batch in batches if batch.step < straight]

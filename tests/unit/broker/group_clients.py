@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from headrace_broker.errors import Code, Rejected
-from headrace_broker.group import Group, Member, Phase
+from headrace_broker.group import Group, GroupMember, Phase
 from headrace_broker.protocol.groups import (
     Assignment,
     JoinGroupRequest,
@@ -38,7 +38,7 @@ class Clients:
             "g", int(session_s * 1000), int(rebalance_s * 1000), member_id, instance, "consumer", protocols
         )
         self.ids += 1
-        member = Member(
+        member = GroupMember(
             member_id or f"m{self.ids}",
             instance,
             "client",

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from headrace_broker import compaction, reads, retention
-from headrace_broker.batch import Batch, parse, parse_produced
+from headrace_broker.batch import RecordBatch, parse, parse_produced
 from headrace_broker.log import Appended, Log
-from headrace_broker.offsets import Offsets
-from headrace_broker.reads import Got, Want
+from headrace_broker.offsets import CommittedOffsets
+from headrace_broker.reads import ReadRequest, ReadResult
 from headrace_broker.records import records
 from headrace_broker.store import Store
 from headrace_broker.topic_config import TopicConfig
-from headrace_broker.topics import Topics
+from headrace_broker.topics import TopicStore
 from headrace_broker.transactions import Transactions
 from headrace_broker.upkeep import Upkeep
 from tests.support.record_batches import Entry, batch
@@ -44,8 +44,8 @@ class Harness:
         self.db = self.store.connect()
         self.reader = self.store.connect()
         self.log = Log(self.db)
-        self.offsets = Offsets(self.db)
-        self.topics = Topics(self.db, self.log, partitions_max=100)
+        self.offsets = CommittedOffsets(self.db)
+        self.topics = TopicStore(self.db, self.log, partitions_max=100)
         self.transactions = Transactions(self.db, self.log, self.offsets)
         self.upkeep = Upkeep(self.db, self.log)
 
@@ -89,10 +89,12 @@ class Harness:
     def put(self, partition_id: int, *entries: Entry, **options: object) -> Appended:
         return self.append(partition_id, batch(entries, **options))  # type: ignore[arg-type]
 
-    def fetch(self, partition_id: int, offset: int = 0, *, committed: bool = False, bytes_max: int = ALL) -> Got:
+    def fetch(self, partition_id: int, offset: int = 0, *, committed: bool = False, bytes_max: int = ALL) -> ReadResult:
         partition = self.log.partition(partition_id)
         before = partition.stable if committed else partition.end
-        return reads.batches(self.reader, [Want(partition_id, offset, before, bytes_max, committed)], bytes_max)[0]
+        return reads.batches(self.reader, [ReadRequest(partition_id, offset, before, bytes_max, committed)], bytes_max)[
+            0
+        ]
 
     def rows(self, partition_id: int, offset: int = 0, *, committed: bool = False) -> list[Row]:
         """What a client makes of everything from `offset` on."""
@@ -121,7 +123,7 @@ class Harness:
         return work
 
 
-def split(data: bytes) -> list[Batch]:
+def split(data: bytes) -> list[RecordBatch]:
     """The batches of a Fetch."""
     found = []
     while data:
@@ -131,7 +133,7 @@ def split(data: bytes) -> list[Batch]:
     return found
 
 
-def client_view(got: Got, *, committed: bool) -> list[Row]:
+def client_view(got: ReadResult, *, committed: bool) -> list[Row]:
     """Records as Kafka's clients filter them: no control records, none of transactions that are listed as aborted."""
     from aiokafka.record.default_records import DefaultRecordBatch
 

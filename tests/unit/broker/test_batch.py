@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_broker import compression
-from headrace_broker.batch import Batch, marker, parse, parse_produced
+from headrace_broker.batch import RecordBatch, marker, parse, parse_produced
 from headrace_broker.errors import Code, Malformed, Rejected
 from headrace_broker.records import records
 from tests.support.record_batches import Entry, batch, corrupted, patched
@@ -125,7 +125,7 @@ def test_java_writes_snappy_in_blocks() -> None:
 def test_header_fields() -> None:
     raw = batch([(b"a", b"1"), (b"b", b"2")], producer_id=9, epoch=3, sequence=17, timestamps=[50, 40], compression=1)
     found = parse_produced(raw)
-    assert isinstance(found, Batch)
+    assert isinstance(found, RecordBatch)
     assert (found.producer_id, found.producer_epoch, found.base_sequence) == (9, 3, 17)
     assert (found.count, found.last_offset_delta, found.max_timestamp, found.codec) == (2, 1, 50, 1)
     assert not found.transactional

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 
-from headrace_broker.budget import Budget
+from headrace_broker.budget import MemoryBudget
 
 
 async def test_who_comes_first_is_served_first() -> None:
-    budget = Budget(10)
+    budget = MemoryBudget(10)
     assert await budget.take(8) == 8
     large, small = asyncio.create_task(budget.take(5)), asyncio.create_task(budget.take(1))
     await asyncio.sleep(0)
@@ -21,7 +21,7 @@ async def test_who_comes_first_is_served_first() -> None:
 
 
 async def test_more_than_everything_is_everything() -> None:
-    budget = Budget(10)
+    budget = MemoryBudget(10)
     assert await budget.take(1_000) == 10
     budget.give(10)
     assert budget.used == 0
@@ -31,7 +31,7 @@ async def test_random_use_with_cancellations() -> None:
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    budget = Budget(100)
+    budget = MemoryBudget(100)
 
     async def use() -> None:
         taken = await budget.take(chance.randrange(1, 120))

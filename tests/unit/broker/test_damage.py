@@ -14,7 +14,7 @@ from aiokafka.record.default_records import DefaultRecordBatch
 from headrace_broker import guard, page_sums, reads
 from headrace_broker.errors import Damaged
 from headrace_broker.guard import Guard
-from headrace_broker.reads import Want
+from headrace_broker.reads import ReadRequest
 from headrace_broker.store import Store
 from headrace_broker.store_format import position
 from headrace_schemas import DeadLetter
@@ -165,7 +165,7 @@ def test_a_reader_serves_nothing_that_is_damaged(written: tuple[Harness, int]) -
         )
     )
     with pytest.raises(Damaged, match="offset 5"):
-        reads.batches(broker.reader, [Want(partition, 0, BATCHES, ALL, False)], ALL)
+        reads.batches(broker.reader, [ReadRequest(partition, 0, BATCHES, ALL, False)], ALL)
     broker.store.note_damage()
     broker.close()
     broker.open()  # the next start

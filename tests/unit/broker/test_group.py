@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace_broker.errors import Code, Rejected
-from headrace_broker.group import Group, Member, Phase
+from headrace_broker.group import Group, GroupMember, Phase
 from headrace_broker.group_state import restore, saved
 from headrace_broker.protocol.groups import (
     JoinedMember,
@@ -216,9 +216,9 @@ def test_a_time_is_over_when_it_has_passed_not_when_it_is_reached(clients: Clien
     assert set(clients.group.members) == {b}
 
 
-def _first_call(member_id: str, expires_s: float) -> tuple[JoinGroupRequest, Member]:
+def _first_call(member_id: str, expires_s: float) -> tuple[JoinGroupRequest, GroupMember]:
     request = JoinGroupRequest("g", 10_000, 10_000, "", None, "consumer", RANGE)
-    return request, Member(member_id, None, "c", "h", 10, 10, RANGE, expires_s=expires_s)
+    return request, GroupMember(member_id, None, "c", "h", 10, 10, RANGE, expires_s=expires_s)
 
 
 def test_changed_subscriptions_rebalance(clients: Clients) -> None:

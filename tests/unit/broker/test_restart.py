@@ -10,7 +10,7 @@ import pytest
 
 from headrace_broker.batch import parse_produced
 from headrace_broker.errors import Code, Rejected
-from headrace_broker.offsets import Offsets
+from headrace_broker.offsets import CommittedOffsets
 from headrace_broker.protocol.groups import (
     Assignment,
     HeartbeatRequest,
@@ -225,7 +225,7 @@ async def test_a_group_that_cannot_be_deleted_stays(run: Run) -> None:
             raise sqlite3.OperationalError("database or disk is full")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Offsets, "delete_group", lambda _self, group: full(group))
+            patch.setattr(CommittedOffsets, "delete_group", lambda _self, group: full(group))
             with pytest.raises(Rejected) as caught:
                 await coordinator.delete("g")
         assert caught.value.code is Code.COORDINATOR_NOT_AVAILABLE

@@ -13,11 +13,11 @@ from aiokafka.protocol.api import RequestStruct
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace_broker.dispatch import APIS, Api, announced, parse
+from headrace_broker.dispatch import APIS, ApiSpec, announced, parse
 from headrace_broker.errors import Code, Malformed
 from headrace_broker.protocol.offsets import OffsetFetchRequest, OffsetFetchTopic
 from headrace_broker.protocol.versions import RequestHeader
-from headrace_broker.wire import Form, Source, decode, encode
+from headrace_broker.wire import Form, WireReader, decode, encode
 from tests.unit.broker.strategies import REQUESTS, RESPONSES, messages, response_of
 
 NEWEST = 100
@@ -40,7 +40,7 @@ def _theirs() -> dict[tuple[int, int], type[Any]]:
 @pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
 @given(data=st.data())
 @FEW
-def test_bytes_are_those_of_aiokafka(api: Api, data: st.DataObject) -> None:
+def test_bytes_are_those_of_aiokafka(api: ApiSpec, data: st.DataObject) -> None:
     theirs = _theirs().get((api.key, api.version))
     if api.name == "CreatePartitions":
         pytest.skip("the same bytes, but aiokafka nests the arguments in another way")
@@ -66,7 +66,7 @@ def test_most_apis_have_that_oracle() -> None:
 def test_round_trip(message: type[Any], flexible: bool, data: st.DataObject) -> None:
     value = data.draw(messages(message))
     form = Form(NEWEST, flexible)
-    assert decode(message, Source(bytes(encode(value, form=form))), form) == value
+    assert decode(message, WireReader(bytes(encode(value, form=form))), form) == value
 
 
 @pytest.mark.parametrize("flexible", [False, True])
@@ -79,10 +79,10 @@ def test_a_request_that_is_cut_or_too_long_is_malformed(
     form = Form(NEWEST, flexible)
     encoded = bytes(encode(data.draw(messages(message)), form=form))
     with pytest.raises(Malformed):
-        decode(message, Source(encoded + b"\0"), form)
+        decode(message, WireReader(encoded + b"\0"), form)
     if encoded:
         with pytest.raises(Malformed):
-            decode(message, Source(encoded[: data.draw(st.integers(0, len(encoded) - 1))]), form)
+            decode(message, WireReader(encoded[: data.draw(st.integers(0, len(encoded) - 1))]), form)
 
 
 def test_a_version_has_the_fields_of_its_time() -> None:
@@ -92,12 +92,12 @@ def test_a_version_has_the_fields_of_its_time() -> None:
     assert bytes(encode(request, form=Form(7, flexible=True))) == flexible
     plain = b"\x00\x01g\x00\x00\x00\x01\x00\x01t\x00\x00\x00\x01\x00\x00\x00\x05"
     assert bytes(encode(request, form=Form(3))) == plain
-    assert decode(OffsetFetchRequest, Source(plain), Form(3)) == request._replace(require_stable=False)
+    assert decode(OffsetFetchRequest, WireReader(plain), Form(3)) == request._replace(require_stable=False)
 
 
 def test_tagged_fields_are_read_over() -> None:
     body = b"\x02g\x01\x01\x02\x07\x03abc\x80\x01\x00"
-    assert decode(OffsetFetchRequest, Source(body), Form(7, flexible=True)) == OffsetFetchRequest("g", (), True)
+    assert decode(OffsetFetchRequest, WireReader(body), Form(7, flexible=True)) == OffsetFetchRequest("g", (), True)
 
 
 @given(key=st.sampled_from([api.key for api in APIS]), body=st.binary(max_size=200))

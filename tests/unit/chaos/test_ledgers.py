@@ -15,10 +15,10 @@ from headrace_schemas import (
     RewardPart,
     Span,
     TrainingMetrics,
+    TrainingOutcome,
     Trajectory,
     Turn,
     Undone,
-    Verdict,
 )
 from headrace_schemas.base import utcnow
 from tests.chaos.client import Acked, ClientLedger, Said, digest, tokens_digest
@@ -60,7 +60,7 @@ class World:
 
     def reported(self, account: int, dropped: str | None = None) -> TrainingMetrics:
         told = {"experience_id": self.experience.experience_id, "revision": 0, "turn_ids": (self.turn.turn_id,)}
-        verdict = Verdict.model_validate({**told, "dropped": dropped})
+        verdict = TrainingOutcome.model_validate({**told, "dropped": dropped})
         return TrainingMetrics(
             time=utcnow(), model=self.turn.model, lineage=LINEAGE, step=0, account=account, verdicts=(verdict,)
         )

@@ -13,7 +13,7 @@ import pytest
 from headrace_collector import schema, upkeep
 from headrace_collector.handlers import ENDS_OF, Collector
 from headrace_collector.idle import find_idle
-from headrace_collector.settings import Settings
+from headrace_collector.settings import CollectorSettings
 from headrace_schemas import Trajectory
 from tests.support.streams import START, Bench, ManualClock, Service, bench
 
@@ -22,13 +22,13 @@ Open = Callable[..., AbstractAsyncContextManager[Bench]]
 
 def collector(url: str, data_dir: Path, **settings: object) -> AbstractAsyncContextManager[Bench]:
     """A started collector with these settings."""
-    made = Collector(Settings.model_validate({"idle_s": 300.0, **settings}), START)
+    made = Collector(CollectorSettings.model_validate({"idle_s": 300.0, **settings}), START)
     service = Service(
         tables=schema.stream,
         handlers={"turns": made.on_turn, "feedback": made.on_feedback, "session-ends": made.on_session_end},
         package="headrace_collector",
         ends_of=ENDS_OF,
-        settle=made.settle,
+        after_batch=made.close_ended,
     )
     return bench(service, url, data_dir, ManualClock())
 
@@ -51,11 +51,11 @@ def turns_of(stream: Bench) -> list[tuple[str, list[str]]]:
 
 async def pass_time(stream: Bench, seconds: float, *, started: datetime = START, **settings: object) -> None:
     """Let the clock run and do what the service's timers do."""
-    chosen = Settings.model_validate({"idle_s": 300.0, **settings})
+    chosen = CollectorSettings.model_validate({"idle_s": 300.0, **settings})
     stream.clock.advance(seconds)
-    settle = stream.processor.settle
-    assert settle is not None
+    after_batch = stream.processor.after_batch
+    assert after_batch is not None
     ends = dict(await stream.ends("turns"))
     await stream.step(partial(find_idle, settings=chosen, started=started, turns_end=ends))
-    await stream.step(settle)
+    await stream.step(after_batch)
     await stream.step(lambda tx, now: upkeep.find_targets(tx, now, chosen))

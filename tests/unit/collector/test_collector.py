@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 from sqlalchemy import Connection, text
 
 from headrace_collector import schema, upkeep
-from headrace_collector.settings import Settings
+from headrace_collector.settings import CollectorSettings
 from headrace_schemas import DeadLetter, Event, Message, Sampling, Trajectory, Turn
 from tests.support.streams import START, Bench
 from tests.support.turns import after, ask, commit, end, feedback, tool, user
@@ -143,7 +143,7 @@ async def test_what_was_said_yesterday_is_not_about_today(with_settings: Open) -
         await stream.deliver(end())
         stream.clock.advance(86_400)
         async with stream.processor.database.transaction() as tx:
-            await upkeep.forget(tx, stream.clock.now(), Settings.model_validate(limits))
+            await upkeep.forget(tx, stream.clock.now(), CollectorSettings.model_validate(limits))
         await stream.deliver(ask([user("q")], at=86_400))
         await stream.deliver(end())
         assert [made.context for made in stream.sent(Trajectory)] == [{"expected": "yesterday's"}, {}]
@@ -172,7 +172,7 @@ async def test_context_may_be_given_before_the_session_begins(stream: Bench) -> 
 async def test_content_is_dropped_after_a_while_and_turns_are_remembered_longer(with_settings: Open) -> None:
     limits = {"retention_s": 100.0, "remember_s": 1000.0}
     async with with_settings(**limits) as stream:
-        chosen = Settings.model_validate(limits)
+        chosen = CollectorSettings.model_validate(limits)
         open_turn = ask([user("q")], session="open")
         await stream.deliver(ask([user("q")]), feedback(), end())
         await stream.deliver(open_turn)
@@ -201,7 +201,7 @@ async def test_too_many_open_sessions_close_those_not_seen_for_longest(with_sett
             stream.clock.advance(1)
             await stream.deliver(turn)
         async with stream.processor.database.transaction() as tx:
-            await upkeep.keep_bounds(tx, stream.clock.now(), Settings.model_validate(limits))
+            await upkeep.keep_bounds(tx, stream.clock.now(), CollectorSettings.model_validate(limits))
         await pass_time(stream, 0)
         assert turns_of(stream) == [("limit", [turns[0].turn_id]), ("limit", [turns[1].turn_id])]
 

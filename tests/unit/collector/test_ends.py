@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import text
 
 from headrace_collector.idle import find_idle
-from headrace_collector.settings import Settings
+from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import DeadLetter, SessionEnd, Trajectory
 from tests.support.streams import START, Bench
@@ -117,9 +117,11 @@ async def test_a_commit_closes_thousands_in_steps(with_settings: Open) -> None:
         await stream.deliver(*(ask([user("q")], session=name) for name in sessions))
         await stream.deliver(*(feedback(name) for name in sessions))
         await stream.deliver(commit())
-        settle = stream.processor.settle
-        assert settle is not None
-        assert [await stream.processor.step(settle) for _ in range(2)] == [True, False], "whether there is more to do"
+        after_batch = stream.processor.after_batch
+        assert after_batch is not None
+        assert [await stream.processor.step(after_batch) for _ in range(2)] == [True, False], (
+            "whether there is more to do"
+        )
         assert len(turns_of(stream)) == 450
         assert await stream.count("ends") == 0
 
@@ -300,7 +302,7 @@ async def test_a_redelivered_end_closes_nothing_twice(stream: Bench, times: int)
 async def test_an_idle_run_is_found_once_while_its_end_waits(stream: Bench) -> None:
     quiet, busy = ask([user("q")], session="quiet"), ask([user("q")], session="busy")
     await stream.deliver(quiet)
-    idle = partial(find_idle, settings=Settings(idle_s=300), started=START, turns_end={0: 9})
+    idle = partial(find_idle, settings=CollectorSettings(idle_s=300), started=START, turns_end={0: 9})
     stream.clock.advance(100)
     await stream.deliver(busy)
     stream.clock.advance(200)
@@ -320,7 +322,7 @@ async def test_each_run_of_a_session_is_looked_at_when_it_may_be_idle(stream: Be
     await stream.deliver(quiet)
     stream.clock.advance(200)
     await stream.deliver(busy)
-    idle = partial(find_idle, settings=Settings(idle_s=300), started=START, turns_end={0: 9})
+    idle = partial(find_idle, settings=CollectorSettings(idle_s=300), started=START, turns_end={0: 9})
     for seconds, found in ((100, 1), (199, 1), (1, 2)):
         stream.clock.advance(seconds)
         await stream.step(idle)
@@ -331,7 +333,7 @@ async def test_many_idle_runs_are_found_in_steps(stream: Bench) -> None:
     turns = [ask([user("q")], session=f"s{number}") for number in range(60)]
     await stream.deliver(*turns)
     stream.clock.advance(300)
-    idle = partial(find_idle, settings=Settings(idle_s=300), started=START, turns_end={0: 60})
+    idle = partial(find_idle, settings=CollectorSettings(idle_s=300), started=START, turns_end={0: 60})
     assert [await stream.processor.step(idle) for _ in range(2)] == [True, False], "whether there is more to do"
     assert await stream.count("ends") == 60
 
@@ -340,7 +342,7 @@ async def test_nothing_is_idle_until_a_restarted_collector_has_been_there_as_lon
     await stream.deliver(ask([user("q")]))
     stream.clock.advance(10_000)  # it was away, and the client's next turn waits on the bus
     restarted = stream.clock.now()
-    settings = Settings()
+    settings = CollectorSettings()
     idle = partial(find_idle, settings=settings, started=restarted, turns_end={0: 1})
     for seconds in (0, settings.idle_s - 1):
         stream.clock.advance(seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from headrace_collector import upkeep
-from headrace_collector.settings import Settings
+from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
 from tests.support.query_plans import recorded, scans
 from tests.support.remembered import Ages, fill_collector
@@ -18,7 +18,7 @@ _FEW = 1_000
 _PARTIAL = frozenset({"ix_sessions_open", "ix_sessions_over", "ix_sessions_tenant", "ix_turns_kept"})
 
 
-async def _use(stream: Bench, settings: Settings) -> None:
+async def _use(stream: Bench, settings: CollectorSettings) -> None:
     """Every kind of event, and every timer."""
     turn = ask([user("q")])
     await stream.deliver(turn, feedback("s", turn), feedback("elsewhere"))
@@ -33,7 +33,7 @@ async def _use(stream: Bench, settings: Settings) -> None:
 
 async def test_nothing_reads_all_that_is_remembered(with_settings: Open) -> None:
     async with with_settings() as stream:
-        settings = Settings()
+        settings = CollectorSettings()
         ages = Ages(epoch_ms(START), settings.remember_s, old=300, kept=300, open=100)
         await fill_collector(stream.processor.database, _TURNS, ages, lambda _done, _total: None)
         with recorded(stream.processor.database) as statements:

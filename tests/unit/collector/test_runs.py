@@ -10,10 +10,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_collector.applies import listings
 from headrace_collector.branches import pack
 from headrace_collector.facts import TurnFacts, facts_of
-from headrace_collector.heard import Heard
+from headrace_collector.feedback_targets import listings
+from headrace_collector.ordered_feedback import OrderedFeedback
 from headrace_collector.runs import Tokens, partition
 from headrace_schemas import Feedback, FunctionCall, Message, ToolCall, Turn
 from tests.support.streams import START
@@ -29,9 +29,9 @@ def facts(*turns: Turn) -> list[TurnFacts]:
     return [facts_of(turn, START, round(turn.started_at.timestamp() * 1000)) for turn in turns]
 
 
-def heard(*said: Feedback) -> list[Heard]:
+def heard(*said: Feedback) -> list[OrderedFeedback]:
     """In the order in which it was said."""
-    return [Heard(one, place, 0) for place, one in enumerate(said)]
+    return [OrderedFeedback(one, place, 0) for place, one in enumerate(said)]
 
 
 def tokens(*turns: Turn) -> Tokens:

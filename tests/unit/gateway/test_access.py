@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace_gateway.access import KeyRing, read_keys
-from headrace_gateway.limits import Limits
+from headrace_gateway.limits import RequestLimits
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import GatewaySettings, KeySettings, LimitSettings
 from headrace_runtime.errors import SettingError
@@ -100,7 +100,7 @@ def test_a_keys_file_that_is_wrong_says_where(tmp_path: Path) -> None:
 
 def test_beyond_its_rate_a_key_waits_as_long_as_it_is_told() -> None:
     clock = ManualClock()
-    limits = Limits(LimitSettings(), clock)
+    limits = RequestLimits(LimitSettings(), clock)
     caller = KeyRing((), LIMITS).identify(None, {})
     for _ in range(2):
         with limits.admit(caller):
@@ -118,7 +118,7 @@ def test_beyond_its_rate_a_key_waits_as_long_as_it_is_told() -> None:
 def test_concurrency_is_bounded_per_key_and_in_total() -> None:
     clock = ManualClock()
     total = LimitSettings(concurrency=2)
-    limits = Limits(total, clock)
+    limits = RequestLimits(total, clock)
     ring = KeyRing([key("a"), key("b"), key("c", limits=LimitSettings(concurrency=1))], LimitSettings())
     a, b, c = (ring.identify(None, bearer(name)) for name in "abc")
     with limits.admit(c):
@@ -132,7 +132,7 @@ def test_concurrency_is_bounded_per_key_and_in_total() -> None:
 
 
 def test_a_place_is_given_back_when_the_work_fails() -> None:
-    limits = Limits(LimitSettings(), ManualClock())
+    limits = RequestLimits(LimitSettings(), ManualClock())
     caller = KeyRing((), LIMITS).identify(None, {})
     with pytest.raises(RuntimeError), limits.admit(caller):
         raise RuntimeError

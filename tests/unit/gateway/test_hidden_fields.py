@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_gateway import answers
-from headrace_gateway.call import Call, asked, core_of
-from headrace_gateway.catalog import Target
+from headrace_gateway.chat_call import ChatCall, asked, core_of
 from headrace_gateway.chat_request import parse_chat
 from headrace_gateway.engine_wire import EngineAnswer
-from headrace_gateway.identity import Identity
+from headrace_gateway.identity import CallIdentity
+from headrace_gateway.model_catalog import Target
 from headrace_gateway.transcript import Transcript
 from headrace_schemas import ids
 from headrace_schemas.base import utcnow
@@ -51,15 +51,15 @@ REQUESTS = st.fixed_dictionaries(
 )
 
 
-def call_of(fields: dict[str, Any]) -> Call:
+def call_of(fields: dict[str, Any]) -> ChatCall:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **fields}
     request = parse_chat(json.dumps(body).encode(), 8, 10_000)
     messages = tuple(message.event() for message in request.messages)
-    return Call(
+    return ChatCall(
         request=request,
         messages=messages,
         sampling=request.sampling,
-        identity=Identity("default", "s", KEY, "header", None, None, "train"),
+        identity=CallIdentity("default", "s", KEY, "header", None, None, "train"),
         target=Target("tiny"),
         response_id=ids.response_id(KEY),
         digest="0" * 64,

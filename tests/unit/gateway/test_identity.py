@@ -10,7 +10,7 @@ import pytest
 
 from headrace_gateway import prefixes
 from headrace_gateway.access import ALL_SCOPES, Caller
-from headrace_gateway.identity import Identity, Said, identify, opening
+from headrace_gateway.identity import CallIdentity, RequestMetadata, identify, opening
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import LimitSettings
 from headrace_schemas import Message, ids
@@ -32,9 +32,11 @@ def identity(
     path: str | None = None,
     by: Caller | None = None,
     model: str = "tiny",
-) -> Identity:
+) -> CallIdentity:
     scope = {prefixes.SESSION: path} if path else {}
-    return identify(by or caller(), scope, Said(headers or {}, metadata or {}), model, messages or (SYSTEM, HELLO))
+    return identify(
+        by or caller(), scope, RequestMetadata(headers or {}, metadata or {}), model, messages or (SYSTEM, HELLO)
+    )
 
 
 def test_the_first_source_that_says_something_wins() -> None:

@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 
 from headrace_gateway.access import ALL_SCOPES, Caller
-from headrace_gateway.limits import Limits, Meter
+from headrace_gateway.limits import Meter, RequestLimits
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import LimitSettings
 from headrace_schemas.base import utcnow
@@ -67,12 +67,12 @@ def test_a_refusal_says_when_to_come_back() -> None:
 
 @pytest.mark.parametrize(("own", "total"), [(2048, 4096), (4096, 2048), (2048, 2048)])
 def test_the_smaller_body_limit_counts(own: int, total: int) -> None:
-    limits = Limits(LimitSettings(body_bytes_max=total), Clock())
+    limits = RequestLimits(LimitSettings(body_bytes_max=total), Clock())
     assert limits.body_bytes_max(caller(body_bytes_max=own)) == 2048
 
 
 def test_concurrency_is_counted_by_key_and_in_total_and_a_refused_request_is_charged_to_nobody() -> None:
-    limits = Limits(LimitSettings(concurrency=2, burst=4, requests_per_s=0.001), Clock())
+    limits = RequestLimits(LimitSettings(concurrency=2, burst=4, requests_per_s=0.001), Clock())
     one, two = caller("one", concurrency=1), caller("two", concurrency=2)
     with limits.admit(one):
         with pytest.raises(ApiError, match="this API key"), limits.admit(one):
@@ -92,7 +92,7 @@ def test_concurrency_is_counted_by_key_and_in_total_and_a_refused_request_is_cha
 
 def test_what_a_request_causes_may_be_owed_and_nothing_begins_until_it_is_paid() -> None:
     clock = Clock()
-    limits = Limits(LimitSettings(requests_per_s=100, burst=100), clock)
+    limits = RequestLimits(LimitSettings(requests_per_s=100, burst=100), clock)
     one = caller(requests_per_s=2, burst=3)
     with limits.admit(one):
         limits.charge(one, 3)
@@ -112,7 +112,7 @@ def test_what_a_request_causes_may_be_owed_and_nothing_begins_until_it_is_paid()
 
 
 def test_who_has_all_places_in_use_comes_back_in_a_second() -> None:
-    limits = Limits(LimitSettings(), Clock())
+    limits = RequestLimits(LimitSettings(), Clock())
     one = caller(concurrency=1)
     with limits.admit(one), pytest.raises(ApiError) as refused, limits.admit(one):
         pass

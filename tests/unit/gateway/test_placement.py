@@ -1,4 +1,4 @@
-"""Which version and which replica a call gets: sticky sessions, withdrawal, the fleet's trouble."""
+"""Which version and which replica a call gets: sticky sessions, withdrawal, replicas in trouble."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from datetime import timedelta
 
 import pytest
 
-from headrace_gateway.call import Call, asked, core_of
-from headrace_gateway.catalog import Catalog
+from headrace_gateway.chat_call import ChatCall, asked, core_of
 from headrace_gateway.chat_request import ChatRequest
-from headrace_gateway.fleet import Fleet
-from headrace_gateway.identity import Identity
-from headrace_gateway.pins import Pins
+from headrace_gateway.identity import CallIdentity
+from headrace_gateway.model_catalog import ModelCatalog
 from headrace_gateway.placement import Placement
+from headrace_gateway.replica_set import ReplicaSet
 from headrace_gateway.settings import StickySettings
+from headrace_gateway.sticky_versions import StickyVersions
 from headrace_schemas import LoadedVersion, Replica, Sampling, ids
 from headrace_schemas.events.turn import SessionSource
 from tests.support.gateway import routing
@@ -32,10 +32,10 @@ class Rig:
     def __init__(self, **replicas: tuple[str, ...]) -> None:
         self.clock = ManualClock()
         self.history_read = True
-        self.fleet = Fleet(self.clock, lambda: self.history_read)
-        self.catalog = Catalog({}, lambda: True, self.fleet.changed)
-        self.pins = Pins(StickySettings(idle_s=60, sessions_max=100), self.clock)
-        self.placement = Placement(self.catalog, self.pins, self.fleet)
+        self.replica_set = ReplicaSet(self.clock, lambda: self.history_read)
+        self.catalog = ModelCatalog({}, lambda: True, self.replica_set.changed)
+        self.sticky_versions = StickyVersions(StickySettings(idle_s=60, sessions_max=100), self.clock)
+        self.placement = Placement(self.catalog, self.sticky_versions, self.replica_set)
         for replica_id, versions in replicas.items():
             self.beat(replica_id, *versions)
 
@@ -51,7 +51,7 @@ class Rig:
             ttl_s=5,
             started_at=self.clock.now(),
         )
-        self.fleet.update(replica_id, replica.model_copy(update=changes))
+        self.replica_set.update(replica_id, replica.model_copy(update=changes))
 
     def route(self, champion: str, revision: int, *, serve: tuple[str, ...] = (V1, V2), **changes: object) -> None:
         self.catalog.update("tiny", routing(champion, serve, revision, **changes))
@@ -61,16 +61,16 @@ class Rig:
         assert place is not None
         return place.version, place.member.replica.replica_id
 
-    def call(self, session: str = "run-1", model: str = "tiny", source: SessionSource = "header") -> Call:
+    def call(self, session: str = "run-1", model: str = "tiny", source: SessionSource = "header") -> ChatCall:
         body = {"model": model, "messages": [{"role": "user", "content": "x"}]}
         request = ChatRequest.model_validate_json(json.dumps(body))
         messages = tuple(message.event() for message in request.messages)
         key = ids.session_key("default", session)
-        return Call(
+        return ChatCall(
             request=request,
             messages=messages,
             sampling=Sampling(),
-            identity=Identity("default", session, key, source, None, None, "train"),
+            identity=CallIdentity("default", session, key, source, None, None, "train"),
             target=self.catalog.resolve(model),
             response_id=ids.response_id(key),
             digest="0" * 64,
@@ -131,7 +131,7 @@ def test_an_ended_session_starts_anew() -> None:
     rig.route(V1, 1)
     rig.place()
     rig.route(V2, 2)
-    rig.pins.drop(ids.session_key("default", "run-1"))
+    rig.sticky_versions.drop(ids.session_key("default", "run-1"))
     assert rig.place()[0] == V2
 
 
@@ -140,7 +140,7 @@ def test_the_number_of_pins_is_bounded() -> None:
     rig.route(V1, 1)
     for number in range(150):
         rig.place(f"run-{number}")
-    assert len(rig.pins) == 100
+    assert len(rig.sticky_versions) == 100
 
 
 def test_sessions_spread_and_stay_where_their_cache_is() -> None:
@@ -187,55 +187,55 @@ def test_old_heartbeats_read_at_the_start_do_not_look_fresh() -> None:
 def test_a_failing_replica_is_left_alone_for_longer_each_time_until_it_is_heard() -> None:
     rig = Rig(a=(V1,))
     rig.route(V1, 1)
-    member = rig.fleet.pick(V1, "s")
+    member = rig.replica_set.pick(V1, "s")
     assert member
     pauses = []
     for _ in range(8):
-        rig.fleet.failed(member)
-        rig.fleet.failed(member)  # a second call that was under way: the same failure
+        rig.replica_set.failed(member)
+        rig.replica_set.failed(member)  # a second call that was under way: the same failure
         pauses.append(member.shunned_until_s - rig.clock.monotonic_s())
-        assert rig.fleet.pick(V1, "s") is None
+        assert rig.replica_set.pick(V1, "s") is None
         rig.clock.advance(pauses[-1] + 0.001)
     assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0])
-    rig.fleet.failed(member)
+    rig.replica_set.failed(member)
     rig.beat("a", V1)
-    assert rig.fleet.pick(V1, "s") is member
+    assert rig.replica_set.pick(V1, "s") is member
 
 
 def test_a_version_that_was_announced_and_is_not_there_is_not_asked_for_again() -> None:
     rig = Rig(a=(V1, V2))
     rig.route(V1, 1)
-    member = rig.fleet.pick(V1, "s")
+    member = rig.replica_set.pick(V1, "s")
     assert member
-    rig.fleet.lacks(member, V1)
-    assert rig.fleet.pick(V1, "s") is None
-    assert rig.fleet.pick(V2, "s") is member
+    rig.replica_set.lacks(member, V1)
+    assert rig.replica_set.pick(V1, "s") is None
+    assert rig.replica_set.pick(V2, "s") is member
     rig.beat("a", V1, V2)
-    assert rig.fleet.pick(V1, "s") is member
+    assert rig.replica_set.pick(V1, "s") is member
 
 
 def test_only_an_engine_that_can_takes_over_a_stream() -> None:
     rig = Rig(a=(V1,))
     rig.beat("a", V1, engine="vllm", resumes=False)
-    assert not rig.fleet.can_resume(V1)
-    assert rig.fleet.pick(V1, "s", resuming=True) is None
+    assert not rig.replica_set.can_resume(V1)
+    assert rig.replica_set.pick(V1, "s", resuming=True) is None
     rig.beat("b", V1)
-    assert rig.fleet.can_resume(V1)
-    member = rig.fleet.pick(V1, "s", resuming=True)
+    assert rig.replica_set.can_resume(V1)
+    member = rig.replica_set.pick(V1, "s", resuming=True)
     assert member
     assert member.replica.replica_id == "b"
 
 
 async def test_waiting_ends_with_news_and_with_the_pause_of_a_shunned_replica() -> None:
     rig = Rig(a=(V1,))
-    member = rig.fleet.pick(V1, "s")
+    member = rig.replica_set.pick(V1, "s")
     assert member
-    rig.fleet.failed(member)
+    rig.replica_set.failed(member)
     started = time.monotonic()
-    await rig.fleet.wait(60)  # 0.05 s: the pause
+    await rig.replica_set.wait(60)  # 0.05 s: the pause
     assert time.monotonic() - started < 5
     rig.clock.advance(1)
-    waiting = asyncio.create_task(rig.fleet.wait(60))
+    waiting = asyncio.create_task(rig.replica_set.wait(60))
     await asyncio.sleep(0)
     rig.route(V1, 1)
     await asyncio.wait_for(waiting, 5)

@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 from prometheus_client import REGISTRY
 
+from headrace_gateway.log_ends import LogEnds
 from headrace_gateway.publisher import Publisher
-from headrace_gateway.reach import Reach
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.settings import CaptureSettings
 from headrace_gateway.spool import Spool, Spooled
@@ -219,7 +219,7 @@ async def test_a_connection_is_closed_with_all_that_belongs_to_it(tmp_path: Path
 
     async with Spool(tmp_path / "spool", 1024) as spool:
         publisher = Publisher(
-            made, spool, CaptureSettings(), send_timeout_s=30, reach=lambda: Reach(cast("Any", Offsets()))
+            made, spool, CaptureSettings(), send_timeout_s=30, log_ends=lambda: LogEnds(cast("Any", Offsets()))
         )
         async with running(publisher):
             await until(lambda: publisher.connected)

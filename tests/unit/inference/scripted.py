@@ -14,7 +14,7 @@ from headrace_inference.chat.tokenizer import ChatTokenizer, RenderLimits
 from headrace_inference.engine import Finish, Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed, UnknownVersion
 from headrace_inference.http.completions import Completions, Parsers
-from headrace_inference.http.routes import Api, Limits, Served
+from headrace_inference.http.routes import Api, RequestBounds, Served
 from headrace_runtime.aside import Aside
 from headrace_runtime.settings import Common
 from headrace_schemas import Probe
@@ -171,7 +171,11 @@ def client(
     completions = Completions(engine, ExactPrompts(100_000, reasoning=True), parsers, aside, limits)
     common = Common.model_validate({"security": security})
     api = Api(
-        common, OneVersion(tokenizer), completions, Limits(body_bytes_max, choices_max=4, json_values_max=10_000), aside
+        common,
+        OneVersion(tokenizer),
+        completions,
+        RequestBounds(body_bytes_max, choices_max=4, json_values_max=10_000),
+        aside,
     )
     transport = httpx.ASGITransport(api.app({"engine": lambda: engine.alive}), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://replica")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace_inference.engine import Sampling
-from headrace_inference.torch_engine.batch import Batch, BatchLimits
+from headrace_inference.torch_engine.batch import BatchLimits, DecodeBatch
 from headrace_inference.torch_engine.loader import Loader
 from headrace_inference.torch_engine.model import Model
 from headrace_inference.torch_engine.sequence import Sequence
@@ -24,10 +24,10 @@ def model(models: Models) -> Model:
 
 
 @pytest.fixture
-def batch(model: Model) -> Iterator[Batch]:
+def batch(model: Model) -> Iterator[DecodeBatch]:
     limits = BatchLimits(sequences_max=4, prefill_tokens_max=PORTION, kv_bytes_max=2**24, prefix_bytes_max=2**20)
     with torch.inference_mode():
-        made = Batch(model, limits)
+        made = DecodeBatch(model, limits)
         yield made
         made.close()
 
@@ -45,11 +45,11 @@ def sequence(prompt: list[int], tokens: int = 1000, owner: object = None) -> Seq
     )
 
 
-def delivered(batch: Batch) -> list[Sequence]:
+def delivered(batch: DecodeBatch) -> list[Sequence]:
     return [one for one, _ in batch.step()]
 
 
-def test_a_long_prompt_never_keeps_the_others_from_decoding(batch: Batch) -> None:
+def test_a_long_prompt_never_keeps_the_others_from_decoding(batch: DecodeBatch) -> None:
     talking = sequence(prompt_of(5))
     batch.add(talking)
     assert delivered(batch) == [talking]
@@ -61,7 +61,7 @@ def test_a_long_prompt_never_keeps_the_others_from_decoding(batch: Batch) -> Non
     assert delivered(batch) == [talking, long]
 
 
-def test_short_prompts_that_keep_coming_do_not_starve_a_long_one(batch: Batch) -> None:
+def test_short_prompts_that_keep_coming_do_not_starve_a_long_one(batch: DecodeBatch) -> None:
     long = sequence(prompt_of(4 * PORTION + 1, 1))
     batch.add(long)
     for salt in range(4):
@@ -70,14 +70,14 @@ def test_short_prompts_that_keep_coming_do_not_starve_a_long_one(batch: Batch) -
     assert long in delivered(batch) or long.drawn > 0
 
 
-def test_prompts_of_similar_length_are_computed_together(batch: Batch) -> None:
+def test_prompts_of_similar_length_are_computed_together(batch: DecodeBatch) -> None:
     together = [sequence(prompt_of(length, length)) for length in (8, 9, 10)]
     for one in together:
         batch.add(one)
     assert set(delivered(batch)) == set(together), "after one step all of them have decoded"
 
 
-def test_more_than_fit_wait_in_order(batch: Batch) -> None:
+def test_more_than_fit_wait_in_order(batch: DecodeBatch) -> None:
     many = [sequence(prompt_of(6, salt), tokens=3) for salt in range(6)]
     for one in many:
         batch.add(one)
@@ -88,7 +88,7 @@ def test_more_than_fit_wait_in_order(batch: Batch) -> None:
     assert set(delivered(batch)) == set(many[4:])
 
 
-def test_an_aborted_generation_leaves_at_once_with_all_its_choices(batch: Batch) -> None:
+def test_an_aborted_generation_leaves_at_once_with_all_its_choices(batch: DecodeBatch) -> None:
     owner = object()
     gone, stays = sequence(prompt_of(6, 1), owner=owner), sequence(prompt_of(6, 2))
     gone.followers = [sequence(prompt_of(6, 1), owner=owner)]
@@ -100,7 +100,7 @@ def test_an_aborted_generation_leaves_at_once_with_all_its_choices(batch: Batch)
     assert (len(batch.running), len(batch.waiting)) == (1, 0)
 
 
-def test_after_a_reset_nothing_is_left(batch: Batch) -> None:
+def test_after_a_reset_nothing_is_left(batch: DecodeBatch) -> None:
     one, other = sequence(prompt_of(6)), sequence(prompt_of(200, 1))
     batch.add(one)
     batch.add(other)

@@ -11,7 +11,7 @@ import torch
 
 from headrace_inference.engine import Sampling
 from headrace_inference.errors import EngineFailed
-from headrace_inference.torch_engine.batch import Batch, BatchLimits
+from headrace_inference.torch_engine.batch import BatchLimits, DecodeBatch
 from headrace_inference.torch_engine.loader import Loader
 from headrace_inference.torch_engine.model import Model
 from headrace_inference.torch_engine.sequence import Sequence
@@ -32,9 +32,11 @@ def inference() -> Iterator[None]:
         yield
 
 
-def batch_of(model: Model, *, portion: int = 32, kv_tokens: int = 4096, prefixes: int = 2**22) -> Batch:
+def batch_of(model: Model, *, portion: int = 32, kv_tokens: int = 4096, prefixes: int = 2**22) -> DecodeBatch:
     kv_bytes = kv_tokens * model.kv_shape.token_bytes
-    return Batch(model, BatchLimits(4, prefill_tokens_max=portion, kv_bytes_max=kv_bytes, prefix_bytes_max=prefixes))
+    return DecodeBatch(
+        model, BatchLimits(4, prefill_tokens_max=portion, kv_bytes_max=kv_bytes, prefix_bytes_max=prefixes)
+    )
 
 
 def sequence(prompt: list[int], tokens: int, *, owner: object = None, seed: int = 7, **how: Any) -> Sequence:
@@ -44,7 +46,7 @@ def sequence(prompt: list[int], tokens: int, *, owner: object = None, seed: int 
     )  # fmt: skip
 
 
-def run(batch: Batch, *sequences: Sequence) -> None:
+def run(batch: DecodeBatch, *sequences: Sequence) -> None:
     for one in sequences:
         batch.add(one)
     for _ in range(500):

@@ -11,7 +11,7 @@ import torch
 
 from headrace_inference.engine import Sampling
 from headrace_inference.errors import EngineFailed
-from headrace_inference.torch_engine.batch import Batch, BatchLimits
+from headrace_inference.torch_engine.batch import BatchLimits, DecodeBatch
 from headrace_inference.torch_engine.loader import Loader
 from headrace_inference.torch_engine.model import Model
 from headrace_inference.torch_engine.sequence import Sequence
@@ -25,10 +25,10 @@ def model(models: Models) -> Model:
 
 
 @pytest.fixture
-def batch(model: Model) -> Iterator[Batch]:
+def batch(model: Model) -> Iterator[DecodeBatch]:
     limits = BatchLimits(sequences_max=4, prefill_tokens_max=128, kv_bytes_max=2**24, prefix_bytes_max=2**22)
     with torch.inference_mode():
-        made = Batch(model, limits)
+        made = DecodeBatch(model, limits)
         yield made
         made.close()
 
@@ -41,7 +41,7 @@ def sequence(length: int, tokens: int, salt: str = "", **sampling: Any) -> Seque
     )  # fmt: skip
 
 
-def test_a_row_that_moves_takes_its_penalties_along(batch: Batch) -> None:
+def test_a_row_that_moves_takes_its_penalties_along(batch: DecodeBatch) -> None:
     sequences = [sequence(20 + at, 3 + 9 * at, presence_penalty=1.5, frequency_penalty=0.5) for at in range(3)]
     for one in sequences:
         batch.add(one)
@@ -56,7 +56,9 @@ def test_a_row_that_moves_takes_its_penalties_along(batch: Batch) -> None:
     assert not batch.busy
 
 
-def test_kv_behind_logits_that_are_no_numbers_is_not_used_again(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_behind_logits_that_are_no_numbers_is_not_used_again(
+    batch: DecodeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = batch.model.program.decode
 
     def astray(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -75,7 +77,7 @@ def test_kv_behind_logits_that_are_no_numbers_is_not_used_again(batch: Batch, mo
     assert after.cached == 0
 
 
-def test_kept_kv_is_found_with_its_own_salt_alone(batch: Batch) -> None:
+def test_kept_kv_is_found_with_its_own_salt_alone(batch: DecodeBatch) -> None:
     cached = []
     for salt in ("a", "a", "b", "", "b"):
         one = sequence(64, 2, salt)

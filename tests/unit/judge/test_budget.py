@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_judge.ledger import Exhausted, Ledger, Reservation
+from headrace_judge.call_budget import BudgetLimit, CallBudget, Reservation
 from headrace_judge.settings import BudgetSettings
 from headrace_judge.tables import STREAM
 from tests.support import fake_llm
@@ -25,57 +25,57 @@ async def state(data_dir: Path) -> AsyncIterator[Bench]:
         yield made
 
 
-async def reserve(state: Bench, ledger: Ledger, now: datetime, tokens: int = 10) -> Reservation | Exhausted:
+async def reserve(state: Bench, budget: CallBudget, now: datetime, tokens: int = 10) -> Reservation | BudgetLimit:
     async with state.processor.database.transaction() as tx:
-        return await ledger.reserve(tx, now, tokens)
+        return await budget.reserve(tx, now, tokens)
 
 
-async def left(state: Bench, ledger: Ledger, now: datetime) -> dict[str, int]:
+async def left(state: Bench, budget: CallBudget, now: datetime) -> dict[str, int]:
     async with state.processor.database.transaction() as tx:
-        return await ledger.left(tx, now)
+        return await budget.left(tx, now)
 
 
 async def test_calls_are_limited_per_hour_and_per_day(state: Bench) -> None:
-    ledger = Ledger(BudgetSettings(calls_per_hour=2, calls_per_day=3))
-    assert [type(await reserve(state, ledger, LATE)) for _ in range(3)] == [Reservation, Reservation, Exhausted]
-    assert str(await reserve(state, ledger, LATE)) == "the budget is spent: judge.budget.calls_per_hour = 2"
+    budget = CallBudget(BudgetSettings(calls_per_hour=2, calls_per_day=3))
+    assert [type(await reserve(state, budget, LATE)) for _ in range(3)] == [Reservation, Reservation, BudgetLimit]
+    assert str(await reserve(state, budget, LATE)) == "the budget is spent: judge.budget.calls_per_hour = 2"
     earlier = LATE - timedelta(hours=3)
-    assert isinstance(await reserve(state, ledger, earlier), Reservation)
-    assert await reserve(state, ledger, earlier) == Exhausted("calls_per_day", 3)
-    assert isinstance(await reserve(state, ledger, LATE + timedelta(minutes=30)), Reservation), "a new day"
+    assert isinstance(await reserve(state, budget, earlier), Reservation)
+    assert await reserve(state, budget, earlier) == BudgetLimit("calls_per_day", 3)
+    assert isinstance(await reserve(state, budget, LATE + timedelta(minutes=30)), Reservation), "a new day"
 
 
 async def test_tokens_are_estimated_first_and_corrected_afterwards(state: Bench) -> None:
-    ledger = Ledger(BudgetSettings(tokens_per_day=100))
-    reserved = await reserve(state, ledger, LATE, 80)
+    budget = CallBudget(BudgetSettings(tokens_per_day=100))
+    reserved = await reserve(state, budget, LATE, 80)
     assert isinstance(reserved, Reservation)
-    assert await reserve(state, ledger, LATE, 30) == Exhausted("tokens_per_day", 100)
+    assert await reserve(state, budget, LATE, 30) == BudgetLimit("tokens_per_day", 100)
     async with state.processor.database.transaction() as tx:
-        await ledger.settle(tx, reserved, 15)
-    assert await left(state, ledger, LATE) == {"tokens_per_day": 85}
+        await budget.correct(tx, reserved, 15)
+    assert await left(state, budget, LATE) == {"tokens_per_day": 85}
     async with state.processor.database.transaction() as tx:
-        await ledger.settle(tx, reserved, None)
-    assert await left(state, ledger, LATE) == {"tokens_per_day": 85}
+        await budget.correct(tx, reserved, None)
+    assert await left(state, budget, LATE) == {"tokens_per_day": 85}
 
 
 async def test_without_limits_everything_is_allowed(state: Bench) -> None:
-    ledger = Ledger(BudgetSettings())
-    assert isinstance(await reserve(state, ledger, LATE, 10**9), Reservation)
-    assert await left(state, ledger, LATE) == {}
+    budget = CallBudget(BudgetSettings())
+    assert isinstance(await reserve(state, budget, LATE, 10**9), Reservation)
+    assert await left(state, budget, LATE) == {}
 
 
 async def test_nothing_is_allowed_where_the_limit_is_0(state: Bench) -> None:
-    assert await reserve(state, Ledger(BudgetSettings(calls_per_day=0)), LATE) == Exhausted("calls_per_day", 0)
+    assert await reserve(state, CallBudget(BudgetSettings(calls_per_day=0)), LATE) == BudgetLimit("calls_per_day", 0)
 
 
 async def test_old_periods_are_forgotten(state: Bench) -> None:
-    ledger = Ledger(BudgetSettings(calls_per_day=1))
-    await reserve(state, ledger, START)
+    budget = CallBudget(BudgetSettings(calls_per_day=1))
+    await reserve(state, budget, START)
     async with state.processor.database.transaction() as tx:
-        await ledger.prune(tx, START + timedelta(days=1))
+        await budget.prune(tx, START + timedelta(days=1))
     assert await state.count("spending") == 2
     async with state.processor.database.transaction() as tx:
-        await ledger.prune(tx, START + timedelta(days=4))
+        await budget.prune(tx, START + timedelta(days=4))
     assert await state.count("spending") == 0
 
 
@@ -114,7 +114,7 @@ async def test_tokens_are_counted_as_reported(
         while not rig.rewards:
             await rig.idle()
             rig.bench.clock.advance(1.0)
-        assert await left(rig.bench, Ledger(BudgetSettings(tokens_per_day=0)), START) == {"tokens_per_day": -spent}
+        assert await left(rig.bench, CallBudget(BudgetSettings(tokens_per_day=0)), START) == {"tokens_per_day": -spent}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ async def test_a_call_that_may_have_been_billed_stays_counted(
     async with judge(limited, data_dir) as rig:
         await rig.bench.deliver(trajectory("t1"))
         (reward,) = await rig.judged()
-        spent = -(await left(rig.bench, Ledger(BudgetSettings(tokens_per_day=0)), START))["tokens_per_day"]
+        spent = -(await left(rig.bench, CallBudget(BudgetSettings(tokens_per_day=0)), START))["tokens_per_day"]
     assert reward.outcome == outcome
     assert 500 < spent < 3000
 

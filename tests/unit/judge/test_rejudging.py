@@ -12,19 +12,19 @@ from headrace_judge import rejudging
 from headrace_runtime.filters import Lines
 from headrace_runtime.settings import Common
 from headrace_schemas import Reward, Trajectory
-from headrace_schemas.replay import Judged
+from headrace_schemas.replay import JudgedLine
 from tests.support.fake_llm import FakeLLM
 from tests.support.judge_rig import settings, trajectory
 
 
-async def judged(llm: FakeLLM, data_dir: Path, *runs: Trajectory, **changes: Any) -> tuple[list[Reward], Judged]:
+async def judged(llm: FakeLLM, data_dir: Path, *runs: Trajectory, **changes: Any) -> tuple[list[Reward], JudgedLine]:
     source = io.BytesIO(b"".join(b"trajectory %s\n" % run.to_json() for run in runs))
     target = io.BytesIO()
     await rejudging.run(Common(data_dir=data_dir), settings(llm, **changes), Lines(source, target))
     *rewards, last = (line.partition(b" ") for line in target.getvalue().splitlines())
     assert {word for word, _, _ in rewards} <= {b"reward"}
     assert last[0] == b"judged"
-    return [Reward.from_json(value) for _, _, value in rewards], Judged.model_validate_json(last[2])
+    return [Reward.from_json(value) for _, _, value in rewards], JudgedLine.model_validate_json(last[2])
 
 
 async def test_every_trajectory_is_judged_and_asked_about_once(

@@ -52,7 +52,7 @@ def test_a_winner_in_both_orders_has_won() -> None:
     judgement = scoring.pair(RUBRIC, [scores(1, -1, "better")], [scores(-1, 1, "worse")])
     assert (judgement.value, judgement.criteria) == (1.0, {"a": 1.0, "b": 0.0})
     assert judgement.reason == "better / worse"
-    turned = scoring.turned(judgement)
+    turned = scoring.swapped(judgement)
     assert (turned.value, turned.criteria) == (0.0, {"a": 0.0, "b": 1.0})
 
 
@@ -79,7 +79,7 @@ def test_weights_decide_between_criteria_and_cancel_exactly() -> None:
 def test_a_pair_needs_both_orders(bad: Verdict | Unreadable, outcome: str) -> None:
     assert scoring.pair(RUBRIC, [scores(1, 1)], [bad]).outcome == outcome
     assert scoring.pair(RUBRIC, [bad], [scores(1, 1)]).outcome == outcome
-    assert scoring.turned(scoring.pair(RUBRIC, [bad], [bad])).value is None
+    assert scoring.swapped(scoring.pair(RUBRIC, [bad], [bad])).value is None
 
 
 def decided(value: float, reason: str = "") -> Judgement:
@@ -91,7 +91,7 @@ TIMED_OUT = Judgement(outcome="timed_out", reason="no verdict within 60 s")
 
 
 def test_the_standing_is_the_win_rate_over_decided_pairs() -> None:
-    standing = scoring.standing([("x", decided(1.0)), ("y", decided(0.5, "order")), ("z", FAILED)], waiting=1)
+    standing = scoring.win_rate([("x", decided(1.0)), ("y", decided(0.5, "order")), ("z", FAILED)], waiting=1)
     assert standing is not None
     assert (standing.value, standing.criteria) == (0.75, {"a": 0.75, "b": 0.25})
     assert standing.reason.splitlines()[0] == "win rate over 2 pairs"
@@ -100,9 +100,9 @@ def test_the_standing_is_the_win_rate_over_decided_pairs() -> None:
 
 
 def test_there_is_no_standing_before_something_is_decided() -> None:
-    assert scoring.standing([], waiting=0) is None
-    assert scoring.standing([("z", FAILED)], waiting=1) is None
-    none = scoring.standing([("x", TIMED_OUT), ("y", FAILED), ("z", FAILED)], waiting=0)
+    assert scoring.win_rate([], waiting=0) is None
+    assert scoring.win_rate([("z", FAILED)], waiting=1) is None
+    none = scoring.win_rate([("x", TIMED_OUT), ("y", FAILED), ("z", FAILED)], waiting=0)
     assert none is not None
     assert (none.outcome, none.value) == ("failed", None)
     assert none.reason == "none of 3 pairs was decided: the endpoint answered 400"

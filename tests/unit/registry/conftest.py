@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest_asyncio
 
 from headrace_registry.tables import METADATA
-from tests.unit.registry.book import Book
 from tests.unit.registry.rig import Rig
+from tests.unit.registry.transitions import Book
 
 
 @pytest_asyncio.fixture

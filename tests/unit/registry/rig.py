@@ -16,7 +16,7 @@ from headrace_registry import store
 from headrace_registry.director import Director
 from headrace_registry.gate import GateFailed
 from headrace_registry.handlers import CheckpointHandler
-from headrace_registry.leader import Lease
+from headrace_registry.leader import LeaderLease
 from headrace_registry.records import ModelRecord, VersionRecord
 from headrace_registry.settings import GateSettings, RegistrySettings
 from headrace_registry.tables import STREAM
@@ -24,7 +24,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.database import Database
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.outbox import Outbox
-from headrace_runtime.processor import Limits, Processor
+from headrace_runtime.processor import Processor, ProcessorLimits
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings, Common, DatabaseSettings
 from headrace_runtime.wire import Outgoing, Record
@@ -97,17 +97,17 @@ class FakeGate:
         return set().union(*self.runs)
 
     @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[FakeCourt]:
-        court = FakeCourt(self)
-        self.runs.append(court.players)
+    async def session(self) -> AsyncIterator[FakeSession]:
+        session = FakeSession(self)
+        self.runs.append(session.players)
         try:
-            yield court
+            yield session
         except asyncio.CancelledError:
-            self.cancelled.append(court.players)
+            self.cancelled.append(session.players)
             raise
 
 
-class FakeCourt:
+class FakeSession:
     """The program at work."""
 
     tasks = Tasks(gate=("t1", "t2"), audit=("a1", "a2"))
@@ -147,7 +147,7 @@ class Rig:
         """A new process on the same database: everything in memory is gone, and gate runs die with their process."""
         for run in self._director._runner._runs.values() if self._director else ():
             run.task.cancel()
-        self.lease = Lease(self.database, self.clock, self.settings.lease_s)
+        self.lease = LeaderLease(self.database, self.clock, self.settings.lease_s)
         self.processor = Processor(
             service="registry",
             handlers={Checkpoint.topic: CheckpointHandler(self.blobs, self.lease)},
@@ -156,7 +156,7 @@ class Rig:
             outbox=Outbox(self.database, STREAM, self.bus, self.clock),
             blobs=self.blobs,
             clock=self.clock,
-            limits=Limits(retry_s=1.0),
+            limits=ProcessorLimits(retry_s=1.0),
         )
         self._director = Director(self.processor, self.lease, self.gate, self.settings, self.replicas.values)
 

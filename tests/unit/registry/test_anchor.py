@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace_registry.ledger import Ledger
 from headrace_registry.records import ALONE
+from headrace_registry.transition import Transition
 from headrace_schemas import Routing
 from tests.unit.registry.rig import Rig, loaded
 
@@ -78,7 +78,7 @@ async def test_an_operators_word_needs_no_anchor(rig: Rig) -> None:
     forced = await rig.checkpoint(2)
     record = await rig.record(forced)
     async with rig.database.transaction() as tx:
-        await Ledger(tx, rig.clock.now()).request(record, "force")
+        await Transition(tx, rig.clock.now()).request(record, "force")
     await decided(rig, forced, "promoted")
     assert (await rig.model()).standing == ALONE
 
@@ -87,11 +87,11 @@ async def test_after_a_rollback_the_anchor_is_no_withdrawn_version_and_not_the_c
     first, second, third = await rig.crowned(0, 1, 2)
     model = await rig.model()
     async with rig.database.transaction() as tx:
-        await Ledger(tx, rig.clock.now()).roll_back(model, "complaints")
+        await Transition(tx, rig.clock.now()).roll_back(model, "complaints")
     model = await rig.model()
     assert (model.champion, model.anchor, model.lead) == (second, first, None)
     async with rig.database.transaction() as tx:
-        await Ledger(tx, rig.clock.now()).roll_back(model, "complaints")
+        await Transition(tx, rig.clock.now()).roll_back(model, "complaints")
     model = await rig.model()
     assert (model.champion, model.standing) == (first, ALONE)
     assert third not in {first, second}
@@ -101,7 +101,7 @@ async def test_a_withdrawn_anchor_is_none(rig: Rig) -> None:
     first, _, third = await rig.crowned(0, 1, 2)
     model = await rig.model()
     async with rig.database.transaction() as tx:
-        await Ledger(tx, rig.clock.now()).withdraw(model, first, "leaks")
+        await Transition(tx, rig.clock.now()).withdraw(model, first, "leaks")
     model = await rig.model()
     assert (model.champion, model.standing) == (third, ALONE)
 

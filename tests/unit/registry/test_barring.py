@@ -35,7 +35,7 @@ async def test_a_child_that_waits_is_withdrawn_with_its_parent(rig: Rig) -> None
     child = await rig.checkpoint(2, parent=bad)
     await roll_back(rig)
     assert rig.last("withdrawn").version == child
-    assert rig.last("withdrawn").reason == f"it descends from {bad}, which was taken back"
+    assert rig.last("withdrawn").reason == f"it descends from {bad}, which was withdrawn"
     await rig.ticks()
     assert set(rig.routing.withdrawn) == {bad, child}
 

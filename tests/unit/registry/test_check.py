@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from headrace_registry.check import check
-from headrace_registry.dry_run import answering
 from headrace_registry.settings import RegistrySettings
+from headrace_registry.stand_in_gateway import answering
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Common
 
@@ -45,12 +45,12 @@ async def test_a_gate_that_prints_scores_is_fine_whatever_they_are(tmp_path: Pat
         ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
         ("print('score: 7')", "line 1 of its output is not"),
         ("""print('{"task": "a", "score": 0.5}')""", 'line 1 of its output is not {"gate": [names of tasks]'),
-        ("""print('{"gate": ["a", "b"], "audit": ["b"]}')""", "1 tasks stand in both gate and audit, e.g. 'b'"),
+        ("""print('{"gate": ["a", "b"], "audit": ["b"]}')""", "1 tasks are in both gate and audit, e.g. 'b'"),
         ("", "it ended before it had named its tasks"),
     ],
 )
 async def test_a_gate_that_does_not_run_is_refused_with_what_it_said(tmp_path: Path, source: str, said: str) -> None:
-    with pytest.raises(SettingError, match=r"registry\.gate\.command.*in a dry run") as refused:
+    with pytest.raises(SettingError, match=r"registry\.gate\.command.*against a stand-in gateway") as refused:
         await problems(tmp_path, source)
     assert said in str(refused.value)
 

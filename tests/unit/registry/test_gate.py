@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_registry.gate import Gate, GateFailed, Session
+from headrace_registry.gate import Gate, GateFailed, GateSession
 from headrace_registry.settings import GateSettings
 from headrace_schemas.gate import Tasks
 from tests.support.processes import alive, wait_until
@@ -26,8 +26,8 @@ def gate(code: str, *arguments: str, silence_s: float = 20.0) -> Gate:
 
 
 async def score(program: Gate) -> float:
-    async with program.session() as court:
-        return await court.play(V1, "a", 7)
+    async with program.session() as session:
+        return await session.play(V1, "a", 7)
 
 
 async def test_it_names_its_tasks_and_answers_plays_in_any_order() -> None:
@@ -42,15 +42,15 @@ print(json.dumps(first | {"score": len(sys.argv[1]) / 100, "answer": "its own bu
 sys.stdin.read()
 """
     )
-    async with gate(code, "url={base_url}").session() as court:
-        assert court.tasks == Tasks(gate=("a", "b"), audit=("c",))
-        assert await asyncio.gather(*(court.play(version, "a", 1) for version in (V1, V2))) == [0.15, 0.25]
+    async with gate(code, "url={base_url}").session() as session:
+        assert session.tasks == Tasks(gate=("a", "b"), audit=("c",))
+        assert await asyncio.gather(*(session.play(version, "a", 1) for version in (V1, V2))) == [0.15, 0.25]
 
 
 async def test_the_programs_interpreter_may_be_the_registrys_own() -> None:
     code = "import json, sys; print(json.dumps({'gate': [sys.argv[1]], 'audit': ['c']}), flush=True); sys.stdin.read()"
-    async with gate(code, "{python}").session() as court:
-        assert court.tasks.gate == (sys.executable,)
+    async with gate(code, "{python}").session() as session:
+        assert session.tasks.gate == (sys.executable,)
 
 
 ANSWER = NAMED + "asked = json.loads(sys.stdin.readline())\n"
@@ -83,32 +83,32 @@ async def test_failures_say_why(code: str, message: str) -> None:
         await score(gate(code))
 
 
-def impatient(court: Session) -> Session:
+def impatient(session: GateSession) -> GateSession:
     """A program that has started is not waited for any more: how long the start takes is not the matter here."""
-    court._settings = court._settings.model_copy(update={"silence_s": 0.3})
-    return court
+    session._settings = session._settings.model_copy(update={"silence_s": 0.3})
+    return session
 
 
 async def test_whoever_is_silent_while_asked_for_something_has_failed() -> None:
     with pytest.raises(GateFailed, match=r"silent for gate\.silence_s = 0\.3, asked for its tasks"):
         await score(gate("import sys; sys.stdin.read()", silence_s=0.3))
-    async with gate(ANSWER + "sys.stdin.read()").session() as court:
+    async with gate(ANSWER + "sys.stdin.read()").session() as session:
         with pytest.raises(GateFailed, match=r"silent for gate\.silence_s = 0\.3, asked for 1 plays"):
-            await impatient(court).play(V1, "a", 1)
+            await impatient(session).play(V1, "a", 1)
 
 
 async def test_whoever_is_asked_for_nothing_may_be_silent() -> None:
     code = ANSWER + "print(json.dumps(asked | {'score': 1}), flush=True); sys.stdin.read()"
-    async with gate(code).session() as court:
-        court._heard_s -= 1000  # so long ago it said its last word
-        assert await court.play(V1, "a", 1) == 1
+    async with gate(code).session() as session:
+        session._heard_s -= 1000  # so long ago it said its last word
+        assert await session.play(V1, "a", 1) == 1
 
 
 async def test_a_failed_session_plays_nothing_more() -> None:
-    async with gate(NAMED + "sys.exit('gone')").session() as court:
+    async with gate(NAMED + "sys.exit('gone')").session() as session:
         for _ in range(2):
             with pytest.raises(GateFailed, match="gone"):
-                await court.play(V1, "a", 1)
+                await session.play(V1, "a", 1)
 
 
 async def test_a_program_that_does_not_exist() -> None:
@@ -130,10 +130,10 @@ def pids(path: Path) -> list[int]:
 
 async def test_a_time_out_kills_the_whole_group(tmp_path: Path) -> None:
     noted = tmp_path / "pids"
-    async with gate(NAMED + SLEEPER, str(noted)).session() as court:
+    async with gate(NAMED + SLEEPER, str(noted)).session() as session:
         await asyncio.to_thread(wait_until, lambda: len(pids(noted)) == 2, 20, "the gate's start")
         with pytest.raises(GateFailed, match=r"gate\.silence_s = 0\.3"):
-            await impatient(court).play(V1, "a", 1)
+            await impatient(session).play(V1, "a", 1)
     started = pids(noted)
     assert len(started) == 2
     wait_until(lambda: not any(alive(pid) for pid in started), 5, "the gate's end")

@@ -9,15 +9,15 @@ from datetime import datetime, timedelta
 import pytest
 from sqlalchemy import update
 
-from headrace_registry.leader import Lease, LostLeadership
+from headrace_registry.leader import LeaderLease, LostLeadership
 from headrace_registry.tables import LEASE
 from headrace_runtime import holders
 from headrace_runtime.clock import Clock
 from tests.unit.registry.rig import MODEL, Rig
 
 
-def other(rig: Rig, holder: str = "elsewhere:1:x") -> Lease:
-    lease = Lease(rig.database, rig.clock, rig.settings.lease_s)
+def other(rig: Rig, holder: str = "elsewhere:1:x") -> LeaderLease:
+    lease = LeaderLease(rig.database, rig.clock, rig.settings.lease_s)
     lease.holder = holder
     return lease
 
@@ -70,7 +70,7 @@ async def test_a_standby_whose_clock_is_wrong_waits_all_the_same(rig: Rig, skew_
     await held_by(rig, rig.lease.holder)
     await rig.lease._take()
     ahead = SkewedClock(rig.clock, skew_s)
-    standby = Lease(rig.database, ahead, rig.settings.lease_s)
+    standby = LeaderLease(rig.database, ahead, rig.settings.lease_s)
     for _ in range(20):
         assert not await standby._take(), "the leader lives: it has just renewed"
         await rig.clock.sleep(rig.settings.lease_s / 4)
@@ -84,7 +84,7 @@ async def test_a_standby_whose_clock_is_wrong_waits_all_the_same(rig: Rig, skew_
 async def test_a_leader_whose_clock_steps_back_still_shows_that_it_lives(rig: Rig) -> None:
     rig.lease.holder = "elsewhere:2:y"
     await held_by(rig, rig.lease.holder)
-    leader = Lease(rig.database, SkewedClock(rig.clock, -7200.0), rig.settings.lease_s)
+    leader = LeaderLease(rig.database, SkewedClock(rig.clock, -7200.0), rig.settings.lease_s)
     leader.holder = rig.lease.holder
     standby = other(rig)
     for _ in range(20):

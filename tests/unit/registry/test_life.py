@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace_registry.gate import GateFailed
-from headrace_registry.ledger import Ledger
+from headrace_registry.transition import Transition
 from headrace_schemas import Routing
 from tests.unit.registry.rig import EQUAL, MODEL, Rig, loaded
 
@@ -107,7 +107,7 @@ async def test_a_rejected_version_that_is_asked_for_again_has_a_trial_of_its_own
         rig.gate.scores[new] = EQUAL
         record = await rig.record(new)
         async with rig.database.transaction() as tx:
-            await Ledger(tx, rig.clock.now()).request(record, "gate")
+            await Transition(tx, rig.clock.now()).request(record, "gate")
         rig.director.wake.set()
         await rig.until(lambda: ("promoted", new) in rig.decided())
     assert rig.last("promoted").statistics["trial"] == 2

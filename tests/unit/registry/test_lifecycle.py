@@ -11,19 +11,19 @@ import pytest
 from headrace_registry.lifecycle import (
     Action,
     Adopt,
-    Measure,
     Probed,
     Promote,
     Reject,
     Release,
     RollBack,
+    RunAudit,
+    RunTrial,
     Situation,
-    Try,
     Wait,
     objection,
     plan,
 )
-from headrace_registry.records import ModelRecord, Standing, Verdict, VersionRecord, View
+from headrace_registry.records import ModelRecord, ModelView, Standing, TrialResult, VersionRecord
 from headrace_schemas import LoadedVersion, Replica
 from headrace_schemas.blobs import BlobRef
 from tests.unit.registry.rig import MODEL, START, loaded
@@ -67,9 +67,9 @@ def view(
     anchor: int | None = None,
     pinned: int | None = None,
     paused: bool = False,
-    verdict: Verdict | None = None,
+    trial_result: TrialResult | None = None,
     audited: Iterable[int] = (),
-) -> View:
+) -> ModelView:
     """Those that are registered wait."""
     record = ModelRecord(
         model=MODEL,
@@ -85,7 +85,9 @@ def view(
         lead=None,
     )
     waiting = tuple(one for one in versions if one.state == "registered")
-    return View(record, {one.version: one for one in versions}, waiting, verdict, frozenset(map(name, audited)))
+    return ModelView(
+        record, {one.version: one for one in versions}, waiting, trial_result, frozenset(map(name, audited))
+    )
 
 
 def now(*replicas: Replica, gate: bool = True, **fields: Any) -> Situation:
@@ -174,7 +176,7 @@ def test_what_can_never_serve_is_rejected_when_its_turn_comes(fields: Any, reaso
         assert objection(new, view(new)) is None, "without a champion it is the first of its kind"
 
 
-def probing(state: str = "probing", changed_s: float = 0) -> View:
+def probing(state: str = "probing", changed_s: float = 0) -> ModelView:
     candidate = version(2, state=state, changed=START + timedelta(seconds=changed_s))
     return view(CROWNED, candidate, champion=1, candidate=2)
 
@@ -204,7 +206,7 @@ def test_heartbeats_from_before_it_was_adopted_say_nothing_of_a_candidate() -> N
     old = serving(2, at_s=1)
     assert isinstance(plan(probing(changed_s=2), now(old)), Wait)
     found = plan(probing("evaluating", changed_s=2), now(serving(1, 2, at_s=1)))
-    assert isinstance(found, Measure), "those after its probe do"
+    assert isinstance(found, RunAudit), "those after its probe do"
 
 
 def judged(
@@ -219,67 +221,69 @@ def judged(
 ) -> Action:
     """Of a candidate that passed its probe, beside a champion that has been audited."""
     candidate = version(step, state="evaluating", request=request)
-    about = {key: fields.pop(key) for key in ("verdict", "anchor") if key in fields}
+    about = {key: fields.pop(key) for key in ("trial_result", "anchor") if key in fields}
     others = (BEFORE, CROWNED) if champion else ()
     seen = view(*others, candidate, champion=1 if champion else None, candidate=step, audited=audited, **about)
     return plan(seen, now(served or serving(0, 1, step), gate=gate, **fields))
 
 
-def found(*, passed: bool, champion: int | None = 1) -> Verdict:
+def found(*, passed: bool, champion: int | None = 1) -> TrialResult:
     standing = Standing(name(0), 3, "lead")
-    return Verdict(_named(champion), name(0), passed, "said so", {"difference": 0.5}, standing)
+    return TrialResult(_named(champion), name(0), passed, "said so", {"difference": 0.5}, standing)
 
 
 def test_what_needs_no_gate_is_promoted_after_its_probe() -> None:
     assert judged(request="force") == Promote(name(2), "an operator promoted it past the gate")
-    assert chosen(judged(request="gate")) == (Try, name(2))
+    assert chosen(judged(request="gate")) == (RunTrial, name(2))
     first = Promote(name(0), "the first version of its model: nothing to compare with")
     assert judged(step=0, champion=False) == first
-    assert chosen(judged(step=0)) == (Try, name(0)), "there is something to compare with"
+    assert chosen(judged(step=0)) == (RunTrial, name(0)), "there is something to compare with"
     assert judged(gate=False) == Promote(name(2), "promoted after its probe: gate.command is empty")
     assert judged(champion=False) == Promote(name(2), "no champion: nothing to compare with")
-    assert judged(champion=False, minimum_score=0.5) == Try(name(2), None, None), "nobody knows how good it is"
+    assert judged(champion=False, minimum_score=0.5) == RunTrial(name(2), None, None), "nobody knows how good it is"
 
 
 def test_a_gate_that_failed_rejects_whom_it_failed_on() -> None:
     assert judged(failures={name(2): "boom"}) == Reject(name(2), "the gate failed: boom")
-    assert chosen(judged(failures={name(3): "boom"})) == (Try, name(2))
+    assert chosen(judged(failures={name(3): "boom"})) == (RunTrial, name(2))
 
 
 def test_a_verdict_is_acted_on_with_its_numbers_and_what_follows_for_the_anchor() -> None:
     for passed, action in ((True, Promote), (False, Reject)):
-        verdict = found(passed=passed)
-        assert judged(verdict=verdict) == action(name(2), "said so", {"difference": 0.5}, verdict.standing)
+        trial_result = found(passed=passed)
+        assert judged(trial_result=trial_result) == action(
+            name(2), "said so", {"difference": 0.5}, trial_result.standing
+        )
 
 
 def test_a_verdict_on_another_champion_says_nothing() -> None:
-    assert chosen(judged(verdict=found(passed=True, champion=0))) == (Try, name(2))
-    assert chosen(judged(verdict=found(passed=True, champion=None))) == (Try, name(2))
+    assert chosen(judged(trial_result=found(passed=True, champion=0))) == (RunTrial, name(2))
+    assert chosen(judged(trial_result=found(passed=True, champion=None))) == (RunTrial, name(2))
 
 
 def test_it_plays_against_those_whom_somebody_serves() -> None:
-    assert judged() == Try(name(2), name(1), None)
-    assert judged(anchor=0) == Try(name(2), name(1), name(0))
+    assert judged() == RunTrial(name(2), name(1), None)
+    assert judged(anchor=0) == RunTrial(name(2), name(1), name(0))
     way = replica("r", loaded(name(2)), loaded(name(1)), loaded(name(0), "loading"))
-    assert judged(anchor=0, served=way) == Wait(f"no replica serves {name(0)}, which {name(2)} is to be compared with")
+    assert judged(anchor=0, served=way) == Wait(f"no replica serves {name(0)}, the opponent of {name(2)}")
     gone = replica("r", loaded(name(2)), loaded(name(1)), loaded(name(0), "failed", error="no memory"))
-    assert judged(anchor=0, served=gone) == Try(name(2), name(1), None), "who is refused cannot serve"
+    assert judged(anchor=0, served=gone) == RunTrial(name(2), name(1), None), "who is refused cannot serve"
     lost = replica("r", loaded(name(2)), loaded(name(1), "failed", error="no memory"), loaded(name(0)))
-    assert judged(anchor=0, served=lost) == Try(name(2), None, name(0))
+    assert judged(anchor=0, served=lost) == RunTrial(name(2), None, name(0))
     assert judged(served=lost) == Promote(
         name(2), f"no replica can serve the champion {name(1)}: nothing to compare with"
     )
 
 
 def test_a_champion_is_audited_before_somebody_may_take_its_place() -> None:
-    assert judged(audited=()) == Measure(name(1))
-    assert chosen(judged(audited=(), unmeasured={name(1): "boom"})) == (Try, name(2)), "not when that failed"
-    assert chosen(judged(audited=(), verdict=found(passed=True))) == (Promote, name(2)), "nor after the trial"
+    assert judged(audited=()) == RunAudit(name(1))
+    assert chosen(judged(audited=(), unmeasured={name(1): "boom"})) == (RunTrial, name(2)), "not when that failed"
+    assert chosen(judged(audited=(), trial_result=found(passed=True))) == (Promote, name(2)), "nor after the trial"
 
 
 def test_a_champion_without_a_score_is_measured_when_nothing_waits() -> None:
     alone = view(CROWNED, champion=1)
-    assert plan(alone, now(serving(1))) == Measure(name(1))
+    assert plan(alone, now(serving(1))) == RunAudit(name(1))
     assert plan(alone, now(serving(0))) == Wait(f"no replica serves the champion {name(1)}")
     assert plan(alone, now(serving(1), gate=False)) == Wait()
     assert plan(alone, now(serving(1), unmeasured={name(1): "boom"})) == Wait()

@@ -34,7 +34,7 @@ def test_silent_and_stopping_replicas_do_not_count() -> None:
 
 
 def test_all_ready_with_passed_probes() -> None:
-    found = probe.verdict(V, [replica("a", loaded(V)), replica("b", loaded(V))])
+    found = probe.result(V, [replica("a", loaded(V)), replica("b", loaded(V))])
     assert found.state == "passed"
     assert found.statistics == {"replicas": 2.0, "max_abs_delta": 0.001, "parent_max_abs_delta": 0.5}
 
@@ -53,19 +53,19 @@ def test_all_ready_with_passed_probes() -> None:
     ],
 )
 def test_one_replica_decides_for_all(versions: tuple[LoadedVersion, ...], state: str, reason: str) -> None:
-    found = probe.verdict(V, [replica("a", loaded(V)), replica("b", *versions)])
+    found = probe.result(V, [replica("a", loaded(V)), replica("b", *versions)])
     assert found.state == state
     assert re.fullmatch(reason, found.reason)
 
 
 def test_no_replica_is_not_a_pass() -> None:
-    assert probe.verdict(V, []).state == "pending"
+    assert probe.result(V, []).state == "pending"
 
 
 def test_heartbeats_from_before_say_nothing() -> None:
     failed_once = replica("a", loaded(V, "failed", error="earlier attempt"), at_s=1)
-    assert probe.verdict(V, [failed_once], START + timedelta(seconds=2)).state == "pending"
-    assert probe.verdict(V, [failed_once], START + timedelta(seconds=1)).state == "failed"
+    assert probe.result(V, [failed_once], START + timedelta(seconds=2)).state == "pending"
+    assert probe.result(V, [failed_once], START + timedelta(seconds=1)).state == "failed"
 
 
 def test_served_by_any_needs_a_passed_probe() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headrace_registry import store
-from tests.unit.registry.book import NOBODY, OTHER, Book
 from tests.unit.registry.rig import MODEL
+from tests.unit.registry.transitions import NOBODY, OTHER, Book
 
 
 async def test_a_model_is_read_by_its_name(book: Book) -> None:
@@ -26,9 +26,9 @@ async def test_versions_come_newest_first_and_no_more_than_wanted(book: Book) ->
 async def test_only_what_is_withdrawn_is_listed_so_the_last_one_first(book: Book) -> None:
     names = [await book.add(step) for step in range(3)]
     theirs = await book.add(9, model=OTHER)
-    await book.ledger.withdraw(await book.model(), names[0], "bad")
-    await book.ledger.withdraw(await book.model(), names[1], "bad")
-    await book.ledger.withdraw(await book.model(OTHER), theirs, "bad")
+    await book.transition.withdraw(await book.model(), names[0], "bad")
+    await book.transition.withdraw(await book.model(), names[1], "bad")
+    await book.transition.withdraw(await book.model(OTHER), theirs, "bad")
     assert await store.withdrawn(book.tx, MODEL, 10) == [names[1], names[0]]
     assert await store.withdrawn(book.tx, MODEL, 1) == [names[1]]
 
@@ -46,10 +46,10 @@ async def test_ancestry_is_the_line_back_to_what_is_not_registered(book: Book) -
 async def test_a_view_has_what_waits_who_has_a_role_and_the_bases(book: Book) -> None:
     previous, champion = await book.crown(0, 1)
     rejected, candidate = await book.add(2), await book.add(3)
-    await book.ledger.reject(await book.model(), rejected, "worse", {})
-    await book.ledger.adopt(await book.model(), candidate, ())
+    await book.transition.reject(await book.model(), rejected, "worse", {})
+    await book.transition.adopt(await book.model(), candidate, ())
     event, manifest = book.checkpoint(4, base=rejected)
-    await book.ledger.register(event, manifest, None)
+    await book.transition.register(event, manifest, None)
     await book.add(5, model=OTHER)
     view = await store.view(book.tx, await book.model(), "gate")
     assert [one.version for one in view.waiting] == [event.version]
@@ -59,6 +59,6 @@ async def test_a_view_has_what_waits_who_has_a_role_and_the_bases(book: Book) ->
 async def test_only_the_present_gates_word_on_who_has_a_role_counts(book: Book) -> None:
     previous, champion = await book.crown(0, 1)
     for gate, name in (("gate", champion), ("another gate", previous)):
-        await book.ledger.evaluated(await book.version(name), gate, {"t": 0.5}, {})
+        await book.transition.evaluated(await book.version(name), gate, {"t": 0.5}, {})
     view = await store.view(book.tx, await book.model(), "gate")
     assert view.audited == {champion}

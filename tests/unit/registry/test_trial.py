@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from benchmarks._gate_trials import Trials, fresh, play
 from benchmarks._gate_worlds import Floats
 from headrace_registry import spending
-from headrace_registry.betting import Bets
+from headrace_registry.e_process import EProcess
 from headrace_registry.records import ALONE, Standing
 from headrace_registry.settings import GateSettings
 from headrace_registry.trial import Lead, Trial
@@ -22,7 +22,7 @@ CANDIDATE, CHAMPION, ANCHOR = "m@c00000000000", "m@d00000000000", "m@a0000000000
 
 
 def lead(wealth: float = 0.0) -> str:
-    return Lead(CHAMPION, ANCHOR, 0.005, Bets(0.0, 0.125, log_wealth=wealth)).to_json()
+    return Lead(CHAMPION, ANCHOR, 0.005, EProcess(0.0, 0.125, log_wealth=wealth)).to_json()
 
 
 def played(trial: Trial, scores: Mapping[str, float]) -> Trial:
@@ -34,27 +34,27 @@ def played(trial: Trial, scores: Mapping[str, float]) -> Trial:
 
 def test_without_an_anchor_the_champion_decides() -> None:
     trial = played(Trial(RULE, 1, CANDIDATE, CHAMPION), {CANDIDATE: 0.5, CHAMPION: 0.5})
-    verdict = trial.verdict()
-    assert verdict.passed
-    assert verdict.reason == f"not inferior to {CHAMPION}"
-    numbers = dict(verdict.statistics)
+    result = trial.result()
+    assert result.passed
+    assert result.reason == f"not inferior to {CHAMPION}"
+    numbers = dict(result.statistics)
     assert numbers["plays"] == 2 * numbers["tasks"]
     assert numbers["difference"] == 0.0
     assert numbers["alpha"] == pytest.approx(0.02)
-    assert verdict.standing.anchor == CHAMPION, "as good is not better"
-    assert verdict.standing.trials == 1
+    assert result.standing.anchor == CHAMPION, "as good is not better"
+    assert result.standing.trials == 1
 
 
 def test_a_version_has_to_pass_against_both() -> None:
     """As good as the champion, and 25 points below the anchor."""
     trial = Trial(RULE, 2, CANDIDATE, CHAMPION, Standing(ANCHOR, 1, lead()))
     assert trial.players == (CANDIDATE, CHAMPION, ANCHOR)
-    verdict = played(trial, {CANDIDATE: 0.5, CHAMPION: 0.5, ANCHOR: 0.75}).verdict()
-    assert not verdict.passed
-    assert verdict.reason == f"inferior to the anchor {ANCHOR}"
-    assert verdict.statistics["anchor_difference"] == -0.25
-    assert verdict.statistics["anchor_margin"] == 0.125
-    assert verdict.standing.anchor == ANCHOR
+    result = played(trial, {CANDIDATE: 0.5, CHAMPION: 0.5, ANCHOR: 0.75}).result()
+    assert not result.passed
+    assert result.reason == f"inferior to the anchor {ANCHOR}"
+    assert result.statistics["anchor_difference"] == -0.25
+    assert result.statistics["anchor_margin"] == 0.125
+    assert result.standing.anchor == ANCHOR
 
 
 def test_whoever_is_decided_about_plays_no_more() -> None:
@@ -63,15 +63,15 @@ def test_whoever_is_decided_about_plays_no_more() -> None:
     while len(trial.players) == 3:
         trial.take(dict.fromkeys(trial.players, 0.5))
     assert trial.players == (CANDIDATE, ANCHOR)
-    assert played(trial, {CANDIDATE: 0.5, ANCHOR: 0.5}).verdict().passed
+    assert played(trial, {CANDIDATE: 0.5, ANCHOR: 0.5}).result().passed
 
 
 def test_a_minimum_is_an_opponent_that_always_scores_it() -> None:
     rule = GateSettings(minimum_score=0.5, margin=0.25)
-    assert played(Trial(rule, 1, CANDIDATE, None), {CANDIDATE: 0.75}).verdict().passed
-    verdict = played(Trial(rule, 1, CANDIDATE, None), {CANDIDATE: 0.0}).verdict()
-    assert verdict.reason == "inferior to gate.minimum_score = 0.5"
-    assert verdict.standing == Standing(None, 1, None)
+    assert played(Trial(rule, 1, CANDIDATE, None), {CANDIDATE: 0.75}).result().passed
+    result = played(Trial(rule, 1, CANDIDATE, None), {CANDIDATE: 0.0}).result()
+    assert result.reason == "inferior to gate.minimum_score = 0.5"
+    assert result.standing == Standing(None, 1, None)
 
 
 def test_the_cap_refuses_and_says_which_bound_it_was() -> None:
@@ -79,21 +79,21 @@ def test_the_cap_refuses_and_says_which_bound_it_was() -> None:
     trial = played(Trial(rule, 1, CANDIDATE, CHAMPION), {CANDIDATE: 1.0, CHAMPION: 1.0})
     assert trial.state == "undecided"
     said = f"not shown to be better than {CHAMPION} - 0.25"
-    assert trial.verdict().reason == f"undecided after 2 tasks (gate.tasks_max): {said}"
+    assert trial.result().reason == f"undecided after 2 tasks (gate.tasks_max): {said}"
     fresh_one = Trial(RULE, 1, CANDIDATE, CHAMPION)
-    assert fresh_one.verdict("gate.timeout_s").reason == f"undecided after 0 tasks (gate.timeout_s): {said}"
-    assert not fresh_one.verdict("gate.timeout_s").passed
+    assert fresh_one.result("gate.timeout_s").reason == f"undecided after 0 tasks (gate.timeout_s): {said}"
+    assert not fresh_one.result("gate.timeout_s").passed
 
 
 def test_who_is_shown_to_be_better_is_the_anchor_and_begins_a_family() -> None:
     """Evidence for better comes later than evidence for not worse, so it takes a lead that is carried on."""
     far = played(Trial(RULE, 3, CANDIDATE, CHAMPION), {CANDIDATE: 1.0, CHAMPION: 0.0})
-    assert far.verdict().standing.anchor == CHAMPION
+    assert far.result().standing.anchor == CHAMPION
     standing = Standing(ANCHOR, 4, lead(wealth=5.2))
     follows = played(Trial(RULE, 5, CANDIDATE, CHAMPION, standing), {CANDIDATE: 0.0, CHAMPION: 1.0, ANCHOR: 0.5})
-    assert follows.verdict().standing == ALONE, "the champion, which stays, is its own anchor now"
+    assert follows.result().standing == ALONE, "the champion, which stays, is its own anchor now"
     passes = played(Trial(RULE, 5, CANDIDATE, CHAMPION, standing), {CANDIDATE: 1.0, CHAMPION: 1.0, ANCHOR: 0.5})
-    after = passes.verdict().standing
+    after = passes.result().standing
     assert (after.anchor, after.trials) == (CHAMPION, 1)
     assert after.lead is not None
     assert Lead.from_json(after.lead).bets.count == 0
@@ -103,16 +103,16 @@ def test_who_is_shown_to_be_better_is_the_anchor_and_begins_a_family() -> None:
 def test_the_anchor_itself_may_come_back_and_its_family_goes_on() -> None:
     trial = Trial(RULE, 4, ANCHOR, CHAMPION, Standing(ANCHOR, 3, lead()))
     assert trial.players == (ANCHOR, CHAMPION)
-    assert played(trial, {ANCHOR: 0.5, CHAMPION: 0.5}).verdict().standing == Standing(None, 4, None)
+    assert played(trial, {ANCHOR: 0.5, CHAMPION: 0.5}).result().standing == Standing(None, 4, None)
     again = played(Trial(RULE, 4, ANCHOR, CHAMPION, Standing(ANCHOR, 3, lead())), {ANCHOR: 0.0, CHAMPION: 1.0})
-    assert again.verdict().standing.anchor == ANCHOR
+    assert again.result().standing.anchor == ANCHOR
 
 
 def test_a_lead_goes_on_where_it_was() -> None:
     first = Trial(RULE, 2, CANDIDATE, CHAMPION, Standing(ANCHOR, 1, lead()))
     for _ in range(3):
         first.take({CANDIDATE: 0.5, CHAMPION: 0.75, ANCHOR: 0.5})
-    text = first.verdict().standing.lead
+    text = first.result().standing.lead
     assert text is not None
     bets = Lead.from_json(text).bets
     assert (bets.count, bets.total) == (3, 0.75)
@@ -138,7 +138,7 @@ def test_error_rates_by_brute_force(worse: float, wrong: bool) -> None:
             elif worse:
                 candidate = champion
             trial.take({CANDIDATE: candidate, CHAMPION: champion})
-        count += trial.verdict().passed is wrong
+        count += trial.result().passed is wrong
     assert count / 800 <= (0.02 if wrong else 0.05) + 0.01
 
 

@@ -42,7 +42,7 @@ class Handlers:
         """What `position` said to each settling step."""
         self.overtaken: list[int] = []
         """Offsets of records that were handled when `position` was already past them."""
-        self.settle_fails: Exception | None = None
+        self.after_batch_fails: Exception | None = None
 
     async def feedback(self, event: Feedback, handling: Handling) -> Sequence[Event]:
         if (await position(handling.tx, tables, "feedback")).get(0, 0) > handling.received.record.offset:
@@ -56,10 +56,10 @@ class Handlers:
         self.seen_ends.append({topic: dict(found) for topic, found in handling.ends.items()})
         return []
 
-    async def settle(self, tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+    async def after_batch(self, tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
         self.positions += (await position(tx, tables, "feedback")).values()
-        if self.settle_fails:
-            raise self.settle_fails
+        if self.after_batch_fails:
+            raise self.after_batch_fails
         return []
 
 
@@ -74,7 +74,7 @@ async def stream(handlers: Handlers, database_url: str, data_dir: Path) -> Async
         tables=tables,
         handlers={"feedback": handlers.feedback, "session-ends": handlers.end},
         ends_of={"session-ends": ("turns", "feedback")},
-        settle=handlers.settle,
+        after_batch=handlers.after_batch,
     )
     async with bench(service, database_url, data_dir) as made:
         yield made
@@ -93,7 +93,7 @@ async def test_a_batch_has_its_effects_events_and_position(stream: Bench, handle
     await stream.deliver(feedback("a"), feedback("b"))
     await stream.deliver(feedback("c"))
     assert await done(stream) == published(stream) == ["a", "b", "c"]
-    assert handlers.positions == [2, 3], "what settles a batch sees the position after it"
+    assert handlers.positions == [2, 3], "the step after a batch sees the position after it"
 
 
 async def test_recovery_waits_for_its_turn(stream: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,12 +228,12 @@ async def test_a_crash_before_sending_is_made_good_at_the_next_start(stream: Ben
 
 
 async def test_a_broken_step_stops_the_process_instead_of_blaming_a_record(stream: Bench, handlers: Handlers) -> None:
-    handlers.settle_fails = ValueError("a bug")
+    handlers.after_batch_fails = ValueError("a bug")
     record = stream.produce(feedback("a"))[0]
     with pytest.raises(StepFailed, match="a bug"):
         await stream.deliver(record)
     assert (await done(stream), stream.sent(DeadLetter)) == ([], [])
-    handlers.settle_fails = None
+    handlers.after_batch_fails = None
     await stream.deliver(record)
     assert await done(stream) == ["a"]
 
@@ -328,10 +328,10 @@ async def test_a_serialization_failure_is_tried_again_and_is_no_poison(stream: B
 async def test_events_of_a_rolled_back_transaction_are_not_sent_with_the_next(
     stream: Bench, handlers: Handlers
 ) -> None:
-    handlers.settle_fails = Unavailable("the settling step cannot be done now")
+    handlers.after_batch_fails = Unavailable("the step after a batch cannot be done now")
     with pytest.raises(Unavailable):
         await stream.deliver(feedback("a"))
-    handlers.settle_fails = None
+    handlers.after_batch_fails = None
     await stream.deliver(feedback("b"))
     assert published(stream) == ["b"]
 

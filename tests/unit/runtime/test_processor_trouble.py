@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.errors import InvalidEvent, Unavailable
-from headrace_runtime.processor import Handling, Limits, StepFailed, in_turns, position
+from headrace_runtime.processor import Handling, ProcessorLimits, StepFailed, in_turns, position
 from headrace_runtime.refusal_limit import RefusalBounds, RefusalLimit
 from headrace_runtime.stream_tables import StreamTables
 from headrace_runtime.wire import Outgoing
@@ -78,7 +78,7 @@ async def paused(stream: Bench) -> str:
 
 
 async def test_what_is_away_is_asked_ever_more_rarely_until_its_time_is_over(stream: Bench, handler: Handler) -> None:
-    stream.processor.limits = Limits(retry_s=13.75)
+    stream.processor.limits = ProcessorLimits(retry_s=13.75)
     handler.on["a"] = [Unavailable("away")] * 99
     with pytest.raises(Unavailable):
         await stream.deliver(feedback("a"))
@@ -89,7 +89,7 @@ async def test_a_minute_is_what_it_waits_unless_told_otherwise(
     stream: Bench, handler: Handler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first try ends when the minute does: one more follows, and its failure is the last."""
-    stream.processor.limits = Limits()
+    stream.processor.limits = ProcessorLimits()
     encode = stream.processor.outbox.encode
 
     async def slowly(events: Sequence[Event]) -> list[Outgoing]:
@@ -121,11 +121,11 @@ async def test_what_is_away_when_a_record_is_tried_alone_is_waited_for_too(strea
 async def test_a_broken_step_is_not_tried_again_for_a_record_alone(stream: Bench, handler: Handler) -> None:
     ran: list[datetime] = []
 
-    async def settle(_tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+    async def after_batch(_tx: AsyncConnection, now: datetime) -> Sequence[Event]:
         ran.append(now)
         raise ValueError("a bug")
 
-    stream.processor.settle = settle
+    stream.processor.after_batch = after_batch
     handler.on["a"] = [RuntimeError("splits the batch")]
     with pytest.raises(StepFailed, match="a bug"):
         await stream.deliver(feedback("a"))
@@ -133,12 +133,12 @@ async def test_a_broken_step_is_not_tried_again_for_a_record_alone(stream: Bench
 
 
 async def test_a_step_that_breaks_on_a_batch_is_not_tried_on_parts_of_it(stream: Bench) -> None:
-    async def settle(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+    async def after_batch(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
         if (await position(tx, tables, "feedback"))[0] == 2:
             raise ValueError("a bug")
         return []
 
-    stream.processor.settle = settle
+    stream.processor.after_batch = after_batch
     with pytest.raises(StepFailed):
         await stream.deliver(*stream.produce(feedback("a"), feedback("b")))
     assert await stream.count("seen") == 0

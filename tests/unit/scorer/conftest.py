@@ -14,30 +14,30 @@ import pytest
 
 from headrace_schemas import Event, Experience, Reward, Trajectory
 from headrace_scorer import schema, upkeep
-from headrace_scorer.accounts import Book
 from headrace_scorer.functions import worker
-from headrace_scorer.functions.loading import Function
-from headrace_scorer.functions.pool import Pool
-from headrace_scorer.functions.protocol import Call
-from headrace_scorer.functions.verdicts import Outcome
+from headrace_scorer.functions.loading import RewardFunction
+from headrace_scorer.functions.outcomes import Outcome
+from headrace_scorer.functions.pool import FunctionPool
+from headrace_scorer.functions.protocol import CallRequest
 from headrace_scorer.handlers import Scorer
+from headrace_scorer.scores import ScoreStore
 from headrace_scorer.scoring import Done, Scoring
-from headrace_scorer.settings import Settings
-from headrace_scorer.store import Library
+from headrace_scorer.settings import ScorerSettings
+from headrace_scorer.store import TrajectoryCache
 from tests.support.streams import Bench, ManualClock, Service, bench
 
 
-class LocalPool(Pool):
+class LocalPool(FunctionPool):
     """Calls the functions right here."""
 
-    def __init__(self, settings: Settings, functions: Sequence[Callable[..., object]]) -> None:
+    def __init__(self, settings: ScorerSettings, functions: Sequence[Callable[..., object]]) -> None:
         super().__init__(settings)
         self.use(functions)
 
     def use(self, functions: Sequence[Callable[..., object]]) -> None:
         self._callables = {function.__name__: function for function in functions}
         self.functions = tuple(
-            Function(
+            RewardFunction(
                 name=name,
                 spec=f"here:{name}",
                 parameters=tuple(function.__code__.co_varnames[: function.__code__.co_argcount]),
@@ -47,7 +47,7 @@ class LocalPool(Pool):
             for name, function in self._callables.items()
         )
 
-    async def call(self, call: Call, trajectory: bytes) -> Outcome:
+    async def call(self, call: CallRequest, trajectory: bytes) -> Outcome:
         return worker.run(self._callables[call.function], call, trajectory)
 
 
@@ -58,7 +58,7 @@ class Rig:
     stream: Bench
     scoring: Scoring
     pool: LocalPool
-    settings: Settings
+    settings: ScorerSettings
 
     async def deliver(self, *events: Event) -> None:
         """One batch, and the functions that it starts."""
@@ -79,8 +79,8 @@ class Rig:
 
     async def pass_time(self, seconds: float) -> None:
         self.stream.clock.advance(seconds)
-        book = Book(Library())
-        await self.stream.step(lambda tx, now: upkeep.end_waiting(tx, now, book, self.scoring.policy))
+        scores = ScoreStore(TrajectoryCache())
+        await self.stream.step(lambda tx, now: upkeep.end_waiting(tx, now, scores, self.scoring.policy))
 
     def rewards(self) -> list[tuple[str, int, str, float | None]]:
         return [(made.source, made.revision, made.outcome, made.value) for made in self.stream.sent(Reward)]
@@ -93,11 +93,11 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def scorer(url: str, data_dir: Path, *functions: Callable[..., object], **settings: Any) -> AsyncIterator[Rig]:
-    chosen = Settings.model_validate(settings)
-    library = Library()
-    book, pool = Book(library), LocalPool(chosen, functions)
-    scoring = Scoring(pool, chosen, library, book)
-    made = Scorer(chosen, library, book, scoring)
+    chosen = ScorerSettings.model_validate(settings)
+    cache = TrajectoryCache()
+    scores, pool = ScoreStore(cache), LocalPool(chosen, functions)
+    scoring = Scoring(pool, chosen, cache, scores)
+    made = Scorer(chosen, cache, scores, scoring)
     service = Service(
         tables=schema.stream,
         handlers={

@@ -12,8 +12,8 @@ from headrace_runtime import web
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Common, load
 from headrace_scorer import api
-from headrace_scorer.functions.pool import Pool
-from headrace_scorer.settings import Settings
+from headrace_scorer.functions.pool import FunctionPool
+from headrace_scorer.settings import ScorerSettings
 from tests.support.trajectories import closed
 from tests.unit.scorer.conftest import Rig, half, scorer
 
@@ -27,21 +27,23 @@ async def rig(data_dir: Path) -> AsyncIterator[Rig]:
 
 
 @pytest.fixture
-async def pool(tmp_path: Path) -> AsyncIterator[Pool]:
+async def pool(tmp_path: Path) -> AsyncIterator[FunctionPool]:
     (tmp_path / "r.py").write_text("def score():\n    return 1.0\n")
-    made = Pool(Settings(functions=(f"{tmp_path}/r.py:score",)))
+    made = FunctionPool(ScorerSettings(functions=(f"{tmp_path}/r.py:score",)))
     await made.reload()
     yield made
     await made.close()
 
 
-def client(pool: Pool, rig: Rig, key: str = "key") -> httpx.AsyncClient:
+def client(pool: FunctionPool, rig: Rig, key: str = "key") -> httpx.AsyncClient:
     application = web.app({}, api.routes(COMMON, pool, rig.stream.processor.database))
     headers = {"Authorization": f"Bearer {key}"}
     return httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://scorer", headers=headers)
 
 
-async def test_functions_are_listed_and_reloaded_or_left_as_they_were(rig: Rig, pool: Pool, tmp_path: Path) -> None:
+async def test_functions_are_listed_and_reloaded_or_left_as_they_were(
+    rig: Rig, pool: FunctionPool, tmp_path: Path
+) -> None:
     async with client(pool, rig) as http:
         before = (await http.get("/functions")).json()["functions"]
         assert [(found["name"], found["parameters"]) for found in before] == [("score", [])]
@@ -56,17 +58,17 @@ async def test_functions_are_listed_and_reloaded_or_left_as_they_were(rig: Rig, 
         assert (await http.get("/functions")).json()["functions"] == after
 
 
-async def test_the_ledger_shows_every_revision(rig: Rig, pool: Pool) -> None:
+async def test_the_ledger_shows_every_revision(rig: Rig, pool: FunctionPool) -> None:
     trajectory = closed()
     await rig.deliver(trajectory)
     async with client(pool, rig) as http:
-        found = (await http.get(f"/ledger/{trajectory.trajectory_id}")).json()["verdicts"]
+        found = (await http.get(f"/ledger/{trajectory.trajectory_id}")).json()["rewards"]
         assert [(row["source"], row["revision"], row["value"]) for row in found] == [("function:half", 0, 0.5)]
         assert found[0]["time"].startswith("2026-01-01T00:00:00")
         assert (await http.get("/ledger/unknown")).status_code == 404
 
 
-async def test_the_pages_need_the_internal_key(rig: Rig, pool: Pool) -> None:
+async def test_the_pages_need_the_internal_key(rig: Rig, pool: FunctionPool) -> None:
     async with client(pool, rig, "wrong") as http:
         for page in (http.get("/functions"), http.post("/reload"), http.get("/ledger/x")):
             assert (await page).status_code == 401
@@ -76,7 +78,7 @@ def test_a_required_source_without_a_weight_stops_the_start(tmp_path: Path) -> N
     path = tmp_path / "headrace.toml"
     path.write_text('[scorer]\nrequired = ["feedback"]\n[scorer.weights]\n"judge:*" = 1.0\n')
     with pytest.raises(SettingError, match="required source 'feedback' has no weight"):
-        load("scorer", Settings, path, {})
+        load("scorer", ScorerSettings, path, {})
 
 
 @pytest.mark.parametrize("weights", ['"*" = -1.0', '"*" = inf', ""])
@@ -84,4 +86,4 @@ def test_weights_are_finite_and_not_negative(tmp_path: Path, weights: str) -> No
     path = tmp_path / "headrace.toml"
     path.write_text(f"[scorer.weights]\n{weights}\n")
     with pytest.raises(SettingError, match=r"scorer\.weights"):
-        load("scorer", Settings, path, {})
+        load("scorer", ScorerSettings, path, {})

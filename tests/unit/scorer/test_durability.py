@@ -127,7 +127,7 @@ async def test_p10_any_order_and_duplicates_come_to_the_same(open_scorer: Open, 
     outcomes = []
     for attempt in range(3):
         choose = random.Random(f"{seed}/{attempt}")
-        async with open_scorer(answer, half, expected=["judge:*"], settle_s=60) as rig:
+        async with open_scorer(answer, half, expected=["judge:*"], reward_wait_s=60) as rig:
             records = rig.stream.produce(*events)
             records = choose.sample(records, len(records)) if attempt else records
             for record in choose.choices(records, k=5):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace_scorer.functions import loading
-from headrace_scorer.functions.loading import Loader, LoadError
+from headrace_scorer.functions.loading import FunctionLoader, LoadError
 
 GOOD = """
 from neighbour import half
@@ -36,7 +36,7 @@ def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_functions_of_a_file_can_import_its_neighbours(rewards: Path) -> None:
-    loader = Loader()
+    loader = FunctionLoader()
     answer, slow, nothing = loader.load([f"{rewards}:answer", f"{rewards}:slow", f"{rewards}:nothing"])
     assert (answer.source, answer.parameters, answer.asynchronous) == (
         "function:answer",
@@ -56,7 +56,7 @@ def test_functions_of_a_module_on_the_path(rewards: Path, monkeypatch: pytest.Mo
     (package / "inner.py").write_text("from . import other\ndef score():\n    return other.value\n")
     (package / "other.py").write_text("value = 0.25\n")
     monkeypatch.syspath_prepend(str(rewards.parent))
-    loader = Loader()
+    loader = FunctionLoader()
     (found,) = loader.load(["my_rewards.inner:score"])
     assert (found.name, loader.callables["score"]()) == ("score", 0.25)
 
@@ -64,15 +64,15 @@ def test_functions_of_a_module_on_the_path(rewards: Path, monkeypatch: pytest.Mo
 def test_functions_behind_an_entry_point(rewards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("accuracy", f"{rewards}:answer", loading.ENTRY_POINTS)
     monkeypatch.setattr(loading, "entry_points", lambda group, name: [point] if name == "accuracy" else [])
-    (found,) = Loader().load(["accuracy"])
+    (found,) = FunctionLoader().load(["accuracy"])
     assert found.source == "function:accuracy"
 
 
 def test_a_successor_runs_the_text_of_its_predecessor(rewards: Path) -> None:
-    first = Loader()
+    first = FunctionLoader()
     first.load([f"{rewards}:answer"])
     rewards.write_text("def answer(:\n")
-    second = Loader(first.sources)
+    second = FunctionLoader(first.sources)
     second.load([f"{rewards}:answer"])
     assert second.callables["answer"](trajectory=None, context=None) == 0.5
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_used_is_refused(rewards: Path, spec: str, complaint: str
         "def only_by_position(trajectory, /): ...\n"
     )
     with pytest.raises(LoadError) as refusal:
-        Loader().load([spec.format(file=rewards, folder=folder)])
+        FunctionLoader().load([spec.format(file=rewards, folder=folder)])
     assert complaint in str(refusal.value)
 
 
@@ -114,4 +114,4 @@ def test_two_functions_of_one_name_are_refused(rewards: Path) -> None:
     other = rewards.parent / "other.py"
     other.write_text("def answer(): ...\n")
     with pytest.raises(LoadError, match="two functions named 'answer'"):
-        Loader().load([f"{rewards}:answer", f"{other}:answer"])
+        FunctionLoader().load([f"{rewards}:answer", f"{other}:answer"])

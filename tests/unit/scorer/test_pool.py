@@ -13,10 +13,10 @@ import pytest
 
 import headrace_schemas
 from headrace_schemas import Feedback
-from headrace_scorer.functions.pool import Pool
+from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.functions.process import FunctionsRefused
-from headrace_scorer.functions.protocol import Call
-from headrace_scorer.settings import Settings
+from headrace_scorer.functions.protocol import CallRequest
+from headrace_scorer.settings import ScorerSettings
 from tests.support.processes import alive, wait_until
 from tests.support.turns import feedback
 
@@ -74,9 +74,9 @@ def code(tmp_path: Path) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def started(code: Path, *names: str, **settings: object) -> AsyncIterator[Pool]:
+async def started(code: Path, *names: str, **settings: object) -> AsyncIterator[FunctionPool]:
     specs = [f"{code}:{name}" for name in names]
-    pool = Pool(Settings.model_validate({"functions": specs, "function_timeout_s": 20.0, **settings}))
+    pool = FunctionPool(ScorerSettings.model_validate({"functions": specs, "function_timeout_s": 20.0, **settings}))
     await pool.reload()
     try:
         yield pool
@@ -84,8 +84,8 @@ async def started(code: Path, *names: str, **settings: object) -> AsyncIterator[
         await pool.close()
 
 
-async def verdict(pool: Pool, name: str, *said: Feedback, **context: str) -> tuple[str, float | None]:
-    call = Call(function=name, feedback=tuple(one.to_json().decode() for one in said), context=dict(context))
+async def verdict(pool: FunctionPool, name: str, *said: Feedback, **context: str) -> tuple[str, float | None]:
+    call = CallRequest(function=name, feedback=tuple(one.to_json().decode() for one in said), context=dict(context))
     outcome = await pool.call(call, TRAJECTORY)
     return outcome.outcome, outcome.value
 
@@ -109,7 +109,7 @@ async def test_functions_see_what_they_ask_for(code: Path) -> None:
         assert await verdict(pool, "reads") == ("scored", 0.0)
         assert await verdict(pool, "hoards") == ("failed", None)
         assert pool._members == {member}, "none of this needs a new process"
-        outcome = await pool.call(Call(function="raises"), TRAJECTORY)
+        outcome = await pool.call(CallRequest(function="raises"), TRAJECTORY)
         assert outcome.reason is not None
         assert outcome.reason.startswith("KeyError: 'oops'")
         assert f"{code}:" in outcome.reason
@@ -167,7 +167,7 @@ async def test_what_cannot_be_loaded_is_refused_at_the_start(code: Path) -> None
 
 
 async def test_no_functions_need_no_process() -> None:
-    pool = Pool(Settings())
+    pool = FunctionPool(ScorerSettings())
     await pool.reload()
     assert (pool.functions, pool._members) == ((), set())
     await pool.close()
@@ -190,15 +190,15 @@ def descriptors():
     for name in ("PLANTED_PASSWORD", "HEADRACE_SECURITY__INTERNAL_KEY", "FOR_FUNCTIONS"):
         monkeypatch.setenv(name, "7")
     names = ("secret", "given", "descriptors")
-    settings = Settings(
+    settings = ScorerSettings(
         functions=tuple(f"{tmp_path}/spy.py:{name}" for name in names), function_environment=("FOR_FUNCTIONS",)
     )
     secret = os.open(tmp_path / "secret", os.O_CREAT | os.O_RDONLY)
     os.set_inheritable(secret, True)
-    pool = Pool(settings)
+    pool = FunctionPool(settings)
     try:
         await pool.reload()
-        found = {name: (await pool.call(Call(function=name), TRAJECTORY)).value for name in names}
+        found = {name: (await pool.call(CallRequest(function=name), TRAJECTORY)).value for name in names}
     finally:
         await pool.close()
         os.close(secret)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace_runtime.clock import epoch_ms
 from headrace_scorer import upkeep
-from headrace_scorer.settings import Settings
+from headrace_scorer.settings import ScorerSettings
 from tests.support.query_plans import recorded, scans
 from tests.support.remembered import Ages, fill_scorer
 from tests.support.streams import START
@@ -23,12 +23,12 @@ def length(trajectory: object) -> float:
     return 0.5
 
 
-async def _use(rig: Rig, settings: Settings) -> None:
+async def _use(rig: Rig, settings: ScorerSettings) -> None:
     """Every kind of event, and every timer."""
     turn = ask([user("q")])
     await rig.deliver(closed(turn), feedback("s", turn), feedback("s"))
     await rig.deliver(closed(ask([user("q")], session="other"), session="other"))
-    await rig.pass_time(settings.settle_s + 1)
+    await rig.pass_time(settings.reward_wait_s + 1)
     await rig.scoring.take_over(rig.stream.processor.database, rig.stream.clock.now())
     await rig.stream.step(upkeep.measure)
     await rig.stream.step(partial(upkeep.forget, retention_s=settings.retention_s))
@@ -38,7 +38,7 @@ async def _use(rig: Rig, settings: Settings) -> None:
 
 async def test_nothing_reads_all_that_is_remembered(database_url: str, data_dir: Path) -> None:
     async with scorer(database_url, data_dir, length) as rig:
-        settings = Settings()
+        settings = ScorerSettings()
         database = rig.stream.processor.database
         ages = Ages(epoch_ms(START), settings.retention_s, old=300, kept=0, open=100)
         await fill_scorer(database, _TURNS, ages, lambda _done, _total: None)

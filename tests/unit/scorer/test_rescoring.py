@@ -12,9 +12,9 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.filters import Lines
 from headrace_schemas import Event, Experience, Feedback, Reward, Trajectory
-from headrace_schemas.replay import Closed, Heard, Scored
+from headrace_schemas.replay import ClosedLine, FeedbackLine, ScoredLine
 from headrace_scorer.rescoring import Rescoring, _work
-from headrace_scorer.settings import Settings
+from headrace_scorer.settings import ScorerSettings
 from tests.support.streams import START
 from tests.support.trajectories import closed
 from tests.support.turns import ask, user
@@ -51,25 +51,25 @@ def judged(about: Trajectory, value: float | None, revision: int = 0, source: st
     )
 
 
-def line(event: Event | Closed, place: int) -> tuple[str, bytes]:
+def line(event: Event | ClosedLine, place: int) -> tuple[str, bytes]:
     """Feedback was said in the given order."""
     if isinstance(event, Feedback):
-        return "feedback", Heard(event=event.model_dump(mode="json"), place=place).model_dump_json().encode()
+        return "feedback", FeedbackLine(event=event.model_dump(mode="json"), place=place).model_dump_json().encode()
     return WORDS.get(type(event), "closed"), event.model_dump_json().encode()
 
 
 async def scored(
-    *events: Event | Closed, functions: Sequence[Callable[..., object]] = (), **settings: Any
-) -> tuple[list[Experience], Scored, bytes]:
+    *events: Event | ClosedLine, functions: Sequence[Callable[..., object]] = (), **settings: Any
+) -> tuple[list[Experience], ScoredLine, bytes]:
     lines = [line(one, place) for place, one in enumerate(events)]
     source = io.BytesIO(b"".join(b"%s %s\n" % (word.encode(), value) for word, value in lines))
     target = io.BytesIO()
-    wanted = Settings.model_validate(settings)
+    wanted = ScorerSettings.model_validate(settings)
     blobs = BlobStore("memory://rescoring")
     await _work(Rescoring(wanted, LocalPool(wanted, functions)), Lines(source, target), blobs)
     *made, last = (line.partition(b" ") for line in target.getvalue().splitlines())
     experiences = [Experience.from_json(value) for word, _, value in made if word == b"experience"]
-    return experiences, Scored.model_validate_json(last[2]), target.getvalue()
+    return experiences, ScoredLine.model_validate_json(last[2]), target.getvalue()
 
 
 async def test_functions_feedback_and_judges_make_one_reward() -> None:
@@ -122,7 +122,7 @@ async def test_feedback_about_a_session_knows_its_trajectories() -> None:
     """It is about what was closed next, also when that is outside the range that is replayed."""
     first, second = run("s", at=10.0), run("s", at=20.0, trajectory_id="second")
     everything = [
-        Closed(
+        ClosedLine(
             trajectory_id=one.trajectory_id,
             session_key=one.session_key,
             tenant=one.tenant,
@@ -158,7 +158,7 @@ async def test_a_large_experience_is_stored_only_when_that_is_allowed() -> None:
     found, _, _ = await scored(said(big, 1.0), big)
     assert len(found) == 1
     source = io.BytesIO(b"store {}\nfeedback %s\ntrajectory %s\n" % (line(said(big, 1.0), 0)[1], big.to_json()))
-    target, blobs, wanted = io.BytesIO(), BlobStore("memory://rescoring-large"), Settings()
+    target, blobs, wanted = io.BytesIO(), BlobStore("memory://rescoring-large"), ScorerSettings()
     await _work(Rescoring(wanted, LocalPool(wanted, ())), Lines(source, target), blobs)
     assert target.getvalue().startswith(b"stored {")
     assert len(list(blobs.digests())) == 1
@@ -166,8 +166,8 @@ async def test_a_large_experience_is_stored_only_when_that_is_allowed() -> None:
 
 async def test_a_trajectory_that_is_none_is_counted_and_the_rest_goes_on() -> None:
     source = io.BytesIO(b"trajectory {poison\ntrajectory %s\n" % run("fine").to_json())
-    target, wanted = io.BytesIO(), Settings()
+    target, wanted = io.BytesIO(), ScorerSettings()
     await _work(Rescoring(wanted, LocalPool(wanted, ())), Lines(source, target), BlobStore("memory://rescoring-bad"))
-    report = Scored.model_validate_json(target.getvalue().splitlines()[-1].partition(b" ")[2])
+    report = ScoredLine.model_validate_json(target.getvalue().splitlines()[-1].partition(b" ")[2])
     assert report.not_trained == {"unreadable": 1}
     assert report.experiences == {"no_reward": 1}

@@ -92,7 +92,7 @@ async def test_p6_whoever_abstains_or_fails_is_no_zero(open_scorer: Open) -> Non
 
 
 async def test_what_has_no_reward_when_waiting_ends_says_so(open_scorer: Open) -> None:
-    async with open_scorer(settle_s=60) as rig:
+    async with open_scorer(reward_wait_s=60) as rig:
         await rig.deliver(closed())
         await rig.pass_time(59)
         assert rig.experiences() == []
@@ -104,7 +104,7 @@ async def test_what_has_no_reward_when_waiting_ends_says_so(open_scorer: Open) -
 
 
 async def test_a_required_source_that_stays_away(open_scorer: Open) -> None:
-    async with open_scorer(half, required=["feedback"], settle_s=60) as rig:
+    async with open_scorer(half, required=["feedback"], reward_wait_s=60) as rig:
         await rig.deliver(closed())
         await rig.pass_time(61)
         assert rig.experiences() == [(0, 0, None, "required_source_missing")]
@@ -113,7 +113,7 @@ async def test_a_required_source_that_stays_away(open_scorer: Open) -> None:
 
 
 async def test_what_is_there_counts_when_waiting_ends(open_scorer: Open) -> None:
-    async with open_scorer(half, expected=["judge:*"], settle_s=60) as rig:
+    async with open_scorer(half, expected=["judge:*"], reward_wait_s=60) as rig:
         trajectory = closed()
         await rig.deliver(trajectory)
         await rig.pass_time(61)
@@ -208,7 +208,7 @@ async def test_names_that_feedback_brings_late_make_a_revision(open_scorer: Open
 
 
 async def test_held_out_traffic_gets_rewards_and_no_experience(open_scorer: Open) -> None:
-    async with open_scorer(half, settle_s=60) as rig:
+    async with open_scorer(half, reward_wait_s=60) as rig:
         await rig.deliver(closed(purpose="eval"), feedback(value=1.0))
         await rig.pass_time(61)
         assert sorted(source for source, *_ in rig.rewards()) == ["feedback", "function:half"]
@@ -218,7 +218,7 @@ async def test_held_out_traffic_gets_rewards_and_no_experience(open_scorer: Open
 async def test_a_run_with_nothing_to_train_gets_rewards_and_no_experience(open_scorer: Open) -> None:
     turn = ask([user("q")])
     out = LeftOut(turn_id=turn.turn_id, reason="truncated_sampling", version=VERSION)
-    async with open_scorer(half, settle_s=60) as rig:
+    async with open_scorer(half, reward_wait_s=60) as rig:
         await rig.deliver(closed(turn, branches=(), left_out=(out,)), feedback("s", turn, value=1.0))
         await rig.pass_time(61)
         assert sorted(source for source, *_ in rig.rewards()) == ["feedback", "function:half"]
@@ -242,7 +242,7 @@ async def test_another_tenant_has_no_say(open_scorer: Open) -> None:
     trajectory = closed(turn)
     forged = feedback("s", turn, value=1.0, tenant="b").model_copy(update={"session_key": turn.session_key})
     general = feedback("s", value=1.0, tenant="b").model_copy(update={"session_key": turn.session_key})
-    async with open_scorer(settle_s=60) as rig:
+    async with open_scorer(reward_wait_s=60) as rig:
         await rig.deliver(forged, general, reward(trajectory, "x", tenant="b"), trajectory)
         await rig.deliver(reward(trajectory, "y", tenant="b"), forged.model_copy(update={"feedback_id": "again"}))
         await rig.pass_time(61)

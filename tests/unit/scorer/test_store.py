@@ -15,7 +15,7 @@ from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent
 from headrace_schemas import Feedback, Trajectory, Turn
 from headrace_scorer import schema, store
-from headrace_scorer.joins import Closed, Heard
+from headrace_scorer.feedback_matching import ClosedTrajectory, PlacedFeedback
 from tests.support.streams import START, Service, bench
 from tests.support.trajectories import closed
 from tests.support.turns import ask, feedback, user
@@ -36,7 +36,7 @@ async def keep(tx: AsyncConnection, trajectory: Trajectory, place: int = 0) -> d
 
 async def hear(tx: AsyncConnection, *said: Feedback) -> None:
     for one in said:
-        await store.add_feedback(tx, NOW, Heard(one, 7, 3, 4))
+        await store.add_feedback(tx, NOW, PlacedFeedback(one, 7, 3, 4))
 
 
 def turns_of(tenant: str = "default", session: str = "s", count: int = 1) -> list[Turn]:
@@ -85,7 +85,7 @@ async def test_trajectories_are_found_by_session_and_tenant(tx: AsyncConnection)
     await keep(tx, closed(session="x"))
     await keep(tx, closed(trajectory_id="theirs", tenant="b"))
     found = await store.closed_in_session(tx, mine.session_key, "default")
-    assert found == [Closed(mine.trajectory_id, epoch_ms(mine.time), 9, 5)]
+    assert found == [ClosedTrajectory(mine.trajectory_id, epoch_ms(mine.time), 9, 5)]
 
 
 async def test_feedback_is_kept_once_and_read_by_session_tenant_and_turn(tx: AsyncConnection) -> None:
@@ -101,13 +101,13 @@ async def test_feedback_is_kept_once_and_read_by_session_tenant_and_turn(tx: Asy
         ids = [turn.turn_id for turn in turns]
         lists, about = await store.feedback_about(tx, first.session_key, "default", ids)
         assert [one.event for one in lists] == expected
-        assert about == [Heard(general, 7, 3, 4)]
+        assert about == [PlacedFeedback(general, 7, 3, 4)]
 
 
 async def test_the_last_few_trajectories_are_read_from_memory(tx: AsyncConnection) -> None:
     stored, template = closed(), closed(session="x")
     await keep(tx, stored)
-    library = store.Library()
+    library = store.TrajectoryCache()
     library.keep(stored.model_copy(update={"task_id": "remembered"}))
     for number in range(256):
         found = await library.get(tx, stored.trajectory_id)

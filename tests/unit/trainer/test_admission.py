@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from headrace_schemas import Branch, Experience, Span
-from headrace_trainer.admission import Decision, Limits, decide, missing_advantage
+from headrace_trainer.admission import AdmissionLimits, Decision, decide, missing_advantage
 from headrace_trainer.window import Contribution, Entry
 from tests.unit.trainer.test_history import chain, name, publish
 from tests.unit.trainer.world import experience
 
-LIMITS = Limits(
+LIMITS = AdmissionLimits(
     vocabulary=320, sequence_tokens=20, max_staleness=2, reward_max=100.0, advantage_max=10.0, correction_min=0.01
 )
 HISTORY = chain(5)
@@ -67,7 +67,9 @@ def test_too_long() -> None:
 
 
 def test_a_token_that_the_model_lacks_is_invalid() -> None:
-    assert decide(experience(1, name(5)), None, HISTORY, 5, Limits(100, 20, 2, 1e6, 10.0, 0.01)) == dropped("invalid")
+    assert decide(experience(1, name(5)), None, HISTORY, 5, AdmissionLimits(100, 20, 2, 1e6, 10.0, 0.01)) == dropped(
+        "invalid"
+    )
 
 
 def test_a_first_token_has_nothing_to_be_predicted_from() -> None:

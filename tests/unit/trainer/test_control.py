@@ -116,7 +116,7 @@ async def test_weights_and_optimizer_go_back_and_the_next_version_is_the_champio
     assert not same(weights(back), weights(base))
     assert list(world.bus.fates.values()) == ["trained"] * 4 + ["queued"] * 8, "and they wait again"
     assert back.lineage is not None
-    assert back.lineage.ledger.steps == 3, "what was read and trained stays on the account"
+    assert back.lineage.state.steps == 3, "what was read and trained stays on the account"
     assert back.lineage._optimizer.updates == 1
 
     world.bus.produce(*(experience(n, first, reward=n % 3) for n in range(20, 24)))
@@ -174,18 +174,18 @@ async def test_what_a_refusal_undoes_is_trained_again_once(world: World, make: M
     world.bus.produce(*(experience(n, first, reward=float(n % 2), task="t", run=str(n)) for n in range(4)))
     one = await world.run(settings)
     assert one.lineage is not None
-    before = {name: entry.contributions for name, entry in one.lineage.ledger.window.copy().items()}
+    before = {name: entry.contributions for name, entry in one.lineage.state.window.copy().items()}
     world.bus.produce(decision(world.bus.checkpoints[-1].version, "rejected", first))
     back = await world.run(waits)
     assert world.bus.fates == dict.fromkeys([(f"e{n}", 0) for n in range(4)], "queued")
     assert back.lineage is not None
-    assert len(back.lineage.ledger.waiting) == 4
+    assert len(back.lineage.state.waiting) == 4
 
     again = await world.run(settings)
     assert set(world.bus.fates.values()) == {"trained"}
     assert same(weights(again), weights(one)), "the same experiences on the same weights, by the same baselines"
     assert again.lineage is not None
-    for one_of, entry in again.lineage.ledger.window.copy().items():
+    for one_of, entry in again.lineage.state.window.copy().items():
         assert [c.advantage for c in entry.contributions] == [c.advantage for c in before[one_of] * 2]
 
     world.bus.produce(decision(world.bus.checkpoints[-1].version, "rejected", first, number=1))
@@ -209,7 +209,7 @@ async def test_weights_that_come_forward_hold_again_what_was_undone(world: World
     back = await world.run(waits)
     assert same(weights(back), weights(one))
     assert back.lineage is not None
-    assert [item.experience.experience_id for item in back.lineage.ledger.waiting] == ["e0"], "the word that came since"
+    assert [item.experience.experience_id for item in back.lineage.state.waiting] == ["e0"], "the word that came since"
     assert world.bus.fates == {(f"e{n}", 0): "trained" for n in range(4)}
 
 
@@ -280,4 +280,4 @@ async def test_other_models_decisions_are_passed_over(world: World, make: Make) 
     world.bus.produce(event)
     trainer = await world.run(make())
     assert trainer.lineage is not None
-    assert trainer.lineage.ledger.promoted == (first,)
+    assert trainer.lineage.state.promoted == (first,)

@@ -25,7 +25,7 @@ def world(tmp_path: Path) -> World:
 
 def advantages(world: World, trainer: Trainer, number: int) -> list[float]:
     assert trainer.lineage is not None
-    entry = trainer.lineage.ledger.window.get(f"e{number}")
+    entry = trainer.lineage.state.window.get(f"e{number}")
     assert entry is not None
     return [contribution.advantage for contribution in entry.contributions]
 
@@ -151,7 +151,7 @@ async def test_a_correction_comes_with_the_weight_of_its_first_training(world: W
     world.bus.produce(experience(1, version, None, revision=1))
     trainer = await world.run(make(), wait_s=31)
     assert trainer.lineage is not None
-    entry = trainer.lineage.ledger.window.get("e1")
+    entry = trainer.lineage.state.window.get("e1")
     assert entry is not None
     first, second = entry.contributions
     assert first.token_weight == second.token_weight > 0

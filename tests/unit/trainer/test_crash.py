@@ -20,9 +20,9 @@ from headrace_runtime.versions import read_manifest
 from headrace_schemas import Event
 from headrace_schemas.blobs import BlobRef
 from headrace_trainer import opening
-from headrace_trainer.ledger import Ledger
 from headrace_trainer.saved import Pointer
 from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.state import LineageState
 from headrace_trainer.store import LineageStore
 from headrace_trainer.trainer import Trainer
 from tests.unit.trainer.conftest import Make
@@ -192,16 +192,16 @@ async def test_p4_offsets_outside_the_checkpoint_would_be_caught(
     """A planted bug: positions survive a death that the weights do not."""
     outside: dict[str, dict[int, int]] = {}
 
-    def forgetful(*args: Any) -> Ledger:
-        ledger = make_ledger(*args)
-        for topic, offsets in ledger.offsets.items():
+    def forgetful(*args: Any) -> LineageState:
+        state = make_ledger(*args)
+        for topic, offsets in state.offsets.items():
             outside.setdefault(topic, {}).update(offsets)
-        ledger.offsets = outside
-        return ledger
+        state.offsets = outside
+        return state
 
-    make_ledger = opening._ledger
+    make_ledger = opening._state
     expected, _, points = await tell(tmp_path / "calm", make(), plain_story)
-    monkeypatch.setattr(opening, "_ledger", forgetful)
+    monkeypatch.setattr(opening, "_state", forgetful)
     caught = 0
     for at in range(points // 2, points, 4):
         outside.clear()

@@ -126,7 +126,7 @@ async def test_the_steps_that_stop_training_are_undone_and_never_published(
     assert trainer.stopped is not None
     assert "entropy" in trainer.stopped
     assert trainer.lineage is not None
-    assert trainer.lineage.ledger.current == good.version, "the weights are the last version's"
+    assert trainer.lineage.state.current == good.version, "the weights are the last version's"
     account = world.bus.accounts[-1]
     assert account.stopped is not None
     assert {one.experience_id for one in account.undone} == {f"e{n}" for n in range(4, 12)}
@@ -208,7 +208,7 @@ async def test_a_masked_sequence_is_trained_and_the_weights_hold_nothing_of_it(w
     (measured,) = world.reporter.steps
     assert (measured["sequence_masked_fraction"], measured["zero_gradient_fraction"]) == (1.0, 1.0)
     assert trainer.lineage is not None
-    entries = [trainer.lineage.ledger.window.get(f"e{n}") for n in range(4)]
+    entries = [trainer.lineage.state.window.get(f"e{n}") for n in range(4)]
     assert [one.advantage for entry in entries if entry for one in entry.contributions] == [0.0] * 4
 
 

@@ -33,7 +33,7 @@ class Bandit:
     def __init__(self, world: World, settings: Any) -> None:
         self.world = world
         self.lineage: Lineage = open_lineage(settings, world.blobs, world.clock)
-        self._version = self.lineage.ledger.history.head
+        self._version = self.lineage.state.history.head
         self._draw = torch.Generator().manual_seed(3)
         self._number = 0
 
@@ -67,7 +67,7 @@ class Bandit:
         for _ in range(STEPS):
             for run in range(RUNS):
                 task = f"t{run // 8}" if grouped else None
-                self.lineage.ledger.admit(self.play(task), (0, self._number), START)
+                self.lineage.state.admit(self.play(task), (0, self._number), START)
             batch = self.lineage.next_batch()
             assert len(batch) == RUNS
             self.lineage.step(batch, threading.Event())
@@ -134,12 +134,12 @@ def test_pitfall_12_two_tasks_with_constant_rewards_leave_the_weights_alone(tmp_
     world = World(tmp_path)
     settings = make(batch_experiences=4)
     lineage = open_lineage(settings, world.blobs, world.clock)
-    version, before = lineage.ledger.history.head, lineage.policy.tensors()
+    version, before = lineage.state.history.head, lineage.policy.tensors()
     norms = []
     for turn in range(4):
         for n in range(4):
             task, reward = (("easy", 1.0), ("hard", 0.2))[n % 2]
-            lineage.ledger.admit(experience(10 * turn + n, version, reward, task=task), (0, n), START)
+            lineage.state.admit(experience(10 * turn + n, version, reward, task=task), (0, n), START)
         norms.append(lineage.step(lineage.next_batch(), threading.Event())["gradient_norm"])
     assert norms == pytest.approx([0.0] * 4, abs=1e-6)
     assert all(torch.equal(tensor, before[name]) for name, tensor in lineage.policy.tensors().items())

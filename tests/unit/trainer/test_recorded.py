@@ -10,8 +10,8 @@ import pytest
 from headrace_runtime.errors import SettingError
 from headrace_schemas import Experience, Read, TrainingMetrics
 from headrace_schemas.envelope import Envelope
-from headrace_schemas.replay import BATCH_HEADER, Rehearsed
-from headrace_trainer.rehearsal import Rehearsal
+from headrace_schemas.replay import BATCH_HEADER, DryRunLine
+from headrace_trainer.dry_run import DryRun
 from headrace_trainer.settings import TrainerSettings
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import Bus, World, experience
@@ -66,11 +66,11 @@ def digests(accounts: list[TrainingMetrics]) -> list[str]:
     return [batch.digest for account in accounts for batch in account.batches]
 
 
-def rehearsed(world: World, settings: TrainerSettings, stream: list[Marked]) -> Rehearsed:
-    rehearsal = Rehearsal(settings, world.blobs)
+def planned(world: World, settings: TrainerSettings, stream: list[Marked]) -> DryRunLine:
+    dry_run = DryRun(settings, world.blobs)
     for event, mark in stream:
-        rehearsal.add(event, mark)
-    return rehearsal.end()
+        dry_run.add(event, mark)
+    return dry_run.end()
 
 
 SETTINGS = {"batch_experiences": 4, "batch_experiences_min": 2, "batch_wait_s": 30.0, "max_staleness": 3}
@@ -87,7 +87,7 @@ async def test_recorded_batches_come_out_the_same(tmp_path: Path, make: Make, ki
     assert {"superseded", "stale"} <= set(original.fates.values())
 
     settings = make(**SETTINGS, **algorithm, **AGAIN, cut="recorded")
-    foretold = rehearsed(world, settings, stream)
+    foretold = planned(world, settings, stream)
     world.bus = copied(stream)
     again = await world.run(settings)
     assert again.lineage is not None, "it ended by itself"
@@ -114,17 +114,17 @@ async def test_a_withdrawal_is_rehearsed_with_the_tokens_that_were_trained(tmp_p
     taken_back = [experience(n, version, None, revision=1, task="t", run=str(n), branch=False) for n in (1, 2)]
     world.bus.produce(*taken_back, experience(9, version, None, branch=False))
     await world.run(settings, wait_s=settings.batch_wait_s)
-    foretold = rehearsed(world, make(**SETTINGS, **AGAIN, cut="recorded"), recorded(world))
+    foretold = planned(world, make(**SETTINGS, **AGAIN, cut="recorded"), recorded(world))
     assert len(foretold.batches) == 2
     assert [batch.digest for batch in foretold.batches] == digests(world.bus.accounts)
 
 
 async def test_by_the_rules_time_is_not_repeated(tmp_path: Path, make: Make) -> None:
-    """The comparison can fail; and a rehearsal by the rules foretells what training by the rules does."""
+    """The comparison can fail; and a dry run by the rules foretells what training by the rules does."""
     world = await live(tmp_path, make(**SETTINGS))
     original, stream = world.bus, recorded(world)
     settings = make(**SETTINGS, **AGAIN)
-    foretold = rehearsed(world, settings, stream)
+    foretold = planned(world, settings, stream)
     world.bus = copied(stream)
     await world.run(settings)
     assert digests(world.bus.accounts) != digests(original.accounts)

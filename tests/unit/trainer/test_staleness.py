@@ -64,10 +64,10 @@ async def test_after_a_restart(world: World, make: Make) -> None:
     world.bus.produce(experience(1, first), experience(2, first, reward=None))
     await world.run(make(max_staleness=9))
     lineage = open_lineage(make(max_staleness=1), world.blobs, world.clock)
-    assert [item.experience.experience_id for item in lineage.ledger.waiting] == ["e1"]
+    assert [item.experience.experience_id for item in lineage.state.waiting] == ["e1"]
     assert lineage.next_batch() == ()
-    assert lineage.ledger.waiting == ()
-    assert [(v.experience_id, v.dropped) for v in lineage.ledger.verdicts] == [("e1", "stale")]
+    assert lineage.state.waiting == ()
+    assert [(v.experience_id, v.dropped) for v in lineage.state.outcomes] == [("e1", "stale")]
 
 
 async def test_a_correction_of_something_too_old(world: World, make: Make) -> None:
@@ -122,4 +122,4 @@ async def test_the_batch_itself_refuses_what_is_too_old(world: World, make: Make
     lineage: Lineage = open_lineage(make(max_staleness=1), world.blobs, world.clock)
     settings = make().advantage
     with pytest.raises(AssertionError, match="P5"):
-        prepare(lineage.ledger.waiting, lineage.ledger, settings, lineage._decay)
+        prepare(lineage.state.waiting, lineage.state, settings, lineage._decay)

@@ -71,7 +71,7 @@ async def test_a_version_takes_as_many_steps_as_it_is_told(world: World, make: M
     trainer = await world.run(make(steps_per_version=3))
     assert [checkpoint.step for checkpoint in world.bus.checkpoints] == [0, 1, 2]
     assert trainer.lineage is not None
-    assert trainer.lineage.ledger.steps == 7
+    assert trainer.lineage.state.steps == 7
     assert [metrics["mismatch_tokens"] > 0 for metrics in world.reporter.steps if "mismatch_tokens" in metrics] == [
         True
     ]
@@ -105,7 +105,7 @@ async def test_weights_that_did_not_change_are_never_published(world: World, mak
     trainer = await world.run(make())
     assert [checkpoint.version for checkpoint in world.bus.checkpoints] == [version]
     assert trainer.lineage is not None
-    assert trainer.lineage.ledger.steps == 1
+    assert trainer.lineage.state.steps == 1
     assert set(world.bus.fates.values()) == {"trained"}, "accounted for all the same"
     assert len(world.bus.accounts) == 2, "one save, not one per turn of the loop"
     world.bus.produce(*(experience(n, version, reward=n % 2, task="same") for n in range(10, 14)))
@@ -120,13 +120,13 @@ async def test_an_untrained_adapter_is_its_base_and_not_published(world: World, 
     assert len(world.bus.checkpoints) == 1
 
 
-async def test_other_models_are_passed_over_without_a_verdict(world: World, make: Make) -> None:
+async def test_other_models_are_passed_over_without_an_outcome(world: World, make: Make) -> None:
     version = await begin(world, make)
     world.bus.produce(*(experience(n, version, model="other") for n in range(4)))
     trainer = await world.run(make())
     assert world.bus.fates == {}
     assert trainer.lineage is not None
-    assert sum(trainer.lineage.ledger.offsets["experiences"].values()) == 4
+    assert sum(trainer.lineage.state.offsets["experiences"].values()) == 4
 
 
 POISON = {
@@ -185,7 +185,7 @@ async def test_a_full_queue_holds_the_bus_back(world: World, make: Make) -> None
     trainer = await world.run(settings, per_poll=50)
     assert trainer.lineage is not None
     assert world.source.rooms[-1] == 0
-    assert len(trainer.lineage.ledger.waiting) == 6
+    assert len(trainer.lineage.state.waiting) == 6
     await world.run(settings, per_poll=50, wait_s=101)
     assert list(world.bus.fates.values()) == ["singleton"] * 20, "pitfall 11: refused with a reason, not trained"
 
@@ -209,10 +209,10 @@ async def test_grpo_trains_whole_groups(world: World, make: Make) -> None:
     assert trained == ["e0", "e2", "e4", "e6", "e1", "e3", "e5", "e7"]
 
 
-async def test_verdicts_without_a_step_are_saved_by_time_and_by_number(world: World, make: Make) -> None:
+async def test_outcomes_without_a_step_are_saved_by_time_and_by_number(world: World, make: Make) -> None:
     version = await begin(world, make)
     world.bus.produce(*(experience(n, version, reward=None) for n in range(10)))
-    await world.run(make(save_interval_s=1e9, memory={"verdicts": 8}), per_poll=5)
+    await world.run(make(save_interval_s=1e9, memory={"outcomes": 8}), per_poll=5)
     assert len(world.bus.verdicts) == 8
     assert [account.version for account in world.bus.accounts[1:]] == [None]
     assert world.bus.sent[-1].topic == "training-metrics"

@@ -15,15 +15,15 @@ from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.pausing import Refusing
 from headrace_runtime.refusal_limit import RefusalBounds
 from headrace_runtime.wire import Record
-from headrace_schemas import Branch, Checkpoint, Event, Experience, ModelEvent, Span, TrainingMetrics, Verdict
+from headrace_schemas import Branch, Checkpoint, Event, Experience, ModelEvent, Span, TrainingMetrics, TrainingOutcome
 from headrace_schemas.envelope import Envelope
 from headrace_schemas.events.experience import NoReward
 from headrace_schemas.events.model_event import Decision
 from headrace_schemas.ids import session_key
-from headrace_trainer.ledger import Ledger
 from headrace_trainer.report import Reporter
 from headrace_trainer.saved import Offsets
 from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.state import LineageState
 from headrace_trainer.trainer import Trainer
 from tests.support.fates import follow
 
@@ -91,7 +91,7 @@ class Bus:
         return list({event.event_id: event for event in self.sent if isinstance(event, TrainingMetrics)}.values())
 
     @property
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[TrainingOutcome]:
         return [verdict for account in self.accounts for verdict in account.verdicts]
 
     @property
@@ -156,12 +156,12 @@ class Quiet(Reporter):
         self.steps: list[Mapping[str, float]] = []
         self.stops: list[str | None] = []
 
-    def step(self, measured: Mapping[str, float], ledger: Ledger) -> None:
+    def step(self, measured: Mapping[str, float], state: LineageState) -> None:
         self.steps.append(measured)
 
     def published(self, version: str, number: int, step: int) -> None: ...
 
-    def stopped(self, reason: str | None, ledger: Ledger) -> None:
+    def stopped(self, reason: str | None, state: LineageState) -> None:
         self.stops.append(reason)
 
     def decided(self, event: ModelEvent, number: int, step: int) -> None: ...

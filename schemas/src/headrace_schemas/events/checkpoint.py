@@ -1,10 +1,10 @@
-"""`checkpoints` and `training-metrics`: what the trainer made, of what, and how it went."""
+"""`checkpoints` and `training-metrics`: new versions, and what became of each experience that was read."""
 
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from headrace_schemas.base import Event, Finite, LongText, Model, ModelName, Sha256, Text, Version
 from headrace_schemas.blobs import BlobRef
@@ -53,60 +53,71 @@ class Checkpoint(Event):
         return self.version
 
 
-class Verdict(Model):
-    """What became of one experience revision in one lineage."""
+class TrainingOutcome(Model):
+    """What became of one experience revision in one lineage. Its title in the JSON schema is `Verdict`."""
+
+    model_config = ConfigDict(title="Verdict")
 
     experience_id: Text
     revision: Annotated[int, Field(ge=0)]
     turn_ids: tuple[Text, ...] = Field(max_length=4096)
     dropped: DropReason | None = None
-    """None: it changed the weights."""
+    """None: it was trained, so it changed the weights."""
 
 
 class Undone(Model):
-    """A verdict that is taken back. A revision had changed the weights and has not any more: they went back behind the
-    step, because the registry refused what was made of it. Or a later one had been dropped, and is queued instead."""
+    """The outcome of a revision that is taken back.
+
+    Either the revision was trained and the weights lost it again: the registry refused the version, and the weights
+    went back to a step before it. Or the revision was dropped and is queued now.
+    """
 
     experience_id: Text
     revision: Annotated[int, Field(ge=0)]
     queued: bool
-    """It waits to be trained, and another verdict will follow; else it is given up."""
+    """True: the revision waits to be trained, and another outcome follows. False: it is never trained again."""
 
 
 class Restored(Model):
-    """A revision that the weights hold again: they came forward to a version that was made of it, because the registry
-    promoted that one after all. Whatever was said of it since does not count."""
+    """A revision that the weights hold again, because the registry promoted a version after all that was trained on it.
+
+    Every outcome that was reported for the revision in between is void.
+    """
 
     experience_id: Text
     revision: Annotated[int, Field(ge=0)]
 
 
 class Read(Model):
-    """Records of `experiences` that were read in one go: all of a partition before offset `until` that were not yet."""
+    """A range of `experiences`: the records of one partition before offset `until` that were not read before."""
 
     partition: Annotated[int, Field(ge=0)]
     until: Annotated[int, Field(ge=1)]
 
 
-class Batch(Model):
-    """A batch as far as it can be built again (P9): what was read before it was cut, and what it came to.
+class BatchRecord(Model):
+    """What is needed to build a batch again (P9): which records were read before it, and the digest of the result.
 
-    `digest` is over ids, tokens, masks, logprobs, temperatures and advantages, and not over weights, so that whoever
-    builds the batch again can compare without training.
+    Its title in the JSON schema is `Batch`.
+
+    `digest` covers ids, tokens, masks, logprobs, temperatures and advantages. It does not cover weights, so a rebuilt
+    batch can be compared without training.
     """
 
+    model_config = ConfigDict(title="Batch")
+
     step: Annotated[int, Field(ge=0)]
-    """Steps of the lineage with this one; a batch whose gradient was not finite has the number of the one before."""
+    """Number of this step in the lineage. A batch whose gradient was not finite has the number of the step before."""
     experiences: Annotated[int, Field(ge=1)]
     digest: Sha256
     read: tuple[Read, ...] = Field(default=(), max_length=65_536)
-    """In this order, since the batch before it or, for the first one, since the account before this."""
+    """In reading order, since the previous batch; for the first batch of an account, since the previous account."""
 
 
 class TrainingMetrics(Event):
-    """The account of everything between two checkpoints of a lineage. Sent after the later one is durable.
+    """What happened to each experience between two saves of a lineage. Sent once the later save is durable.
 
-    A crash makes the trainer do work again but never report it twice: `event_id` names the checkpoint.
+    After a crash the trainer repeats work but never reports it twice: `event_id` names the save.
     """
 
     topic: ClassVar[str] = "training-metrics"
@@ -116,19 +127,19 @@ class TrainingMetrics(Event):
     lineage: Text
     step: Annotated[int, Field(ge=0)]
     account: Annotated[int, Field(ge=0)] = 0
-    """Counts the saves of a lineage; a save without a new version (only drops) has its own number."""
+    """Number of the save in its lineage. A save without a new version (only drops) has a number, too."""
     version: Version | None = None
     metrics: dict[Text, Finite] = Field(default_factory=dict, max_length=256)
-    verdicts: tuple[Verdict, ...] = Field(default=(), max_length=65_536)
+    verdicts: tuple[TrainingOutcome, ...] = Field(default=(), max_length=65_536)
     stopped: LongText | None = None
-    """Why nothing is trained any more, until somebody says so: a measure stayed beyond its limit."""
+    """Why training stopped: a health measure stayed beyond its limit. An operator has to resume it."""
     undone: tuple[Undone, ...] = Field(default=(), max_length=65_536)
-    """After all `verdicts` of this account and of those before."""
+    """Applied after all `verdicts` of this account and of earlier accounts."""
     restored: tuple[Restored, ...] = Field(default=(), max_length=65_536)
-    """The same. No revision is in both."""
-    batches: tuple[Batch, ...] = Field(default=(), max_length=65_536)
+    """Applied after all `verdicts`, too. No revision is in both `undone` and `restored`."""
+    batches: tuple[BatchRecord, ...] = Field(default=(), max_length=65_536)
     read: tuple[Read, ...] = Field(default=(), max_length=65_536)
-    """After the last batch."""
+    """What was read after the last batch."""
 
     @property
     def event_id(self) -> str:

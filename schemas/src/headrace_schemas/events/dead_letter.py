@@ -1,4 +1,4 @@
-"""`dead-letters`: what could not be processed, whole and with its reason, to be shown, retried or discarded."""
+"""`dead-letters`: whole records that could not be processed, with the reason. They can be retried or discarded."""
 
 from __future__ import annotations
 

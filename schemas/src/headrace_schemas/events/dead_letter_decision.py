@@ -1,4 +1,4 @@
-"""`dead-letter-decisions`: what somebody decided about a dead letter; a letter without one is open."""
+"""`dead-letter-decisions`: decisions of operators about dead letters. A letter without a decision is open."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ RETRY_HEADER = "ce_retryof"
 
 
 class DeadLetterDecision(Event):
-    """The newest decision about a letter is the valid one; earlier ones stay as history.
+    """A decision about a letter. The newest one is valid; earlier ones stay as history.
 
-    `retried` is said after the record is back on its topic, so a crash between the two leaves the letter open, and the
-    record's id makes a second retry harmless.
+    `retried` is sent after the record is back on its topic. So a crash in between leaves the letter open. A second
+    retry is harmless, because the record keeps its id.
     """
 
     topic: ClassVar[str] = "dead-letter-decisions"
@@ -26,10 +26,10 @@ class DeadLetterDecision(Event):
     dead_letter_id: Text
     """`event_id` of the `DeadLetter`."""
     number: Annotated[int, Field(ge=1)]
-    """Counts the decisions about this letter, so that one that was sent twice is one."""
+    """Number of the decision about this letter. A decision that is sent twice keeps its number."""
     action: Literal["retried", "discarded"]
     reason: LongText | None = None
-    """Why; a letter is never discarded without."""
+    """The reason. It is required to discard a letter."""
     by: Text | None = None
 
     @model_validator(mode="after")

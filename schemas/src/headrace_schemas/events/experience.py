@@ -22,11 +22,11 @@ class RewardPart(Model):
 
 
 class Experience(Event):
-    """One branch of one trajectory at one state of its rewards.
+    """One branch of one trajectory with its present reward.
 
-    `experience_id` names the branch, `revision` counts the states of its rewards; a higher one replaces the lower.
-    `reward` is None when the branch is not to be trained (any more), and `no_reward` says why: the trainer counts it,
-    so that every captured turn ends as trained, waiting or dropped.
+    `experience_id` names the branch; `revision` counts the changes of its reward, and the highest one is valid.
+    `reward` is None when the branch must not be trained (any more), and `no_reward` says why. The trainer counts these,
+    too, so that every captured turn ends as trained, waiting or dropped.
     """
 
     topic: ClassVar[str] = "experiences"
@@ -45,7 +45,7 @@ class Experience(Event):
     branch_index: Annotated[int, Field(ge=0)] = 0
     branch: Branch | None = None
     turn_ids: tuple[Text, ...] = Field(default=(), max_length=4096)
-    """The turns whose fate this experience decides; on branch 0 those left out of all branches are not among them."""
+    """The turns of the branch. Turns that were left out of all branches are in no experience."""
     weight: Annotated[Finite, Field(gt=0.0, le=1.0)] = 1.0
     """Share of the run: the branches of one run add up to 1."""
     reward: Finite | None = None

@@ -1,4 +1,4 @@
-"""`feedback` and `session-ends`: what the world outside says about a session."""
+"""`feedback` and `session-ends`: what users and programs say about a session."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from headrace_schemas.ids import derived_id, key_of_response
 
 
 class Feedback(Event):
-    """A verdict from outside on a session or on some of its turns. Accepted first, joined later, revisable any time.
+    """What a source says about a session or about some of its turns. It is accepted at once and matched later.
 
-    The last one on the log per (`source`, target) wins; `time` decides nothing. `msg_ids` say exactly which turns of
-    the session are meant and make them one run; without them the feedback is about the session, and there about what
-    had begun last when it was given. A `value` of None with `withdrawn` false only attaches `context`, `task_id` or
-    `run_id`.
+    The last feedback on the log per (`source`, target) is valid; `time` does not matter. `msg_ids` list the turns of
+    the session that are meant, which makes them one run. Without them the feedback is about the trajectory of the
+    session that had begun last when it was given. With `value` None and `withdrawn` false it only attaches `context`,
+    `task_id` or `run_id`.
     """
 
     topic: ClassVar[str] = "feedback"
     type: ClassVar[str] = "headrace.feedback.v1"
 
     feedback_id: Text
-    """Given by the client to make its own retries harmless, else a fresh UUIDv7."""
+    """Set by a client that retries, so that equal feedback counts once; else a new UUIDv7."""
     session_key: SessionKey
     session_id: Text | None = None
     tenant: Text = "default"
     msg_ids: tuple[Text, ...] = Field(default=(), max_length=4096)
     sessions: Annotated[int, Field(ge=1)] = 1
-    """Over how many sessions its turns went. Each of them has an event of its own, with its own turns in `msg_ids`."""
+    """How many sessions its turns are in. Each session has an event of its own, with its own turns in `msg_ids`."""
     task_id: Text | None = None
     run_id: Text | None = None
     source: Text = "feedback"
@@ -45,7 +45,7 @@ class Feedback(Event):
         return derived_id("feedback", self.feedback_id, self.session_key)
 
     def to_json(self) -> bytes:
-        """Without what is as it is by default: one request may become many of these."""
+        """Leaves out defaults, because one request may become many events."""
         return self.model_dump_json(exclude_none=True, exclude_defaults=True).encode()
 
     @property
@@ -59,7 +59,7 @@ class Feedback(Event):
 
 
 class SessionEnd(Event):
-    """A session is over (`scope="session"`), or a tenant asks to close all that has feedback (`scope="tenant"`).
+    """A session is over (`scope="session"`), or a tenant closes all sessions with feedback (`scope="tenant"`).
 
     A tenant's commit is sent once to every partition; `partition` then tells the copies apart.
     """

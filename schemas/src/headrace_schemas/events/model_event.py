@@ -12,7 +12,7 @@ Decision = Literal["registered", "probed", "evaluated", "promoted", "rejected", 
 
 
 class ModelEvent(Event):
-    """One step in a version's life. `statistics` hold what the decision was based on."""
+    """One decision about a version. `statistics` are the numbers it is based on."""
 
     topic: ClassVar[str] = "model-events"
     type: ClassVar[str] = "headrace.model-event.v1"

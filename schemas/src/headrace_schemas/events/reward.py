@@ -1,4 +1,4 @@
-"""`rewards`: one source's verdict on a trajectory, revisable."""
+"""`rewards`: what one source says about a trajectory; it may be revised."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Outcome = Literal["scored", "abstained", "failed", "parse_error", "timed_out", "
 
 
 class Reward(Event):
-    """P6: a `value` exists exactly when `outcome` is `scored`; nothing else ever reads as 0.0.
+    """The reward of one source. P6: `value` is set only if `outcome` is `scored`; no other outcome counts as 0.0.
 
     The highest `revision` per (`trajectory_id`, `turn_id`, `source`) wins; earlier ones stay as history.
     """
@@ -25,9 +25,9 @@ class Reward(Event):
     session_key: SessionKey
     tenant: Text = "default"
     turn_id: Text | None = None
-    """Set when the verdict is about one turn only."""
+    """Set when the reward is about one turn only."""
     source: Text
-    """Who says so: `feedback`, `function:answer`, `judge:helpfulness`, or a name of your own."""
+    """The source: `feedback`, `function:answer`, `judge:helpfulness`, or a name of your own."""
     revision: Annotated[int, Field(ge=0)] = 0
     outcome: Outcome = "scored"
     value: Finite | None = None

@@ -21,7 +21,7 @@ class ServedVersion(Model):
 
 
 class Routing(Event):
-    """The whole routing table of one model; the highest `revision` is the truth. Produced by the registry alone.
+    """The whole routing table of one model; the highest `revision` is valid. Produced by the registry alone.
 
     Replicas load every version in `serve` and may unload others once drained. A version in `withdrawn` gets no new
     turn, sticky session or not.
@@ -38,7 +38,7 @@ class Routing(Event):
     pinned: Version | None = None
     """The one version that may be champion until an operator unpins it."""
     paused: bool = False
-    """New versions are registered and wait; nothing moves but what an operator asks for."""
+    """New versions are registered and wait. Requests of operators still take effect."""
 
     @property
     def champion(self) -> str | None:
@@ -63,7 +63,7 @@ class Probe(Model):
 
 
 class LoadedVersion(Model):
-    """What a replica has made of one version so far."""
+    """The state of one version on a replica."""
 
     version: Version
     state: Literal["loading", "ready", "draining", "failed"]
@@ -87,7 +87,7 @@ class Replica(Event):
     started_at: Timestamp
     stopping: bool = False
     resumes: bool = False
-    """It can go on with an answer that another replica began (`headrace_resume`)."""
+    """It can continue an answer that another replica began (`headrace_resume`)."""
 
     @property
     def event_id(self) -> str:

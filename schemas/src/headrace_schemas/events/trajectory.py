@@ -68,18 +68,18 @@ class Branch(Model):
 
 
 class Dialogue(Model):
-    """The same branch as people and rewards read it: roles kept apart, the last message is the model's."""
+    """The messages of a branch, for people and reward functions. The last message is the model's."""
 
     messages: tuple[Message, ...] = Field(min_length=1, max_length=8192)
 
 
 class LeftOut(Model):
-    """A turn of the session that is no part of any branch, and why."""
+    """A turn of the run that is in no branch, and why."""
 
     turn_id: Text
     reason: LeftOutReason
     version: Version | None = None
-    """What answered it: sampling at temperature 0 cannot be trained, yet it counts when versions are compared."""
+    """The version that answered. It counts when versions are compared, even if the turn cannot be trained."""
 
 
 class Trajectory(Event):
@@ -102,14 +102,14 @@ class Trajectory(Event):
     model: ModelName
     branches: tuple[Branch, ...] = Field(max_length=1024)
     dialogues: tuple[Dialogue, ...] = Field(default=(), max_length=1024)
-    """One for each branch, in the same order, then those that hold nothing to train; empty when there are none."""
+    """One for each branch, in the same order, then those without trainable tokens."""
     tools: tuple[Tool, ...] = Field(default=(), max_length=1024)
     left_out: tuple[LeftOut, ...] = Field(default=(), max_length=4096)
     parts: Annotated[int, Field(ge=1)] = 1
     end_reason: EndReason
     started_at: Timestamp
     turns_from: int | None = None
-    """Offset of its first turn on `turns`: what was said before that is not about it. None when it was ingested."""
+    """Offset of its first turn on `turns`. None when it was ingested. Earlier feedback is not about it."""
     context: dict[str, JsonValue] = Field(default_factory=dict, max_length=64)
 
     @model_validator(mode="after")
@@ -144,7 +144,7 @@ class Trajectory(Event):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The longest dialogue: what the run looks like when it has one branch, the main line when it has several."""
+        """The longest dialogue."""
         return max((d.messages for d in self.dialogues), key=len, default=())
 
     @property

@@ -64,11 +64,11 @@ class Turn(Event):
     version: Version
     replica_id: Text
     request_digest: Sha256
-    """Digest of what was asked; with `retry` it tells an SDK's retry from a parallel sample."""
+    """Digest of the request. With `retry` it tells the retry of an SDK from a parallel sample."""
     retry: Annotated[int, Field(ge=0)] = 0
     """Which retry of the client's SDK this call was, 0 for the first attempt."""
     delivered: bool = True
-    """False when the client had gone before the response ended: captured, never trained."""
+    """False when the client disconnected before the response ended. Such turns are captured, but never trained."""
 
     messages: tuple[Message, ...] = Field(min_length=1, max_length=8192)
     tools: tuple[Tool, ...] = Field(default=(), max_length=1024)

@@ -23,7 +23,7 @@ def check(file: Annotated[Path, typer.Argument(help="A settings file (TOML).", e
     """Try all that `headrace up` would, without starting anything; exit status 1 when something is wrong.
 
     Each service reads the file and tries what is its own: the base folder and its chat template, reward functions and
-    their arguments, rubrics, the gate's program (in a dry run, against answers without meaning), keys, the database,
+    their arguments, rubrics, the gate's program (against a stand-in gateway), keys, the database,
     the bus and its topics, and whether the ports are free.
     """
     import os

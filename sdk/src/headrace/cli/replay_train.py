@@ -126,8 +126,9 @@ def plan(
 ) -> None:
     """Say what `replay run` with the same options would do, and do nothing.
 
-    Counts what is there by kind and version, scores it if it is to be scored, and rehearses training without a model:
-    what would be trained, what would be dropped and why, and whether the batches are the original ones, byte for byte.
+    Counts what is there by kind and version, scores it if it is to be scored, and makes a dry run of training without
+    a model: what would be trained, what would be dropped and why, and whether the batches are the original ones, byte
+    for byte.
     """
     from headrace.replay import conduct
 

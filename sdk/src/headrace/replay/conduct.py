@@ -19,7 +19,7 @@ from headrace.replay.program import Program, started
 from headrace.replay.report import Report
 from headrace.replay.request import Request
 from headrace.topics import connected
-from headrace_schemas.replay import Rehearsed
+from headrace_schemas.replay import DryRunLine
 
 
 class Written(BaseModel):
@@ -53,7 +53,7 @@ async def plan(request: Request, tick: Tick) -> Report:
 
             async def drain() -> None:
                 async for _, value in rehearsal.lines():
-                    report.training = Rehearsed.model_validate_json(value)
+                    report.training = DryRunLine.model_validate_json(value)
 
             await side_by_side(feed(), drain())
     report.compare([batch.digest for batch in told.batches])

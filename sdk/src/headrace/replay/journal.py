@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from headrace.topics import Range, Topics
-from headrace_schemas import Batch, TrainingMetrics
+from headrace_schemas import BatchRecord, TrainingMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Journal:
     """In order. `gap` says why it does not reach from the lineage's beginning to its last save, None when it does."""
 
     stretches: tuple[Stretch, ...]
-    batches: tuple[Batch, ...]
+    batches: tuple[BatchRecord, ...]
     gap: str | None = None
 
 

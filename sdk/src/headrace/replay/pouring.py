@@ -17,7 +17,7 @@ from headrace.topics import Entry, Range, connected, event_of, fetch
 from headrace_schemas import Event, Experience, Feedback, Reward, Trajectory
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.envelope import Envelope
-from headrace_schemas.replay import Closed, Heard, Judged, Scored
+from headrace_schemas.replay import ClosedLine, FeedbackLine, JudgedLine, ScoredLine
 
 if TYPE_CHECKING:
     from aiokafka import ConsumerRecord
@@ -185,7 +185,7 @@ class Pouring:
         ours = b'"model":"%s"' % self.request.model.encode()
         async for word, value in program.lines():
             if word == "scored":
-                self.report.scored = Scored.model_validate_json(value)
+                self.report.scored = ScoredLine.model_validate_json(value)
                 self.report.kinds.update(self.report.scored.experiences)
             elif word == "stored":
                 uri = BlobRef.model_validate_json(value).uri.encode()
@@ -202,7 +202,7 @@ class Pouring:
         async def drain(program: Program) -> None:
             async for word, value in program.lines():
                 if word == "judged":
-                    self.report.judged = Judged.model_validate_json(value)
+                    self.report.judged = JudgedLine.model_validate_json(value)
                 else:
                     rewards.append(value)
                     self.tick("judging trajectories", len(rewards), self.report.read)
@@ -221,9 +221,9 @@ class Pouring:
         return rewards
 
 
-def _heard(entry: Entry, event: Feedback) -> Heard:
+def _heard(entry: Entry, event: Feedback) -> FeedbackLine:
     after = Envelope.read(entry.headers, event).after or {}
-    return Heard(
+    return FeedbackLine(
         event=event.model_dump(mode="json"),
         place=entry.place,
         turns_until=after.get("turns"),
@@ -234,7 +234,7 @@ def _heard(entry: Entry, event: Feedback) -> Heard:
 async def _feed_closed(program: Program, entry: Entry) -> None:
     event = entry.event
     if isinstance(event, Trajectory):
-        closed = Closed(
+        closed = ClosedLine(
             trajectory_id=event.trajectory_id,
             session_key=event.session_key,
             tenant=event.tenant,

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from headrace_schemas.replay import Judged, Rehearsed, Scored
+from headrace_schemas.replay import DryRunLine, JudgedLine, ScoredLine
 
 
 @dataclass(slots=True)
@@ -29,13 +29,13 @@ class Report:
     """Version to the selected records that it took part in; counted where they were looked into."""
     kinds: Counter[str] = field(default_factory=Counter)
     """`rewarded`, or why there is no reward, to how many of the selected experiences."""
-    judged: Judged | None = None
-    scored: Scored | None = None
+    judged: JudgedLine | None = None
+    scored: ScoredLine | None = None
     cut: Literal["recorded", "rules"] = "rules"
     cut_because: str = ""
     experiences: int = 0
     """Given to training."""
-    training: Rehearsed | None = None
+    training: DryRunLine | None = None
     """What became of them, or would."""
     batches_of_original: int | None = None
     batches_equal: int | None = None

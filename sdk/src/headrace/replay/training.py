@@ -14,8 +14,8 @@ from headrace.replay.program import module_of, reason_of
 from headrace.replay.request import Request
 from headrace.supervisor.leash import leashed
 from headrace.topics import Range, Topics, connected, event_of
-from headrace_schemas import Batch, Checkpoint, Event, TrainingMetrics
-from headrace_schemas.replay import Rehearsed, RehearsedBatch
+from headrace_schemas import BatchRecord, Checkpoint, Event, TrainingMetrics
+from headrace_schemas.replay import DryRunBatch, DryRunLine
 
 _LOOK_INTERVAL_S = 0.5
 _USAGE = 2
@@ -27,7 +27,7 @@ class Accounts:
 
     offset: int = 0
     seen: set[str] = field(default_factory=set)
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[BatchRecord] = field(default_factory=list)
     fates: Counter[str | None] = field(default_factory=Counter)
 
     def add(self, account: TrainingMetrics) -> None:
@@ -40,15 +40,15 @@ class Accounts:
     def decided(self) -> int:
         return sum(self.fates.values())
 
-    def result(self, experiences: int, versions: int) -> Rehearsed:
+    def result(self, experiences: int, versions: int) -> DryRunLine:
         """`experiences` is what was there to train; what has no verdict waits, or was there twice."""
         dropped = {str(reason): count for reason, count in sorted(self.fates.items(), key=str) if reason is not None}
-        return Rehearsed.model_validate(
+        return DryRunLine.model_validate(
             {
                 "trained": self.fates[None],
                 "dropped": dropped,
                 "waiting": max(0, experiences - self.decided),
-                "batches": [RehearsedBatch(experiences=one.experiences, digest=one.digest) for one in self.batches],
+                "batches": [DryRunBatch(experiences=one.experiences, digest=one.digest) for one in self.batches],
                 "versions": versions,
             }
         )

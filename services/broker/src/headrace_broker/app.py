@@ -11,20 +11,20 @@ from importlib import import_module
 
 from headrace_broker import crc
 from headrace_broker.broker import Broker
-from headrace_broker.budget import Budget
-from headrace_broker.catalog import Catalog
+from headrace_broker.budget import MemoryBudget
+from headrace_broker.catalog import TopicCatalog
 from headrace_broker.coordinator import TICK_S, Coordinator
 from headrace_broker.errors import Damaged, Rejected
 from headrace_broker.log import Log
 from headrace_broker.lost import dead_letter
 from headrace_broker.maintenance import Maintenance
-from headrace_broker.offsets import Offsets
+from headrace_broker.offsets import CommittedOffsets
 from headrace_broker.readers import Readers
 from headrace_broker.server import Server, bound
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.stats import Stats
 from headrace_broker.store import Store
-from headrace_broker.topics import Topics
+from headrace_broker.topics import TopicStore
 from headrace_broker.transactions import Transactions
 from headrace_broker.upkeep import Upkeep
 from headrace_broker.writer import Writer
@@ -89,9 +89,9 @@ async def opened(store: Store, settings: BrokerSettings, clock: Clock) -> AsyncI
 
 def assemble(store: Store, db: sqlite3.Connection, settings: BrokerSettings, clock: Clock, port: int) -> Broker:
     """Build the parts on what the file holds. `db` becomes the writer's."""
-    stats, catalog = Stats(mended=store.mended, lost_batches=len(store.lost)), Catalog()
-    log_, offsets = Log(db), Offsets(db)
-    topics, transactions = Topics(db, log_, settings.partitions_max), Transactions(db, log_, offsets)
+    stats, catalog = Stats(mended=store.mended, lost_batches=len(store.lost)), TopicCatalog()
+    log_, offsets = Log(db), CommittedOffsets(db)
+    topics, transactions = TopicStore(db, log_, settings.partitions_max), Transactions(db, log_, offsets)
     writer = Writer(db, (topics, log_, transactions), catalog.apply, stats, committed=store.committed)
     coordinator = Coordinator(settings, writer, offsets, clock, stats)
     catalog.apply(topics.all())
@@ -112,18 +112,18 @@ def assemble(store: Store, db: sqlite3.Connection, settings: BrokerSettings, clo
         upkeep=Upkeep(db, log_),
         clock=clock,
         stats=stats,
-        fetch_memory=Budget(settings.fetches_bytes_max),
+        fetch_memory=MemoryBudget(settings.fetches_bytes_max),
         folder=str(store.path.parent),
         port=port,
     )
 
 
 async def _until(failed: asyncio.Future[None], store: Store) -> None:
-    """Wait for the end of the process. Damage is put right by its next start, which is told to look for it."""
+    """Wait for the end of the process. After damage, the next start checks the file and repairs it."""
     try:
         await failed
     except Damaged as error:
-        log.error("file_damaged", file=str(store.path), error=str(error), remedy="the next start puts it right")
+        log.error("file_damaged", file=str(store.path), error=str(error), remedy="the next start repairs it")
         store.note_damage()
         raise
 
@@ -136,7 +136,7 @@ async def _tick(broker: Broker) -> None:
 
 
 async def _until_it_writes_again(broker: Broker) -> None:
-    """After a commit that failed: find out by itself when the next one succeeds, also while nobody writes."""
+    """After a failed commit, try commits until one succeeds, even while no client writes."""
     while True:
         await broker.clock.sleep(_TRY_INTERVAL_S)
         if broker.writer.trouble is not None:
@@ -155,7 +155,7 @@ async def _maintain(store: Store, broker: Broker) -> None:
 
 
 async def _late(common: Common, broker: Broker, server: Server) -> None:
-    """What takes longer to import than the broker to start, without holding up the event loop."""
+    """Import what takes longer than the start of the broker, without blocking the event loop."""
     await asyncio.to_thread(crc.prepare)
     web = await asyncio.to_thread(import_module, "headrace_runtime.web")
     metrics = await asyncio.to_thread(import_module, "headrace_broker.metrics")

@@ -26,7 +26,7 @@ NO_PRODUCER = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RecordBatch:
     """A batch's header and its bytes."""
 
     raw: bytes | memoryview
@@ -71,12 +71,12 @@ class Batch:
         return _pack(self, attributes, count, body)
 
 
-def parse(raw: bytes | memoryview) -> Batch:
+def parse(raw: bytes | memoryview) -> RecordBatch:
     """The header of stored bytes; they are trusted."""
     base, _length, _epoch, _magic, _crc, attributes, delta, first, last, producer, epoch, sequence, count = (
         _HEADER.unpack_from(raw)
     )
-    return Batch(raw, base, attributes, delta, first, last, producer, epoch, sequence, count)
+    return RecordBatch(raw, base, attributes, delta, first, last, producer, epoch, sequence, count)
 
 
 def checksum_fits(raw: bytes | memoryview) -> bool:
@@ -86,7 +86,7 @@ def checksum_fits(raw: bytes | memoryview) -> bool:
     return whole and crc32c(memoryview(raw)[_CHECKED_FROM:]) == checksum
 
 
-def parse_produced(raw: bytes | memoryview) -> Batch:
+def parse_produced(raw: bytes | memoryview) -> RecordBatch:
     """The header of what a producer sent, checked as Kafka does. Raises `Rejected`."""
     if len(raw) > 16 and raw[16] != 2:
         raise Rejected(Code.UNSUPPORTED_FOR_MESSAGE_FORMAT, f"message format {raw[16]}; only 2 is taken")
@@ -104,12 +104,12 @@ def parse_produced(raw: bytes | memoryview) -> Batch:
     return batch
 
 
-def marker(*, committed: bool, producer_id: int, epoch: int, timestamp_ms: int) -> Batch:
+def marker(*, committed: bool, producer_id: int, epoch: int, timestamp_ms: int) -> RecordBatch:
     """The control batch that ends a transaction in a partition."""
     key = struct.pack(">hh", 0, int(committed))
     value = struct.pack(">hi", 0, 0)
     record = bytes([0, 0, 0, 2 * len(key)]) + key + bytes([2 * len(value)]) + value + b"\0"
-    template = Batch(
+    template = RecordBatch(
         raw=b"",
         base_offset=0,
         attributes=_TRANSACTIONAL | _CONTROL,
@@ -124,7 +124,7 @@ def marker(*, committed: bool, producer_id: int, epoch: int, timestamp_ms: int) 
     return parse(_pack(template, template.attributes, 1, bytes([2 * len(record)]) + record))
 
 
-def _check(batch: Batch) -> None:
+def _check(batch: RecordBatch) -> None:
     if batch.count < 1 or batch.count != batch.last_offset_delta + 1:
         raise Rejected(Code.INVALID_RECORD, f"{batch.count} records over {batch.last_offset_delta + 1} offsets")
     if batch.count * _RECORD_BYTES_MIN > (len(batch.body) if batch.codec == NONE else OPENED_BYTES_MAX):
@@ -141,7 +141,7 @@ def _check(batch: Batch) -> None:
         raise Rejected(Code.INVALID_RECORD, "a transactional batch without a producer id")
 
 
-def _pack(batch: Batch, attributes: int, count: int, body: bytes) -> bytes:
+def _pack(batch: RecordBatch, attributes: int, count: int, body: bytes) -> bytes:
     checked = (
         struct.pack(
             ">hiqqqhii",

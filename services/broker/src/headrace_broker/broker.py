@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace_broker.budget import Budget
-from headrace_broker.catalog import Catalog, View
+from headrace_broker.budget import MemoryBudget
+from headrace_broker.catalog import PartitionView, TopicCatalog
 from headrace_broker.coordinator import Coordinator
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.log import Log
-from headrace_broker.offsets import Offsets
+from headrace_broker.offsets import CommittedOffsets
 from headrace_broker.readers import Readers
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.stats import Stats
-from headrace_broker.topics import Topics
+from headrace_broker.topics import TopicStore
 from headrace_broker.transactions import Transactions
 from headrace_broker.upkeep import Upkeep
 from headrace_broker.writer import Writer
@@ -28,18 +28,18 @@ class Broker:
 
     settings: BrokerSettings
     cluster_id: str
-    catalog: Catalog
+    catalog: TopicCatalog
     writer: Writer
     readers: Readers
     coordinator: Coordinator
     log: Log
-    topics: Topics
-    offsets: Offsets
+    topics: TopicStore
+    offsets: CommittedOffsets
     transactions: Transactions
     upkeep: Upkeep
     clock: Clock
     stats: Stats
-    fetch_memory: Budget
+    fetch_memory: MemoryBudget
     folder: str
     """Where the file is."""
     port: int
@@ -48,7 +48,7 @@ class Broker:
     def now_ms(self) -> int:
         return epoch_ms(self.clock.now())
 
-    def view(self, topic: str, number: int) -> View:
+    def view(self, topic: str, number: int) -> PartitionView:
         """Raises `Rejected` (3) for a partition that does not exist."""
         view = self.catalog.view(topic, number)
         if view is None:
@@ -57,8 +57,8 @@ class Broker:
 
 
 @dataclass(slots=True)
-class Call:
-    """One request's surroundings. `response_bytes` is what it holds of the memory for responses."""
+class RequestContext:
+    """The context of one request. `response_bytes` is the response memory that it holds."""
 
     client_id: str
     client_host: str

@@ -6,8 +6,8 @@ import asyncio
 from collections import deque
 
 
-class Budget:
-    """`total` bytes, handed out first come, first served. Who asks for more than the total gets the whole of it."""
+class MemoryBudget:
+    """`total` bytes, handed out first come, first served. A request for more than the total gets the total."""
 
     def __init__(self, total: int) -> None:
         self._total = total

@@ -1,4 +1,4 @@
-"""What the event loop knows of topics and their logs: exactly what is committed, and who waits for more."""
+"""What the event loop knows of topics and their logs: the committed state, and who waits for more records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Change = Moved | Event
 
 
 @dataclass(eq=False, slots=True)
-class View:
+class PartitionView:
     """A partition as committed. `readers` are woken when it moves."""
 
     id: int
@@ -29,26 +29,26 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Topic:
+class TopicState:
     """A topic that exists. Its partitions by number."""
 
     name: str
     config: TopicConfig
-    partitions: tuple[View, ...]
+    partitions: tuple[PartitionView, ...]
 
 
-class Catalog:
+class TopicCatalog:
     """Changed by `apply` alone, which the writer calls on the event loop after each commit."""
 
     def __init__(self) -> None:
-        self.topics: dict[str, Topic] = {}
-        self._views: dict[int, View] = {}
+        self.topics: dict[str, TopicState] = {}
+        self._views: dict[int, PartitionView] = {}
 
-    def view(self, topic: str, number: int) -> View | None:
+    def view(self, topic: str, number: int) -> PartitionView | None:
         found = self.topics.get(topic)
         return found.partitions[number] if found and 0 <= number < len(found.partitions) else None
 
-    def views(self) -> Iterable[View]:
+    def views(self) -> Iterable[PartitionView]:
         return self._views.values()
 
     def apply(self, changes: Iterable[Change]) -> None:
@@ -66,14 +66,14 @@ class Catalog:
                     self._move(change)
 
     def _add(self, created: Created) -> None:
-        views = tuple(View(key, created.name, number) for number, key in enumerate(created.partition_ids))
+        views = tuple(PartitionView(key, created.name, number) for number, key in enumerate(created.partition_ids))
         self._views.update({view.id: view for view in views})
-        self.topics[created.name] = Topic(created.name, created.config, views)
+        self.topics[created.name] = TopicState(created.name, created.config, views)
 
     def _grow(self, grown: Grown) -> None:
         topic = self.topics[grown.name]
         first = len(topic.partitions)
-        views = tuple(View(key, topic.name, first + number) for number, key in enumerate(grown.partition_ids))
+        views = tuple(PartitionView(key, topic.name, first + number) for number, key in enumerate(grown.partition_ids))
         self._views.update({view.id: view for view in views})
         self.topics[topic.name] = replace(topic, partitions=topic.partitions + views)
 
@@ -90,6 +90,6 @@ class Catalog:
             _wake(view)
 
 
-def _wake(view: View) -> None:
+def _wake(view: PartitionView) -> None:
     for reader in view.readers:
         reader.set()

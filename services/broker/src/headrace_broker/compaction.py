@@ -12,11 +12,11 @@ import sqlite3
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace_broker.batch import Batch, parse
+from headrace_broker.batch import RecordBatch, parse
 from headrace_broker.compression import GZIP, NONE, gzipped
 from headrace_broker.errors import Damaged, Malformed
 from headrace_broker.inspection import fault
-from headrace_broker.records import Record, records
+from headrace_broker.records import RawRecord, records
 from headrace_broker.store_format import offset_of, position
 
 _STEP_BYTES = 64 * 1024
@@ -47,11 +47,11 @@ class Pass:
     """First and last offsets of aborted transactions, by producer id."""
     kept_bytes: int = 0
 
-    def is_aborted(self, batch: Batch) -> bool:
+    def is_aborted(self, batch: RecordBatch) -> bool:
         spans = self.aborted.get(batch.producer_id, ()) if batch.transactional else ()
         return any(first <= batch.base_offset <= last for first, last in spans)
 
-    def keeps(self, record: Record) -> bool:
+    def keeps(self, record: RawRecord) -> bool:
         if record.key is None:
             return True
         if self.newest.get(_digest(record.key), -1) > record.offset:
@@ -100,7 +100,7 @@ def rewrite(db: sqlite3.Connection, work: Pass) -> list[Replacement] | None:
     return changes if batches else None
 
 
-def _rewritten(work: Pass, batch: Batch) -> bytes | None:
+def _rewritten(work: Pass, batch: RecordBatch) -> bytes | None:
     raw = batch.raw
     assert isinstance(raw, bytes)
     if batch.control or work.is_aborted(batch):
@@ -118,13 +118,13 @@ def _rewritten(work: Pass, batch: Batch) -> bytes | None:
     return batch.with_records(gzipped(body) if codec == GZIP else body, len(kept), codec)
 
 
-def _next(db: sqlite3.Connection, work: Pass) -> list[Batch]:
+def _next(db: sqlite3.Connection, work: Pass) -> list[RecordBatch]:
     """The next batches below the limit; none when it is reached."""
     rows = db.execute(
         "SELECT position, last_offset, payload FROM batches WHERE position >= ? AND position < ? ORDER BY position",
         (position(work.partition_id, work.at), position(work.partition_id, work.limit)),
     )
-    found: list[Batch] = []
+    found: list[RecordBatch] = []
     size = 0
     for row_id, last_offset, payload in rows:
         error = fault(offset_of(row_id), last_offset, payload)
@@ -138,7 +138,7 @@ def _next(db: sqlite3.Connection, work: Pass) -> list[Batch]:
     return found
 
 
-def _records(batch: Batch) -> list[Record] | None:
+def _records(batch: RecordBatch) -> list[RawRecord] | None:
     """None for a body that cannot be read; it is left alone."""
     try:
         return list(records(batch))

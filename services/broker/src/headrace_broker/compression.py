@@ -1,4 +1,4 @@
-"""Compressed record bodies, opened with a bound on what comes out. Only compaction and checks need to look inside."""
+"""Decompresses record bodies, with a bound on the result. Only compaction and checks need it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace_broker.errors import Malformed
 
 NONE, GZIP, SNAPPY, LZ4, ZSTD = range(5)
 OPENED_BYTES_MAX = 64 * 1024 * 1024
-"""Largest body that is opened: a megabyte can be made to hold a thousand."""
+"""Largest decompressed body: a malicious megabyte can expand to a gigabyte."""
 _XERIAL = b"\x82SNAPPY\0"
 _XERIAL_HEADER_BYTES = 16
 

@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_broker.broker import Broker, Call
-from headrace_broker.budget import Budget
-from headrace_broker.dispatch import Request, encode_response, parse, respond
+from headrace_broker.broker import Broker, RequestContext
+from headrace_broker.budget import MemoryBudget
+from headrace_broker.dispatch import DecodedRequest, encode_response, parse, respond
 from headrace_broker.errors import Malformed
 from headrace_runtime.logs import get_logger
 
@@ -23,8 +23,8 @@ _RESPONSE_START = struct.Struct(">ii")
 class _Pending:
     """A request that is being worked on. It holds memory until its answer is sent."""
 
-    call: Call
-    request: Request
+    call: RequestContext
+    request: DecodedRequest
     held_bytes: int
     task: asyncio.Task[Any]
 
@@ -36,7 +36,7 @@ class Connection:
     """
 
     def __init__(
-        self, broker: Broker, memory: Budget, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, broker: Broker, memory: MemoryBudget, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self._broker = broker
         self._memory = memory
@@ -60,7 +60,7 @@ class Connection:
             self._broker.stats.malformed += 1
             log.warning("connection_closed", client=self._host, error=str(error))
         except Exception:
-            # A bug in a handler costs its client the connection, not everybody the bus. Nothing is half done: what
+            # A bug in a handler closes this connection only; the broker goes on. Nothing is half done: what
             # changes the log runs on the writer, and a bug there does end the process.
             self._broker.stats.handler_failures += 1
             log.exception("handler_failed", client=self._host)
@@ -81,7 +81,7 @@ class Connection:
             except BaseException:
                 self._memory.give(held_bytes)
                 raise
-            call = Call(request.client_id, self._host, request.form.version)
+            call = RequestContext(request.client_id, self._host, request.form.version)
             task = asyncio.create_task(self._handle(call, request))
             pending = _Pending(call, request, held_bytes, task)
             self._started.add(pending)
@@ -112,7 +112,7 @@ class Connection:
                 if not self._started:
                     raise
 
-    async def _handle(self, call: Call, request: Request) -> Any:
+    async def _handle(self, call: RequestContext, request: DecodedRequest) -> Any:
         started = time.perf_counter()
         response = await respond(self._broker, call, request)
         name = request.api.name if request.api else "ApiVersions"

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from functools import partial
 
 from headrace_broker.errors import Code, Rejected
-from headrace_broker.group import Group, Member, Phase
+from headrace_broker.group import Group, GroupMember, Phase
 from headrace_broker.group_state import restore, saved
-from headrace_broker.offsets import Offsets
+from headrace_broker.offsets import CommittedOffsets
 from headrace_broker.protocol.groups import (
     HeartbeatRequest,
     JoinGroupRequest,
@@ -32,7 +32,9 @@ TICK_S = 0.2
 class Coordinator:
     """Lives on the event loop. Methods raise `Rejected`; a storage error becomes COORDINATOR_NOT_AVAILABLE."""
 
-    def __init__(self, settings: BrokerSettings, writer: Writer, offsets: Offsets, clock: Clock, stats: Stats) -> None:
+    def __init__(
+        self, settings: BrokerSettings, writer: Writer, offsets: CommittedOffsets, clock: Clock, stats: Stats
+    ) -> None:
         self._settings = settings
         self._writer = writer
         self._offsets = offsets
@@ -58,7 +60,7 @@ class Coordinator:
         if not low <= request.session_timeout_ms / 1000 <= high:
             raise Rejected(Code.INVALID_SESSION_TIMEOUT, f"between {low} s and {high} s")
         now_s = self._clock.monotonic_s()
-        member = Member(
+        member = GroupMember(
             id=request.member_id or f"{request.group_instance_id or client_id}-{uuid.uuid4()}",
             instance_id=request.group_instance_id,
             client_id=client_id,
@@ -145,7 +147,7 @@ class Coordinator:
             self._save_if_changed(group)
 
     async def expire(self) -> None:
-        """Delete groups that nobody has used for `group_retention_s`."""
+        """Delete groups that were not used for `group_retention_s`."""
         before_ms = epoch_ms(self._clock.now()) - round(self._settings.group_retention_s * 1000)
         for group in self.all():
             if group.phase is Phase.EMPTY and not group.awaited and group.used_ms < before_ms:

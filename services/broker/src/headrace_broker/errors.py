@@ -70,4 +70,4 @@ class Malformed(HeadraceError):
 
 
 class Damaged(HeadraceError):
-    """What is stored is not what was written. The process ends; its next start puts that right, or takes it out."""
+    """The stored bytes are not what was written. The process ends; its next start repairs or removes them."""

@@ -34,7 +34,7 @@ class Phase(StrEnum):
 
 
 @dataclass(slots=True)
-class Member:
+class GroupMember:
     """One client of the group. `joining` and `syncing` are requests that wait for an answer."""
 
     id: str
@@ -67,14 +67,14 @@ class Group:
     protocol_type: str = ""
     protocol: str = ""
     leader: str = ""
-    members: dict[str, Member] = field(default_factory=dict)
+    members: dict[str, GroupMember] = field(default_factory=dict)
     awaited: dict[str, float] = field(default_factory=dict)
     """Ids given to clients that have not joined with them yet, until when they may."""
     rebalance_ends_s: float = 0.0
     changed: bool = False
     used_ms: int = 0
 
-    def join(self, request: JoinGroupRequest, member: Member, reply: JoinReply, now_s: float) -> None:
+    def join(self, request: JoinGroupRequest, member: GroupMember, reply: JoinReply, now_s: float) -> None:
         """Take the member in, or back. `member.id` is `request.member_id` or, when that is empty, a new one.
 
         Raises `Rejected`; for MEMBER_ID_REQUIRED the client is to come again with `member.id`.
@@ -138,7 +138,7 @@ class Group:
     def check_commit(self, member_id: str, generation: int, now_s: float) -> None:
         """Whether an offset commit may be taken. Raises `Rejected` (22, 25, 27)."""
         if generation < 0 and not self.members:
-            return  # somebody who assigns partitions by hand
+            return  # a client that assigns partitions by itself
         member = self._checked(member_id, generation)
         self._keep(member, now_s)
         if self.phase is Phase.COMPLETING:
@@ -153,7 +153,7 @@ class Group:
         self._checked(member_id, generation)
 
     def tick(self, now_s: float) -> None:
-        """Remove members that went silent, and end a rebalance that somebody holds up. Called a few times a second."""
+        """Remove members that went silent, and end a rebalance that a member delays. Called a few times a second."""
         for member_id in [key for key, until in self.awaited.items() if until < now_s]:
             del self.awaited[member_id]
         silent = [m.id for m in self.members.values() if m.expires_s < now_s and not (m.joining or m.syncing)]
@@ -172,7 +172,7 @@ class Group:
         if not request.protocol_type or not common or (others and request.protocol_type != self.protocol_type):
             raise Rejected(Code.INCONSISTENT_GROUP_PROTOCOL)
 
-    def _checked(self, member_id: str, generation: int) -> Member:
+    def _checked(self, member_id: str, generation: int) -> GroupMember:
         member = self.members.get(member_id)
         if member is None:
             raise Rejected(Code.UNKNOWN_MEMBER_ID)
@@ -180,10 +180,10 @@ class Group:
             raise Rejected(Code.ILLEGAL_GENERATION)
         return member
 
-    def _static(self, instance_id: str) -> Member | None:
+    def _static(self, instance_id: str) -> GroupMember | None:
         return next((m for m in self.members.values() if m.instance_id == instance_id), None)
 
-    def _add(self, member: Member, reply: JoinReply, now_s: float) -> None:
+    def _add(self, member: GroupMember, reply: JoinReply, now_s: float) -> None:
         self._check_size()
         self.members[member.id] = member
         member.joining = reply
@@ -193,7 +193,7 @@ class Group:
         if len(self.members) + len(self.awaited) >= self.members_max:
             raise Rejected(Code.GROUP_MAX_SIZE_REACHED, f"broker.group_members_max = {self.members_max}")
 
-    def _rejoin(self, known: Member, again: Member, reply: JoinReply, now_s: float) -> None:
+    def _rejoin(self, known: GroupMember, again: GroupMember, reply: JoinReply, now_s: float) -> None:
         if known.joining:  # asked twice: only the last one waits
             known.joining(self._refusal(Code.REBALANCE_IN_PROGRESS, known.id))
         same = known.protocols == again.protocols
@@ -203,12 +203,12 @@ class Group:
         known.joining = reply
         self._keep(known, now_s)
         settled = self.phase is Phase.COMPLETING or (self.phase is Phase.STABLE and known.id != self.leader)
-        if same and settled:  # it did not hear our answer, or only looked whether anything is new
+        if same and settled:  # it missed our answer, or only checked for changes
             self._reply_join(known, now_s)
         else:
             self._rebalance(now_s)
 
-    def _replace(self, old: Member, new: Member, reply: JoinReply, now_s: float) -> None:
+    def _replace(self, old: GroupMember, new: GroupMember, reply: JoinReply, now_s: float) -> None:
         """A static member came back under a new id: it keeps its place, and its assignment if nothing else changed."""
         if old.joining:
             old.joining(self._refusal(Code.FENCED_INSTANCE_ID, old.id))
@@ -240,7 +240,7 @@ class Group:
         self._rebalance(now_s)
 
     def _rebalance(self, now_s: float) -> None:
-        """Have everybody join again; done at once when everybody has."""
+        """Ask all members to join again; complete at once if all have joined."""
         if self.phase is not Phase.PREPARING:
             self.phase = Phase.PREPARING
             timeouts = [member.rebalance_timeout_s for member in self.members.values()]
@@ -281,7 +281,7 @@ class Group:
         favourites = [next(p.name for p in m.protocols if p.name in common) for m in self.members.values()]
         return max(favourites, key=favourites.count)
 
-    def _reply_join(self, member: Member, now_s: float) -> None:
+    def _reply_join(self, member: GroupMember, now_s: float) -> None:
         assert member.joining is not None
         everybody = tuple(JoinedMember(m.id, m.instance_id, m.metadata(self.protocol)) for m in self.members.values())
         told = everybody if member.id == self.leader else ()
@@ -289,13 +289,13 @@ class Group:
         self._keep(member, now_s)
         reply(JoinGroupResponse(0, Code.NONE, self.generation, self.protocol, self.leader, member.id, told))
 
-    def _reply_sync(self, member: Member, code: Code, now_s: float) -> None:
+    def _reply_sync(self, member: GroupMember, code: Code, now_s: float) -> None:
         if member.syncing:
             reply, member.syncing = member.syncing, None
             self._keep(member, now_s)
             reply(SyncGroupResponse(0, code, member.assignment))
 
-    def _keep(self, member: Member, now_s: float) -> None:
+    def _keep(self, member: GroupMember, now_s: float) -> None:
         member.expires_s = now_s + member.session_timeout_s
 
     @staticmethod

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from headrace_broker.group import Group, Member, Phase
+from headrace_broker.group import Group, GroupMember, Phase
 from headrace_broker.protocol.groups import Protocol
-from headrace_broker.wire import Bytes, Int32, NullableString, Source, String, decode, encode
+from headrace_broker.wire import Bytes, Int32, NullableString, String, WireReader, decode, encode
 
 
 class SavedMember(NamedTuple):
@@ -54,11 +54,11 @@ def restore(group: Group, state: bytes, now_s: float) -> None:
     """Put a saved state into a new group. Each member has its whole session timeout to be heard of again."""
     if not state:  # it has offsets and never had members
         return
-    stored = decode(SavedGroup, Source(state))
+    stored = decode(SavedGroup, WireReader(state))
     group.generation = stored.generation
     group.protocol_type, group.protocol, group.leader = stored.protocol_type, stored.protocol, stored.leader
     group.members = {
-        member.id: Member(
+        member.id: GroupMember(
             member.id,
             member.instance_id,
             member.client_id,

@@ -18,8 +18,8 @@ WAL_PAGES = 4_000
 """The log is folded into the file past 16 MB: seldom enough to be cheap, small enough to be quick."""
 
 
-class Found(NamedTuple):
-    """What the start found: bytes put right, in pages and frames, and pages that are damaged beyond that."""
+class RepairReport(NamedTuple):
+    """What the start repaired (bytes in pages and frames), and the pages that it could not repair."""
 
     healed_pages: list[int]
     healed_frames: list[int]
@@ -40,22 +40,22 @@ class Guard:
         self._pages.close()
         self._wal.close()
 
-    def mend(self) -> Found:
-        """Put right what can be. Raises `OSError`."""
+    def mend(self) -> RepairReport:
+        """Repair what can be repaired. Raises `OSError`."""
         if not self._database.exists() or not self._database.stat().st_size:
-            return Found([], [], [], unguarded=False)
+            return RepairReport([], [], [], unguarded=False)
         unguarded = not self._pages.any
         log = self._wal.mend()
         scrubbed = self._pages.scrub(self._database, log.pages)
-        return Found(scrubbed.healed, log.healed, scrubbed.damaged + sorted(log.damaged), unguarded)
+        return RepairReport(scrubbed.healed, log.healed, scrubbed.damaged + sorted(log.damaged), unguarded)
 
     def adopt(self) -> None:
-        """Take the file for what it is. Call it after a checkpoint, before anything else is written."""
+        """Accept the file as it is. Call it after a checkpoint, before anything else is written."""
         found = sums_of(self._database)
         self._pages.put(found, len(found))
 
     def committed(self, db: sqlite3.Connection) -> None:
-        """Note what a commit wrote, and make a checkpoint when one is due. What fails, the next one does."""
+        """Note what a commit wrote, and make a checkpoint when one is due. If it fails, the next call does it."""
         try:
             self._wal.note()
         except OSError:
@@ -64,7 +64,7 @@ class Guard:
             self.checkpoint(db)
 
     def checkpoint(self, db: sqlite3.Connection) -> bool:
-        """Fold the log into the file; whether all of it is there now. Readers may prevent that for a moment."""
+        """Copy the log into the file. Returns whether all of it is there; readers may delay it."""
         try:
             self._wal.note()
             total = db.execute("PRAGMA page_count").fetchone()[0]
@@ -74,5 +74,5 @@ class Guard:
                 return False
             self._pages.put(self._wal.pages, total)
         except (OSError, sqlite3.OperationalError):
-            return False  # a full disk: the log goes on growing until that is full too, which producers are told
+            return False  # a full disk: the log grows until it has no room either, which producers are told
         return True

@@ -1,4 +1,4 @@
-"""What a partition remembers of a producer, so that a batch sent twice is stored once.
+"""The state of a producer in a partition, so that a batch that is sent twice is stored once.
 
 Clients keep at most five batches in flight, so five are remembered, as in Kafka.
 """
@@ -9,7 +9,7 @@ import struct
 from collections import deque
 from dataclasses import dataclass, field
 
-from headrace_broker.batch import Batch
+from headrace_broker.batch import RecordBatch
 from headrace_broker.errors import Code, Rejected
 
 REMEMBERED = 5
@@ -19,7 +19,7 @@ _SENT = struct.Struct(">iiq")
 
 
 @dataclass(slots=True)
-class Producer:
+class ProducerState:
     """One producer in one partition. `open_from` is where its open transaction begins."""
 
     epoch: int
@@ -28,7 +28,7 @@ class Producer:
     open_from: int | None = None
     seen_ms: int = 0
 
-    def duplicate_of(self, batch: Batch) -> int | None:
+    def duplicate_of(self, batch: RecordBatch) -> int | None:
         """The base offset at which this batch is stored already; None when it is the next one.
 
         Raises `Rejected` for an old epoch (47) and for a gap in the sequence (45).
@@ -48,7 +48,7 @@ class Producer:
             raise Rejected(Code.OUT_OF_ORDER_SEQUENCE, f"sequence {first}, expected {expected}")
         return None
 
-    def note(self, batch: Batch, offset: int, now_ms: int) -> None:
+    def note(self, batch: RecordBatch, offset: int, now_ms: int) -> None:
         """Remember that `batch` is stored at `offset`."""
         if batch.producer_epoch != self.epoch:
             self.epoch = batch.producer_epoch
@@ -62,10 +62,10 @@ class Producer:
         return b"".join(_SENT.pack(*sent) for sent in self.recent)
 
     @classmethod
-    def unpacked(cls, epoch: int, recent: bytes, open_from: int | None, seen_ms: int) -> Producer:
+    def unpacked(cls, epoch: int, recent: bytes, open_from: int | None, seen_ms: int) -> ProducerState:
         return cls(epoch, deque(_SENT.iter_unpack(recent), REMEMBERED), open_from, seen_ms)
 
 
-def span(batch: Batch) -> tuple[int, int]:
+def span(batch: RecordBatch) -> tuple[int, int]:
     """First and last sequence number of a batch."""
     return batch.base_sequence, (batch.base_sequence + batch.last_offset_delta) % SEQUENCES

@@ -1,7 +1,7 @@
-"""Damage that the checksums could not put right: found row by row, taken out, and named by its place.
+"""Finds damage that the checksums could not repair, row by row, and removes it. Each removed range is reported.
 
-A damaged batch is a gap in its log, which every client passes as it passes what compaction took away. Nothing of it is
-served: a record is delivered as it was produced, or it is named in `Lost`.
+A damaged batch becomes a gap in its log, which clients skip like the gaps of compaction. No part of it is served: a
+record is delivered as it was produced, or it is reported in `Lost`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from headrace_broker.batch import HEADER_BYTES, checksum_fits, parse
 from headrace_broker.errors import Malformed
 from headrace_broker.group_state import SavedGroup
-from headrace_broker.idempotence import Producer
+from headrace_broker.idempotence import ProducerState
 from headrace_broker.store_format import TABLE_NAMES, offset_of, partition_of, position
 from headrace_broker.topic_config import TopicConfig
-from headrace_broker.wire import Source, decode
+from headrace_broker.wire import WireReader, decode
 from headrace_runtime.logs import get_logger
 
 log = get_logger(__name__)
@@ -26,7 +26,7 @@ _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 class Lost(NamedTuple):
-    """Offsets that are gone, and what was left of them."""
+    """A range of lost offsets, with the bytes that were left of it."""
 
     topic: str
     partition: int
@@ -94,11 +94,11 @@ def _readable(read: Callable[[Any], object], value: object) -> bool:
 
 
 def _state(value: bytes) -> object:
-    return decode(SavedGroup, Source(value)) if value else None
+    return decode(SavedGroup, WireReader(value)) if value else None
 
 
 def _sent(value: bytes) -> object:
-    return Producer.unpacked(0, value, None, 0)
+    return ProducerState.unpacked(0, value, None, 0)
 
 
 _SMALL: tuple[tuple[str, str, str, Callable[[Any], object], str], ...] = (
@@ -107,8 +107,8 @@ _SMALL: tuple[tuple[str, str, str, Callable[[Any], object], str], ...] = (
     ("groups", "id", "state", _state, "UPDATE groups SET state = x''"),
     ("producers", "producer_id", "recent", _sent, "DELETE FROM producers"),
 )
-"""What the broker decodes at its start, and what becomes of a value that it cannot: members join again, a producer
-begins anew, a topic has the settings of a new one."""
+"""Values that the broker decodes at its start, and the remedy for one that it cannot decode: members join again, a
+producer starts anew, a topic gets default settings."""
 
 
 def copy(damaged: sqlite3.Connection, fresh: sqlite3.Connection) -> list[Lost]:

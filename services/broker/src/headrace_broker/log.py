@@ -1,7 +1,7 @@
 """The log as it is written: offsets, idempotence, transactions' markers, retention's deletes.
 
-Everything here runs on the writer's thread, inside the writer's transaction. What is kept in memory is a cache of the
-file: `flush` writes it back before the commit, `reload` forgets it after a rollback.
+Everything here runs on the writer's thread, inside the writer's transaction. Memory holds a cache of the file:
+`flush` writes it back before the commit, `reload` reads it again after a rollback.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace_broker.batch import NO_PRODUCER, Batch, marker
+from headrace_broker.batch import NO_PRODUCER, RecordBatch, marker
 from headrace_broker.errors import Code, Rejected
-from headrace_broker.idempotence import Producer
+from headrace_broker.idempotence import ProducerState
 from headrace_broker.store_format import OFFSET_MAX, position
 
 _PRODUCERS_CACHED = 10_000
 
 
 @dataclass(slots=True)
-class Partition:
+class PartitionLog:
     """Where a partition's log begins and ends. `open` maps producers to the first offset of their open transaction."""
 
     id: int
@@ -35,7 +35,7 @@ class Partition:
 
     @property
     def stable(self) -> int:
-        """Everything below is decided: committed or aborted (the last stable offset)."""
+        """The last stable offset: every transaction below it is committed or aborted."""
         return min(self.open.values(), default=self.end)
 
 
@@ -47,7 +47,7 @@ class Appended(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What a commit changed about a partition, for the event loop."""
+    """How a commit changed a partition, for the event loop."""
 
     id: int
     start: int
@@ -61,8 +61,8 @@ class Log:
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
-        self._partitions: dict[int, Partition] = {}
-        self._producers: OrderedDict[tuple[int, int], Producer] = OrderedDict()
+        self._partitions: dict[int, PartitionLog] = {}
+        self._producers: OrderedDict[tuple[int, int], ProducerState] = OrderedDict()
         self._moved: set[int] = set()
         self._noted: set[tuple[int, int]] = set()
         self.reload()
@@ -70,7 +70,7 @@ class Log:
     def reload(self) -> None:
         """Read again what is committed."""
         query = "SELECT id, topic, number, log_start, log_end, bytes, max_timestamp FROM partitions"
-        self._partitions = {row[0]: Partition(*row) for row in self._db.execute(query)}
+        self._partitions = {row[0]: PartitionLog(*row) for row in self._db.execute(query)}
         self._producers.clear()
         self._moved.clear()
         self._noted.clear()
@@ -92,24 +92,24 @@ class Log:
         return [_moved(partition) for partition in partitions]
 
     def everything(self) -> list[Moved]:
-        """Where every partition is, for the start."""
+        """The state of every partition, for the start."""
         return [_moved(partition) for partition in self._partitions.values()]
 
-    def partition(self, partition_id: int) -> Partition:
+    def partition(self, partition_id: int) -> PartitionLog:
         """Raises `Rejected` (3) when its topic was deleted."""
         try:
             return self._partitions[partition_id]
         except KeyError:
             raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION, "the topic was deleted") from None
 
-    def partitions(self) -> Iterable[Partition]:
+    def partitions(self) -> Iterable[PartitionLog]:
         return self._partitions.values()
 
-    def add(self, topic: str, number: int) -> Partition:
+    def add(self, topic: str, number: int) -> PartitionLog:
         """A new, empty partition."""
         row = self._db.execute("INSERT INTO partitions (topic, number) VALUES (?, ?)", (topic, number))
         assert row.lastrowid is not None
-        partition = self._partitions[row.lastrowid] = Partition(row.lastrowid, topic, number, 0, 0, 0, -1)
+        partition = self._partitions[row.lastrowid] = PartitionLog(row.lastrowid, topic, number, 0, 0, 0, -1)
         return partition
 
     def drop(self, partition_id: int) -> None:
@@ -122,7 +122,7 @@ class Log:
         self._db.execute("DELETE FROM producers WHERE partition = ?", (partition_id,))
         self._db.execute("DELETE FROM aborted WHERE partition = ?", (partition_id,))
 
-    def append(self, partition_id: int, batch: Batch, now_ms: int) -> Appended:
+    def append(self, partition_id: int, batch: RecordBatch, now_ms: int) -> Appended:
         """Store a batch at the end, or find where it is stored already. Raises `Rejected` and then wrote nothing."""
         partition = self.partition(partition_id)
         if batch.producer_id == NO_PRODUCER:
@@ -134,15 +134,15 @@ class Log:
                 return Appended(known, partition.start)
         offset = self._store(partition, batch, now_ms)
         key = (partition_id, batch.producer_id)
-        producer = self._producers.setdefault(key, producer or Producer(batch.producer_epoch))
+        producer = self._producers.setdefault(key, producer or ProducerState(batch.producer_epoch))
         producer.note(batch, offset, now_ms)
         self._noted.add(key)
         if producer.open_from is not None:
             partition.open[batch.producer_id] = producer.open_from
         return Appended(offset, partition.start)
 
-    def producer(self, partition_id: int, producer_id: int) -> Producer | None:
-        """What the partition remembers of a producer."""
+    def producer(self, partition_id: int, producer_id: int) -> ProducerState | None:
+        """The state of a producer in the partition."""
         key = (partition_id, producer_id)
         found = self._producers.get(key)
         if found is not None:
@@ -151,7 +151,7 @@ class Log:
         query = "SELECT epoch, recent, open_from, seen_ms FROM producers WHERE partition = ? AND producer_id = ?"
         row = self._db.execute(query, key).fetchone()
         if row is not None:
-            self._producers[key] = found = Producer.unpacked(*row)
+            self._producers[key] = found = ProducerState.unpacked(*row)
         return found
 
     def end_transaction(self, partition_id: int, producer_id: int, epoch: int, *, commit: bool, now_ms: int) -> None:
@@ -170,12 +170,12 @@ class Log:
         producer.open_from = None
         self._noted.add((partition_id, producer_id))
 
-    def touch(self, partition: Partition) -> None:
+    def touch(self, partition: PartitionLog) -> None:
         """Have the next flush write the partition back and tell the event loop."""
         self._moved.add(partition.id)
 
     def forget_producers(self, before_ms: int) -> None:
-        """Drop what is remembered of producers that were last seen before; a late duplicate of theirs is stored."""
+        """Delete the state of producers that were not seen since then. A late duplicate of theirs is stored again."""
         self._save_producers()  # one that comes back in the transaction that forgets the others is not forgotten
         statement = "DELETE FROM producers WHERE open_from IS NULL AND seen_ms < ? RETURNING partition, producer_id"
         for key in self._db.execute(statement, (before_ms,)).fetchall():
@@ -189,7 +189,7 @@ class Log:
         )
         self._noted.clear()
 
-    def _store(self, partition: Partition, batch: Batch, now_ms: int) -> int:
+    def _store(self, partition: PartitionLog, batch: RecordBatch, now_ms: int) -> int:
         offset = partition.end
         if offset + batch.last_offset_delta >= OFFSET_MAX:
             raise Rejected(Code.POLICY_VIOLATION, f"{partition.topic} {partition.number} has no offsets left")
@@ -212,5 +212,5 @@ class Log:
         return offset
 
 
-def _moved(partition: Partition) -> Moved:
+def _moved(partition: PartitionLog) -> Moved:
     return Moved(partition.id, partition.start, partition.end, partition.stable, partition.bytes)

@@ -1,4 +1,4 @@
-"""A dead letter for each place that damage took out, so that it is seen where everything that failed is seen."""
+"""Writes a dead letter for each range that was lost to damage, so that it is seen with all other failures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Keeps the file small while the broker runs: retention, compaction, deleted topics, what nobody uses any more.
+"""Keeps the file small while the broker runs: retention, compaction, deleted topics, unused producers and groups.
 
-Reading and computing happen on a thread with a connection of its own; what is found is written in small operations
-between those of clients, and the work rests as long as it ran, so that clients hardly notice.
+It reads and computes on its own thread with its own connection. It writes in small operations between those of
+clients, and pauses for as long as it ran, so that clients hardly notice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 from headrace_broker import compaction, retention
 from headrace_broker.broker import Broker
-from headrace_broker.catalog import View
+from headrace_broker.catalog import PartitionView
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.readers import Readers
 from headrace_broker.retention import Bounds
@@ -29,7 +29,7 @@ TRANSACTIONS_INTERVAL_S = 1.0
 
 
 class Maintenance:
-    """`run` until cancelled. What a full disk prevents is tried again in the next round."""
+    """`run` until cancelled. After a full disk it tries again in the next round."""
 
     def __init__(self, broker: Broker, readers: Readers) -> None:
         self._broker = broker
@@ -58,7 +58,7 @@ class Maintenance:
         forget_before_ms = now_ms - round(self._settings.producer_retention_s * 1000)
         await self._broker.writer.submit(partial(self._broker.transactions.expire, now_ms, forget_before_ms))
 
-    async def _maintain(self, view: View, config: TopicConfig) -> None:
+    async def _maintain(self, view: PartitionView, config: TopicConfig) -> None:
         try:
             if config.deletes:
                 await self._expire(view, config)
@@ -68,7 +68,7 @@ class Maintenance:
             if error.code is not Code.UNKNOWN_TOPIC_OR_PARTITION:  # deleted meanwhile
                 raise
 
-    async def _expire(self, view: View, config: TopicConfig) -> None:
+    async def _expire(self, view: PartitionView, config: TopicConfig) -> None:
         while True:
             bounds = Bounds(view.id, view.start, view.stable, view.bytes)
             cut = await self._read(retention.expired, bounds, config, self._broker.now_ms())
@@ -77,7 +77,7 @@ class Maintenance:
             freed = await self._broker.writer.submit(partial(self._broker.upkeep.cut, view.id, cut))
             self._broker.stats.expired_bytes += freed
 
-    async def _compact(self, view: View, config: TopicConfig) -> None:
+    async def _compact(self, view: PartitionView, config: TopicConfig) -> None:
         cleaned_to, clean_bytes = await self._read(compaction.progress, view.id)
         dirty_bytes = view.bytes - clean_bytes
         last = await self._read(retention.last_batch, view.id)

@@ -80,6 +80,6 @@ class BrokerCollector(Collector):
         held.add_metric(["fetches"], self._broker.fetch_memory.used)
         yield held
         stats = self._broker.stats
-        yield GaugeMetricFamily(f"{_PREFIX}_mended", "Pages and log frames that the start put right", stats.mended)
-        yield GaugeMetricFamily(f"{_PREFIX}_lost_batches", "Places that the start found lost", stats.lost_batches)
+        yield GaugeMetricFamily(f"{_PREFIX}_mended", "Pages and log frames that the start repaired", stats.mended)
+        yield GaugeMetricFamily(f"{_PREFIX}_lost_batches", "Ranges that the start found lost", stats.lost_batches)
         yield GaugeMetricFamily(f"{_PREFIX}_connections", "Clients connected", self._broker.stats.connections)

@@ -7,7 +7,7 @@ import sqlite3
 from headrace_broker.protocol.offsets import CommitTopic
 
 
-class Offsets:
+class CommittedOffsets:
     """The tables `offsets`, `pending_offsets` and `groups`. Keeps nothing in memory."""
 
     def __init__(self, db: sqlite3.Connection) -> None:

@@ -1,9 +1,9 @@
-"""Checksums of the file's pages, beside it, by which a flipped byte is found and put right.
+"""Checksums of the file's pages, beside it, which find and repair a flipped byte.
 
 Two checksums of a page (CRC-32 and Adler-32) are kept in `broker.sums`. The CRC says where a single byte was changed
 and into what: it is linear, so the difference between the CRC stored and the CRC found depends on the change alone. The
 other checksum confirms the correction. So one flipped byte in a page costs nothing, wherever it is: in a record, in an
-index, in the header of the file. Larger damage is told apart and left to `inspection`.
+index, in the header of the file. Larger damage is detected and left to `inspection`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _POLYNOMIAL = 0xEDB88320
 
 
 class Scrubbed(NamedTuple):
-    """Pages by number, from 1 on: put right, and damaged beyond that. `unknown` ones have no checksum yet."""
+    """Numbers of pages, from 1 on: repaired, and damaged beyond repair. `unknown` pages have no checksum yet."""
 
     healed: list[int]
     damaged: list[int]
@@ -68,7 +68,7 @@ class PageSums:
         os.fsync(self._file)
 
     def scrub(self, database: Path, passed_over: set[int]) -> Scrubbed:
-        """Compare every page, and put right what can be. Pages in `passed_over` have a newer version elsewhere."""
+        """Check every page and repair what can be repaired. Pages in `passed_over` have a newer version in the log."""
         result = Scrubbed([], [], 0)
         unknown = 0
         handle = os.open(database, os.O_RDWR)
@@ -93,7 +93,9 @@ class PageSums:
     def _mend(self, database: int, number: int, page: bytes, result: Scrubbed, *, expected: bool) -> None:
         crc, adler = _ENTRY.unpack(self._entry(number).to_bytes(8, "little"))
         found = sums(page)
-        if found[0] == crc or found[1] == adler:  # one changed byte in the page would change both: it is the entry
+        if (
+            found[0] == crc or found[1] == adler
+        ):  # a changed byte in the page would change both checksums: so the entry is damaged
             self._set(number, _ENTRY.pack(*found))
             result.healed.append(number)
             return

@@ -52,7 +52,7 @@ class Readers:
     def _damaged(self, error: Damaged) -> None:
         if not self.failed.done():
             self.failed.set_exception(error)
-            self.failed.exception()  # seen, also when nobody waits
+            self.failed.exception()  # retrieved, so that asyncio does not warn about it
 
     def close(self) -> None:
         """Wait for running reads and close the connections."""

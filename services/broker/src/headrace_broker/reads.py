@@ -1,6 +1,6 @@
 """What is read from the file: batches, the aborted transactions among them, offsets by time, committed offsets.
 
-The functions take a connection of their own and run on a reader thread. They see what is committed and nothing else.
+The functions take a connection of their own and run on a reader thread. They see committed data only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from headrace_broker.batch import parse
 from headrace_broker.errors import Damaged, Malformed
-from headrace_broker.idempotence import Producer
+from headrace_broker.idempotence import ProducerState
 from headrace_broker.inspection import fault
 from headrace_broker.protocol.fetch import AbortedTransaction
 from headrace_broker.protocol.transactions import ActiveProducer
@@ -20,7 +20,7 @@ from headrace_broker.records import records
 from headrace_broker.store_format import offset_of, position
 
 
-class Want(NamedTuple):
+class ReadRequest(NamedTuple):
     """Batches of a partition from the one that holds `offset` up to `before`."""
 
     partition_id: int
@@ -30,14 +30,14 @@ class Want(NamedTuple):
     read_committed: bool
 
 
-class Got(NamedTuple):
-    """What there was for a `Want`; `aborted` is None unless it asked for read_committed."""
+class ReadResult(NamedTuple):
+    """The answer to a `ReadRequest`; `aborted` is None unless it asked for read_committed."""
 
     records: bytes
     aborted: tuple[AbortedTransaction, ...] | None
 
 
-def batches(db: sqlite3.Connection, wants: Sequence[Want], bytes_max: int) -> list[Got]:
+def batches(db: sqlite3.Connection, wants: Sequence[ReadRequest], bytes_max: int) -> list[ReadResult]:
     """Whole batches for each want, all of one moment, at most `bytes_max` but for the first batch found."""
     answers = []
     left = bytes_max
@@ -45,7 +45,7 @@ def batches(db: sqlite3.Connection, wants: Sequence[Want], bytes_max: int) -> li
         for want in wants:
             found, end = _read(db, want, min(left, want.bytes_max), first=left == bytes_max)
             left = max(left - len(found), 0)
-            answers.append(Got(found, _aborted(db, want, end) if want.read_committed else None))
+            answers.append(ReadResult(found, _aborted(db, want, end) if want.read_committed else None))
     return answers
 
 
@@ -63,7 +63,7 @@ def offset_at_time(db: sqlite3.Connection, partition_id: int, start: int, end: i
                 for record in records(batch):
                     if record.timestamp >= timestamp:
                         return record.offset, record.timestamp
-            except Malformed:  # the producer's business; to a time lookup the batch is one record
+            except Malformed:  # the producer compressed it; a time lookup treats the batch as one record
                 return batch.base_offset, batch.max_timestamp
     return -1, -1
 
@@ -84,7 +84,7 @@ def producers(db: sqlite3.Connection, partition_id: int) -> tuple[ActiveProducer
     query = "SELECT producer_id, epoch, recent, open_from, seen_ms FROM producers WHERE partition = ?"
     found = []
     for producer_id, epoch, recent, open_from, seen_ms in db.execute(query, (partition_id,)):
-        sent = Producer.unpacked(epoch, recent, open_from, seen_ms).recent
+        sent = ProducerState.unpacked(epoch, recent, open_from, seen_ms).recent
         last = sent[-1][1] if sent else -1
         found.append(ActiveProducer(producer_id, epoch, last, seen_ms, -1, -1 if open_from is None else open_from))
     return tuple(found)
@@ -99,7 +99,7 @@ def _snapshot(db: sqlite3.Connection) -> Iterator[None]:
         db.execute("ROLLBACK")
 
 
-def _read(db: sqlite3.Connection, want: Want, bytes_max: int, *, first: bool) -> tuple[bytes, int]:
+def _read(db: sqlite3.Connection, want: ReadRequest, bytes_max: int, *, first: bool) -> tuple[bytes, int]:
     """Batches, and the offset at which they end. With `first`, the first one may be larger than the bound."""
     end = want.offset
     if bytes_max <= 0 and not first:
@@ -132,7 +132,7 @@ def _read(db: sqlite3.Connection, want: Want, bytes_max: int, *, first: bool) ->
     return b"".join(found), end
 
 
-def _aborted(db: sqlite3.Connection, want: Want, end: int) -> tuple[AbortedTransaction, ...]:
+def _aborted(db: sqlite3.Connection, want: ReadRequest, end: int) -> tuple[AbortedTransaction, ...]:
     """The aborted transactions with records between `want.offset` and `end`."""
     query = (
         "SELECT producer_id, first_offset FROM aborted"

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from headrace_broker.batch import Batch
+from headrace_broker.batch import RecordBatch
 from headrace_broker.compression import opened
 from headrace_broker.errors import Malformed
 
 
-class Record(NamedTuple):
-    """One record. Views into its batch: keep none of them longer than the batch."""
+class RawRecord(NamedTuple):
+    """One record. Its fields are views into the batch: do not keep them longer than the batch."""
 
     offset: int
     timestamp: int
@@ -24,7 +24,7 @@ class Record(NamedTuple):
     """The record with its length in front, as it stands in the batch; valid in the same batch only."""
 
 
-def records(batch: Batch) -> Iterator[Record]:
+def records(batch: RecordBatch) -> Iterator[RawRecord]:
     """The batch's records in order. Raises `Malformed`, perhaps after some of them."""
     body = opened(batch.codec, batch.body)
     at = 0
@@ -42,7 +42,7 @@ def records(batch: Batch) -> Iterator[Record]:
         value_size, at = _varint(body, at)
         if at + max(value_size, 0) > end:
             raise Malformed("a record's key or value is longer than the record")
-        yield Record(
+        yield RawRecord(
             batch.base_offset + offset_delta, batch.base_timestamp + time_delta, key, value_size < 0, body[start:end]
         )
         at = end

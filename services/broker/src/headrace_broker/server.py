@@ -6,7 +6,7 @@ import asyncio
 import socket
 
 from headrace_broker.broker import Broker
-from headrace_broker.budget import Budget
+from headrace_broker.budget import MemoryBudget
 from headrace_broker.connection import Connection
 from headrace_runtime.logs import get_logger
 
@@ -18,7 +18,7 @@ class Server:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self._memory = Budget(broker.settings.requests_bytes_max)
+        self._memory = MemoryBudget(broker.settings.requests_bytes_max)
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 

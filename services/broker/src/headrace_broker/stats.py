@@ -31,7 +31,7 @@ class Stats:
     commit_failures: int = 0
     rebalances: int = 0
     mended: int = 0
-    """Pages and log frames that the start put right."""
+    """Pages and log frames that the start repaired."""
     lost_batches: int = 0
     """Batches, or runs of them, that the start found damaged beyond repair."""
     expired_bytes: int = 0

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from headrace_broker import inspection
-from headrace_broker.guard import Found, Guard
+from headrace_broker.guard import Guard, RepairReport
 from headrace_broker.inspection import Lost
 from headrace_broker.store_format import FORMAT, FROM_1, TABLES
 from headrace_runtime import disk
@@ -40,9 +40,9 @@ class Store:
         self._guard = Guard(self.path)
         self._suspicion = folder / "broker.suspicion"
         self.mended = 0
-        """Pages and frames that the start put right."""
+        """Pages and frames that the start repaired."""
         self.lost: list[Lost] = []
-        """What it could not."""
+        """What the start could not repair."""
         try:
             self._keeper = self._opened()
         except BaseException:
@@ -69,7 +69,7 @@ class Store:
         return db
 
     def committed(self, db: sqlite3.Connection) -> None:
-        """Called after each commit, before anybody is told of it."""
+        """Called after each commit, before it is acknowledged."""
         self._guard.committed(db)
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class Store:
         os.close(self._lock)
 
     def note_damage(self) -> None:
-        """Have the next start look at every row: called when a reader met damage, before the process ends."""
+        """Make the next start check every row. Called when a reader finds damage, before the process ends."""
         self._suspicion.touch()
 
     def _opened(self) -> sqlite3.Connection:
@@ -103,7 +103,7 @@ class Store:
         self._guard.checkpoint(db)
         return db
 
-    def _mended(self) -> Found:
+    def _mended(self) -> RepairReport:
         try:
             found = self._guard.mend()
         except OSError as error:
@@ -116,8 +116,8 @@ class Store:
                       remedy="nothing is lost, but bytes changed on the disk by themselves: check it")  # fmt: skip
         return found
 
-    def _inspected(self, db: sqlite3.Connection, found: Found) -> sqlite3.Connection:
-        """Take out what is damaged, into a new file if the structure is; then take the file for what it is."""
+    def _inspected(self, db: sqlite3.Connection, found: RepairReport) -> sqlite3.Connection:
+        """Remove damaged rows; if the structure is damaged, copy the rest into a new file. Then accept the file."""
         if not inspection.sound(db):
             log.error("file_broken", file=str(self.path), pages=found.damaged_pages, remedy="it is read into a new one")
             db = self._copied(db)

@@ -1,4 +1,4 @@
-"""The settings of a topic that this broker honours, and those that it takes because they change nothing here.
+"""The topic settings that this broker honours, and those that it accepts because they have no effect here.
 
 Any other name or value is refused, never ignored.
 """
@@ -31,7 +31,7 @@ INERT = frozenset(
         "unclean.leader.election.enable",
     }
 )
-"""About segments, replicas and when work is done: there are none here, or no promise depends on it."""
+"""Settings of segments, replicas and scheduling, which have no effect here."""
 ONLY = {
     "compression.type": "producer",
     "max.compaction.lag.ms": str(_INT64_MAX),
@@ -41,7 +41,7 @@ ONLY = {
     "min.insync.replicas": "1",
     "remote.storage.enable": "false",
 }
-"""What this broker does anyway; another value would be a promise that it does not keep."""
+"""The only value that this broker supports; another value is refused."""
 
 
 class TopicConfig(NamedTuple):

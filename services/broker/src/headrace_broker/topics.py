@@ -46,7 +46,7 @@ class Deleted(NamedTuple):
 Event = Created | Altered | Grown | Deleted
 
 
-class Topics:
+class TopicStore:
     """The table `topics`. `flush` tells of what was created and deleted."""
 
     def __init__(self, db: sqlite3.Connection, log: Log, partitions_max: int) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.log import Log
-from headrace_broker.offsets import Offsets
+from headrace_broker.offsets import CommittedOffsets
 from headrace_broker.protocol.offsets import CommitTopic
 
 _EPOCH_MAX = 32_767
@@ -45,7 +45,7 @@ class Transaction:
 class Transactions:
     """All transactional ids. Methods take the producer's id and epoch, which must be the newest."""
 
-    def __init__(self, db: sqlite3.Connection, log: Log, offsets: Offsets) -> None:
+    def __init__(self, db: sqlite3.Connection, log: Log, offsets: CommittedOffsets) -> None:
         self._db = db
         self._log = log
         self._offsets = offsets
@@ -164,7 +164,7 @@ class Transactions:
         return found
 
     def _fence(self, found: Transaction, now_ms: int) -> None:
-        """Abort what is open; nobody who knows the old epoch can go on."""
+        """Abort the open transaction, and fence producers with the old epoch."""
         if found.started_ms is not None:
             self._finish(found, commit=False, now_ms=now_ms)
         if found.epoch < _EPOCH_MAX:

@@ -10,7 +10,7 @@ from headrace_broker.log import Log
 from headrace_broker.store_format import position
 
 _FREE_PAGES_KEPT = 4_000
-"""Free pages are written again by and by; more than this, and than a quarter of the file, is given back."""
+"""Free pages are reused. If there are more than this, and more than a quarter of the file, the file is shrunk."""
 
 
 class Upkeep:

@@ -1,7 +1,7 @@
-"""Checksums of the frames in SQLite's write-ahead log: a flipped byte in it is put right before SQLite sees it.
+"""Checksums of the frames in SQLite's write-ahead log: a flipped byte is repaired before SQLite reads it.
 
-SQLite takes the first frame with a wrong checksum for the end of the log, as it has to after a power cut, and what was
-acknowledged behind it would be gone without a word. Its checksum cannot tell which byte is wrong (the highest bytes of
+SQLite treats the first frame with a wrong checksum as the end of the log, as it must after a power cut. Acknowledged
+frames behind it would be lost silently. Its checksum cannot tell which byte is wrong (the highest bytes of
 many words look alike to it). So `broker.frames` has, for each frame, its header and both checksums of its page. It is
 written before an acknowledgement and not synced: after a power cut a part may be missing, and is then not used.
 
@@ -43,7 +43,7 @@ class _Entry(NamedTuple):
 
 
 class Mended(NamedTuple):
-    """Frames that were put right, the pages in the log, and those of them that are damaged beyond that."""
+    """How many frames were repaired, the pages in the log, and the pages that could not be repaired."""
 
     healed: list[int]
     pages: set[int]
@@ -71,9 +71,10 @@ class WalSums:
                 os.close(handle)
 
     def mend(self) -> Mended:
-        """Put right what one flipped byte changed in each frame.
+        """Repair one flipped byte in each frame.
 
-        A frame beyond that gets the checksum of what it is, so that the ones behind it stay; its page is damaged.
+        A frame that cannot be repaired gets the checksum of its present bytes, so that later frames stay readable; its
+        page is reported as damaged.
         """
         result = Mended([], set(), set())
         try:
@@ -158,7 +159,7 @@ class WalSums:
 
 
 def _mended(frame: bytes, entry: _Entry) -> bytes | None:
-    """The frame as it was written; None when the entry is not of this frame, or the damage too large."""
+    """The repaired frame. None: the entry belongs to another frame, or the damage is too large."""
     header, page = frame[:_FRAME_HEADER_BYTES], frame[_FRAME_HEADER_BYTES:]
     if sums(page) == (entry.crc, entry.adler):
         return entry.header + page if differ(header, entry.header) <= 1 else None
@@ -171,7 +172,7 @@ def _check(header: bytes, crc: int, adler: int) -> int:
 
 
 def _chain_anew(log: int, first: int, end: int) -> None:
-    """Give the frames from `first` to before `end` the checksums of what they are, each based on the one before it."""
+    """Set the checksums of the frames from `first` to before `end` anew, each based on the one before it."""
     order = ">" if os.pread(log, 4, 0)[3] & 1 else "<"
     start = _HEADER_BYTES + first * _FRAME_BYTES
     seed = struct.unpack(">2I", os.pread(log, 8, start - _FRAME_BYTES + 16 if first else 24))

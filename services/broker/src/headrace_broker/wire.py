@@ -20,7 +20,7 @@ ITEMS_MAX = 20_000
 """Array items in one message: a few bytes on the wire are a hundred in memory."""
 
 
-class Source:
+class WireReader:
     """Bytes being decoded. Reading past the end raises `Malformed`."""
 
     __slots__ = ("_at", "_data", "_items_left")
@@ -70,7 +70,7 @@ class Since(NamedTuple):
 class Codec(Generic[T]):
     """Reads and writes one wire type."""
 
-    def read(self, source: Source) -> T:
+    def read(self, source: WireReader) -> T:
         raise NotImplementedError
 
     def write(self, sink: bytearray, value: T) -> None:
@@ -81,7 +81,7 @@ class _Number(Codec[int]):
     def __init__(self, layout: str) -> None:
         self._struct = struct.Struct(layout)
 
-    def read(self, source: Source) -> int:
+    def read(self, source: WireReader) -> int:
         value: int = self._struct.unpack(source.take(self._struct.size))[0]
         return value
 
@@ -92,7 +92,7 @@ class _Number(Codec[int]):
 class _Varint(Codec[int]):
     """An unsigned varint of at most five bytes."""
 
-    def read(self, source: Source) -> int:
+    def read(self, source: WireReader) -> int:
         value = 0
         for shift in range(0, 35, 7):
             byte = source.take(1)[0]
@@ -114,7 +114,7 @@ _VARINT = _Varint()
 class _CompactLength(Codec[int]):
     """A length in a flexible version: one more than it is, so that null is 0."""
 
-    def read(self, source: Source) -> int:
+    def read(self, source: WireReader) -> int:
         return _VARINT.read(source) - 1
 
     def write(self, sink: bytearray, value: int) -> None:
@@ -133,7 +133,7 @@ class _Nullable(Codec[T | None]):
         self._length = length
         self._required = required
 
-    def read(self, source: Source) -> T | None:
+    def read(self, source: WireReader) -> T | None:
         size = self._length.read(source)
         if size == -1 and not self._required:
             return None
@@ -189,7 +189,7 @@ class _Array(Codec[tuple[Any, ...] | None]):
         self._length = length
         self._required = required
 
-    def read(self, source: Source) -> tuple[Any, ...] | None:
+    def read(self, source: WireReader) -> tuple[Any, ...] | None:
         count = self._length.read(source)
         if count == -1 and not self._required:
             return None
@@ -208,7 +208,7 @@ class _Absent(Codec[Any]):
     def __init__(self, default: Any) -> None:
         self._default = default
 
-    def read(self, source: Source) -> Any:
+    def read(self, source: WireReader) -> Any:
         return self._default
 
     def write(self, sink: bytearray, value: Any) -> None:
@@ -222,7 +222,7 @@ class _Struct(Codec[M]):
         self._flexible = form.flexible
         self._fields = [_codec_of(hints[name], form) for name in message._fields]
 
-    def read(self, source: Source) -> M:
+    def read(self, source: WireReader) -> M:
         value = self._message._make([field.read(source) for field in self._fields])
         if self._flexible:
             skip_tagged(source)
@@ -256,7 +256,7 @@ def _compiled(message: type[Any], form: Form) -> _Struct[Any]:
     return _Struct(message, form)
 
 
-def decode(message: type[M], source: Source, form: Form = PLAIN) -> M:
+def decode(message: type[M], source: WireReader, form: Form = PLAIN) -> M:
     """Raises `Malformed`, also when bytes are left over."""
     value = codec(message, form).read(source)
     if source.left:
@@ -271,7 +271,7 @@ def encode(value: M, sink: bytearray | None = None, form: Form = PLAIN) -> bytea
     return sink
 
 
-def skip_tagged(source: Source) -> None:
+def skip_tagged(source: WireReader) -> None:
     """Read over tagged fields: what a flexible version may add without being a new one."""
     for _ in range(source.count(_VARINT.read(source))):
         _VARINT.read(source)

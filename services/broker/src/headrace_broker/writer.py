@@ -149,7 +149,7 @@ class Writer:
         self._stats.commit_failures += 1
 
     def _forget(self) -> None:
-        """Go back to what the file says. Reading it needs room too, when its index in memory has to grow."""
+        """Read the state again from the file. That may need memory, too, if the index grows."""
         while True:
             try:
                 if self._db.in_transaction:
@@ -172,7 +172,7 @@ class Writer:
                 done.set_result(result)
             else:
                 done.set_exception(error)
-                done.exception()  # seen, also when nobody waits: asyncio is not to complain about it
+                done.exception()  # retrieved, so that asyncio does not warn about it
 
     def _fail(self, error: Exception) -> None:
         if not self.failed.done():

@@ -1,4 +1,4 @@
-"""The collector put together."""
+"""The collector's composition root."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from headrace_collector import schema, upkeep
 from headrace_collector.handlers import ENDS_OF, Collector
 from headrace_collector.idle import find_idle
-from headrace_collector.settings import Settings
+from headrace_collector.settings import CollectorSettings
 from headrace_runtime import stream_service
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import Unavailable
@@ -26,12 +26,12 @@ _TARGETS_INTERVAL_S = 5.0
 _IDLE_INTERVAL_S = 1.0
 
 
-async def run(common: Common, settings: Settings) -> None:
+async def run(common: Common, settings: CollectorSettings) -> None:
     """Run until cancelled."""
     await stream_service.run(service(settings, SystemClock().now()), common, settings)
 
 
-def service(settings: Settings, started: datetime) -> StreamService:
+def service(settings: CollectorSettings, started: datetime) -> StreamService:
     collector = Collector(settings, started)
     return StreamService(
         name="collector",
@@ -43,9 +43,9 @@ def service(settings: Settings, started: datetime) -> StreamService:
             "session-ends": collector.on_session_end,
         },
         ends_of=ENDS_OF,
-        settle=collector.settle,
+        after_batch=collector.close_ended,
         timers=[
-            Timer(_ENDS_INTERVAL_S, collector.settle),
+            Timer(_ENDS_INTERVAL_S, collector.close_ended),
             Timer(_BOUNDS_INTERVAL_S, partial(upkeep.keep_bounds, settings=settings)),
             Timer(_FORGET_INTERVAL_S, partial(upkeep.forget, settings=settings)),
             Timer(_TARGETS_INTERVAL_S, partial(upkeep.find_targets, settings=settings)),
@@ -54,7 +54,7 @@ def service(settings: Settings, started: datetime) -> StreamService:
     )
 
 
-async def _watch_idle(processor: Processor, settings: Settings, started: datetime) -> None:
+async def _watch_idle(processor: Processor, settings: CollectorSettings, started: datetime) -> None:
     while True:
         await asyncio.sleep(_IDLE_INTERVAL_S)
         if processor.ends is None:

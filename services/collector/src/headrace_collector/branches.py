@@ -1,9 +1,9 @@
-"""The branch graph: what continues what, by exact token prefix and by nothing else.
+"""Builds the branches of a run: a turn continues another turn only by exact token prefix.
 
 Each choice of a turn is a node. Its parent is the node with the longest token sequence that its turn's prompt begins
-with, so a template that rewrites history, a compaction or a sub-agent starts a sequence of its own. The forest falls
-into lines: of a node's children one carries its line on, each other one forks a new line that holds what went before as
-context. So a sampled token lies in exactly one span of exactly one branch (P2), however the conversation forked.
+with. So a rewritten history, a compaction or a sub-agent starts a new sequence. At a fork, the child with the longest
+trainable continuation extends the sequence. Each other child starts a new sequence that repeats the prefix as context.
+So a sampled token lies in exactly one span of exactly one branch (P2).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class _Node:
     turn: Turn
     choice: Choice
     prompt: bytes
-    """Token ids as int32: prefixes of sequences are prefixes of bytes."""
+    """Token ids as int32, so that a prefix of a sequence is a prefix of its bytes."""
     sequence: bytes
     trainable: bool
     children: list[_Node] = field(default_factory=list)
-    reach: tuple[int, int] = field(init=False)
-    """Length of the longest trainable sequence from here on, and of the longest at all."""
+    longest: tuple[int, int] = field(init=False)
+    """Length of the longest trainable sequence through this node, and of the longest of all."""
 
     @property
-    def born(self) -> tuple[object, ...]:
+    def order(self) -> tuple[object, ...]:
         return (self.turn.started_at, self.turn.turn_id, self.choice.index)
 
 
@@ -40,15 +40,15 @@ def pack(ids: Sequence[int]) -> bytes:
 def branches(turns: Sequence[Turn]) -> tuple[list[Branch], list[Dialogue]]:
     """The branches of a run in the order of their first sampled token, and the dialogue of each.
 
-    Turns that cannot be trained are context; lines that hold nothing else give further dialogues and no branch.
-    Independent of the order of `turns`.
+    Turns that cannot be trained are context. A sequence without trainable turns gives a dialogue but no branch. The
+    order of `turns` makes no difference.
     """
-    lines = _lines(_roots(_nodes(turns)))
-    trained = [line for line in lines if any(node.trainable for node in line)]
-    others = [line for line in lines if not any(node.trainable for node in line)]
-    trained.sort(key=lambda line: next(node.born for node in line if node.trainable))
-    others.sort(key=lambda line: line[0].born)
-    return [_branch(line) for line in trained], [_dialogue(line) for line in (*trained, *others)]
+    sequences = _sequences(_roots(_nodes(turns)))
+    trained = [sequence for sequence in sequences if any(node.trainable for node in sequence)]
+    others = [sequence for sequence in sequences if not any(node.trainable for node in sequence)]
+    trained.sort(key=lambda sequence: next(node.order for node in sequence if node.trainable))
+    others.sort(key=lambda sequence: sequence[0].order)
+    return [_branch(sequence) for sequence in trained], [_dialogue(sequence) for sequence in (*trained, *others)]
 
 
 def _nodes(turns: Sequence[Turn]) -> list[_Node]:
@@ -59,7 +59,7 @@ def _nodes(turns: Sequence[Turn]) -> list[_Node]:
             if choice.token_ids:
                 sequence = prompt + pack(choice.token_ids)
                 nodes.append(_Node(turn, choice, prompt, sequence, turn.sampling.untruncated))
-    return sorted(nodes, key=lambda node: (len(node.prompt), node.born))
+    return sorted(nodes, key=lambda node: (len(node.prompt), node.order))
 
 
 def _roots(nodes: Sequence[_Node]) -> list[_Node]:
@@ -76,35 +76,35 @@ def _roots(nodes: Sequence[_Node]) -> list[_Node]:
         (roots if parent is None else parent.children).append(node)
     for node in reversed(nodes):
         own = (len(node.sequence) if node.trainable else 0, len(node.sequence))
-        node.reach = max([own, *(child.reach for child in node.children)])
+        node.longest = max([own, *(child.longest for child in node.children)])
     return roots
 
 
 def _parent(node: _Node, earlier: Sequence[_Node], continued: Counter[int]) -> _Node | None:
-    """What is longest. Parallel samples that came out equal are continued in turn."""
+    """The node with the longest fitting sequence. Equal parallel samples are continued in turn."""
     fitting = [other for other in earlier if node.prompt.startswith(other.sequence)]
-    return min(fitting, key=lambda other: (-len(other.sequence), continued[id(other)], other.born), default=None)
+    return min(fitting, key=lambda other: (-len(other.sequence), continued[id(other)], other.order), default=None)
 
 
-def _lines(roots: Sequence[_Node]) -> list[list[_Node]]:
-    lines = []
+def _sequences(roots: Sequence[_Node]) -> list[list[_Node]]:
+    found = []
     starts = list(roots)
     while starts:
         node = starts.pop()
-        line = [node]
+        sequence = [node]
         while node.children:
-            node.children.sort(key=lambda child: child.born)
-            heir = max(node.children, key=lambda child: child.reach)
-            starts += [child for child in node.children if child is not heir]
-            node = heir
-            line.append(node)
-        lines.append(line)
-    return lines
+            node.children.sort(key=lambda child: child.order)
+            successor = max(node.children, key=lambda child: child.longest)
+            starts += [child for child in node.children if child is not successor]
+            node = successor
+            sequence.append(node)
+        found.append(sequence)
+    return found
 
 
-def _branch(line: Sequence[_Node]) -> Branch:
-    """Ends with its last trained token: what came after it teaches nothing."""
-    trained = [node for node in line if node.trainable]
+def _branch(sequence: Sequence[_Node]) -> Branch:
+    """The branch ends with its last trained token; nothing after it is trained."""
+    trained = [node for node in sequence if node.trainable]
     last = trained[-1]
     spans = tuple(
         Span(
@@ -121,6 +121,6 @@ def _branch(line: Sequence[_Node]) -> Branch:
     return Branch(token_ids=last.turn.prompt_token_ids + last.choice.token_ids, spans=spans)
 
 
-def _dialogue(line: Sequence[_Node]) -> Dialogue:
-    last = line[-1]
+def _dialogue(sequence: Sequence[_Node]) -> Dialogue:
+    last = sequence[-1]
     return Dialogue(messages=(*last.turn.messages, last.choice.message))

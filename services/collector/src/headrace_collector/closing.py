@@ -1,4 +1,4 @@
-"""Closes runs of a session: what was open becomes trajectories."""
+"""Closes runs of a session: their open turns become trajectories."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pydantic import ValidationError
 from sqlalchemy import RowMapping
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_collector import applies, metrics, store
+from headrace_collector import feedback_targets, metrics, store
 from headrace_collector.facts import TurnFacts
-from headrace_collector.heard import Heard
+from headrace_collector.ordered_feedback import OrderedFeedback
 from headrace_collector.retries import superseded
-from headrace_collector.runs import Run, partition
-from headrace_collector.settings import Settings
+from headrace_collector.runs import SessionRun, partition
+from headrace_collector.settings import CollectorSettings
 from headrace_collector.trajectories import trajectory
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.dead_letters import dead_letter
@@ -30,7 +30,7 @@ _DEAD_LETTER_BYTES_MAX = 1_500_000
 class Candidate:
     """An open run and the feedback about it: what lists turns of it, and what is about its session."""
 
-    run: Run
+    run: SessionRun
     listed: Sequence[Feedback]
     general: Sequence[Feedback]
 
@@ -42,7 +42,7 @@ Choose = Callable[[Sequence[Candidate]], Sequence[Candidate]]
 async def close_runs(
     tx: AsyncConnection,
     now: datetime,
-    settings: Settings,
+    settings: CollectorSettings,
     session_key: str,
     tenant: str,
     reason: EndReason,
@@ -55,7 +55,11 @@ async def close_runs(
     turns, feedback = await known_of(tx, now, settings, session)
     runs = await runs_of(tx, turns, feedback)
     candidates = [
-        Candidate(run, applies.about_run(run, feedback), applies.about_session(run, feedback, session["began"]))
+        Candidate(
+            run,
+            feedback_targets.about_run(run, feedback),
+            feedback_targets.about_session(run, feedback, session["began"]),
+        )
         for run in runs
     ]
     chosen = choose(candidates)
@@ -67,22 +71,24 @@ async def close_runs(
         events += await _close(tx, now, candidate, given_up, reason)
     left = [candidate.run for candidate in candidates if candidate not in chosen]
     await store.recount(tx, session_key, left, round(settings.idle_s * 1000))
-    await store.mark_used(tx, applies.used_up(feedback, left, turns), now)
+    await store.mark_used(tx, feedback_targets.used_up(feedback, left, turns), now)
     return events
 
 
 async def known_of(
-    tx: AsyncConnection, now: datetime, settings: Settings, session: RowMapping
-) -> tuple[list[TurnFacts], list[Heard]]:
+    tx: AsyncConnection, now: datetime, settings: CollectorSettings, session: RowMapping
+) -> tuple[list[TurnFacts], list[OrderedFeedback]]:
     """The turns and the feedback of a session that say which of its open turns are one run."""
     since_ms = epoch_ms(now - timedelta(seconds=settings.retention_s))
     turns = await store.facts_of_session(tx, session["session_key"], since_ms)
     return turns, await store.feedback_of_session(tx, session["session_key"], session["tenant"], since_ms)
 
 
-async def runs_of(tx: AsyncConnection, turns: Sequence[TurnFacts], feedback: Sequence[Heard]) -> Sequence[Run]:
+async def runs_of(
+    tx: AsyncConnection, turns: Sequence[TurnFacts], feedback: Sequence[OrderedFeedback]
+) -> Sequence[SessionRun]:
     """The open runs of a session; tokens are read only when conversations alone do not tell."""
-    listings = applies.listings(feedback)
+    listings = feedback_targets.listings(feedback)
     found = partition(turns, listings)
     if found.ties:
         found = partition(turns, listings, await store.load_tokens(tx, found.ties))
@@ -114,7 +120,7 @@ async def _close(
 
 def _refused(turn: Turn, error: ValidationError) -> Event:
     problem, *_ = error.errors()
-    text = f"its run makes no trajectory: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+    text = f"its run does not fit a trajectory: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
     value = turn.to_json()[:_DEAD_LETTER_BYTES_MAX]
     record = Record(turn.topic, -1, -1, turn.key.encode(), value, (("ce_id", turn.event_id.encode()),))
     return dead_letter("collector", record, "invalid_trajectory", text)

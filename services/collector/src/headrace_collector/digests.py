@@ -1,7 +1,7 @@
 """Digests of conversations, with which one turn is recognised as the continuation of another.
 
-Clients send the history back in their own words: `content` null or empty, tool arguments spaced differently, names
-added, reasoning and ids dropped. What is left is compared: role, text, and what the tool calls call.
+Clients change the history that they send back: `content` null or empty, other spaces in tool arguments, names added,
+reasoning and ids dropped. So only role, text, and the functions and arguments of tool calls are compared.
 """
 
 from __future__ import annotations

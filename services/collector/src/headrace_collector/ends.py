@@ -1,8 +1,8 @@
-"""Ends that wait for what was sent before them (docs/decisions/0003).
+"""Ends of sessions, which wait for the turns that were sent before them (docs/decisions/0003).
 
-An end call, feedback that ends its session, a commit, idleness: each is a row in `ends` with how far `turns` and
-`feedback` reached when it came. It takes effect once the effects in the database have reached that far, so it cannot
-overtake a turn, and may come before any turn of its session is known.
+An end call, feedback that ends its session, a commit, idleness: each is a row in `ends` with the end offsets of `turns`
+and `feedback` at that time. It takes effect once the collector has processed these offsets. So it cannot overtake a
+turn, and it may arrive before any turn of its session.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from datetime import datetime, timedelta
 from sqlalchemy import RowMapping, and_, delete, func, insert, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_collector import applies
+from headrace_collector import feedback_targets
 from headrace_collector.closing import Candidate, Choose, close_runs
 from headrace_collector.schema import IS_OPEN, ends, sessions, stream
-from headrace_collector.settings import Settings
+from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.processor import Unfinished
 from headrace_schemas import Event
@@ -63,7 +63,9 @@ async def remember(tx: AsyncConnection, now: datetime, *found: End) -> None:
         await tx.execute(insert(ends), rows)
 
 
-async def apply_ends(tx: AsyncConnection, now: datetime, settings: Settings, started: datetime) -> Sequence[Event]:
+async def apply_ends(
+    tx: AsyncConnection, now: datetime, settings: CollectorSettings, started: datetime
+) -> Sequence[Event]:
     """Apply what is due, oldest first, and return the trajectories. `started` is when this service did."""
     due = await _due(tx, now, settings, started)
     if not due:
@@ -81,14 +83,16 @@ async def apply_ends(tx: AsyncConnection, now: datetime, settings: Settings, sta
     return Unfinished(events) if len(due) == _AT_ONCE_MAX else events
 
 
-async def _due(tx: AsyncConnection, now: datetime, settings: Settings, started: datetime) -> Sequence[RowMapping]:
+async def _due(
+    tx: AsyncConnection, now: datetime, settings: CollectorSettings, started: datetime
+) -> Sequence[RowMapping]:
     turns, feedback = stream.positions.alias(), stream.positions.alias()
     reached = and_(
         ends.c.turns_until <= func.coalesce(turns.c.next_offset, 0),
         ends.c.feedback_until <= func.coalesce(feedback.c.next_offset, 0),
     )
     overdue = now - timedelta(seconds=settings.end_wait_s)
-    if overdue >= started:  # a log may end in something that is no record, and a position then never reaches its end
+    if overdue >= started:  # a log may end with a control record, and then the position never reaches its end
         reached = or_(reached, ends.c.at_ms <= epoch_ms(overdue))
     query = (
         select(ends)
@@ -103,7 +107,7 @@ async def _due(tx: AsyncConnection, now: datetime, settings: Settings, started: 
 
 
 async def _spread(tx: AsyncConnection, row: RowMapping) -> None:
-    """A tenant's end becomes one of each open session in its partition; what it waited for has been reached."""
+    """Replace a tenant's end, whose offsets were reached, by an end for each open session in its partition."""
     names = ["tenant", "session_key", "partition", "turns_until", "feedback_until", "reason", "before_ms", "at_ms"]
     given = {name: literal(row[name], ends.c[name].type) for name in names if name != "session_key"}
     each = select(*[given.get(name, sessions.c.session_key) for name in names]).where(
@@ -122,7 +126,7 @@ def _chooser(row: RowMapping) -> Choose:
             (listed is None or not run.turn_ids.isdisjoint(listed))
             and (before_ms is None or run.time_ms <= before_ms)
             and (unseen_since_ms is None or run.seen_ms <= unseen_since_ms)
-            and (not commit or applies.judged([*candidate.general, *candidate.listed]))
+            and (not commit or feedback_targets.judged([*candidate.general, *candidate.listed]))
         )
 
     return lambda candidates: [candidate for candidate in candidates if ends(candidate)]

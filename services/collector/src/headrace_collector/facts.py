@@ -1,4 +1,4 @@
-"""What has to be known about a turn to say which run it belongs to; small enough to be read for a whole session."""
+"""The facts about a turn that decide its run. They are small, so a whole session can be read at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TurnFacts:
 
     @property
     def order(self) -> tuple[int, int, int, str]:
-        """Whatever a turn continues or repeats comes before it."""
+        """Sorts a turn behind every turn that it continues or repeats."""
         return (len(self.prefixes), self.retry, self.place, self.turn_id)
 
 

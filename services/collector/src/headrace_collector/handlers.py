@@ -1,4 +1,4 @@
-"""What the collector does with each event. Deterministic in the event and the tables."""
+"""The collector's handlers. Their effects depend only on the event and the tables."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from headrace_collector import ends, store
 from headrace_collector.closing import Candidate, close_runs
 from headrace_collector.ends import End
 from headrace_collector.facts import facts_of
-from headrace_collector.runs import Run
+from headrace_collector.runs import SessionRun
 from headrace_collector.schema import feedback as feedback_table
-from headrace_collector.settings import Settings
+from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.processor import Handling
@@ -33,11 +33,11 @@ ENDS_OF = {"session-ends": ("turns", "feedback"), "feedback": ("turns",)}
 class Collector:
     """`started` is when this process did: nothing is called idle or overdue because the collector was away."""
 
-    settings: Settings
+    settings: CollectorSettings
     started: datetime
 
     async def on_turn(self, turn: Turn, handling: Handling) -> Sequence[Event]:
-        """Keep it. When its session has grown too large, the runs that were not seen for longest are closed."""
+        """Store it. If its session has become too large, close the runs that were idle for longest."""
         _check_size(turn)
         check_ms = epoch_ms(handling.now + timedelta(seconds=self.settings.idle_s))
         facts = facts_of(turn, handling.now, handling.received.place)
@@ -48,7 +48,7 @@ class Collector:
         return await close_runs(handling.tx, handling.now, self.settings, key, tenant, "limit", self._surplus)
 
     async def on_feedback(self, feedback: Feedback, handling: Handling) -> Sequence[Event]:
-        """Keep it for when its run closes, and remember the end when it is one."""
+        """Store it until its run closes; if it ends its session, store the end, too."""
         record = handling.received.record
         until = handling.ends["turns"].get(record.partition, 0)
         after = handling.received.envelope.after or {}
@@ -91,11 +91,11 @@ class Collector:
         await ends.remember(handling.tx, handling.now, remembered)
         return []
 
-    async def settle(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-        """Close what has ended, now that the effects reach further."""
+    async def close_ended(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+        """Close the sessions whose ends are due, now that more records were processed."""
         return await ends.apply_ends(tx, now, self.settings, self.started)
 
-    def _too_large(self, load: store.Load) -> bool:
+    def _too_large(self, load: store.SessionSize) -> bool:
         most = self.settings.completions_per_session_max, self.settings.tokens_per_session_max
         return load.completions >= most[0] or load.longest_tokens >= most[1]
 
@@ -103,11 +103,11 @@ class Collector:
         """Runs that are too large themselves, and all but the newest and what fits beside it into half of the bound on
         completions: not to be done at every turn."""
         surplus: list[Candidate] = []
-        kept: list[Run] = []
+        kept: list[SessionRun] = []
         for candidate in sorted(candidates, key=lambda candidate: candidate.run.seen_ms, reverse=True):
-            together = store.Load.of([*kept, candidate.run])
+            together = store.SessionSize.of([*kept, candidate.run])
             crowded = bool(kept) and together.completions >= self.settings.completions_per_session_max / 2
-            if crowded or self._too_large(store.Load.of([candidate.run])):
+            if crowded or self._too_large(store.SessionSize.of([candidate.run])):
                 surplus.append(candidate)
             else:
                 kept.append(candidate.run)

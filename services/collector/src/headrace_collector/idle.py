@@ -1,4 +1,4 @@
-"""Finds runs that nothing was seen of for long. They end like any other: once the turns sent until now are in."""
+"""Finds idle runs. They end like others: once all turns that were sent until now are processed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_collector.closing import known_of, runs_of
 from headrace_collector.ends import End, remember
 from headrace_collector.schema import sessions
-from headrace_collector.settings import Settings
+from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.processor import Unfinished
 from headrace_schemas import Event
@@ -20,7 +20,7 @@ _AT_ONCE_MAX = 50
 
 
 async def find_idle(
-    tx: AsyncConnection, now: datetime, settings: Settings, started: datetime, turns_end: Mapping[int, int]
+    tx: AsyncConnection, now: datetime, settings: CollectorSettings, started: datetime, turns_end: Mapping[int, int]
 ) -> Sequence[Event]:
     """Remember an end for each idle run; nothing is to be published yet.
 

@@ -29,8 +29,8 @@ def by_name(listings: Sequence[Listing]) -> dict[str, str]:
 
 
 def by_overlap(listings: Sequence[Listing]) -> dict[str, str]:
-    """Turn to the first turn of its group. Lists that overlap are one group, equal run ids are not enough for that:
-    clients count their runs from 0 again. A list that names another run than those it overlaps takes its turns away.
+    """Turn to the first turn of its group. Lists that overlap are one group. Equal run ids do not make a group, because
+    clients count their runs from 0 again. A list with another run id than the lists it overlaps takes its turns.
     """
     groups: list[tuple[set[str], Listing]] = []
     for listing in _ordered(listings):

@@ -1,4 +1,4 @@
-"""Which turns were repeated by an SDK, so that only the delivered one is credited."""
+"""Which turns an SDK repeated, so that only the delivered one is trained."""
 
 from __future__ import annotations
 

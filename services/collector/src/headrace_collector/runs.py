@@ -1,4 +1,4 @@
-"""Which turns of a session are one run. A pure function of what is known, whatever order it came in."""
+"""Which turns of a session are one run. A pure function; the order of arrival makes no difference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tokens = Mapping[str, tuple[bytes, Sequence[bytes]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SessionRun:
     """Open turns that belong together, oldest first, all of one model."""
 
     turns: tuple[TurnFacts, ...]
@@ -44,14 +44,14 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
-    """A session's open runs, oldest first. `ties` are turns whose tokens would have decided, had they been given."""
+class RunPartition:
+    """A session's open runs, oldest first. `ties` are turns that only their tokens can assign to a run."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[SessionRun, ...]
     ties: frozenset[str]
 
 
-def partition(turns: Sequence[TurnFacts], listings: Sequence[Listing], tokens: Tokens | None = None) -> Partition:
+def partition(turns: Sequence[TurnFacts], listings: Sequence[Listing], tokens: Tokens | None = None) -> RunPartition:
     """Split the open ones of a session's `turns` into runs.
 
     A session that the client named is one run, unless feedback or the client's own run ids name several. Otherwise a
@@ -65,11 +65,11 @@ def partition(turns: Sequence[TurnFacts], listings: Sequence[Listing], tokens: T
         if turn.trajectory_id is None:
             by_label[label][turn.model].append(turn)
     runs = [
-        Run(tuple(sorted(members, key=lambda turn: (turn.place, turn.turn_id))), len(models))
+        SessionRun(tuple(sorted(members, key=lambda turn: (turn.place, turn.turn_id))), len(models))
         for models in by_label.values()
         for members in models.values()
     ]
-    return Partition(tuple(sorted(runs, key=lambda run: (run.place, run.turns[0].turn_id))), frozenset(labels.ties))
+    return RunPartition(tuple(sorted(runs, key=lambda run: (run.place, run.turns[0].turn_id))), frozenset(labels.ties))
 
 
 class _Labels:
@@ -106,7 +106,7 @@ class _Labels:
         return ("named", turn.task_id, turn.run_id) if turn.run_id else None
 
     def _joinable(self, turn_id: str) -> bool:
-        """A list is exact where it alone makes the run: nothing else joins it."""
+        """Whether other turns may join the run of this turn. A run that a feedback lists is exact."""
         return self._explicit or turn_id not in self._listed
 
     def _inherited(self, turn: TurnFacts) -> Label:
@@ -122,7 +122,7 @@ class _Labels:
         return ("session",) if self._explicit else ("starts", turn.turn_id)
 
     def _closest(self, turn: TurnFacts, candidates: Iterable[tuple[TurnFacts, int]]) -> tuple[TurnFacts, int]:
-        """Equal conversations: exact tokens decide, then what is open, then what nobody has continued yet."""
+        """Of equal conversations: the longest exact token prefix, then an open run, then the least continued one."""
         found = list(candidates)
         if len({self._label[parent.turn_id] for parent, _ in found}) > 1:
             self.ties |= {turn.turn_id, *(parent.turn_id for parent, _ in found)}

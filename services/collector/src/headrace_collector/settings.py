@@ -9,7 +9,7 @@ from pydantic import Field
 from headrace_runtime.settings import Port, ServiceSettings
 
 
-class Settings(ServiceSettings):
+class CollectorSettings(ServiceSettings):
     """When sessions end, and how much is kept of them."""
 
     port: Port = 8031

@@ -15,8 +15,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_collector import digests
 from headrace_collector.branches import pack
 from headrace_collector.facts import TurnFacts
-from headrace_collector.heard import Heard
-from headrace_collector.runs import Run, Tokens
+from headrace_collector.ordered_feedback import OrderedFeedback
+from headrace_collector.runs import SessionRun, Tokens
 from headrace_collector.schema import feedback, sessions, turns
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.upsert import upsert
@@ -27,19 +27,21 @@ _FACTS = [turns.c[field.name] for field in fields(TurnFacts)]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """How much of a session is open: completions add up, of tokens the longest branch counts."""
+class SessionSize:
+    """The size of a session's open turns: the sum of completions, and the tokens of the longest branch."""
 
     completions: int
     longest_tokens: int
 
     @classmethod
-    def of(cls, runs: Iterable[Run]) -> Load:
+    def of(cls, runs: Iterable[SessionRun]) -> SessionSize:
         turns = [turn for run in runs for turn in run.turns]
         return cls(sum(turn.completions for turn in turns), max((turn.tokens for turn in turns), default=0))
 
 
-async def add_turn(tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: int, check_ms: int) -> Load | None:
+async def add_turn(
+    tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: int, check_ms: int
+) -> SessionSize | None:
     """Keep a turn as open, and say how much of its session is open now. None: this turn is known already."""
     row = asdict(facts) | {
         "session_key": turn.session_key,
@@ -52,7 +54,7 @@ async def add_turn(tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition:
     return await _open(tx, turn, facts, partition, check_ms)
 
 
-async def _open(tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: int, check_ms: int) -> Load:
+async def _open(tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: int, check_ms: int) -> SessionSize:
     added = {
         "session_key": turn.session_key,
         "tenant": turn.tenant,
@@ -65,7 +67,7 @@ async def _open(tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: in
         "check_ms": check_ms,
     }
     row = (await tx.execute(_opening(tx.dialect.name), added)).one()
-    return Load(row.open_completions, row.open_tokens)
+    return SessionSize(row.open_completions, row.open_tokens)
 
 
 @cache
@@ -89,7 +91,7 @@ def _opening(dialect: str) -> Any:
 
 
 async def lock_session(tx: AsyncConnection, session_key: str) -> RowMapping | None:
-    """The session's row; nobody else changes the session before this transaction ends."""
+    """The session's row, locked until this transaction ends."""
     query = select(sessions).where(sessions.c.session_key == session_key).with_for_update()
     return (await tx.execute(query)).mappings().one_or_none()
 
@@ -134,7 +136,9 @@ async def load_tokens(tx: AsyncConnection, turn_ids: Collection[str]) -> Tokens:
     return found
 
 
-async def feedback_of_session(tx: AsyncConnection, session_key: str, tenant: str, since_ms: int) -> list[Heard]:
+async def feedback_of_session(
+    tx: AsyncConnection, session_key: str, tenant: str, since_ms: int
+) -> list[OrderedFeedback]:
     """What may be about an open run or was so since then, in the order in which it was said (P10).
 
     What another tenant said is none of it.
@@ -142,27 +146,27 @@ async def feedback_of_session(tx: AsyncConnection, session_key: str, tenant: str
     fresh = feedback.c.used_ms.is_(None) | (feedback.c.used_ms >= since_ms)
     columns = feedback.c.payload, feedback.c.source_offset, feedback.c.turns_until
     rows = await tx.execute(select(*columns).where(feedback.c.session_key == session_key, fresh))
-    found = [Heard(Feedback.from_json(row.payload), row.source_offset, row.turns_until) for row in rows]
+    found = [OrderedFeedback(Feedback.from_json(row.payload), row.source_offset, row.turns_until) for row in rows]
     return sorted((one for one in found if one.event.tenant == tenant), key=lambda one: one.place)
 
 
-async def close(tx: AsyncConnection, run: Run, trajectory_id: str, now: datetime) -> None:
+async def close(tx: AsyncConnection, run: SessionRun, trajectory_id: str, now: datetime) -> None:
     values = {"trajectory_id": trajectory_id, "closed_ms": epoch_ms(now)}
     await tx.execute(update(turns).where(turns.c.turn_id.in_(run.turn_ids)).values(values))
 
 
 async def mark_used(tx: AsyncConnection, said: Iterable[Feedback], now: datetime) -> None:
-    """Nothing that is open, or still to come, can be meant by these."""
+    """Mark feedback that cannot be about an open or a later run."""
     names = [one.event_id for one in said]
     if names:
         used = update(feedback).where(feedback.c.event_id.in_(names), feedback.c.used_ms.is_(None))
         await tx.execute(used.values(used_ms=epoch_ms(now)))
 
 
-async def recount(tx: AsyncConnection, session_key: str, left: Iterable[Run], idle_ms: int) -> None:
+async def recount(tx: AsyncConnection, session_key: str, left: Iterable[SessionRun], idle_ms: int) -> None:
     """Set what is open of a session to the runs that are `left`."""
-    runs: Sequence[Run] = list(left)
-    load = Load.of(runs)
+    runs: Sequence[SessionRun] = list(left)
+    load = SessionSize.of(runs)
     values = {
         "open_turns": sum(len(run.turns) for run in runs),
         "open_completions": load.completions,

@@ -1,4 +1,4 @@
-"""What has to be done now and then: bounds kept, content forgotten, feedback about nothing dead-lettered."""
+"""Periodic work: keep the bounds, delete old content, dead-letter feedback without a target."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_collector import metrics
 from headrace_collector.ends import End, remember
 from headrace_collector.schema import IS_OPEN, IS_OVER, ends, feedback, sessions, stream, turns
-from headrace_collector.settings import Settings
+from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.dead_letters import dead_letter
 from headrace_runtime.processor import Unfinished
@@ -25,7 +25,7 @@ _SURPLUS_AT_ONCE_MAX = 500
 _TARGETS_AT_ONCE_MAX = 50
 
 
-async def keep_bounds(tx: AsyncConnection, now: datetime, settings: Settings) -> Sequence[Event]:
+async def keep_bounds(tx: AsyncConnection, now: datetime, settings: CollectorSettings) -> Sequence[Event]:
     """Close the sessions that were not seen for longest when there are too many, and measure."""
     count = await count_some(tx, IS_OPEN, sessions, settings.open_sessions_max + _SURPLUS_AT_ONCE_MAX)
     metrics.OPEN_SESSIONS.set(count)
@@ -39,8 +39,8 @@ async def keep_bounds(tx: AsyncConnection, now: datetime, settings: Settings) ->
     return []
 
 
-async def forget(tx: AsyncConnection, now: datetime, settings: Settings) -> Sequence[Event]:
-    """Drop content of closed turns after `retention_s`, and all trace of them after `remember_s`: some at a time."""
+async def forget(tx: AsyncConnection, now: datetime, settings: CollectorSettings) -> Sequence[Event]:
+    """Delete the content of closed turns after `retention_s` and their rows after `remember_s`, some at a time."""
     dropped = epoch_ms(now - timedelta(seconds=settings.retention_s))
     forgotten = epoch_ms(now - timedelta(seconds=settings.remember_s))
     closed, said, seen = turns.c.closed_ms, feedback.c.at_ms, sessions.c.seen_ms
@@ -55,8 +55,8 @@ async def forget(tx: AsyncConnection, now: datetime, settings: Settings) -> Sequ
     return Unfinished() if any(more) else []
 
 
-async def find_targets(tx: AsyncConnection, now: datetime, settings: Settings) -> Sequence[Event]:
-    """Look whether feedback that has waited long enough is about anything that exists; dead-letter the rest.
+async def find_targets(tx: AsyncConnection, now: datetime, settings: CollectorSettings) -> Sequence[Event]:
+    """Check the targets of feedback that has waited long enough; dead-letter feedback without a target.
 
     Only the oldest is looked at: where a partition of `turns` lags, what came after its feedback waits with it.
     """

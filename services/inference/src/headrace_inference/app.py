@@ -14,7 +14,7 @@ from headrace_inference.chat.exact import ExactPrompts
 from headrace_inference.chat.tokenizer import RenderLimits
 from headrace_inference.fleet import Fleet, FleetLimits
 from headrace_inference.http.completions import Completions, Parsers
-from headrace_inference.http.routes import Api, Limits
+from headrace_inference.http.routes import Api, RequestBounds
 from headrace_inference.routing import RoutingFollower
 from headrace_inference.settings import InferenceSettings
 from headrace_inference.torch_engine.engine import TorchEngine
@@ -106,7 +106,7 @@ def _api(common: Common, settings: InferenceSettings, fleet: Fleet, engine: Torc
     parsers = Parsers(tools=settings.tool_parser != "none", reasoning=reasoning)
     rendering = RenderLimits(settings.prompt_bytes_max, settings.template_timeout_s)
     completions = Completions(engine, prompts, parsers, aside, rendering)
-    limits = Limits(settings.body_bytes_max, settings.choices_max, settings.json_values_max)
+    limits = RequestBounds(settings.body_bytes_max, settings.choices_max, settings.json_values_max)
     return Api(common, fleet, completions, limits, aside)
 
 

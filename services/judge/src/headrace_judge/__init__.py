@@ -1,1 +1,1 @@
-"""An LLM judge as one more source of rewards: trajectories in, verdicts out, against any OpenAI-compatible endpoint."""
+"""An LLM judge as a source of rewards: reads trajectories, asks any OpenAI-compatible endpoint, writes rewards."""

@@ -24,7 +24,7 @@ Table = Sequence[Sequence[int]]
 """Counts: one row per human score, one column per judge's score."""
 
 
-class Line(BaseModel):
+class RatedRun(BaseModel):
     """One run, scored twice."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -58,7 +58,7 @@ def quadratic_kappa(table: Table) -> float | None:
     return None if expected == 0 else 1 - total * seen / expected
 
 
-def report(lines: Sequence[Line]) -> str:
+def report(lines: Sequence[RatedRun]) -> str:
     """One section per criterion, in the order of appearance."""
     sections = []
     for criterion in dict.fromkeys(line.criterion for line in lines):
@@ -80,14 +80,14 @@ def _section(criterion: str, table: Table, abstained: int) -> str:
     return "\n".join([head, *lines])
 
 
-def read(path: Path) -> list[Line]:
+def read(path: Path) -> list[RatedRun]:
     """Raises `ValueError` that names the line."""
     lines = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not text.strip():
             continue
         try:
-            lines.append(Line.model_validate_json(text))
+            lines.append(RatedRun.model_validate_json(text))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"])) or "the line"

@@ -10,22 +10,22 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_judge import verdict_cache
 from headrace_judge.breaker import Breaker
+from headrace_judge.call_budget import CallBudget
 from headrace_judge.cases import DEADLINE_JOB, VERDICT_JOB
-from headrace_judge.contests import Contests
 from headrace_judge.endpoint import Endpoint
-from headrace_judge.intake import Intake
-from headrace_judge.jury import Jury
-from headrace_judge.ledger import Ledger
 from headrace_judge.metrics import BUDGET_LEFT, OUTCOMES
+from headrace_judge.model_judge import ModelJudge
+from headrace_judge.pairwise import PairwiseComparisons
 from headrace_judge.prompts import Prompts
 from headrace_judge.rubric import load_all
 from headrace_judge.settings import EndpointSettings, JudgeSettings
 from headrace_judge.tables import STREAM
-from headrace_judge.worker import Worker
+from headrace_judge.trajectory_handler import TrajectoryHandler
+from headrace_judge.worker import JudgeWorker
 from headrace_runtime import stream_service
 from headrace_runtime.errors import SettingError
 from headrace_runtime.jobs import Jobs
-from headrace_runtime.processor import Limits, Processor, Unfinished
+from headrace_runtime.processor import Processor, ProcessorLimits, Unfinished
 from headrace_runtime.settings import Common
 from headrace_runtime.sources import Sources
 from headrace_runtime.stream_service import StreamService, Timer
@@ -56,17 +56,19 @@ def service(settings: JudgeSettings, common: Common | None = None) -> StreamServ
     judged_by = {name: prompts.judged_by(settings.endpoint.model, rubric) for name, rubric in rubrics.items()}
     key = api_key(settings.endpoint)
     jobs = Jobs(STREAM)
-    contests = Contests(jobs, settings.pairs)
-    ledger = Ledger(settings.budget)
+    pairwise = PairwiseComparisons(jobs, settings.pairs)
+    budget = CallBudget(settings.budget)
     sources = Sources()
     sources.expect(rubric.source for rubric in rubrics.values())
 
     async def work(processor: Processor) -> None:
         endpoint = Endpoint(settings.endpoint, key, settings.retry.retry_after_max_s)
         breaker = Breaker(processor.clock, settings.retry.backoff_s)
-        jury = Jury(settings, prompts, ledger, processor, endpoint, breaker)
+        model_judge = ModelJudge(settings, prompts, budget, processor, endpoint, breaker)
         try:
-            await Worker(settings, rubrics, judged_by, jobs, contests, processor, jury, breaker, sources).run()
+            await JudgeWorker(
+                settings, rubrics, judged_by, jobs, pairwise, processor, model_judge, breaker, sources
+            ).run()
         finally:
             await endpoint.close()
 
@@ -78,16 +80,16 @@ def service(settings: JudgeSettings, common: Common | None = None) -> StreamServ
         lease = timedelta(seconds=settings.lease_s)
         leased = await jobs.lease(tx, DEADLINE_JOB, now, lease, _DEADLINES_AT_ONCE_MAX)
         for job in leased:
-            rewards += await contests.deadline(tx, now, job, judged_by)
+            rewards += await pairwise.deadline(tx, now, job, judged_by)
         for reward in rewards:
             OUTCOMES.labels(reward.source, reward.outcome).inc()
         return Unfinished(rewards) if len(leased) == _DEADLINES_AT_ONCE_MAX else rewards
 
     async def upkeep(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
         more = await verdict_cache.prune(tx, now, timedelta(days=settings.cache_days))
-        await ledger.prune(tx, now)
+        await budget.prune(tx, now)
         await jobs.count(tx, VERDICT_JOB)
-        for setting, left in (await ledger.left(tx, now)).items():
+        for setting, left in (await budget.left(tx, now)).items():
             BUDGET_LEFT.labels(setting).set(left)
         return Unfinished() if more else []
 
@@ -95,11 +97,11 @@ def service(settings: JudgeSettings, common: Common | None = None) -> StreamServ
         name="judge",
         package="headrace_judge",
         tables=STREAM,
-        handlers={"trajectories": Intake(settings, rubrics, judged_by, jobs, contests)},
+        handlers={"trajectories": TrajectoryHandler(settings, rubrics, judged_by, jobs, pairwise)},
         timers=(Timer(_DEADLINES_S, deadlines), Timer(_UPKEEP_S, upkeep)),
         workers=workers,
         routes=lambda _processor: [sources.route(common or Common())],
-        limits=Limits(retry_s=settings.retry_s),
+        limits=ProcessorLimits(retry_s=settings.retry_s),
     )
 
 

@@ -1,4 +1,4 @@
-"""Holds work back while the endpoint fails, so that an outage does not use up the tries of everything that waits."""
+"""A circuit breaker: while the endpoint fails, waiting jobs are not tried, so that an outage uses up no retries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _PAUSE_MAX_S = 30.0
 
 
 class Breaker:
-    """After a failure nothing new is admitted for a while, then one at a time until a call succeeds."""
+    """After a failure no job is admitted for a while; then one at a time, until a call succeeds."""
 
     def __init__(self, clock: Clock, pause_s: float) -> None:
         self._clock = clock
@@ -19,14 +19,14 @@ class Breaker:
         ENDPOINT_UP.set(1)
 
     def admits(self, running: int, concurrency: int) -> int:
-        """How much new work may begin now."""
+        """How many new jobs may begin now."""
         if not self._failures:
             return concurrency - running
         probe = running == 0 and self._clock.monotonic_s() >= self._closed_until_s
         return 1 if probe else 0
 
     def failed(self, wait_s: float | None) -> None:
-        """A call found the endpoint away; `wait_s` is what it asked for. Failures during a pause do not prolong it."""
+        """A call failed; `wait_s` is what the endpoint asked for. Failures during a pause do not prolong it."""
         now_s = self._clock.monotonic_s()
         ENDPOINT_UP.set(0)
         if now_s >= self._closed_until_s:

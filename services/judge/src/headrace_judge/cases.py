@@ -1,4 +1,4 @@
-"""What waits to be judged, as it lies in the queue."""
+"""The payloads of the judge's queue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from headrace_judge.exhibit import Exhibit
+from headrace_judge.run_transcript import RunTranscript
 from headrace_judge.scoring import Judgement
 from headrace_schemas import Reward, Trajectory
 
@@ -58,10 +58,10 @@ class Subject(_Stored):
 
 
 class Case(_Stored):
-    """One run and what the judge will see of it."""
+    """One run and its transcript for the judge."""
 
     subject: Subject
-    run: Exhibit
+    run: RunTranscript
 
 
 class SingleTask(_Stored):
@@ -86,7 +86,7 @@ class PairTask(_Stored):
     rubric: str
     pair: str
     traceparent: str | None = None
-    """Trace of the run that came last."""
+    """Trace of the run that came second."""
 
 
 Task = SingleTask | PairTask

@@ -1,4 +1,4 @@
-"""What would stop the judge's start: rubrics, templates, and the endpoint's key."""
+"""Checks what would stop the judge's start: rubrics, templates, and the endpoint's key."""
 
 from __future__ import annotations
 

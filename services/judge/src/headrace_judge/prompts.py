@@ -13,8 +13,8 @@ from typing import TypedDict
 
 from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined, TemplateError
 
-from headrace_judge.exhibit import Exhibit
 from headrace_judge.rubric import SCALE_MAX, SCALE_MIN, Rubric
+from headrace_judge.run_transcript import RunTranscript
 from headrace_runtime.errors import SettingError
 
 _NAMES = ("run.jinja", "system.jinja", "single.jinja", "pair.jinja", "again.jinja")
@@ -53,23 +53,23 @@ class Prompts:
 
     def check(self, rubric: Rubric) -> None:
         """Render once with empty runs. Raises `SettingError` when a template uses what there is not."""
-        nothing = Exhibit(entries=())
+        nothing = RunTranscript(entries=())
         try:
             _ = self.single(rubric, nothing), self.pair(rubric, nothing, nothing), self.again("")
         except TemplateError as error:
             raise SettingError("judge.templates_dir", rubric.name, str(error)) from None
 
     def judged_by(self, model: str, rubric: Rubric) -> str:
-        """Who judges: the model, and a digest of everything that it is told beside the run."""
+        """Names the judge: the model, and a digest of the prompt besides the run."""
         digest = hashlib.sha256(f"{rubric.digest}{self.digest}".encode()).hexdigest()
         return f"{model}#{digest[:16]}"
 
-    def single(self, rubric: Rubric, run: Exhibit) -> list[ChatMessage]:
+    def single(self, rubric: Rubric, run: RunTranscript) -> list[ChatMessage]:
         """Asks for scores of one run."""
         mark = _mark(run)
         return [self._system(rubric, mark), self._say("user", "single.jinja", run=run, mark=mark)]
 
-    def pair(self, rubric: Rubric, first: Exhibit, second: Exhibit) -> list[ChatMessage]:
+    def pair(self, rubric: Rubric, first: RunTranscript, second: RunTranscript) -> list[ChatMessage]:
         """Asks which of two runs is better; `first` is shown as A."""
         mark = _mark(first, second)
         user = self._say("user", "pair.jinja", first=first, second=second, mark=mark)
@@ -86,5 +86,5 @@ class Prompts:
         return {"role": role, "content": self._environment.get_template(template).render(values).strip()}
 
 
-def _mark(*runs: Exhibit) -> str:
+def _mark(*runs: RunTranscript) -> str:
     return hashlib.sha256("\0".join(run.model_dump_json() for run in runs).encode()).hexdigest()[:_MARK_LENGTH]

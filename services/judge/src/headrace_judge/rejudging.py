@@ -1,10 +1,10 @@
-"""Judges stored trajectories again: the whole judge of the stream, with lines in the place of the bus.
+"""Judges stored trajectories again with the same code as the service, but with lines in place of the bus.
 
-Queue, retries, budget and contests are the service's own, in a database beside the live one, which is emptied first but
-for what was spent and for verdicts: a question that was answered once, in whichever replay, is not paid for again.
+Queue, retries, budget and pairwise comparisons are in a database of their own. It is emptied first, except for the
+budget and the cached verdicts: a question that any replay has asked before is not paid for again.
 
-As a filter (`python -m headrace_judge.replay`) it takes lines `trajectory` and writes lines `reward`, a trajectory's
-later ones replacing earlier ones of the same source, and at the end one line `judged`.
+The filter (`python -m headrace_judge.replay`) reads lines `trajectory` and writes lines `reward`. A later reward of a
+trajectory replaces earlier ones of the same source. At the end the filter writes one line `judged`.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from headrace_runtime.settings import Common, DatabaseSettings
 from headrace_runtime.stream_service import StreamService
 from headrace_runtime.wire import Outgoing, Record
 from headrace_schemas import Event, Reward, Trajectory
-from headrace_schemas.replay import Judged
+from headrace_schemas.replay import JudgedLine
 
 _TAKE_MAX = 50
 _WAITING_MAX = 200
-"""Jobs that may wait, far below the queue's bound, beyond which runs would not be judged at all."""
+"""Jobs that may wait. It is far below the bound of the queue, beyond which runs would not be judged at all."""
 _LOOK_S = 0.1
 
 
-class RewardLines(EventProducer):
-    """Rewards as lines; nothing else leaves a judge that has no bus."""
+class RewardWriter(EventProducer):
+    """Writes rewards as lines. Nothing else leaves a judge without a bus."""
 
     def __init__(self, common: Common, blobs: BlobStore, lines: Lines) -> None:
         super().__init__(common.bus, "headrace/judge", blobs)
@@ -59,12 +59,12 @@ class RewardLines(EventProducer):
                 self._lines.write("reward", record.value)
         self._lines.flush()
 
-    def judged(self) -> Judged:
-        """What each trajectory came to in the end."""
+    def judged(self) -> JudgedLine:
+        """Counts of the final outcome of each trajectory."""
         found: dict[str, Counter[str]] = defaultdict(Counter)
         for reward in self._latest.values():
             found[reward.source][reward.outcome] += 1
-        return Judged(outcomes={source: dict(sorted(counts.items())) for source, counts in sorted(found.items())})
+        return JudgedLine(outcomes={source: dict(sorted(counts.items())) for source, counts in sorted(found.items())})
 
 
 async def run(common: Common, settings: JudgeSettings, lines: Lines | None = None) -> None:
@@ -72,7 +72,7 @@ async def run(common: Common, settings: JudgeSettings, lines: Lines | None = Non
     service = app.service(settings)
     lines, blobs = lines or Lines(), BlobStore.open(common)
     database = Database.open("judge-replay", common.model_copy(update={"database": DatabaseSettings()}))
-    producer = RewardLines(common, blobs, lines)
+    producer = RewardWriter(common, blobs, lines)
     clock = SystemClock()
     processor = Processor(
         service="judge",
@@ -95,7 +95,7 @@ async def run(common: Common, settings: JudgeSettings, lines: Lines | None = Non
 
 
 async def _beside(workers: Sequence[Awaitable[None]], work: Coroutine[None, None, None]) -> None:
-    """Do `work` while the workers work, which end with it. Raises whichever fails first."""
+    """Run the workers until `work` is done. Raises the first failure of any."""
     tasks = [asyncio.ensure_future(work), *map(asyncio.ensure_future, workers)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -137,7 +137,7 @@ async def _waiting(processor: Processor, kind: str) -> int:
 
 
 async def _no_more_runs_come(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
-    """Runs that wait for others to be compared with have waited for long enough."""
+    """No more runs come, so the deadlines of all runs are due now."""
     await tx.execute(update(STREAM.jobs).where(STREAM.jobs.c.kind == DEADLINE_JOB).values(due_ms=0))
     return ()
 

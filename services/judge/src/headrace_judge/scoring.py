@@ -1,7 +1,7 @@
-"""From verdicts to what is published. Pure; every number that leaves is between 0 and 1.
+"""From verdicts to judgements. Pure; each value of a judgement is between 0 and 1.
 
-Several verdicts on one question (`samples`) count by their median; more than half of them must be readable and not
-abstain. Pairs are asked in both orders: a winner that changes with the order is none.
+Of several verdicts on one question (`samples`) the median counts; more than half of them must be readable and not
+abstain. Each pair is judged in both orders: if the winner changes with the order, it is a tie.
 """
 
 from __future__ import annotations
@@ -63,23 +63,23 @@ def pair(rubric: Rubric, forth: Sequence[Reading], back: Sequence[Reading]) -> J
 
 
 def equal(rubric: Rubric) -> Judgement:
-    """What a pair of runs comes to that look the same."""
+    """The judgement of two runs with equal transcripts."""
     criteria = dict.fromkeys(rubric.weights, 0.5)
     return Judgement(outcome="scored", value=0.5, criteria=criteria, reason="equal")
 
 
-def turned(judgement: Judgement) -> Judgement:
-    """The judgement of a pair as the second run has it."""
+def swapped(judgement: Judgement) -> Judgement:
+    """The judgement of a pair for its second run."""
     if judgement.value is None:
         return judgement
     criteria = {name: 1 - value for name, value in judgement.criteria.items()}
     return judgement.model_copy(update={"value": 1 - judgement.value, "criteria": criteria})
 
 
-def standing(met: Sequence[tuple[str, Judgement]], waiting: int) -> Judgement | None:
-    """The win rate over the pairs that were decided; `met` are opponents and what came of it, as this run has it.
+def win_rate(met: Sequence[tuple[str, Judgement]], waiting: int) -> Judgement | None:
+    """The win rate over the decided pairs. `met` are the opponents, with the judgements for this run.
 
-    None while there is nothing to say yet. When no pair could be decided it is what most of them came to.
+    None while there is no result yet. If no pair could be decided, it is the most frequent outcome of the pairs.
     """
     scored = [(opponent, item) for opponent, item in met if item.value is not None]
     if not scored:
@@ -102,7 +102,7 @@ def _line(opponent: str, judgement: Judgement) -> str:
 
 
 def _medians(readings: Sequence[Reading]) -> tuple[dict[str, float] | Judgement, str]:
-    """Median per criterion and a reason, or the judgement that there is none."""
+    """The median of each criterion and a reason; or the judgement that there is no score."""
     scored = [item for item in readings if isinstance(item, Verdict) and item.criteria is not None]
     if 2 * len(scored) > len(readings):
         names = scored[0].criteria or {}
@@ -120,7 +120,7 @@ def _weighted(weights: Mapping[str, float], values: Mapping[str, float]) -> floa
 
 
 def _side(value: float) -> int:
-    """-1, 0 or 1. Sums of weights that cancel may miss zero by a rounding error."""
+    """-1, 0 or 1. Rounding errors of sums that should be zero are ignored."""
     return 0 if abs(value) < 1e-9 else 1 if value > 0 else -1
 
 

@@ -45,8 +45,8 @@ class EndpointSettings(Section):
     api_key_env: str = ""
     """Name of the environment variable that holds the bearer token, instead of `api_key`."""
     is_gateway: bool = False
-    """Whether the endpoint is a Headrace gateway. Calls then carry `X-Headrace-Purpose: eval`, so that nobody trains on
-    what the judge says, and its own trajectories are left alone."""
+    """Whether the endpoint is a Headrace gateway. Calls then carry `X-Headrace-Purpose: eval`, so that the
+    judge's own calls are neither trained nor judged."""
     concurrency: Count = 8
     """Trajectories, or pairs, that are being judged at one time."""
     timeout_s: Positive = 60.0
@@ -146,15 +146,15 @@ class JudgeSettings(ServiceSettings):
     templates_dir: Path | None = None
     """Folder whose prompt templates replace the shipped ones of the same name."""
     sample_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of training trajectories that are judged, chosen by a digest of their id; for the others it abstains."""
+    """Share of training trajectories that are judged, chosen by a digest of their id; others get an abstention."""
     judge_eval: bool = False
-    """Also judge evaluation trajectories, all of them. Otherwise nothing is said about them."""
+    """Also judge evaluation trajectories, all of them. Otherwise they get no reward."""
     samples: Annotated[int, Field(ge=1, le=15)] = 1
     """Verdicts per question; their median counts."""
     queue_max: Count = 50_000
     """Trajectories and pairs that may wait in the database. Beyond it the judge abstains, rather than fall behind."""
     lease_s: Annotated[float, Field(ge=1)] = 30.0
-    """How soon the work of a judge that died is done again by another."""
+    """How soon another judge takes over the jobs of one that died."""
     cache_days: Positive = 30.0
     """How long verdicts are kept to be used again for the same question."""
     retry_s: Positive = 60.0

@@ -1,4 +1,4 @@
-"""The judge's state: its queue, what was spent, verdicts to use again, runs that are compared with each other."""
+"""The judge's tables: its queue, its spending, cached verdicts, and pairwise comparisons."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CONTESTANTS = Table(
     Column("run", Text, nullable=False),  # trajectories of one run are not compared with each other
     Column("case", LargeBinary, nullable=False),  # Case as JSON
     Column("arrived_ms", BigInteger, nullable=False),
-    Column("closed", Boolean, nullable=False),  # meets no new opponent
+    Column("closed", Boolean, nullable=False),  # gets no new pair
     Column("revision", Integer, nullable=False),  # of its next reward
 )
 
@@ -54,5 +54,5 @@ PAIRS = Table(
     Column("first", Text, nullable=False),  # trajectory ids
     Column("second", Text, nullable=False),
     Column("made_ms", BigInteger, nullable=False),
-    Column("judgement", LargeBinary),  # Judgement as the first run has it, as JSON; NULL until it is there
+    Column("judgement", LargeBinary),  # Judgement of the first run as JSON; NULL until there is one
 )

@@ -1,4 +1,4 @@
-"""Reads what the model answered. Strict: an answer is a verdict in the agreed form, or it is unreadable (P6)."""
+"""Reads what the model answered. Strict: an answer in any other form is unreadable (P6)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PREFERENCES: dict[str, int] = {"A": 1, "tie": 0, "B": -1}
 
 
 class Unreadable(Exception):
-    """The answer is no verdict. The message is for the model, which may be asked to repair it; never logged."""
+    """The answer is not a verdict. The message is for the model, which may be asked to repair it. Never logged."""
 
 
 class Verdict(BaseModel):
@@ -83,7 +83,7 @@ def _verdict(names: list[str], numbers: dict[str, int] | None, reason: str) -> V
 
 
 def shorten(reason: str) -> str:
-    """A reason of bounded length; what is missing is said."""
+    """The reason, cut to a bounded length, with the number of characters that were left out."""
     surplus = len(reason) - REASON_CHARS_MAX
     return reason if surplus <= 0 else f"{reason[:REASON_CHARS_MAX]} [... {surplus} characters left out]"
 
@@ -98,9 +98,9 @@ def _validate(model: type[_Answer[V]], data: dict[str, object]) -> _Answer[V]:
 
 
 def _object(text: str) -> dict[str, object]:
-    """The one verdict-like JSON object in `text`: bare, in a fence, or with prose around it.
+    """The one JSON object in `text` that looks like a verdict: bare, in a fence, or with prose around it.
 
-    Two different ones cannot be resolved (one may be quoted from the run), and a name given twice is no JSON object.
+    Two different objects are refused, because one may be quoted from the run; so is an object with a repeated name.
     """
     if len(text) > _ANSWER_CHARS_MAX:
         raise Unreadable(f"the answer has {len(text)} characters; at most {_ANSWER_CHARS_MAX} are read")

@@ -1,7 +1,7 @@
-"""Works the queue: leases what is due, has it judged, and commits the reward with the job's removal.
+"""Works through the queue: leases due jobs, has them judged, and commits each reward together with the job's removal.
 
-What could not be judged because the endpoint failed goes back into the queue, so that waiting takes up no slot and
-survives a restart. A worker that dies lets its leases run out.
+A job that failed because of the endpoint goes back into the queue: while it waits it takes no slot, and it survives a
+restart. The leases of a worker that dies run out.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_judge.breaker import Breaker
 from headrace_judge.cases import TASK, VERDICT_JOB, PairTask, Task
-from headrace_judge.contests import Contests
 from headrace_judge.endpoint import CallRefused, CallTimedOut, EndpointAway
-from headrace_judge.jury import BudgetSpent, Jury
 from headrace_judge.metrics import IN_PROGRESS, OUTCOMES, RETRIES, TIES_BY_ORDER
+from headrace_judge.model_judge import BudgetSpent, ModelJudge
+from headrace_judge.pairwise import PairwiseComparisons
 from headrace_judge.rubric import Rubric
 from headrace_judge.scoring import Judgement
 from headrace_judge.settings import JudgeSettings, RetrySettings
@@ -38,7 +38,7 @@ _POLL_S = 0.25
 _GROWTH = 4.0
 
 
-class Worker:
+class JudgeWorker:
     """Judges up to `endpoint.concurrency` tasks at a time. `run` until cancelled."""
 
     def __init__(
@@ -47,9 +47,9 @@ class Worker:
         rubrics: Mapping[str, Rubric],
         judged_by: Mapping[str, str],
         jobs: Jobs,
-        contests: Contests,
+        pairwise: PairwiseComparisons,
         processor: Processor,
-        jury: Jury,
+        model_judge: ModelJudge,
         breaker: Breaker,
         sources: Sources,
     ) -> None:
@@ -57,9 +57,9 @@ class Worker:
         self._rubrics = rubrics
         self._judged_by = judged_by
         self._jobs = jobs
-        self._contests = contests
+        self._pairwise = pairwise
         self._processor = processor
-        self._jury = jury
+        self._model_judge = model_judge
         self._breaker = breaker
         self._sources = sources
         self._lease = timedelta(seconds=settings.lease_s)
@@ -67,7 +67,7 @@ class Worker:
         self._freed = asyncio.Event()
 
     async def run(self) -> None:
-        """Raises what only a restart can mend; the leases of what was in progress then run out."""
+        """Raises errors that only a restart can repair. The leases of jobs in progress then run out."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._renew())
             while True:
@@ -106,7 +106,9 @@ class Worker:
             try:
                 result = await self._try(job, task)
             finally:
-                self._running.discard(job)  # before the job moves in the database, lest its lease be renewed
+                self._running.discard(
+                    job
+                )  # before the job is changed in the database, so that its lease is not renewed
                 self._freed.set()
             if isinstance(result, Judgement):
                 await self._finish(job, task, result)
@@ -142,11 +144,11 @@ class Worker:
             return Judgement(outcome="abstained", reason=f"there is no rubric {task.rubric!r} of this mode any more")
         try:
             if not isinstance(task, PairTask):
-                return await self._jury.single(rubric, task.case.run)
-            runs = await transact(self._processor, lambda tx, _now: self._contests.runs(tx, task))
+                return await self._model_judge.single(rubric, task.case.run)
+            runs = await transact(self._processor, lambda tx, _now: self._pairwise.runs(tx, task))
             if runs is None:
                 return Judgement(outcome="abstained", reason="the pair is no longer there")
-            return await self._jury.pair(rubric, runs[0].run, runs[1].run)
+            return await self._model_judge.pair(rubric, runs[0].run, runs[1].run)
         except BudgetSpent as error:
             return Judgement(outcome="abstained", reason=str(error))
         except CallTimedOut as error:
@@ -155,7 +157,7 @@ class Worker:
             return Judgement(outcome="failed", reason=str(error))
 
     async def _finish(self, job: Job, task: Task, judgement: Judgement) -> None:
-        """Publish, unless the lease had run out and somebody else has the job."""
+        """Publish, unless the lease had run out and another worker has the job."""
         judged_by = self._judged_by.get(task.rubric, self._settings.endpoint.model)
         rewards: list[Reward] = []
 
@@ -163,7 +165,7 @@ class Worker:
             rewards.clear()
             if await self._jobs.finish(tx, job):
                 if isinstance(task, PairTask):
-                    rewards.extend(await self._contests.decide(tx, now, task, judgement, judged_by))
+                    rewards.extend(await self._pairwise.decide(tx, now, task, judgement, judged_by))
                 else:
                     rewards.append(task.case.subject.reward(judgement, now, judged_by))
             return rewards
@@ -177,6 +179,6 @@ class Worker:
 
 
 def backoff_s(retry: RetrySettings, attempts: int, wait_s: float | None) -> float:
-    """How long to wait after `attempts` earlier tries; never less than what the endpoint asked for."""
+    """How long to wait after `attempts` earlier tries: at least as long as the endpoint asked for."""
     own_s = min(retry.backoff_s * _GROWTH ** min(attempts, 16), retry.backoff_max_s)
     return max(own_s, wait_s or 0.0)

@@ -1,4 +1,4 @@
-"""The REST interface: look at models and versions; promote, roll back, withdraw."""
+"""The REST interface: read models and versions; promote, roll back, withdraw."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace_registry import lifecycle, probe, store
-from headrace_registry.leader import Lease, LostLeadership
-from headrace_registry.ledger import Ledger
+from headrace_registry.leader import LeaderLease, LostLeadership
 from headrace_registry.records import ModelRecord, VersionRecord
+from headrace_registry.transition import Transition
 from headrace_runtime.database import Database
 from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.logs import get_logger
@@ -41,19 +41,19 @@ _BODY_BYTES_MAX = 65_536
 _LIST_MAX = 1000
 M = TypeVar("M", bound=Model)
 Page = Callable[[Request], Awaitable[Response]]
-Change = Callable[[Ledger, ModelRecord, AsyncConnection], Awaitable[None]]
+Change = Callable[[Transition, ModelRecord, AsyncConnection], Awaitable[None]]
 """Raises `Refused` before it has changed anything."""
 
 
-class Api:
-    """Reads answer from any registry, changes are for the leader. A change returns once it is durable and published."""
+class RegistryApi:
+    """Any registry answers reads; only the leader takes changes. A change returns once it is durable and published."""
 
     def __init__(
         self,
         common: Common,
         database: Database,
         processor: Processor,
-        lease: Lease,
+        lease: LeaderLease,
         replicas: Callable[[], Iterable[Replica]],
         changed: Callable[[], None],
     ) -> None:
@@ -79,7 +79,7 @@ class Api:
         ]
 
     def _for_insiders(self, page: Page) -> Page:
-        """Who reads which versions serve, and what they scored, has to hold the internal key, where there is one."""
+        """Require the internal key, where there is one, for reads and changes."""
 
         async def guarded(request: Request) -> Response:
             require_internal_key(request, self._common)
@@ -105,10 +105,10 @@ class Api:
         return _answer(VersionList(data=tuple(_version_state(version, decided) for version in found)))
 
     async def promote(self, request: Request) -> Response:
-        """202: the version's turn has come, the decision follows as an event."""
+        """202: the version is the next candidate; the decision follows as an event."""
         body = await _body(request, PromoteRequest)
 
-        async def change(ledger: Ledger, model: ModelRecord, tx: AsyncConnection) -> None:
+        async def change(transition: Transition, model: ModelRecord, tx: AsyncConnection) -> None:
             version = await self._version(tx, model, body.version)
             if version.version == model.champion:
                 raise Refused(409, "already_champion", f"{version.version} is the champion", "version")
@@ -117,44 +117,49 @@ class Api:
                     409, "pinned", f"model {model.model} is pinned to {model.pinned}; unpin it first", "version"
                 )
             if version.state == "withdrawn" and not body.force:
-                raise Refused(409, "withdrawn", f"{version.version} was withdrawn; `force` takes that back", "version")
+                raise Refused(
+                    409,
+                    "withdrawn",
+                    f"{version.version} was withdrawn; promote it with `force` to take that back",
+                    "version",
+                )
             problem = lifecycle.objection(version, await store.view(tx, model, ""))
             if problem:
                 raise Refused(409, "incompatible_version", f"{version.version}: {problem}", "version")
-            await ledger.request(version, "force" if body.force else "gate")
+            await transition.request(version, "force" if body.force else "gate")
 
         return await self._change(request, change, 202)
 
     async def roll_back(self, request: Request) -> Response:
         body = await _body(request, RollbackRequest)
 
-        async def change(ledger: Ledger, model: ModelRecord, _tx: AsyncConnection) -> None:
+        async def change(transition: Transition, model: ModelRecord, _tx: AsyncConnection) -> None:
             if model.champion is None or model.previous is None:
                 raise Refused(409, "no_previous", f"model {model.model} has no previous version to go back to")
             alive = probe.live(self._replicas(), self._processor.clock.now())
             if alive and not probe.served_by_any(model.previous, alive):
                 raise Refused(409, "previous_not_ready", f"no replica holds {model.previous} ready")
-            await ledger.roll_back(model, body.reason or "an operator rolled back")
+            await transition.roll_back(model, body.reason or "an operator rolled back")
 
         return await self._change(request, change)
 
     async def withdraw(self, request: Request) -> Response:
         body = await _body(request, WithdrawRequest)
 
-        async def change(ledger: Ledger, model: ModelRecord, tx: AsyncConnection) -> None:
+        async def change(transition: Transition, model: ModelRecord, tx: AsyncConnection) -> None:
             version = await self._version(tx, model, body.version)
             if version.version == model.champion:
                 raise Refused(409, "is_champion", f"{version.version} is the champion; roll back instead", "version")
             if version.state != "withdrawn":
-                await ledger.withdraw(model, version.version, body.reason or "an operator withdrew it")
+                await transition.withdraw(model, version.version, body.reason or "an operator withdrew it")
 
         return await self._change(request, change)
 
     async def pin(self, request: Request) -> Response:
-        """The champion stays champion, or another version becomes it once it is probed and then stays."""
+        """Pin the champion, or another version, which becomes champion once it is probed."""
         body = await _body(request, PinRequest)
 
-        async def change(ledger: Ledger, model: ModelRecord, tx: AsyncConnection) -> None:
+        async def change(transition: Transition, model: ModelRecord, tx: AsyncConnection) -> None:
             name = body.version or model.champion
             if name is None:
                 raise Refused(409, "no_champion", f"model {model.model} has no champion to pin; name a version")
@@ -164,30 +169,30 @@ class Api:
             problem = lifecycle.objection(version, await store.view(tx, model, ""))
             if problem:
                 raise Refused(409, "incompatible_version", f"{name}: {problem}", "version")
-            await ledger.pin(model, name)
+            await transition.pin(model, name)
             if name != model.champion:
-                await ledger.request(version, "force")
+                await transition.request(version, "force")
             log.info("pinned", model=model.model, version=name, reason=body.reason)
 
         return await self._change(request, change)
 
     async def unpin(self, request: Request) -> Response:
-        return await self._hold(request, "unpinned", lambda ledger, model: ledger.unpin(model))
+        return await self._hold(request, "unpinned", lambda transition, model: transition.unpin(model))
 
     async def pause(self, request: Request) -> Response:
-        """New versions are registered and wait. What an operator asks for goes on."""
-        return await self._hold(request, "paused", lambda ledger, model: ledger.pause(model, True))
+        """New versions are registered and wait. Requests of operators still take effect."""
+        return await self._hold(request, "paused", lambda transition, model: transition.pause(model, True))
 
     async def resume(self, request: Request) -> Response:
-        return await self._hold(request, "resumed", lambda ledger, model: ledger.pause(model, False))
+        return await self._hold(request, "resumed", lambda transition, model: transition.pause(model, False))
 
     async def _hold(
-        self, request: Request, event: str, hold: Callable[[Ledger, ModelRecord], Awaitable[None]]
+        self, request: Request, event: str, hold: Callable[[Transition, ModelRecord], Awaitable[None]]
     ) -> Response:
         body = await _body(request, HoldRequest)
 
-        async def change(ledger: Ledger, model: ModelRecord, _tx: AsyncConnection) -> None:
-            await hold(ledger, model)
+        async def change(transition: Transition, model: ModelRecord, _tx: AsyncConnection) -> None:
+            await hold(transition, model)
             log.info(event, model=model.model, reason=body.reason)
 
         return await self._change(request, change)
@@ -201,13 +206,13 @@ class Api:
 
         async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
             await self._lease.check(tx)
-            ledger = Ledger(tx, now)
+            transition = Transition(tx, now)
             try:
-                await change(ledger, await self._model(tx, name), tx)
+                await change(transition, await self._model(tx, name), tx)
             except Refused as error:
                 refused[:] = [error]
                 return ()
-            events = await ledger.finish()
+            events = await transition.finish()
             after[:] = [await self._model(tx, name)]
             return events
 
@@ -238,7 +243,7 @@ class Api:
 
 
 def _standby() -> Refused:
-    return Refused(503, "not_leader", "this registry stands by; ask the one that leads")
+    return Refused(503, "not_leader", "this registry is a standby; ask the leader")
 
 
 def _answer(value: Model, status: int = 200) -> Response:

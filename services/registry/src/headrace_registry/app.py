@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace_registry.api import Api
+from headrace_registry.api import RegistryApi
 from headrace_registry.director import Director
 from headrace_registry.gate import Gate
 from headrace_registry.handlers import CheckpointHandler
-from headrace_registry.leader import Lease
+from headrace_registry.leader import LeaderLease
 from headrace_registry.reader import CheckpointReader
 from headrace_registry.reconcile import Reconciler
 from headrace_registry.settings import RegistrySettings
@@ -21,7 +21,7 @@ from headrace_runtime.database import Database
 from headrace_runtime.dead_letters import Refusals
 from headrace_runtime.logs import get_logger
 from headrace_runtime.outbox import Outbox
-from headrace_runtime.processor import Limits, Processor
+from headrace_runtime.processor import Processor, ProcessorLimits
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
 from headrace_schemas import Checkpoint, Replica, Routing
@@ -54,7 +54,7 @@ class _Registry:
         self._common = common
         self._settings = settings
         self._database = database
-        self._lease = Lease(database, clock, settings.lease_s)
+        self._lease = LeaderLease(database, clock, settings.lease_s)
         self._replicas = Table(Replica, common.bus, "headrace-registry-replicas", blobs, refuse, self._replica_changed)
         self._routings = Table(Routing, common.bus, "headrace-registry-routing", blobs, refuse)
         self._versions_seen: dict[str, object] = {}
@@ -66,14 +66,14 @@ class _Registry:
             outbox=Outbox(database, STREAM, producer, clock),
             blobs=blobs,
             clock=clock,
-            limits=Limits(retry_s=settings.retry_s, refusals=common.dead_letters.bounds),
+            limits=ProcessorLimits(retry_s=settings.retry_s, refusals=common.dead_letters.bounds),
         )
         self._reader = CheckpointReader(self._processor, database, common.bus)
         self._director = Director(
             self._processor, self._lease, Gate(settings.gate), settings, self._replicas.rows.values
         )
         self._reconciler = Reconciler(self._processor, self._lease, self._routings.rows, clock, settings.reconcile_s)
-        self._api = Api(
+        self._api = RegistryApi(
             common, database, self._processor, self._lease, self._replicas.rows.values, self._director.wake.set
         )
 

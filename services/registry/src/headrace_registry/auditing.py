@@ -1,13 +1,13 @@
-"""Plays of audit tasks by versions that somebody names, without bus and database.
+"""Plays audit tasks with named versions, without bus and database.
 
-As a filter (`python -m headrace_registry.audits`) it takes lines `measure` and answers each with a line `measured`. The
-tasks and seeds are those of an audit, so two versions play alike.
+The filter (`python -m headrace_registry.audits`) answers each line `measure` with a line `measured`. All versions play
+the same tasks and seeds.
 """
 
 from __future__ import annotations
 
+from headrace_registry.evaluation import played
 from headrace_registry.gate import Gate
-from headrace_registry.referee import played
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime.errors import SettingError
 from headrace_runtime.filters import Lines

@@ -1,4 +1,4 @@
-"""Carries out what `lifecycle.plan` says: one transaction per step, gate runs beside it."""
+"""Carries out the actions of `lifecycle.plan`: one transaction per action; gate runs run beside it."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from datetime import datetime
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry import lifecycle, probe, store
-from headrace_registry.leader import Lease
-from headrace_registry.ledger import Ledger
+from headrace_registry.leader import LeaderLease
 from headrace_registry.lifecycle import (
     Action,
     Adopt,
-    Measure,
     Probed,
     Promote,
     Reject,
     Release,
     RollBack,
+    RunAudit,
+    RunTrial,
     Situation,
-    Try,
     Wait,
 )
 from headrace_registry.metrics import WAITING
-from headrace_registry.records import ModelRecord, View
-from headrace_registry.runner import Program, Runner
+from headrace_registry.records import ModelRecord, ModelView
+from headrace_registry.runner import GateProgram, Runner
 from headrace_registry.settings import RegistrySettings
+from headrace_registry.transition import Transition
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor
 from headrace_schemas import Event, Replica
 
 log = get_logger(__name__)
 _STEPS_MAX = 100
-"""Decisions about one model in one go; a plan that never comes to rest is a bug."""
+"""Actions for one model in one tick; a plan that never waits is a bug."""
 
 
 class Director:
-    """Decides about all models. `tick` after every change and once in a while; one task at a time may call it.
+    """Decides about all models. `tick` after every change and periodically; one task at a time may call it.
 
-    Kept in memory only, and so begun anew after a crash: how long replicas have been at a candidate, and what the
-    runner has.
+    Two things are in memory only and start again after a crash: how long replicas have been loading a candidate, and
+    the runs of the gate.
     """
 
     def __init__(
         self,
         processor: Processor,
-        lease: Lease,
-        gate: Program,
+        lease: LeaderLease,
+        gate: GateProgram,
         settings: RegistrySettings,
         replicas: Callable[[], Iterable[Replica]],
     ) -> None:
@@ -64,7 +64,7 @@ class Director:
         self._runner = Runner(processor, lease, gate, settings.gate, self.wake.set)
 
     async def run(self) -> None:
-        """Until cancelled, and gate runs with it."""
+        """Run until cancelled; gate runs end with it."""
         try:
             while True:
                 self.wake.clear()
@@ -76,7 +76,7 @@ class Director:
             await self._runner.stop()
 
     async def tick(self) -> None:
-        """Bring every model as far as it gets now."""
+        """Carry out all actions that are possible now, for every model."""
         models: list[str] = []
 
         async def list_models(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
@@ -85,21 +85,21 @@ class Director:
 
         await self._processor.step(list_models)
         for model in models:
-            await self._settle(model)
+            await self._decide(model)
 
-    async def _settle(self, model: str) -> None:
+    async def _decide(self, model: str) -> None:
         for _ in range(_STEPS_MAX):
             self._runner.reap(model)
             action, roles = await self._step(model)
             self._runner.abandon(model, roles)
-            if isinstance(action, Try | Measure):
+            if isinstance(action, RunTrial | RunAudit):
                 self._runner.begin(model, action)
-            if isinstance(action, Try | Measure | Wait):
+            if isinstance(action, RunTrial | RunAudit | Wait):
                 return
-        raise AssertionError(f"model {model} does not come to rest")
+        raise AssertionError(f"the plan for model {model} never waits")
 
     async def _step(self, model: str) -> tuple[Action, set[str | None]]:
-        """Look, decide and write in one transaction; returns what was done and who has a role now."""
+        """Read, decide and write in one transaction. Returns the action, and the versions that have a role now."""
         taken: list[tuple[Action, set[str | None]]] = []
 
         async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
@@ -109,23 +109,23 @@ class Director:
             view = await store.view(tx, record, self._gate.sha256)
             WAITING.labels(model).set(len(view.waiting))
             action = lifecycle.plan(view, self._situation(view, now))
-            ledger = Ledger(tx, now)
-            await _apply(action, record, ledger)
+            transition = Transition(tx, now)
+            await _apply(action, record, transition)
             after = await store.model(tx, model)
             assert after is not None
             taken[:] = [(action, {after.champion, after.candidate, after.anchor})]
-            return await ledger.finish()
+            return await transition.finish()
 
         await self._processor.step(work)
         action, roles = taken[0]
         if isinstance(action, Adopt):
-            self._runner.trials.clear()  # a gate that failed gets its chance with the next candidate
+            self._runner.trials.clear()  # a gate that failed is tried again with the next candidate
             self._runner.audits.clear()
-        if not isinstance(action, Wait | Try | Measure):
+        if not isinstance(action, Wait | RunTrial | RunAudit):
             log.info("decided", model=model, action=type(action).__name__, version=getattr(action, "version", None))
         return action, roles
 
-    def _situation(self, view: View, now: datetime) -> Situation:
+    def _situation(self, view: ModelView, now: datetime) -> Situation:
         alive = probe.live(self._replicas(), now)
         return Situation(
             replicas=alive,
@@ -136,32 +136,32 @@ class Director:
             unmeasured=self._runner.audits.failed,
         )
 
-    def _patience_over(self, view: View, alive: Sequence[Replica]) -> bool:
-        """Whether live replicas have had `probe_timeout_s` for this candidate; time without any does not count."""
+    def _patience_over(self, view: ModelView, alive: Sequence[Replica]) -> bool:
+        """Whether live replicas have had `probe_timeout_s` for this candidate. Time without any does not count."""
         model, candidate = view.model.model, view.model.candidate
         now_s = self._processor.clock.monotonic_s()
         since = self._patience.get(model)
         if candidate is None or not alive or since is None or since[0] != candidate:
             self._patience[model] = (candidate or "", now_s)
             return False
-        if probe.verdict(candidate, alive).state == "passed":
+        if probe.result(candidate, alive).state == "passed":
             self._patience[model] = (candidate, now_s)
         return now_s - since[1] > self._settings.probe_timeout_s
 
 
-async def _apply(action: Action, model: ModelRecord, ledger: Ledger) -> None:
+async def _apply(action: Action, model: ModelRecord, transition: Transition) -> None:
     match action:
         case Adopt(version, skipped):
-            await ledger.adopt(model, version, skipped)
+            await transition.adopt(model, version, skipped)
         case Probed(version, statistics):
-            await ledger.probed(model, version, statistics)
+            await transition.probed(model, version, statistics)
         case Promote(version, reason, statistics, standing):
-            await ledger.promote(model, version, reason, statistics, standing)
+            await transition.promote(model, version, reason, statistics, standing)
         case Reject(version, reason, statistics, changed):
-            await ledger.reject(model, version, reason, statistics, changed)
+            await transition.reject(model, version, reason, statistics, changed)
         case Release(version):
-            await ledger.release(model, version)
+            await transition.release(model, version)
         case RollBack(reason):
-            await ledger.roll_back(model, reason)
-        case Try() | Measure() | Wait():
+            await transition.roll_back(model, reason)
+        case RunTrial() | RunAudit() | Wait():
             pass

@@ -1,4 +1,4 @@
-"""The gate's program: one of the user's that plays held-out tasks, told what to play (`headrace_schemas.gate`)."""
+"""Runs the gate's program: a user's program that plays held-out tasks on request (`headrace_schemas.gate`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headrace_schemas.gate import Play, Played, Tasks
 T = TypeVar("T")
 _CHUNK = 65_536
 _LINE_BYTES_MAX = 16_777_216
-"""The first line names every task."""
+"""The bound is high because the first line names every task."""
 _ERROR_TAIL = 500
 _SHAPES = {
     Tasks: '{"gate": [names of tasks], "audit": [other names]}',
@@ -32,7 +32,7 @@ _SHAPES = {
 
 
 class GateFailed(HeadraceError):
-    """The program gave no scores: exit status, silence, or output that is not what it should be. Never a score."""
+    """The program gave no score: it ended, was silent, or its output was wrong. A failure never counts as a score."""
 
     def __init__(self, message: str, *, timed_out: bool = False) -> None:
         super().__init__(message)
@@ -40,18 +40,18 @@ class GateFailed(HeadraceError):
 
 
 class Gate:
-    """`gate.command`, started as often as it is asked."""
+    """Starts `gate.command`, once for each session."""
 
     def __init__(self, settings: GateSettings) -> None:
         self._settings = settings
         self.configured = bool(settings.command)
         self.sha256 = hashlib.sha256(json.dumps(settings.command).encode()).hexdigest()
-        """Names the gate: what different gates measured is not compared."""
+        """Identifies the gate: scores of different gates are not compared."""
 
     @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[Session]:
-        """The running program, once it has named its tasks. Raises `GateFailed`. At the body's end it is killed, with
-        everything that it started.
+    async def session(self) -> AsyncIterator[GateSession]:
+        """The running program, once it has named its tasks. Raises `GateFailed`. When the body ends, the program and
+        its children are killed.
         """
         command = self._command()
         process = await asyncio.create_subprocess_exec(
@@ -62,7 +62,7 @@ class Gate:
             start_new_session=True,
             limit=_LINE_BYTES_MAX,
         )
-        session = Session(process, command[0], self._settings)
+        session = GateSession(process, command[0], self._settings)
         reading = asyncio.create_task(session.read())
         try:
             await session.announced()
@@ -79,8 +79,8 @@ class Gate:
         return [_filled(argument, values) for argument in self._settings.command]
 
 
-class Session:
-    """A program at work. `play` may be called for many plays at a time; how many, the caller bounds."""
+class GateSession:
+    """A running program. `play` may be called concurrently; the caller bounds how often."""
 
     def __init__(self, process: Process, name: str, settings: GateSettings) -> None:
         assert process.stdin is not None
@@ -103,7 +103,7 @@ class Session:
         await self._answer(self._tasks, "its tasks")
 
     async def play(self, version: str, task: str, seed: int) -> float:
-        """The score of one play. Raises `GateFailed`, as every other play that is under way then does."""
+        """The score of one play. Raises `GateFailed`; all other plays that are running then raise it, too."""
         if self._problem is not None:
             raise self._problem
         play = Play(version=version, task=task, seed=seed)
@@ -113,13 +113,13 @@ class Session:
         if not self._waiting:
             self._heard_s = asyncio.get_running_loop().time()
         self._waiting[play] = answer
-        with contextlib.suppress(ConnectionError):  # why it does not listen any more, `read` finds out
+        with contextlib.suppress(ConnectionError):  # `read` finds out why it has stopped reading
             self._stdin.write(play.model_dump_json().encode() + b"\n")
             await self._stdin.drain()
         return await self._answer(answer, f"{len(self._waiting)} plays")
 
     async def _answer(self, future: asyncio.Future[T], what: str) -> T:
-        """As long as the program says something, whatever it is, it is at work."""
+        """Wait for the answer. Any line of the program counts as a sign of life."""
         loop, silence_s = asyncio.get_running_loop(), self._settings.silence_s
         while not future.done():
             left_s = self._heard_s + silence_s - loop.time()
@@ -129,9 +129,9 @@ class Session:
         return future.result()
 
     async def read(self) -> None:
-        """Take what the program prints until it ends. Never raises: what is wrong, everybody who waits is told."""
+        """Read the output of the program until it ends. Never raises: errors are passed to every waiting play."""
         errors = asyncio.create_task(_tail(self._stderr))
-        problem = GateFailed("the run was given up")
+        problem = GateFailed("the run was cancelled")
         try:
             await self._lines()
             await self._process.wait()
@@ -189,7 +189,7 @@ class Session:
 def _fail(waiting: asyncio.Future[T], problem: GateFailed) -> None:
     if not waiting.done():
         waiting.set_exception(problem)
-        waiting.exception()  # whoever was cancelled does not ask
+        waiting.exception()  # a cancelled caller never retrieves it
 
 
 def _filled(argument: str, values: Mapping[str, str]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from headrace_registry.leader import Lease
-from headrace_registry.ledger import Ledger
+from headrace_registry.leader import LeaderLease
+from headrace_registry.transition import Transition
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import CorruptBlob, MissingBlob
 from headrace_runtime.processor import Handling
@@ -18,7 +18,7 @@ from headrace_schemas.manifest import Manifest
 class CheckpointHandler:
     """Registers what the trainer published; a version whose manifest is not what its name says is rejected."""
 
-    def __init__(self, blobs: BlobStore, lease: Lease) -> None:
+    def __init__(self, blobs: BlobStore, lease: LeaderLease) -> None:
         self._blobs = blobs
         self._lease = lease
 
@@ -26,9 +26,9 @@ class CheckpointHandler:
         """Raises `Unavailable` while the blob store is away, `LostLeadership`."""
         await self._lease.check(handling.tx)
         manifest, problem = await self._manifest(event)
-        ledger = Ledger(handling.tx, handling.now)
-        await ledger.register(event, manifest, problem)
-        return await ledger.finish()
+        transition = Transition(handling.tx, handling.now)
+        await transition.register(event, manifest, problem)
+        return await transition.finish()
 
     async def _manifest(self, event: Checkpoint) -> tuple[Manifest | None, str | None]:
         try:

@@ -1,8 +1,8 @@
-"""One registry decides, others stand by: a lease in the database, checked again in every transaction that writes.
+"""Leader election by a lease in the database. Every transaction that writes checks the lease again.
 
-A leader that was paused and lost its lease cannot write any more, whatever it still believes. When a lease has run out
-is judged by whoever waits for it, with its own monotonic clock: a row that has not changed for `lease_s` belongs to a
-leader that is gone. No two clocks are compared.
+So a leader that was paused and lost its lease cannot write any more. A standby decides with its own monotonic clock
+whether the lease has run out: a row that has not changed for `lease_s` belongs to a dead leader. Clocks of two
+machines are never compared.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _NAME = "leader"
 
 
 class LostLeadership(Unavailable):
-    """Another registry leads, and `Lease.keep` ends this process.
+    """Another registry leads, and `LeaderLease.keep` ends this process.
 
-    `Unavailable`, because nothing is wrong with the work that met it: it is left undone, never dead-lettered.
+    It is `Unavailable`, because the event at hand is valid: it is left undone, never dead-lettered.
     """
 
 
-class Lease:
-    """`acquire` waits until it is ours, `keep` renews it, `check` fences a transaction, `release` gives it up."""
+class LeaderLease:
+    """`acquire` waits for the lease, `keep` renews it, `check` fences a transaction, `release` ends it."""
 
     def __init__(self, database: Database, clock: Clock, lease_s: float) -> None:
         self._database = database
@@ -44,12 +44,12 @@ class Lease:
         self.holder = holders.me()
         self.held = asyncio.Event()
         self._seen: tuple[str, int] | None = None
-        """Another leader's row as it was when it last changed, ..."""
+        """The row of another leader, as last seen, ..."""
         self._seen_s = 0.0
-        """... and when that was, by our monotonic clock."""
+        """... and when it was first seen like this, by our monotonic clock."""
 
     async def acquire(self) -> None:
-        """Returns as the leader. The lease of a process of this machine that has died is taken at once."""
+        """Returns as the leader. The lease of a dead process of this machine is taken at once."""
         LEADER.set(0)
         waited = False
         while not await self._take():
@@ -62,7 +62,7 @@ class Lease:
         log.info("leading")
 
     async def keep(self) -> None:
-        """Raises `LostLeadership` when somebody else has it, or when it could not be renewed before it ran out."""
+        """Raises `LostLeadership` if another process has it, or if it could not be renewed in time."""
         renewed = self._clock.monotonic_s()
         while True:
             await self._clock.sleep(self._lease_s / 4)
@@ -72,7 +72,7 @@ class Lease:
                 renewed = self._clock.monotonic_s()
             except LostLeadership:
                 raise
-            except DiskFull as error:  # nobody else can take it either, and `check` fences whoever comes too late
+            except DiskFull as error:  # no other process can write it either, and `check` fences a late writer
                 log.warning("lease_not_renewed", error=str(error))
             except Unavailable as error:
                 if self._clock.monotonic_s() - renewed > self._lease_s:
@@ -86,7 +86,7 @@ class Lease:
             raise self._lost()
 
     async def release(self) -> None:
-        """Let a standby take over at once. Best effort: without it, it takes `lease_s`."""
+        """Let a standby take over at once. Best effort: otherwise the standby waits for `lease_s`."""
         if self.held.is_set():
             self.held.clear()
             LEADER.set(0)
@@ -95,7 +95,7 @@ class Lease:
                     await tx.execute(delete(LEASE).where(LEASE.c.name == _NAME, LEASE.c.holder == self.holder))
 
     async def _take(self) -> bool:
-        """Become the holder unless there is one who lives."""
+        """Become the holder, unless another holder is alive."""
         asked_s = self._clock.monotonic_s()
         async with self._database.transaction() as tx:
             row = await self._row(tx)
@@ -111,7 +111,7 @@ class Lease:
         return False
 
     async def _renew(self) -> bool:
-        """Whether it was still ours. Once lost it is not taken again: what we know is not what others did since."""
+        """Renew the lease. False: it is lost, and not taken again, because another leader may have written since."""
         async with self._database.transaction() as tx:
             row = await self._row(tx)
             if row is None or row[0] != self.holder:

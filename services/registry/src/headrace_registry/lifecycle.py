@@ -1,8 +1,8 @@
-"""What to do next about a model: a pure function of the database, the replicas and the gate.
+"""The next action for a model: a pure function of the database, the replicas and the gate.
 
-registered → (put into `serve`) probing → (probe passed everywhere) evaluating → (trial) promoted or rejected; who
-serves is then measured on the audit tasks. The director asks again after every change, so that a process that dies at
-any point continues where it was.
+registered → (put into `serve`) probing → (probe passed everywhere) evaluating → (trial) promoted or rejected. The
+champion is then measured on the audit tasks. The director asks for the next action after every change, so a process
+that dies continues where it was.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace_registry import probe
-from headrace_registry.records import ALONE, Standing, VersionRecord, View
+from headrace_registry.records import ALONE, ModelView, Standing, VersionRecord
 from headrace_schemas import Replica
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Make a waiting version the candidate: replicas shall load it. `skipped` never get a turn."""
+    """Make a waiting version the candidate, so that replicas load it. `skipped` versions never become candidates."""
 
     version: str
     skipped: tuple[str, ...] = ()
@@ -32,8 +32,8 @@ class Probed:
 
 
 @dataclass(frozen=True, slots=True)
-class Try:
-    """Let the candidate play against those who can be played: champion and anchor."""
+class RunTrial:
+    """Run a trial of the candidate against champion and anchor, as far as they can be served."""
 
     version: str
     champion: str | None
@@ -41,8 +41,8 @@ class Try:
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
-    """Let the audit tasks say how good this version is. Nothing depends on it."""
+class RunAudit:
+    """Measure this version on the audit tasks. No decision depends on it."""
 
     version: str
 
@@ -55,7 +55,7 @@ class Promote:
     reason: str
     statistics: Mapping[str, float] = field(default_factory=dict)
     standing: Standing = ALONE
-    """What it is held to beside itself; one that came past the trial is its own anchor."""
+    """The anchor from now on; a version that was promoted without a trial is its own anchor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Reject:
     reason: str
     statistics: Mapping[str, float] = field(default_factory=dict)
     standing: Standing | None = None
-    """What the trial changed about the champion's; None: nothing."""
+    """The anchor after the trial; None: there was no trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class RollBack:
-    """The champion can be served nowhere any more and the previous one can."""
+    """No replica can serve the champion any more, and some replica can serve the previous version."""
 
     reason: str
 
@@ -90,12 +90,12 @@ class Wait:
     reason: str = ""
 
 
-Action = Adopt | Probed | Try | Measure | Promote | Reject | Release | RollBack | Wait
+Action = Adopt | Probed | RunTrial | RunAudit | Promote | Reject | Release | RollBack | Wait
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What the decision depends on beside the database."""
+    """What the decision needs besides the database."""
 
     replicas: Sequence[Replica]
     """Live ones only."""
@@ -103,15 +103,15 @@ class Situation:
     """Whether one is configured."""
     minimum_score: float = 0.0
     patience_over: bool = False
-    """Live replicas have had their time to get the candidate ready."""
+    """Live replicas had `probe_timeout_s` to get the candidate ready."""
     failures: Mapping[str, str] = field(default_factory=dict)
-    """Candidates whose trial failed in as many attempts as it has, and why."""
+    """Candidates whose trial failed `gate.attempts` times, and why."""
     unmeasured: Mapping[str, str] = field(default_factory=dict)
-    """Versions whose audit did."""
+    """Versions whose audit failed as often, and why."""
 
 
-def plan(view: View, now: Situation) -> Action:
-    """The one next step."""
+def plan(view: ModelView, now: Situation) -> Action:
+    """The next action."""
     if view.champion and view.previous and probe.served_by_any(view.previous.version, now.replicas):
         error = probe.refused_by_all(view.champion.version, now.replicas)
         if error:
@@ -124,7 +124,7 @@ def plan(view: View, now: Situation) -> Action:
     return _next(waiting, view) if waiting else _baseline(view, now)
 
 
-def objection(version: VersionRecord, view: View) -> str | None:
+def objection(version: VersionRecord, view: ModelView) -> str | None:
     """Why `version` can never serve this model (P7), None when it can."""
     champion = view.champion
     if champion and version.tokenizer_sha256 != champion.tokenizer_sha256:
@@ -137,8 +137,8 @@ def objection(version: VersionRecord, view: View) -> str | None:
     return None
 
 
-def _next(waiting: Sequence[VersionRecord], view: View) -> Action:
-    """Whose turn it is: what an operator asked for; else the newest, and the older ones never.
+def _next(waiting: Sequence[VersionRecord], view: ModelView) -> Action:
+    """Choose the next candidate: a version that an operator asked for, else the newest one; older ones are skipped.
 
     A model without a champion starts with its earliest step, so that there is a baseline to compare with.
     """
@@ -155,8 +155,8 @@ def _next(waiting: Sequence[VersionRecord], view: View) -> Action:
     return Reject(chosen.version, problem) if problem else Adopt(chosen.version, skipped)
 
 
-def _advance(candidate: VersionRecord, view: View, now: Situation) -> Action:
-    probed = probe.verdict(candidate.version, now.replicas, candidate.changed if candidate.state == "probing" else None)
+def _advance(candidate: VersionRecord, view: ModelView, now: Situation) -> Action:
+    probed = probe.result(candidate.version, now.replicas, candidate.changed if candidate.state == "probing" else None)
     if probed.state == "failed":
         return Reject(candidate.version, probed.reason)
     if probed.state == "pending":
@@ -165,11 +165,11 @@ def _advance(candidate: VersionRecord, view: View, now: Situation) -> Action:
         return Wait(probed.reason)
     if candidate.state == "probing":
         return Probed(candidate.version, probed.statistics)
-    return _judge(candidate, view, now)
+    return _decide(candidate, view, now)
 
 
-def _judge(candidate: VersionRecord, view: View, now: Situation) -> Action:
-    """A candidate that passed its probe everywhere, and still does."""
+def _decide(candidate: VersionRecord, view: ModelView, now: Situation) -> Action:
+    """The action for a candidate that passes its probe on every live replica."""
     name = candidate.version
     if candidate.request == "force":
         return Promote(name, "an operator promoted it past the gate")
@@ -180,40 +180,40 @@ def _judge(candidate: VersionRecord, view: View, now: Situation) -> Action:
     if name in now.failures:
         return Reject(name, f"the gate failed: {now.failures[name]}")
     champion = view.champion.version if view.champion else None
-    verdict = view.verdict
-    if verdict is not None and verdict.champion == champion:
-        if verdict.passed:
-            return Promote(name, verdict.reason, verdict.statistics, verdict.standing)
-        return Reject(name, verdict.reason, verdict.statistics, verdict.standing)
+    result = view.trial_result
+    if result is not None and result.champion == champion:
+        if result.passed:
+            return Promote(name, result.reason, result.statistics, result.standing)
+        return Reject(name, result.reason, result.statistics, result.standing)
     if champion is not None and _to_measure(champion, view, now):
-        return Measure(champion)
+        return RunAudit(champion)
     return _try(name, champion, view, now)
 
 
-def _try(name: str, champion: str | None, view: View, now: Situation) -> Action:
-    """Against whom: those whom some replica serves. Who is only on the way is waited for; who is refused cannot
-    serve.
+def _try(name: str, champion: str | None, view: ModelView, now: Situation) -> Action:
+    """Choose the opponents: versions that some replica serves. A version that is still loading is waited for; one that
+    every replica refuses is left out.
     """
     opponents = [one for one in (champion, view.model.anchor) if one and not probe.refused_by_all(one, now.replicas)]
     for one in opponents:
         if not probe.served_by_any(one, now.replicas):
-            return Wait(f"no replica serves {one}, which {name} is to be compared with")
+            return Wait(f"no replica serves {one}, the opponent of {name}")
     if not opponents and now.minimum_score == 0:
         why = f"no replica can serve the champion {champion}" if champion else "no champion"
         return Promote(name, f"{why}: nothing to compare with")
     anchor = view.model.anchor
-    return Try(name, champion if champion in opponents else None, anchor if anchor in opponents else None)
+    return RunTrial(name, champion if champion in opponents else None, anchor if anchor in opponents else None)
 
 
-def _to_measure(name: str, view: View, now: Situation) -> bool:
+def _to_measure(name: str, view: ModelView, now: Situation) -> bool:
     return name not in view.audited and name not in now.unmeasured and probe.served_by_any(name, now.replicas)
 
 
-def _baseline(view: View, now: Situation) -> Action:
-    """Nothing waits: measure a champion whose score is not known yet."""
+def _baseline(view: ModelView, now: Situation) -> Action:
+    """No version waits: measure the champion if its score is not known yet."""
     champion = view.champion
     if champion is None or not now.gate or champion.version in view.audited or champion.version in now.unmeasured:
         return Wait()
     if not probe.served_by_any(champion.version, now.replicas):
         return Wait(f"no replica serves the champion {champion.version}")
-    return Measure(champion.version)
+    return RunAudit(champion.version)

@@ -1,4 +1,4 @@
-"""What the live replicas say about a version."""
+"""The result of a version's probe on the live replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace_schemas import LoadedVersion, Replica
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeVerdict:
+class ProbeResult:
     """`passed`: every live replica holds the version ready with a passed probe. `failed`: one of them refuses it."""
 
     state: Literal["passed", "pending", "failed"]
@@ -28,10 +28,10 @@ def live(replicas: Iterable[Replica], now: datetime) -> list[Replica]:
     ]
 
 
-def verdict(version: str, replicas: Sequence[Replica], since: datetime | None = None) -> ProbeVerdict:
-    """Judge `version` by the heartbeats of live replicas; those sent before `since` say nothing about it."""
+def result(version: str, replicas: Sequence[Replica], since: datetime | None = None) -> ProbeResult:
+    """The result for `version` by the heartbeats of live replicas. Heartbeats from before `since` are ignored."""
     if not replicas:
-        return ProbeVerdict("pending", "no replica is alive")
+        return ProbeResult("pending", "no replica is alive")
     pending: list[str] = []
     deltas: list[float] = []
     parents: list[float] = []
@@ -39,7 +39,7 @@ def verdict(version: str, replicas: Sequence[Replica], since: datetime | None = 
         loaded = _loaded(replica, version) if since is None or replica.time >= since else None
         objection = _objection(loaded) if loaded else None
         if objection:
-            return ProbeVerdict("failed", f"replica {replica.replica_id}: {objection}")
+            return ProbeResult("failed", f"replica {replica.replica_id}: {objection}")
         if loaded is None or loaded.state != "ready" or loaded.probe is None:
             pending.append(f"replica {replica.replica_id}: {_progress(loaded)}")
             continue
@@ -47,11 +47,11 @@ def verdict(version: str, replicas: Sequence[Replica], since: datetime | None = 
         if loaded.probe.parent_max_abs_delta is not None:
             parents.append(loaded.probe.parent_max_abs_delta)
     if pending:
-        return ProbeVerdict("pending", "; ".join(pending[:5]))
+        return ProbeResult("pending", "; ".join(pending[:5]))
     numbers = {"replicas": float(len(replicas)), "max_abs_delta": max(deltas)}
     if parents:
         numbers["parent_max_abs_delta"] = min(parents)
-    return ProbeVerdict("passed", statistics=numbers)
+    return ProbeResult("passed", statistics=numbers)
 
 
 def served_by_any(version: str, replicas: Iterable[Replica]) -> bool:

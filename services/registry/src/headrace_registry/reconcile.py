@@ -1,4 +1,4 @@
-"""Holds the bus to the database: a routing that the bus lost, or that a former leader overwrote, is sent again."""
+"""Makes the bus equal to the database: a routing that the bus lost or that a former leader overwrote is sent again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import datetime
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry import routing, store
-from headrace_registry.leader import Lease
+from headrace_registry.leader import LeaderLease
 from headrace_runtime.clock import Clock
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor
@@ -18,10 +18,10 @@ log = get_logger(__name__)
 
 
 class Reconciler:
-    """`tick` once in a while. What differs for longer than `patience_s` is not just on its way."""
+    """Call `tick` periodically. A difference that lasts longer than `patience_s` is repaired."""
 
     def __init__(
-        self, processor: Processor, lease: Lease, on_bus: Mapping[str, Routing], clock: Clock, patience_s: float
+        self, processor: Processor, lease: LeaderLease, on_bus: Mapping[str, Routing], clock: Clock, patience_s: float
     ) -> None:
         self._processor = processor
         self._lease = lease
@@ -31,7 +31,7 @@ class Reconciler:
         self._differs_since: dict[str, float] = {}
 
     async def tick(self) -> None:
-        """Publish again what is overdue, with a revision above the one that the bus shows."""
+        """Publish overdue routings again, with a revision above that on the bus."""
         await self._processor.step(self._work)
 
     async def _work(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:

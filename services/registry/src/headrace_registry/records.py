@@ -1,4 +1,4 @@
-"""What the tables hold, as values."""
+"""Rows of the tables as values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Literal
 from headrace_schemas.blobs import BlobRef
 
 State = Literal["registered", "probing", "evaluating", "promoted", "rejected", "skipped", "withdrawn"]
-"""registered → probing → evaluating → promoted or rejected; skipped when a newer one came; withdrawn when it was taken
-back, or a version that it descends from."""
+"""registered → probing → evaluating → promoted or rejected; skipped when a newer version came; withdrawn when it, or
+a version that it descends from, was withdrawn."""
 
 Request = Literal["", "gate", "force"]
 """What an operator asked for: nothing, promotion through the gate, promotion past the gate (never past the probe)."""
@@ -40,23 +40,23 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What the champion of a model is held to beside itself. Without an anchor the champion is its own."""
+    """The anchor of a model: a version that candidates are compared with besides the champion. None: the champion."""
 
     anchor: str | None = None
     """The best version so far: the last one that was shown to be better than the anchor before it."""
     trials: int = 0
-    """How many versions have been compared with this anchor: the size of the family so far."""
+    """How many versions were compared with this anchor: the size of the family so far."""
     lead: str | None = None
     """The champion's evidence that it is better than the anchor, as `trial.Lead` writes it."""
 
 
 ALONE = Standing()
-"""The champion is its own anchor, and nobody has been compared with it yet."""
+"""The champion is its own anchor, and no version was compared with it yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """Who has which role, what holds the model still, and the revision of the last published routing."""
+    """The roles of versions, pin and pause, and the revision of the last published routing."""
 
     model: str
     champion: str | None
@@ -65,7 +65,7 @@ class ModelRecord:
     pinned: str | None
     """The one version that may be champion until it is unpinned."""
     paused: bool
-    """Nothing moves but what an operator asks for."""
+    """Only versions that an operator asks for move."""
     revision: int
     routing: str | None
     anchor: str | None
@@ -77,15 +77,15 @@ class ModelRecord:
         return Standing(self.anchor, self.trials, self.lead)
 
     def may_move(self, version: VersionRecord) -> bool:
-        """Whether `version` may become candidate and champion, as far as pins and pauses go."""
+        """Whether pin and pause allow that `version` becomes candidate and champion."""
         if self.pinned is not None:
             return version.version == self.pinned and bool(version.request)
         return not self.paused or bool(version.request)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a trial found of a candidate, against whom, and what follows for the anchor."""
+class TrialResult:
+    """The result of a trial: the opponents, whether the candidate passed, and the anchor from now on."""
 
     champion: str | None
     anchor: str | None
@@ -96,16 +96,16 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """Everything in the database that the next decision about a model depends on."""
+class ModelView:
+    """What the next decision about a model needs from the database."""
 
     model: ModelRecord
     versions: Mapping[str, VersionRecord]
     """Those with a role, those that wait, and the bases of either; by name."""
     waiting: tuple[VersionRecord, ...]
     """In state `registered`, in the order of arrival."""
-    verdict: Verdict | None
-    """Of the present gate about the candidate."""
+    trial_result: TrialResult | None
+    """What the present gate found of the candidate."""
     audited: frozenset[str]
     """Those of champion, previous and candidate whose score the present gate has measured on the audit tasks."""
 

@@ -1,4 +1,4 @@
-"""The gate at work: one program at a time, beside the director's decisions, tried again when it fails."""
+"""Runs the gate's program: one at a time, beside the director's decisions, and again when it fails."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Protocol
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry import referee, store
+from headrace_registry import evaluation, store
+from headrace_registry.evaluation import PlaySession
 from headrace_registry.gate import GateFailed
-from headrace_registry.leader import Lease
-from headrace_registry.ledger import Ledger
-from headrace_registry.lifecycle import Measure, Try
+from headrace_registry.leader import LeaderLease
+from headrace_registry.lifecycle import RunAudit, RunTrial
 from headrace_registry.metrics import GATE_SECONDS
 from headrace_registry.records import ALONE, ModelRecord
-from headrace_registry.referee import Court
 from headrace_registry.settings import GateSettings
+from headrace_registry.transition import Transition
 from headrace_registry.trial import Trial
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor
@@ -29,20 +29,18 @@ from headrace_schemas import Event
 log = get_logger(__name__)
 
 
-class Program(Protocol):
+class GateProgram(Protocol):
     """The gate's program, as it is used here."""
 
     configured: bool
     sha256: str
 
-    def session(self) -> AbstractAsyncContextManager[Court]: ...
+    def session(self) -> AbstractAsyncContextManager[PlaySession]: ...
 
 
 @dataclass(slots=True)
-class Tries:
-    """How often runs of one kind were begun, and those versions whose runs failed `gate.attempts` times, with the
-    reason.
-    """
+class Attempts:
+    """How often the runs of each version were begun, and why the versions failed that used up `gate.attempts`."""
 
     begun: Counter[str] = field(default_factory=Counter)
     failed: dict[str, str] = field(default_factory=dict)
@@ -52,28 +50,32 @@ class Tries:
         self.failed.clear()
 
 
-Keep = Callable[[AsyncConnection, Ledger], Awaitable[None]]
-"""Writes down what was found."""
+Keep = Callable[[AsyncConnection, Transition], Awaitable[None]]
+"""Stores the result of a run."""
 
 
 @dataclass(slots=True)
 class _Run:
     versions: frozenset[str]
-    """Who plays."""
+    """The versions that play."""
     task: asyncio.Task[None]
     played: bool = False
-    """Only what was found is still to be written down: that is not given up any more."""
+    """Only the result is still to be stored, so the run is not abandoned any more."""
 
 
 class Runner:
-    """Runs trials and audits, one for each model, and leaves what they found in the database.
+    """Runs trials and audits, one at a time for each model, and stores their results in the database.
 
-    Kept in memory only: failed attempts and the run itself. What a trial has spent of its family's error is not given
-    back.
+    Failed attempts and the run itself are in memory only. The error that a trial spends of its family stays spent.
     """
 
     def __init__(
-        self, processor: Processor, lease: Lease, program: Program, settings: GateSettings, changed: Callable[[], None]
+        self,
+        processor: Processor,
+        lease: LeaderLease,
+        program: GateProgram,
+        settings: GateSettings,
+        changed: Callable[[], None],
     ) -> None:
         self._processor = processor
         self._lease = lease
@@ -82,31 +84,31 @@ class Runner:
         self._changed = changed
         self._runs: dict[str, _Run] = {}
         self._one = asyncio.Semaphore(1)
-        self.trials = Tries()
-        self.audits = Tries()
+        self.trials = Attempts()
+        self.audits = Attempts()
 
     def reap(self, model: str) -> None:
-        """Forget a run that is done. Raises what should end the process."""
+        """Remove a run that is done. Raises errors that should end the process."""
         run = self._runs.get(model)
         if run is not None and run.task.done():
             del self._runs[model]
             run.task.result()
 
     def abandon(self, model: str, roles: set[str | None]) -> None:
-        """Give up a run of which a version has lost its role."""
+        """Cancel a run if one of its versions has lost its role."""
         run = self._runs.get(model)
         if run is not None and not run.played and not roles >= run.versions:
             log.info("gate_run_abandoned", versions=sorted(run.versions))
             run.task.cancel()
             del self._runs[model]
 
-    def begin(self, model: str, action: Try | Measure) -> None:
-        """Start what the plan wants, unless the model has a run. `reap` before the plan was made, so that nothing
-        that has just ended is begun again.
+    def begin(self, model: str, action: RunTrial | RunAudit) -> None:
+        """Start the run of the plan, unless the model has a run. Call `reap` before the plan is made, so that no run
+        is started again that has just ended.
         """
         if model in self._runs:
             return
-        if isinstance(action, Try):
+        if isinstance(action, RunTrial):
             versions = {name for name in (action.version, action.champion, action.anchor) if name}
             work = self._guarded(model, action.version, self.trials, lambda: self._try(model, action))
         else:
@@ -122,7 +124,7 @@ class Runner:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _guarded(self, model: str, version: str, tries: Tries, play: Callable[[], Awaitable[Keep]]) -> None:
+    async def _guarded(self, model: str, version: str, tries: Attempts, play: Callable[[], Awaitable[Keep]]) -> None:
         async with self._one:
             tries.begun[version] += 1
             log.info("gate_run", version=version, attempt=tries.begun[version])
@@ -145,22 +147,22 @@ class Runner:
     async def _write(self, keep: Keep) -> None:
         async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
             await self._lease.check(tx)
-            ledger = Ledger(tx, now)
-            await keep(tx, ledger)
-            return await ledger.finish()
+            transition = Transition(tx, now)
+            await keep(tx, transition)
+            return await transition.finish()
 
         await self._processor.step(work)
 
-    async def _try(self, model: str, action: Try) -> Keep:
+    async def _try(self, model: str, action: RunTrial) -> Keep:
         number, record = await self._begin_trial(model)
         gate = self._settings
         trial = Trial(gate, number, action.version, action.champion, record.standing if action.anchor else ALONE)
-        async with self._program.session() as court:
-            found = await referee.judge(court, trial, concurrency=gate.concurrency, timeout_s=gate.timeout_s)
-        verdict = replace(found, champion=record.champion)
+        async with self._program.session() as session:
+            found = await evaluation.run_trial(session, trial, concurrency=gate.concurrency, timeout_s=gate.timeout_s)
+        result = replace(found, champion=record.champion)
 
-        async def keep(_tx: AsyncConnection, ledger: Ledger) -> None:
-            await ledger.tried(action.version, self._program.sha256, verdict)
+        async def keep(_tx: AsyncConnection, transition: Transition) -> None:
+            await transition.tried(action.version, self._program.sha256, result)
 
         return keep
 
@@ -171,7 +173,7 @@ class Runner:
             await self._lease.check(tx)
             record = await store.model(tx, model)
             assert record is not None
-            begun[:] = [(await Ledger(tx, now).begin_trial(record), record)]
+            begun[:] = [(await Transition(tx, now).begin_trial(record), record)]
             return ()
 
         await self._processor.step(begin)
@@ -179,12 +181,12 @@ class Runner:
 
     async def _measure(self, version: str) -> Keep:
         gate = self._settings
-        async with self._program.session() as court:
-            found = await referee.audit(court, version, plays=gate.audit_tasks, concurrency=gate.concurrency)
+        async with self._program.session() as session:
+            found = await evaluation.run_audit(session, version, plays=gate.audit_tasks, concurrency=gate.concurrency)
 
-        async def keep(tx: AsyncConnection, ledger: Ledger) -> None:
+        async def keep(tx: AsyncConnection, transition: Transition) -> None:
             record = await store.version(tx, version)
             assert record is not None
-            await ledger.evaluated(record, self._program.sha256, found.scores, found.statistics())
+            await transition.evaluated(record, self._program.sha256, found.scores, found.statistics())
 
         return keep

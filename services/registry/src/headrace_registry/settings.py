@@ -33,8 +33,7 @@ class GateSettings(Section):
     beta: Probability = 0.05
     """Probability of refusing a version that is as good as champion and anchor; half of it is for `tasks_max`."""
     tasks_max: Annotated[int, Field(ge=1, le=1_000_000)] = 6000
-    """After so many tasks, each played by everybody with the same seed, a candidate that is still undecided is
-    refused."""
+    """After so many tasks a candidate that is still undecided is refused. All versions play a task with one seed."""
     timeout_s: Positive = 3600.0
     """After so long a candidate that is still undecided is refused."""
     minimum_score: Annotated[float, Field(ge=0, le=1)] = 0.0

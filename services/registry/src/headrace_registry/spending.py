@@ -1,4 +1,4 @@
-"""How the error probability of a family of versions is spent, so that however many are tried, it is not exceeded.
+"""Alpha spending: how the error probability of a family of versions is shared, however many versions are tried.
 
 A family is all versions that are compared with the same anchor. The k-th one may be promoted wrongly with probability
 α_k at most, and Σ α_k ≤ α without an end to k: Bonferroni with unequal shares (alpha spending as in Foster & Stine
@@ -9,23 +9,23 @@ its place with about 2 ln k more evidence.
 from __future__ import annotations
 
 _FOR_PROMOTIONS = 0.8
-"""The rest pays for mistaking a version for better than the anchor, which would become the anchor then."""
+"""The share for wrong promotions. The rest is for wrongly finding a version better than the anchor (`succession`)."""
 
 
 def promotion(alpha: float, number: int) -> float:
-    """How probable it may be that the `number`-th version of a family, counted from 1, is promoted wrongly."""
+    """The error for promoting the `number`-th version of a family wrongly; numbers start at 1."""
     return _FOR_PROMOTIONS * alpha * _share(number)
 
 
 def succession(alpha: float, number: int) -> float:
-    """How probable it may be that the `number`-th version of a family becomes the anchor without being better."""
+    """The error for making the `number`-th version of a family the anchor although it is not better."""
     return (1.0 - _FOR_PROMOTIONS) * alpha * _share(number)
 
 
 def refusal(beta: float, opponents: int) -> float:
-    """How probable it may be that an equal version is found inferior to one of its opponents.
+    """The error for finding an equal version inferior to one of its opponents.
 
-    Half of β: the other half is for not getting done within `tasks_max`.
+    It is half of β. The other half is for trials that are undecided after `tasks_max`.
     """
     return beta / 2.0 / opponents
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from sqlalchemy import RowMapping, Select, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry.records import ModelRecord, Standing, Verdict, VersionRecord, View
+from headrace_registry.records import ModelRecord, ModelView, Standing, TrialResult, VersionRecord
 from headrace_registry.tables import DECISIONS, EVALUATIONS, MODELS, VERDICTS, VERSIONS
 from headrace_runtime.clock import from_epoch_ms
 from headrace_schemas import ModelEvent
@@ -57,25 +57,25 @@ async def ancestry(tx: AsyncConnection, name: str | None) -> set[str]:
     return set((await tx.execute(select(line.c.version))).scalars())
 
 
-async def view(tx: AsyncConnection, record: ModelRecord, gate_sha256: str) -> View:
+async def view(tx: AsyncConnection, record: ModelRecord, gate_sha256: str) -> ModelView:
     """What the next decision about one model depends on."""
     query = select(VERSIONS).where(VERSIONS.c.model == record.model, VERSIONS.c.state == "registered")
     waiting = await _versions(tx, query.order_by(VERSIONS.c.number))
     roles = [name for name in (record.champion, record.previous, record.candidate, record.anchor) if name]
     found = {**waiting, **await _named(tx, roles)}
     found |= await _named(tx, [one.base for one in found.values() if one.base])
-    tried = await verdict(tx, record.candidate, gate_sha256) if record.candidate else None
-    return View(record, found, tuple(waiting.values()), tried, await _audited(tx, roles, gate_sha256))
+    tried = await trial_result(tx, record.candidate, gate_sha256) if record.candidate else None
+    return ModelView(record, found, tuple(waiting.values()), tried, await _audited(tx, roles, gate_sha256))
 
 
-async def verdict(tx: AsyncConnection, name: str, gate_sha256: str) -> Verdict | None:
-    """What the present gate found of a version that is a candidate."""
+async def trial_result(tx: AsyncConnection, name: str, gate_sha256: str) -> TrialResult | None:
+    """What the present gate found of a candidate; None: it has no result yet."""
     query = select(VERDICTS.c.verdict).where(VERDICTS.c.version == name, VERDICTS.c.gate_sha256 == gate_sha256)
     text = (await tx.execute(query)).scalar_one_or_none()
     if text is None:
         return None
     values = json.loads(text)
-    return Verdict(**{**values, "standing": Standing(**values["standing"])})
+    return TrialResult(**{**values, "standing": Standing(**values["standing"])})
 
 
 async def _audited(tx: AsyncConnection, names: Iterable[str], gate_sha256: str) -> frozenset[str]:

@@ -51,7 +51,9 @@ EVALUATIONS = Table(
     "evaluations",
     METADATA,
     Column("version", Text, primary_key=True),
-    Column("gate_sha256", Text, nullable=False),  # which gate said so; another gate's scores are not comparable
+    Column(
+        "gate_sha256", Text, nullable=False
+    ),  # the gate that measured it; scores of different gates are not comparable
     Column("scores", Text, nullable=False),  # audit task to mean score, as JSON
     Column("at_ms", BigInteger, nullable=False),
 )
@@ -61,7 +63,7 @@ VERDICTS = Table(
     METADATA,
     Column("version", Text, primary_key=True),
     Column("gate_sha256", Text, nullable=False),
-    Column("verdict", Text, nullable=False),  # records.Verdict as JSON
+    Column("verdict", Text, nullable=False),  # records.TrialResult as JSON
     Column("at_ms", BigInteger, nullable=False),
 )
 

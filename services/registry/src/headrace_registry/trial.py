@@ -1,14 +1,15 @@
-"""May the candidate serve? A sequential paired test against champion and anchor, as a pure function of the scores.
+"""A sequential paired test of the candidate against champion and anchor: a pure function of the scores.
 
-Against each opponent two gamblers (`betting`) look at the differences of scores on the same task and seed:
+For each opponent two e-processes (`e_process`) read the differences of scores on the same task and seed:
 
-- one bets that the candidate is less than `margin` worse. Its success is needed, against every opponent, to be
-  promoted: an intersection-union test (Berger 1982), so a version that is `margin` worse than any one is promoted
-  with the error of one;
-- one bets that the candidate is worse at all. Its success against any one opponent is a refusal.
+- `not_worse` tests the null hypothesis "the candidate is worse by `margin` or more". To be promoted it has to be
+  rejected for every opponent. This is an intersection-union test (Berger 1982): a version that is worse than any one
+  opponent by `margin` is promoted with at most the error of one test.
+- `_worse` tests the null hypothesis "the candidate is not worse". If it is rejected for any opponent, the candidate is
+  refused.
 
-A true difference between -margin and 0 is the indifference zone of Wald (1945): either may be the outcome. Whoever
-has convinced nobody after `tasks_max` tasks is refused as undecided, which costs nothing of the error of promoting.
+A true difference between -margin and 0 lies in the indifference zone of Wald (1945): the candidate may pass or fail. A
+candidate that is undecided after `tasks_max` tasks is refused, which cannot promote wrongly.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from headrace_registry import spending
-from headrace_registry.betting import Bets
-from headrace_registry.records import ALONE, Standing, Verdict
+from headrace_registry.e_process import EProcess
+from headrace_registry.records import ALONE, Standing, TrialResult
 from headrace_registry.settings import GateSettings
 
 State = Literal["open", "passed", "failed", "undecided"]
 
 
-class Contest:
-    """The candidate against one opponent: a version, or a score that has to be reached."""
+class Comparison:
+    """The candidate against one opponent: a version, or a score that it has to reach."""
 
     def __init__(self, opponent: str | float, margin: float, alpha: float, beta: float) -> None:
         self.opponent = opponent
         self.margin = margin
         self._alpha = alpha
         self._beta = beta
-        self.not_worse = Bets(null=-margin, gap=margin)
-        self._worse = Bets(null=0.0, gap=margin)
+        self.not_worse = EProcess(null=-margin, gap=margin)
+        self._worse = EProcess(null=0.0, gap=margin)
         self.state: State = "open"
 
     def take(self, scores: Mapping[str, float], candidate: str) -> None:
-        """One task. What is decided stays decided."""
+        """Take the scores of one task. A decision is final."""
         if self.state != "open":
             return
         theirs = scores[self.opponent] if isinstance(self.opponent, str) else self.opponent
@@ -54,12 +55,12 @@ class Contest:
 
 @dataclass(slots=True)
 class Lead:
-    """Is `of` better than the anchor? Followed over as many trials as it takes, from its own trial on."""
+    """The evidence that version `of` is better than the anchor. It is collected over as many trials as needed."""
 
     of: str
     anchor: str
     error: float
-    bets: Bets
+    bets: EProcess
 
     @property
     def won(self) -> bool:
@@ -75,20 +76,19 @@ class Lead:
     @classmethod
     def from_json(cls, text: str) -> Lead:
         found = json.loads(text)
-        return cls(**{**found, "bets": Bets(**found["bets"])})
+        return cls(**{**found, "bets": EProcess(**found["bets"])})
 
 
 class Trial:
-    """One candidate's turn. `take` the scores of each task in the order in which tasks were drawn, until `state` is
-    not open.
+    """The test of one candidate. `take` the scores of each task in the order of the draws, until `state` is not open.
 
-    The order in which answers come must not matter: quick tasks are other tasks than slow ones.
+    The order of the answers must not matter, because quick tasks differ from slow ones.
     """
 
     def __init__(
         self, rule: GateSettings, number: int, candidate: str, champion: str | None, standing: Standing = ALONE
     ) -> None:
-        """The `number`-th of its family. `standing` is the champion's: who the anchor is, and its lead over it."""
+        """The `number`-th trial of its family. `standing` has the anchor, and the champion's lead over it."""
         self.rule = rule
         self.number = number
         self.candidate = candidate
@@ -103,7 +103,7 @@ class Trial:
         if rule.minimum_score > 0:
             opponents.append((rule.minimum_score, rule.margin))
         beta = spending.refusal(rule.beta, max(1, len(opponents)))
-        self.contests = [Contest(opponent, margin, self.alpha, beta) for opponent, margin in opponents]
+        self.comparisons = [Comparison(opponent, margin, self.alpha, beta) for opponent, margin in opponents]
         self.tasks = 0
         self.plays = 0
         self._lead = self._new_lead()
@@ -111,13 +111,13 @@ class Trial:
 
     @property
     def players(self) -> tuple[str, ...]:
-        """Who still has to play: an opponent that is decided about need not."""
-        open_ones = [one.opponent for one in self.contests if one.state == "open" and isinstance(one.opponent, str)]
+        """The versions that still have to play: the candidate, and each opponent without a decision."""
+        open_ones = [one.opponent for one in self.comparisons if one.state == "open" and isinstance(one.opponent, str)]
         return (self.candidate, *open_ones)
 
     @property
     def state(self) -> State:
-        states = {one.state for one in self.contests}
+        states = {one.state for one in self.comparisons}
         if "failed" in states:
             return "failed"
         if states <= {"passed"}:
@@ -129,16 +129,16 @@ class Trial:
         assert self.state == "open"
         self.tasks += 1
         self.plays += len(scores)
-        for contest in self.contests:
-            contest.take(scores, self.candidate)
+        for comparison in self.comparisons:
+            comparison.take(scores, self.candidate)
         for lead in (self._lead, self._champions_lead):
             if lead:
                 lead.take(scores)
 
-    def verdict(self, stopped_by: str = "gate.tasks_max") -> Verdict:
+    def result(self, stopped_by: str = "gate.tasks_max") -> TrialResult:
         """The outcome with its numbers; `stopped_by` names the setting that ended a trial that is still open."""
         state = "undecided" if self.state == "open" else self.state
-        return Verdict(
+        return TrialResult(
             champion=self.champion,
             anchor=self.anchor,
             passed=state == "passed",
@@ -148,18 +148,18 @@ class Trial:
         )
 
     def _reason(self, state: State, stopped_by: str) -> str:
-        named = {state: [self._named(one) for one in self.contests if one.state == state] for state in _STATES}
+        named = {state: [self._named(one) for one in self.comparisons if one.state == state] for state in _STATES}
         if state == "passed":
             return f"not inferior to {' and '.join(named['passed'])}"
         if state == "failed":
             return f"inferior to {' and '.join(named['failed'])}"
-        still = " and ".join(f"{self._named(one)} - {one.margin:g}" for one in self.contests if one.state == "open")
+        still = " and ".join(f"{self._named(one)} - {one.margin:g}" for one in self.comparisons if one.state == "open")
         return f"undecided after {self.tasks} tasks ({stopped_by}): not shown to be better than {still}"
 
-    def _named(self, contest: Contest) -> str:
-        if not isinstance(contest.opponent, str):
-            return f"gate.minimum_score = {contest.opponent:g}"
-        return contest.opponent if contest.opponent == self.champion else f"the anchor {contest.opponent}"
+    def _named(self, comparison: Comparison) -> str:
+        if not isinstance(comparison.opponent, str):
+            return f"gate.minimum_score = {comparison.opponent:g}"
+        return comparison.opponent if comparison.opponent == self.champion else f"the anchor {comparison.opponent}"
 
     def _statistics(self) -> dict[str, float]:
         numbers = {
@@ -169,29 +169,28 @@ class Trial:
             "alpha": self.alpha,
             "beta": self.rule.beta,
         }
-        for contest in self.contests:
-            if not isinstance(contest.opponent, str):
-                numbers["minimum_score"] = contest.opponent
+        for comparison in self.comparisons:
+            if not isinstance(comparison.opponent, str):
+                numbers["minimum_score"] = comparison.opponent
                 continue
-            which = "" if contest.opponent == self.champion else "anchor_"
-            numbers[f"{which}difference"] = contest.not_worse.mean
-            numbers[f"{which}margin"] = contest.margin
-            if contest.not_worse.standard_error is not None:
-                numbers[f"{which}standard_error"] = contest.not_worse.standard_error
+            which = "" if comparison.opponent == self.champion else "anchor_"
+            numbers[f"{which}difference"] = comparison.not_worse.mean
+            numbers[f"{which}margin"] = comparison.margin
+            if comparison.not_worse.standard_error is not None:
+                numbers[f"{which}standard_error"] = comparison.not_worse.standard_error
         return numbers
 
     def _new_lead(self) -> Lead | None:
-        """The candidate's own: over the anchor, which is the champion unless another is known to be the best."""
+        """The lead of the candidate over the anchor. Without an anchor, the champion is the anchor."""
         anchor = self.anchor or self.champion
         if anchor is None or anchor == self.candidate:
             return None
         error = spending.succession(self.rule.alpha, self.number)
-        return Lead(self.candidate, anchor, error, Bets(null=0.0, gap=self.rule.anchor_margin))
+        return Lead(self.candidate, anchor, error, EProcess(null=0.0, gap=self.rule.anchor_margin))
 
     def _standing(self, promoted: bool) -> Standing:
-        """Who the anchor is from now on. Whoever is better than the anchor becomes the anchor, and a new family
-        begins.
-        """
+        """The anchor after this trial. A version that is better becomes the anchor, and a new family
+        begins."""
         succeeded = self._champions_lead is not None and self._champions_lead.won
         if promoted:
             if self._lead is None or self._lead.won:
@@ -200,7 +199,7 @@ class Trial:
                 return Standing(self._lead.anchor, self.number, self._lead.to_json())
             assert self.champion
             error = spending.succession(self.rule.alpha, 1)
-            bets = Bets(null=0.0, gap=self.rule.anchor_margin)
+            bets = EProcess(null=0.0, gap=self.rule.anchor_margin)
             return Standing(self.champion, 1, Lead(self.candidate, self.champion, error, bets).to_json())
         if succeeded:
             return ALONE

@@ -1,4 +1,4 @@
-"""The scorer's REST: which functions are loaded, load them anew, and everything that was said about a trajectory."""
+"""The scorer's REST interface: list and reload the functions, and show every reward of a trajectory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from headrace_runtime.errors import Refused
 from headrace_runtime.settings import Common
 from headrace_runtime.web import require_internal_key
 from headrace_scorer import ledger
-from headrace_scorer.functions.pool import Pool
+from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.functions.process import FunctionsRefused
 
 
-def routes(common: Common, pool: Pool, database: Database) -> Sequence[BaseRoute]:
+def routes(common: Common, pool: FunctionPool, database: Database) -> Sequence[BaseRoute]:
     def listed() -> Response:
         return JSONResponse({"functions": [function.model_dump() for function in pool.functions]})
 
@@ -41,8 +41,8 @@ def routes(common: Common, pool: Pool, database: Database) -> Sequence[BaseRoute
         async with database.transaction() as tx:
             rows = await ledger.history(tx, trajectory_id)
         if not rows:
-            raise Refused(404, "not_found", f"nobody has said anything about trajectory {trajectory_id!r}")
-        return JSONResponse({"trajectory_id": trajectory_id, "verdicts": [_verdict(row) for row in rows]})
+            raise Refused(404, "not_found", f"there is no reward of trajectory {trajectory_id!r}")
+        return JSONResponse({"trajectory_id": trajectory_id, "rewards": [_reward(row) for row in rows]})
 
     return [
         Route("/functions", functions),
@@ -51,7 +51,7 @@ def routes(common: Common, pool: Pool, database: Database) -> Sequence[BaseRoute
     ]
 
 
-def _verdict(row: ledger.Row) -> dict[str, object]:
+def _reward(row: ledger.Row) -> dict[str, object]:
     plain = ("tenant", "source", "revision", "outcome", "value", "reason", "judged_by")
     return {
         **{name: row[name] for name in plain},

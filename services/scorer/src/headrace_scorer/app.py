@@ -1,4 +1,4 @@
-"""The scorer put together."""
+"""The scorer's composition root."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from headrace_runtime.stream_service import StreamService, Timer
 from headrace_runtime.wire import Record
 from headrace_schemas import Event
 from headrace_scorer import api, schema, upkeep
-from headrace_scorer.accounts import Book
-from headrace_scorer.functions.pool import Pool
+from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.functions.process import FunctionsRefused
 from headrace_scorer.handlers import Scorer
+from headrace_scorer.scores import ScoreStore
 from headrace_scorer.scoring import Scoring
-from headrace_scorer.settings import Settings
-from headrace_scorer.store import Library
+from headrace_scorer.settings import ScorerSettings
+from headrace_scorer.store import TrajectoryCache
 
-_SETTLE_INTERVAL_S = 0.5
+_END_WAITING_INTERVAL_S = 0.5
 _FORGET_INTERVAL_S = 1.0
 _MEASURE_INTERVAL_S = 5.0
 
 
-async def run(common: Common, settings: Settings) -> None:
+async def run(common: Common, settings: ScorerSettings) -> None:
     """Run until cancelled. Raises `SettingError` when a reward function cannot be used."""
-    pool = Pool(settings)
+    pool = FunctionPool(settings)
     try:
         await pool.reload()
     except FunctionsRefused as error:
@@ -44,19 +44,19 @@ async def run(common: Common, settings: Settings) -> None:
 
 
 async def _left_to_the_gateway(_record: Record, _error: InvalidEvent) -> None:
-    """The gateway follows the same topics and dead-letters what is no event there."""
+    """Do nothing: the gateway follows the same topics and dead-letters invalid records there."""
 
 
-def service(common: Common, settings: Settings, pool: Pool) -> StreamService:
-    library = Library()
-    book = Book(library)
-    scoring = Scoring(pool, settings, library, book)
+def service(common: Common, settings: ScorerSettings, pool: FunctionPool) -> StreamService:
+    cache = TrajectoryCache()
+    scores = ScoreStore(cache)
+    scoring = Scoring(pool, settings, cache, scores)
     scoring.sources.expect(function.source for function in scoring.functions)
     versions = KnownVersions(common.bus, "headrace/scorer", BlobStore.open(common), _left_to_the_gateway)
-    scorer = Scorer(settings, library, book, scoring, versions.now)
+    scorer = Scorer(settings, cache, scores, scoring, versions.now)
 
     async def end_waiting(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-        return await upkeep.end_waiting(tx, now, book, scoring.policy)
+        return await upkeep.end_waiting(tx, now, scores, scoring.policy)
 
     return StreamService(
         name="scorer",
@@ -68,7 +68,7 @@ def service(common: Common, settings: Settings, pool: Pool) -> StreamService:
             "feedback": scorer.on_feedback,
         },
         timers=[
-            Timer(_SETTLE_INTERVAL_S, end_waiting),
+            Timer(_END_WAITING_INTERVAL_S, end_waiting),
             Timer(_FORGET_INTERVAL_S, partial(upkeep.forget, retention_s=settings.retention_s)),
             Timer(_MEASURE_INTERVAL_S, upkeep.measure),
         ],

@@ -1,17 +1,17 @@
-"""What would stop the scorer's start: reward functions that cannot be imported, or want what nobody gives them."""
+"""Checks what would stop the scorer's start: reward functions that cannot be imported, or have unknown parameters."""
 
 from __future__ import annotations
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Common
-from headrace_scorer.functions.pool import Pool
+from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.functions.process import FunctionsRefused
-from headrace_scorer.settings import Settings
+from headrace_scorer.settings import ScorerSettings
 
 
-async def check(_common: Common, settings: Settings) -> list[str]:
+async def check(_common: Common, settings: ScorerSettings) -> list[str]:
     """Loads the functions in a process of their own, as a start does. Raises `SettingError` or `Unavailable`."""
-    pool = Pool(settings.model_copy(update={"function_workers": 1}))
+    pool = FunctionPool(settings.model_copy(update={"function_workers": 1}))
     try:
         await pool.reload()
     except FunctionsRefused as error:

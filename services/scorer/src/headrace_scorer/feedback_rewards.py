@@ -1,4 +1,4 @@
-"""Feedback as a source of rewards: joined with trajectories by turn and session, in whatever order they came (P10)."""
+"""Rewards from feedback, which is matched with trajectories by turn and session in any order of arrival (P10)."""
 
 from __future__ import annotations
 
@@ -8,38 +8,43 @@ from datetime import datetime
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_schemas import Feedback, Reward, Trajectory
-from headrace_scorer import joins, ledger, store
-from headrace_scorer.joins import Heard, Said, Target
+from headrace_scorer import feedback_matching, ledger, store
+from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback, Target
 
 
-async def said_about(tx: AsyncConnection, trajectory: Trajectory) -> tuple[Said, Sequence[str]]:
-    """Everything that was said about a trajectory, and which others lose what was said about the session to it."""
+async def feedback_for(tx: AsyncConnection, trajectory: Trajectory) -> tuple[FeedbackSet, Sequence[str]]:
+    """All feedback about a trajectory, and the trajectories that lose feedback about their session to it."""
     key, tenant = trajectory.session_key, trajectory.tenant
     listing, general = await store.feedback_about(tx, key, tenant, trajectory.turn_ids)
     peers = await store.closed_in_session(tx, key, tenant) if general else []
-    said = joins.said_about(trajectory.trajectory_id, peers, listing, general)
-    return said, joins.displaced(trajectory.trajectory_id, peers, general)
+    found = feedback_matching.feedback_for(trajectory.trajectory_id, peers, listing, general)
+    return found, feedback_matching.displaced(trajectory.trajectory_id, peers, general)
 
 
-async def concerned(tx: AsyncConnection, heard: Heard) -> Sequence[str]:
-    """The trajectories that are known now and that a new feedback is about."""
-    feedback = heard.event
+async def targets_of(tx: AsyncConnection, placed: PlacedFeedback) -> Sequence[str]:
+    """The trajectories, of those known now, that new feedback is about."""
+    feedback = placed.event
     if feedback.msg_ids:
         return await store.trajectories_with(tx, feedback.msg_ids, feedback.tenant)
     peers = await store.closed_in_session(tx, feedback.session_key, feedback.tenant)
-    return sorted(joins.targets(heard, peers))
+    return sorted(feedback_matching.target_trajectories(placed, peers))
 
 
 async def revise(
-    tx: AsyncConnection, now: datetime, trajectory: Trajectory, said: Said, entries: ledger.Entries, sources_max: int
+    tx: AsyncConnection,
+    now: datetime,
+    trajectory: Trajectory,
+    feedback_set: FeedbackSet,
+    entries: ledger.LedgerEntries,
+    sources_max: int,
 ) -> list[Reward]:
-    """Enter what has changed by what was said, and return it: the last word of each source is its reward."""
-    wanted = joins.verdicts(said, store.spoken_turns(trajectory))
+    """Enter the rewards that this feedback changes, and return them. The last feedback of a source is its reward."""
+    wanted = feedback_matching.valid_feedback(feedback_set, store.branch_turns(trajectory))
     known = entries.from_feedback
     changes: list[tuple[Target, Feedback | None, str]] = [
         (target, None, row["feedback_id"])
         for target, row in known.items()
-        if target not in wanted and row["outcome"] != "withdrawn"  # it is about another trajectory, as it turns out
+        if target not in wanted and row["outcome"] != "withdrawn"  # it is about another trajectory, which came later
     ]
     for target, feedback in wanted.items():
         fits = len(entries.sources | {target[1]}) <= sources_max
@@ -51,7 +56,7 @@ async def revise(
 
 
 def _reward(
-    trajectory: Trajectory, entries: ledger.Entries, now: datetime, target: Target, feedback: Feedback | None
+    trajectory: Trajectory, entries: ledger.LedgerEntries, now: datetime, target: Target, feedback: Feedback | None
 ) -> Reward:
     turn_id, source = target
     scored = feedback is not None and not feedback.withdrawn

@@ -1,4 +1,4 @@
-"""Every source's verdicts on every trajectory, each revision of them. Functions run in their caller's transaction."""
+"""Every revision of every source's reward for a trajectory. Functions run in their caller's transaction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace_runtime.clock import epoch_ms
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Reward
 from headrace_scorer import metrics
-from headrace_scorer.policy import Verdict
+from headrace_scorer.reward_policy import SourceReward
 from headrace_scorer.schema import ledger
 
 _WHOLE = ""
@@ -23,8 +23,8 @@ _WHOLE = ""
 Row = Mapping[str, Any]
 
 
-class Entries:
-    """What the ledger holds about one trajectory, from its own tenant."""
+class LedgerEntries:
+    """The ledger's rows about one trajectory, from its own tenant."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._latest: dict[tuple[str, str], Row] = {}
@@ -33,7 +33,7 @@ class Entries:
             self.add(row)
 
     def add(self, row: Row) -> None:
-        """A revision higher than those before it."""
+        """Add a row. Its revision is higher than that of the rows before it."""
         target = (row["turn_id"], row["source"])
         self._latest[target] = row
         if row["feedback_id"] is not None:
@@ -45,39 +45,39 @@ class Entries:
 
     @property
     def from_feedback(self) -> dict[tuple[str, str], Row]:
-        """The last verdict for each target that was made from feedback."""
+        """The newest reward of each target that was made from feedback."""
         return dict(self._from_feedback)
 
     def next_revision(self, turn_id: str, source: str) -> int:
         row = self._latest.get((turn_id, source))
         return 0 if row is None else int(row["revision"]) + 1
 
-    def verdicts(self) -> list[Verdict]:
-        """Everybody's current word: the highest revision."""
+    def current(self) -> list[SourceReward]:
+        """The current reward of each source: its highest revision."""
         return [
-            Verdict(row["source"], row["turn_id"] or None, row["outcome"], row["value"])
+            SourceReward(row["source"], row["turn_id"] or None, row["outcome"], row["value"])
             for row in self._latest.values()
         ]
 
 
-async def read(tx: AsyncConnection, trajectory_id: str, tenant: str) -> Entries:
+async def read(tx: AsyncConnection, trajectory_id: str, tenant: str) -> LedgerEntries:
     query = select(ledger).where(ledger.c.trajectory_id == trajectory_id, ledger.c.tenant == tenant)
-    return Entries([dict(row) for row in (await tx.execute(query)).mappings()])
+    return LedgerEntries([dict(row) for row in (await tx.execute(query)).mappings()])
 
 
 async def history(tx: AsyncConnection, trajectory_id: str) -> list[Row]:
-    """Every revision of everybody, for people."""
+    """Every revision of every source, for people to read."""
     order = (ledger.c.tenant, ledger.c.source, ledger.c.turn_id, ledger.c.revision)
     query = select(ledger).where(ledger.c.trajectory_id == trajectory_id).order_by(*order)
     return [dict(row) for row in (await tx.execute(query)).mappings()]
 
 
 async def enter(
-    tx: AsyncConnection, now: datetime, rewards: Iterable[tuple[Reward, str | None]], entries: Entries
+    tx: AsyncConnection, now: datetime, rewards: Iterable[tuple[Reward, str | None]], entries: LedgerEntries
 ) -> None:
-    """Add our own new revisions, each with the id of the feedback event that it was made from, if it was.
+    """Add our own new revisions, each with the id of the feedback event it was made from, if any.
 
-    `entries` is what was read before and is brought up to date.
+    `entries` was read before; the new rows are added to it.
     """
     rows = [_row(reward, feedback_id, now) for reward, feedback_id in rewards]
     if rows:
@@ -88,7 +88,7 @@ async def enter(
 
 
 async def receive(tx: AsyncConnection, now: datetime, reward: Reward) -> bool:
-    """Add a revision that came over the bus. False: it is here already, as our own are when they come back."""
+    """Add a revision that came over the bus. False: it is here already, like our own revisions when they come back."""
     row = _row(reward, None, now)
     key = {name: row.pop(name) for name in ("trajectory_id", "tenant", "turn_id", "source", "revision")}
     fresh = await upsert(tx, ledger, key, row, update=False)

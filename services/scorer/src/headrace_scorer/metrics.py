@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-REWARDS = Counter("headrace_scorer_rewards_total", "Verdicts that entered the ledger", ["source", "outcome"])
+REWARDS = Counter("headrace_scorer_rewards_total", "Rewards that entered the ledger", ["source", "outcome"])
 EXPERIENCES = Counter("headrace_scorer_experiences_total", "Experience revisions sent", ["state"])
 EXPERIENCE_SECONDS = Histogram(
     "headrace_scorer_experience_seconds",
     "From a trajectory's closing to its first experience",
     buckets=(0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 30, 120, 600),
 )
-WAITING = Gauge("headrace_scorer_waiting_trajectories", "Trajectories whose reward has not settled")
+WAITING = Gauge("headrace_scorer_waiting_trajectories", "Trajectories that wait for rewards")
 FUNCTION_SECONDS = Histogram(
     "headrace_scorer_function_seconds",
     "One call of a reward function",

@@ -1,9 +1,9 @@
 """`python -m headrace_scorer.replay`: trajectories in, experiences out, without bus and database (`rescoring.py`)."""
 
 from headrace_runtime.main import Service
-from headrace_scorer.settings import Settings
+from headrace_scorer.settings import ScorerSettings
 
-SERVICE = Service("scorer", "Scores stored trajectories again.", Settings, "headrace_scorer.rescoring:run")
+SERVICE = Service("scorer", "Scores stored trajectories again.", ScorerSettings, "headrace_scorer.rescoring:run")
 
 if __name__ == "__main__":
     SERVICE.main()

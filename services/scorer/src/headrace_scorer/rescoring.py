@@ -1,12 +1,12 @@
-"""Scores stored trajectories again: the same functions, joins and policy as in the stream, without bus and database.
+"""Scores stored trajectories again: the same functions, matching and policy as in the stream, without bus and database.
 
-Everything is known beforehand here, so each branch gets one experience, with what its reward comes to in the end, in
-the order of the trajectories. Equal input gives equal output, byte for byte, if the functions do (P9).
+All feedback is known beforehand, so each branch gets one experience with its final reward, in the order of the
+trajectories. Equal input gives equal output, byte for byte, if the reward functions are deterministic (P9).
 
-As a filter (`python -m headrace_scorer.replay`) it takes, in this order: lines `closed`, `feedback` and `reward`, all
-that could be about any of the trajectories; then lines `trajectory`. Verdicts of reward functions among the rewards are
-passed over, because the functions are called again. It writes lines `experience` and at the end one line `scored`.
-After a line `store`, what is too large for a topic goes to the blob store, and a line `stored` refers to it.
+The filter (`python -m headrace_scorer.replay`) reads lines `closed`, `feedback` and `reward` first: all that could be
+about any of the trajectories. Then it reads lines `trajectory`. It ignores rewards of reward functions, because it
+calls the functions again. It writes lines `experience` and at the end one line `scored`. After a line `store`, an
+experience that is too large for a topic goes to the blob store, and a line `stored` refers to it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from headrace_runtime.filters import Lines
 from headrace_runtime.settings import Common
 from headrace_schemas import Experience, Feedback, Reward, Trajectory
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
-from headrace_schemas.replay import Closed, Heard, Scored
-from headrace_scorer import accounts, joins, store
-from headrace_scorer.functions.pool import Pool
+from headrace_schemas.replay import ClosedLine, FeedbackLine, ScoredLine
+from headrace_scorer import feedback_matching, scores, store
+from headrace_scorer.feedback_matching import FeedbackSet, Target
+from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.functions.process import FunctionsRefused
-from headrace_scorer.functions.protocol import Call
-from headrace_scorer.joins import Said, Target
-from headrace_scorer.policy import Policy, Verdict
-from headrace_scorer.settings import Settings
+from headrace_scorer.functions.protocol import CallRequest
+from headrace_scorer.reward_policy import RewardPolicy, SourceReward
+from headrace_scorer.settings import ScorerSettings
 
 _AT_ONCE_MAX = 64
 _FUNCTION = "function:"
 
 
-async def run(common: Common, settings: Settings) -> None:
+async def run(common: Common, settings: ScorerSettings) -> None:
     """The filter. Raises `SettingError` when a reward function cannot be used."""
-    pool = Pool(settings)
+    pool = FunctionPool(settings)
     try:
         await pool.reload()
         await _work(Rescoring(settings, pool), Lines(), BlobStore.open(common))
@@ -78,20 +78,20 @@ async def _work(rescoring: Rescoring, lines: Lines, blobs: BlobStore) -> None:
 
 @dataclass(slots=True)
 class _Session:
-    """What is about a session as a whole, and what lists turns of it."""
+    """The closed trajectories of a session, and its feedback."""
 
-    closed: dict[str, joins.Closed] = field(default_factory=dict)
-    feedback: dict[str, joins.Heard] = field(default_factory=dict)
+    closed: dict[str, feedback_matching.ClosedTrajectory] = field(default_factory=dict)
+    feedback: dict[str, feedback_matching.PlacedFeedback] = field(default_factory=dict)
 
 
 class Rescoring:
-    """`know` everything first, then `score` one trajectory after the other, several at once if need be."""
+    """First `know` everything, then `score` each trajectory; several calls may run at once."""
 
-    def __init__(self, settings: Settings, pool: Pool) -> None:
+    def __init__(self, settings: ScorerSettings, pool: FunctionPool) -> None:
         self._settings = settings
         self._pool = pool
         sources = [function.source for function in pool.functions]
-        self._policy = Policy(settings.weights, settings.required, settings.expected, sources)
+        self._policy = RewardPolicy(settings.weights, settings.required, settings.expected, sources)
         self._sessions: dict[tuple[str, str], _Session] = defaultdict(_Session)
         self._rewards: dict[tuple[str, str], dict[Target, Reward]] = defaultdict(dict)
         self._made: Counter[str] = Counter()
@@ -100,16 +100,16 @@ class Rescoring:
         self._trajectories = 0
 
     def know(self, word: str, value: bytes) -> None:
-        """A line that is no trajectory. Raises `InvalidEvent`, and `ValueError` for a word that nobody knows."""
+        """Take in a line that is no trajectory. Raises `InvalidEvent`, and `ValueError` for an unknown word."""
         if word == "feedback":
-            heard = _heard(Heard.model_validate_json(value))
-            session = self._sessions[heard.event.session_key, heard.event.tenant]
-            session.feedback.setdefault(heard.event.event_id, heard)
+            placed = _placed(FeedbackLine.model_validate_json(value))
+            session = self._sessions[placed.event.session_key, placed.event.tenant]
+            session.feedback.setdefault(placed.event.event_id, placed)
         elif word == "reward":
             self._keep(Reward.from_json(value))
         elif word == "closed":
-            one = Closed.model_validate_json(value)
-            closed = joins.Closed(one.trajectory_id, one.time_ms, one.place, one.began)
+            one = ClosedLine.model_validate_json(value)
+            closed = feedback_matching.ClosedTrajectory(one.trajectory_id, one.time_ms, one.place, one.began)
             self._sessions[one.session_key, one.tenant].closed.setdefault(one.trajectory_id, closed)
         else:
             raise ValueError(f"a line begins with {word!r}; the scorer knows closed, feedback, reward and trajectory")
@@ -125,17 +125,17 @@ class Rescoring:
         if trajectory.purpose == "eval" or not trajectory.branches:
             self._not_trained["eval" if trajectory.purpose == "eval" else "nothing_sampled"] += 1
             return ()
-        said = self._said(trajectory)
-        verdicts = self._given(trajectory, said) | await self._called(trajectory, value, said)
+        feedback_set = self._feedback_for(trajectory)
+        rewards = self._given(trajectory, feedback_set) | await self._called(trajectory, value, feedback_set)
         made = [
-            self._experience(trajectory, said, index, list(verdicts.values()))
+            self._experience(trajectory, feedback_set, index, list(rewards.values()))
             for index in range(len(trajectory.branches))
         ]
         self._made.update(one.no_reward or "rewarded" for one in made)
         return made
 
-    def report(self) -> Scored:
-        return Scored(
+    def report(self) -> ScoredLine:
+        return ScoredLine(
             trajectories=self._trajectories,
             experiences=dict(sorted(self._made.items())),
             not_trained=dict(sorted(self._not_trained.items())),
@@ -143,7 +143,7 @@ class Rescoring:
         )
 
     def _keep(self, reward: Reward) -> None:
-        """The highest revision of each source's word on each target."""
+        """Keep the highest revision of each source for each target."""
         known = self._rewards[reward.trajectory_id, reward.tenant]
         target = (reward.turn_id or "", reward.source)
         if reward.source.startswith(_FUNCTION) or (target in known and known[target].revision >= reward.revision):
@@ -151,52 +151,65 @@ class Rescoring:
         if target in known or len({source for _, source in known} | {reward.source}) <= self._settings.sources_max:
             known[target] = reward
 
-    def _said(self, trajectory: Trajectory) -> Said:
+    def _feedback_for(self, trajectory: Trajectory) -> FeedbackSet:
         session = self._sessions.get((trajectory.session_key, trajectory.tenant))
         if session is None:
-            return Said(())
+            return FeedbackSet(())
         turns = set(trajectory.turn_ids)
         feedback = session.feedback.values()
         listing = [one for one in feedback if turns.intersection(one.event.msg_ids)]
         general = [one for one in feedback if not one.event.msg_ids]
         peers = session.closed
-        if trajectory.trajectory_id not in peers:  # nobody said where it is: it is the only one that anybody asks about
+        if trajectory.trajectory_id not in peers:  # no line `closed` named it: it is then the only one of its session
             own = (epoch_ms(trajectory.time), 0, trajectory.turns_from)
-            peers = {**peers, trajectory.trajectory_id: joins.Closed(trajectory.trajectory_id, *own)}
-        return joins.said_about(trajectory.trajectory_id, list(peers.values()), listing, general)
+            peers = {
+                **peers,
+                trajectory.trajectory_id: feedback_matching.ClosedTrajectory(trajectory.trajectory_id, *own),
+            }
+        return feedback_matching.feedback_for(trajectory.trajectory_id, list(peers.values()), listing, general)
 
-    def _given(self, trajectory: Trajectory, said: Said) -> dict[Target, Verdict]:
-        """What others have said, feedback first-hand."""
+    def _given(self, trajectory: Trajectory, feedback_set: FeedbackSet) -> dict[Target, SourceReward]:
+        """The rewards of other sources; those of feedback are made from the feedback itself."""
         rewards = self._rewards.get((trajectory.trajectory_id, trajectory.tenant), {})
-        found = {target: Verdict(one.source, one.turn_id, one.outcome, one.value) for target, one in rewards.items()}
-        for target, feedback in joins.verdicts(said, store.spoken_turns(trajectory)).items():
+        found = {
+            target: SourceReward(one.source, one.turn_id, one.outcome, one.value) for target, one in rewards.items()
+        }
+        for target, feedback in feedback_matching.valid_feedback(feedback_set, store.branch_turns(trajectory)).items():
             turn, source = target
             value = None if feedback.withdrawn else feedback.value
-            found[target] = Verdict(source, turn or None, "withdrawn" if value is None else "scored", value)
+            found[target] = SourceReward(source, turn or None, "withdrawn" if value is None else "scored", value)
         return found
 
-    async def _called(self, trajectory: Trajectory, value: bytes, said: Said) -> dict[Target, Verdict]:
-        found: dict[Target, Verdict] = {}
-        feedback = tuple(one.to_json().decode() for one in said.all)
-        context = said.context(trajectory.context)
+    async def _called(
+        self, trajectory: Trajectory, value: bytes, feedback_set: FeedbackSet
+    ) -> dict[Target, SourceReward]:
+        found: dict[Target, SourceReward] = {}
+        feedback = tuple(one.to_json().decode() for one in feedback_set.all)
+        context = feedback_set.context(trajectory.context)
         for function in self._pool.functions:
-            outcome = await self._pool.call(Call(function=function.name, feedback=feedback, context=context), value)
-            found["", function.source] = Verdict(function.source, None, outcome.outcome, outcome.value)
+            outcome = await self._pool.call(
+                CallRequest(function=function.name, feedback=feedback, context=context), value
+            )
+            found["", function.source] = SourceReward(function.source, None, outcome.outcome, outcome.value)
             self._outcomes[function.source][outcome.outcome] += 1
         return found
 
-    def _experience(self, trajectory: Trajectory, said: Said, index: int, verdicts: Sequence[Verdict]) -> Experience:
-        return accounts.experience(
+    def _experience(
+        self, trajectory: Trajectory, feedback_set: FeedbackSet, index: int, rewards: Sequence[SourceReward]
+    ) -> Experience:
+        return scores.experience(
             trajectory,
             index,
-            self._policy.standing(verdicts, trajectory.branches[index].turn_ids, rewarded=False),
+            self._policy.branch_reward(rewards, trajectory.branches[index].turn_ids, rewarded=False),
             now=trajectory.time,
             revision=0,
-            task_id=said.named("task_id", trajectory.task_id),
-            run_id=said.named("run_id", trajectory.run_id),
-            parts=max(trajectory.parts, said.parts),
+            task_id=feedback_set.named("task_id", trajectory.task_id),
+            run_id=feedback_set.named("run_id", trajectory.run_id),
+            parts=max(trajectory.parts, feedback_set.parts),
         )
 
 
-def _heard(line: Heard) -> joins.Heard:
-    return joins.Heard(Feedback.model_validate(line.event), line.place, line.turns_until, line.trajectories_until)
+def _placed(line: FeedbackLine) -> feedback_matching.PlacedFeedback:
+    return feedback_matching.PlacedFeedback(
+        Feedback.model_validate(line.event), line.place, line.turns_until, line.trajectories_until
+    )

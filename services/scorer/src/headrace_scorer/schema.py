@@ -22,12 +22,12 @@ trajectories = Table(
     Column("began", BigInteger),  # offset of its first turn on `turns`; null when it was ingested
     Column("arrived_ms", BigInteger, nullable=False),
     Column("settle_ms", BigInteger),  # when waiting ends; null once it has, or when there is nothing to train
-    Column("inputs", Text, nullable=False),  # digest of the feedback that reward functions are to see
-    Column("scored_inputs", Text),  # the one that they have seen
+    Column("inputs", Text, nullable=False),  # digest of the feedback that reward functions read
+    Column("scored_inputs", Text),  # digest of what they were called with
     Column("task_id", Text),
     Column("run_id", Text),
     Column("parts", Integer, nullable=False),
-    Column("emitted", Text, nullable=False),  # JSON: what was last said of each branch
+    Column("emitted", Text, nullable=False),  # JSON: the last experience of each branch
     Column("payload", LargeBinary, nullable=False),
     Index("ix_trajectories_session", "session_key"),
     Index("ix_trajectories_settle", "settle_ms", sqlite_where=_WAITS, postgresql_where=_WAITS),
@@ -59,9 +59,9 @@ feedback = Table(
     Column("session_key", Text, nullable=False),
     Column("tenant", Text, nullable=False),
     Column("lists_turns", Boolean, nullable=False),
-    Column("place", BigInteger, nullable=False),  # offset on `feedback`: what was said later has a higher one
-    Column("turns_until", BigInteger),  # turns in front of this offset were there when it was given
-    Column("trajectories_until", BigInteger),  # and so with trajectories; null when nobody said so
+    Column("place", BigInteger, nullable=False),  # offset on `feedback`: later feedback has a higher one
+    Column("turns_until", BigInteger),  # turns before this offset existed when it was given
+    Column("trajectories_until", BigInteger),  # the same for trajectories; null without a gateway
     Column("arrived_ms", BigInteger, nullable=False),
     Column("payload", LargeBinary, nullable=False),
     Index("ix_feedback_session", "session_key"),
@@ -81,7 +81,7 @@ ledger = Table(
     metadata,
     Column("trajectory_id", Text, primary_key=True),
     Column("tenant", Text, primary_key=True),
-    Column("turn_id", Text, primary_key=True),  # empty: the verdict is about the whole
+    Column("turn_id", Text, primary_key=True),  # empty: the reward is about the whole trajectory
     Column("source", Text, primary_key=True),
     Column("revision", Integer, primary_key=True),
     Column("outcome", Text, nullable=False),

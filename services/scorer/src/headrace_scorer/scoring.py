@@ -1,7 +1,8 @@
-"""Reward functions as jobs: added by the handler that keeps a trajectory, done outside its transaction, crash-safe.
+"""Calls of reward functions as jobs. The handler of a trajectory adds a job; the calls run outside its transaction.
 
-A job is leased to this process as it is added, and its functions may run before its transaction has ended: the result
-is refused when that never was. A process that dies lets its leases run out; then somebody else does the job again.
+A new job is leased to this process at once, and its functions may run before the handler's transaction has ended. If
+that transaction fails, the result is discarded. The leases of a process that died run out, and another process does
+the jobs again.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from headrace_runtime.processor import Processor, Step
 from headrace_runtime.sources import Sources
 from headrace_schemas import Event, Reward, Trajectory
 from headrace_scorer import ledger, schema, store
-from headrace_scorer.accounts import Account, Book
-from headrace_scorer.feedback_rewards import said_about
-from headrace_scorer.functions.loading import Function
-from headrace_scorer.functions.pool import Pool
-from headrace_scorer.functions.protocol import Call
-from headrace_scorer.functions.verdicts import Outcome
-from headrace_scorer.joins import Said
-from headrace_scorer.policy import Policy
-from headrace_scorer.settings import Settings
+from headrace_scorer.feedback_matching import FeedbackSet
+from headrace_scorer.feedback_rewards import feedback_for
+from headrace_scorer.functions.loading import RewardFunction
+from headrace_scorer.functions.outcomes import Outcome
+from headrace_scorer.functions.pool import FunctionPool
+from headrace_scorer.functions.protocol import CallRequest
+from headrace_scorer.reward_policy import RewardPolicy
+from headrace_scorer.scores import ScoreStore, TrajectoryScore
+from headrace_scorer.settings import ScorerSettings
 
 log = get_logger(__name__)
 _KIND = "score"
@@ -41,8 +42,8 @@ _QUEUE_MAX = 64
 _DONE_MAX = 50
 
 
-class Order(BaseModel):
-    """A job's payload. `inputs` stands for what the functions are to see of feedback."""
+class ScoringJob(BaseModel):
+    """A job's payload. `inputs` is a digest of the feedback that the functions read."""
 
     trajectory_id: str
     inputs: str
@@ -50,63 +51,67 @@ class Order(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """A job with all that its functions read."""
+class LoadedJob:
+    """A job with everything that its functions read."""
 
     job: Job
-    order: Order
+    order: ScoringJob
     trajectory: bytes
     feedback: tuple[str, ...]
     context: dict[str, JsonValue]
 
 
-Done = tuple[Work, dict[str, Outcome]]
-"""A job and what each of its functions said."""
+Done = tuple[LoadedJob, dict[str, Outcome]]
+"""A job and the outcome of each of its functions."""
 
 
 class Scoring:
-    """Adds jobs for handlers, does them, and enters what came out."""
+    """Adds jobs for handlers, does them, and enters their results."""
 
-    def __init__(self, pool: Pool, settings: Settings, library: store.Library, book: Book) -> None:
+    def __init__(
+        self, pool: FunctionPool, settings: ScorerSettings, cache: store.TrajectoryCache, scores: ScoreStore
+    ) -> None:
         self._pool = pool
         self._settings = settings
-        self._library = library
-        self._book = book
+        self._cache = cache
+        self._scores = scores
         self.sources = Sources()
-        """How each function fares."""
+        """The state of each function."""
         self._jobs = Jobs(schema.stream)
         self._lease = timedelta(seconds=settings.lease_s)
         self._held: set[str] = set()
         """Jobs that are leased to this process."""
-        self._waiting: asyncio.Queue[Work] = asyncio.Queue(_QUEUE_MAX)
+        self._waiting: asyncio.Queue[LoadedJob] = asyncio.Queue(_QUEUE_MAX)
         self._done: asyncio.Queue[Done] = asyncio.Queue(_DONE_MAX)
 
     @property
-    def functions(self) -> Sequence[Function]:
+    def functions(self) -> Sequence[RewardFunction]:
         return self._pool.functions
 
     @property
-    def policy(self) -> Policy:
-        """With the functions that are loaded now."""
+    def policy(self) -> RewardPolicy:
+        """The policy with the functions that are loaded now."""
         settings = self._settings
         sources = [function.source for function in self.functions]
-        return Policy(settings.weights, settings.required, settings.expected, sources)
+        return RewardPolicy(settings.weights, settings.required, settings.expected, sources)
 
-    def inputs(self, said: Said) -> str:
-        """Stands for what the functions see of feedback: when it changes, those that look have to look again."""
+    def inputs(self, feedback_set: FeedbackSet) -> str:
+        """A digest of the feedback that functions read. When it changes, those functions have to be called again."""
         seen: object = None
         if any("feedback" in function.parameters for function in self.functions):
-            seen = [one.event_id for one in said.all]
+            seen = [one.event_id for one in feedback_set.all]
         elif any("context" in function.parameters for function in self.functions):
-            seen = said.context({})
+            seen = feedback_set.context({})
         return sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16] if seen else ""
 
-    async def add(self, tx: AsyncConnection, now: datetime, trajectory: Trajectory, said: Said, *, first: bool) -> None:
-        """Have the functions called: all of them at `first`, later those that look at feedback."""
+    async def add(
+        self, tx: AsyncConnection, now: datetime, trajectory: Trajectory, feedback_set: FeedbackSet, *, first: bool
+    ) -> None:
+        """Queue calls of the functions: all of them the `first` time, later those that read feedback."""
         names = tuple(function.name for function in self.functions if first or function.looks_at_feedback)
         if not names:
             return
-        order = Order(trajectory_id=trajectory.trajectory_id, inputs=self.inputs(said), functions=names)
+        order = ScoringJob(trajectory_id=trajectory.trajectory_id, inputs=self.inputs(feedback_set), functions=names)
         job_id, payload = f"{order.trajectory_id}/{order.inputs}", order.model_dump_json().encode()
         if self._waiting.full():
             await self._jobs.enqueue(tx, job_id, _KIND, payload, now)
@@ -114,7 +119,7 @@ class Scoring:
         job = await self._jobs.start(tx, job_id, _KIND, payload, now + self._lease)
         if job is not None:
             self._held.add(job_id)
-            self._waiting.put_nowait(_work(job, order, trajectory, said))
+            self._waiting.put_nowait(_work(job, order, trajectory, feedback_set))
 
     def tasks(self, processor: Processor) -> Sequence[Awaitable[None]]:
         """To be run beside the stream, until cancelled."""
@@ -125,18 +130,18 @@ class Scoring:
         while True:
             await self._done.put(await self.perform(await self._waiting.get()))
 
-    async def perform(self, work: Work) -> Done:
+    async def perform(self, work: LoadedJob) -> Done:
         """Call a job's functions, those that are still loaded, one after the other."""
         outcomes = {}
         for name in work.order.functions:
             if any(function.name == name for function in self.functions):
-                call = Call(function=name, feedback=work.feedback, context=work.context)
+                call = CallRequest(function=name, feedback=work.feedback, context=work.context)
                 outcomes[name] = outcome = await self._pool.call(call, work.trajectory)
                 self.sources.note(f"function:{name}", outcome.outcome, outcome.reason)
         return work, outcomes
 
     async def _collect(self, processor: Processor) -> None:
-        if processor.database.sqlite:  # one file, one process: whoever had leased is dead
+        if processor.database.sqlite:  # one file, one process: the process that had the leases is dead
             async with processor.database.transaction() as tx:
                 await self._jobs.release(tx, _KIND, processor.clock.now())
         while True:
@@ -147,7 +152,7 @@ class Scoring:
             await processor.clock.sleep(min(_POLL_S, self._settings.lease_s / 3))
 
     async def take_over(self, database: Database, now: datetime) -> None:
-        """Renew what is leased to this process, and lease what waits: what did not fit, and what a dead process had."""
+        """Renew the leases of this process. Lease jobs that wait: those that did not fit, those of dead processes."""
         async with database.transaction() as tx:
             if self._held:
                 await self._jobs.renew(tx, self._held, now + self._lease)
@@ -159,23 +164,23 @@ class Scoring:
             self._held.add(work.job.job_id)
             await self._waiting.put(work)
 
-    async def _read(self, tx: AsyncConnection, job: Job) -> Work:
-        order = Order.model_validate_json(job.payload)
-        trajectory = await self._library.get(tx, order.trajectory_id)
-        if trajectory is None:  # forgotten meanwhile: nothing is called, and the job goes
-            return Work(job, order.model_copy(update={"functions": ()}), b"", (), {})
-        said, _ = await said_about(tx, trajectory)
-        return _work(job, order, trajectory, said)
+    async def _read(self, tx: AsyncConnection, job: Job) -> LoadedJob:
+        order = ScoringJob.model_validate_json(job.payload)
+        trajectory = await self._cache.get(tx, order.trajectory_id)
+        if trajectory is None:  # it was deleted meanwhile: nothing is called, and the job ends
+            return LoadedJob(job, order.model_copy(update={"functions": ()}), b"", (), {})
+        feedback_set, _ = await feedback_for(tx, trajectory)
+        return _work(job, order, trajectory, feedback_set)
 
     async def _enter_results(self, processor: Processor) -> None:
         while True:
             done = [await self._done.get()]
-            while not self._done.empty():  # bounded: nobody adds to it meanwhile
+            while not self._done.empty():  # bounded: nothing is added meanwhile
                 done.append(self._done.get_nowait())
             await processor.step(self.enter(done))
 
     def enter(self, done: Sequence[Done]) -> Step:
-        """The step that enters results in the ledger and returns rewards, and the experiences that they complete."""
+        """The step that enters results in the ledger. It returns the rewards, and the experiences that are ready."""
 
         async def step(tx: AsyncConnection, now: datetime) -> list[Event]:
             events: list[Event] = []
@@ -183,39 +188,44 @@ class Scoring:
                 self._held.discard(work.job.job_id)
                 if not await self._jobs.finish(tx, work.job):
                     continue
-                account = await self._book.open(tx, work.order.trajectory_id)
-                if account is not None:
-                    events += await self._enter_one(tx, now, account, work.order, outcomes)
+                score = await self._scores.open(tx, work.order.trajectory_id)
+                if score is not None:
+                    events += await self._enter_one(tx, now, score, work.order, outcomes)
             return events
 
         return step
 
     async def _enter_one(
-        self, tx: AsyncConnection, now: datetime, account: Account, order: Order, outcomes: dict[str, Outcome]
+        self,
+        tx: AsyncConnection,
+        now: datetime,
+        score: TrajectoryScore,
+        order: ScoringJob,
+        outcomes: dict[str, Outcome],
     ) -> list[Event]:
-        current = account.row["inputs"] == order.inputs
+        current = score.row["inputs"] == order.inputs
         outdated = set() if current else {one.name for one in self.functions if one.looks_at_feedback}
-        rewards = [_reward(account, now, name, outcome) for name, outcome in outcomes.items() if name not in outdated]
-        await ledger.enter(tx, now, [(reward, None) for reward in rewards], account.entries)
+        rewards = [_reward(score, now, name, outcome) for name, outcome in outcomes.items() if name not in outdated]
+        await ledger.enter(tx, now, [(reward, None) for reward in rewards], score.entries)
         if current:
-            account.change(scored_inputs=order.inputs)
-        return [*rewards, *await self._book.settle(tx, now, account, self.policy)]
+            score.change(scored_inputs=order.inputs)
+        return [*rewards, *await self._scores.emit_if_ready(tx, now, score, self.policy)]
 
 
-def _work(job: Job, order: Order, trajectory: Trajectory, said: Said) -> Work:
-    feedback = tuple(one.to_json().decode() for one in said.all)
-    return Work(job, order, trajectory.to_json(), feedback, said.context(trajectory.context))
+def _work(job: Job, order: ScoringJob, trajectory: Trajectory, feedback_set: FeedbackSet) -> LoadedJob:
+    feedback = tuple(one.to_json().decode() for one in feedback_set.all)
+    return LoadedJob(job, order, trajectory.to_json(), feedback, feedback_set.context(trajectory.context))
 
 
-def _reward(account: Account, now: datetime, name: str, outcome: Outcome) -> Reward:
+def _reward(score: TrajectoryScore, now: datetime, name: str, outcome: Outcome) -> Reward:
     source = f"function:{name}"
     return Reward(
         time=now,
-        trajectory_id=account.trajectory.trajectory_id,
-        session_key=account.trajectory.session_key,
-        tenant=account.trajectory.tenant,
+        trajectory_id=score.trajectory.trajectory_id,
+        session_key=score.trajectory.session_key,
+        tenant=score.trajectory.tenant,
         source=source,
-        revision=account.entries.next_revision("", source),
+        revision=score.entries.next_revision("", source),
         outcome=outcome.outcome,
         value=outcome.value,
         criteria=outcome.criteria,

@@ -12,11 +12,11 @@ from headrace_scorer.patterns import fits
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class Settings(ServiceSettings):
-    """Reward functions, and how verdicts become one reward.
+class ScorerSettings(ServiceSettings):
+    """Reward functions, and how the rewards of many sources become one.
 
     Sources are named `feedback` (or as the feedback says), `function:<name>`, `judge:<rubric>`, or as a third party
-    chooses; where a source is expected here, a pattern such as `judge:*` may stand for it.
+    chooses. A setting that takes sources also takes patterns such as `judge:*`.
     """
 
     port: Port = 8032
@@ -24,7 +24,7 @@ class Settings(ServiceSettings):
     functions: tuple[str, ...] = ()
     """Reward functions: `file.py:name`, `package.module:name`, or the name of an entry point in `headrace.rewards`."""
     function_timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """How long one call of a reward function may take; then its process is killed and the verdict is `timed_out`."""
+    """How long one call of a reward function may take; then its process is killed and the outcome is `timed_out`."""
     function_workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that run reward functions, each one call at a time."""
     function_memory_mb: Annotated[int, Field(ge=64)] | None = None
@@ -33,19 +33,19 @@ class Settings(ServiceSettings):
     """Environment variables that reward functions get besides the system's own (`PATH`, `HOME`, `LANG`, `TZ`, those of
     Python). They do not see the scorer's: those hold keys and passwords."""
     lease_s: Annotated[float, Field(ge=1)] = 15.0
-    """How long the calls of a scorer that has died wait before another makes them (several scorers on one database)."""
+    """With several scorers on one database: how long after a scorer died another one makes its calls."""
     weights: Annotated[dict[str, Weight], Field(min_length=1)] = Field(default_factory=lambda: {"*": 1.0})
-    """Source to its weight in the reward, the first pattern that fits; sources that none fits do not count."""
+    """Weight of each source in the reward: that of the first pattern that fits. A source without one does not count."""
     required: tuple[str, ...] = ()
     """Sources without whose score there is no reward."""
     expected: tuple[str, ...] = ()
-    """Sources worth waiting for, besides `functions` and `required`: until each has said something or abstained."""
-    settle_s: Annotated[float, Field(gt=0)] = 600.0
-    """How long to wait, from the trajectory's arrival: what is there by then counts, what comes later revises it."""
+    """Sources to wait for, besides `functions` and `required`, until each has scored, failed or abstained."""
+    reward_wait_s: Annotated[float, Field(gt=0)] = 600.0
+    """How long a trajectory waits for rewards after it arrived. Rewards that come later revise its experiences."""
     sources_max: Annotated[int, Field(ge=1, le=64)] = 64
     """Sources per trajectory; further ones are dead-lettered."""
     retention_s: Annotated[float, Field(gt=0)] = 604_800.0
-    """How long a trajectory, and what was said about it, is kept for revisions."""
+    """How long a trajectory and its rewards are kept for revisions."""
 
     @model_validator(mode="after")
     def _required_sources_count(self) -> Self:

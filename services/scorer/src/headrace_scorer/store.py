@@ -1,4 +1,4 @@
-"""What the scorer keeps of trajectories and feedback. Functions run in their caller's transaction."""
+"""The scorer's stored trajectories and feedback. Functions run in their caller's transaction."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Feedback, Trajectory
-from headrace_scorer.joins import Closed, Heard
+from headrace_scorer.feedback_matching import ClosedTrajectory, PlacedFeedback
 from headrace_scorer.schema import feedback, listed, trajectories, turn_owners, turns
 
 _CACHED_MAX = 256
 _STATE = [column for column in trajectories.c if column.name != "payload"]
 
 
-class Library:
-    """Trajectories by id, the last few in memory: what has just arrived is read again a moment later."""
+class TrajectoryCache:
+    """Trajectories by id. The last few stay in memory, because a new trajectory is soon read again."""
 
     def __init__(self) -> None:
         self._recent: OrderedDict[str, Trajectory] = OrderedDict()
@@ -46,9 +46,9 @@ class Library:
 
 
 async def add_trajectory(
-    tx: AsyncConnection, now: datetime, trajectory: Trajectory, place: int, settle_s: float
+    tx: AsyncConnection, now: datetime, trajectory: Trajectory, place: int, wait_s: float
 ) -> dict[str, Any] | None:
-    """Keep it, waiting for a reward when there is something to train. Returns its row, None when it is here already."""
+    """Store it; it waits for a reward if it can be trained. Returns its row, or None if it was stored before."""
     waits = trajectory.purpose == "train" and trajectory.branches
     row = {
         "session_key": trajectory.session_key,
@@ -57,7 +57,7 @@ async def add_trajectory(
         "place": place,
         "began": trajectory.turns_from,
         "arrived_ms": epoch_ms(now),
-        "settle_ms": epoch_ms(now + timedelta(seconds=settle_s)) if waits else None,
+        "settle_ms": epoch_ms(now + timedelta(seconds=wait_s)) if waits else None,
         "inputs": "",
         "scored_inputs": None,
         "task_id": trajectory.task_id,
@@ -69,9 +69,9 @@ async def add_trajectory(
     if not await upsert(tx, trajectories, key, {**row, "payload": trajectory.to_json()}, update=False):
         return None
     await _own(tx, trajectory)
-    spoken = set(spoken_turns(trajectory))
+    in_branches = set(branch_turns(trajectory))
     rows = [
-        {"turn_id": turn, "trajectory_id": trajectory.trajectory_id, "spoken": turn in spoken}
+        {"turn_id": turn, "trajectory_id": trajectory.trajectory_id, "spoken": turn in in_branches}
         for turn in trajectory.turn_ids
     ]
     if rows:
@@ -82,7 +82,7 @@ async def add_trajectory(
 async def _own(tx: AsyncConnection, trajectory: Trajectory) -> None:
     """Make the trajectory the only one of its tenant that holds its turns. Raises `InvalidEvent` when one has another.
 
-    In the order of the ids, so that two replicas do not wait for each other.
+    Turns are taken in the order of their ids, so that two replicas cannot deadlock.
     """
     for turn in sorted(trajectory.turn_ids):
         key = {"tenant": trajectory.tenant, "turn_id": turn}
@@ -94,13 +94,13 @@ async def _own(tx: AsyncConnection, trajectory: Trajectory) -> None:
             raise InvalidEvent("turn_taken", text)
 
 
-def spoken_turns(trajectory: Trajectory) -> list[str]:
+def branch_turns(trajectory: Trajectory) -> list[str]:
     """Turns that are in a branch."""
     return list(dict.fromkeys(turn for branch in trajectory.branches for turn in branch.turn_ids))
 
 
 async def lock(tx: AsyncConnection, trajectory_id: str) -> RowMapping | None:
-    """What is known of a trajectory, without its content; nobody else changes it before this transaction ends."""
+    """The row of a trajectory without its content, locked until this transaction ends."""
     query = select(*_STATE).where(trajectories.c.trajectory_id == trajectory_id).with_for_update()
     return (await tx.execute(query)).mappings().one_or_none()
 
@@ -109,15 +109,15 @@ async def change(tx: AsyncConnection, trajectory_id: str, **values: object) -> N
     await tx.execute(update(trajectories).where(trajectories.c.trajectory_id == trajectory_id).values(**values))
 
 
-async def add_feedback(tx: AsyncConnection, now: datetime, heard: Heard) -> None:
-    event = heard.event
+async def add_feedback(tx: AsyncConnection, now: datetime, placed: PlacedFeedback) -> None:
+    event = placed.event
     row = {
         "session_key": event.session_key,
         "tenant": event.tenant,
         "lists_turns": bool(event.msg_ids),
-        "place": heard.place,
-        "turns_until": heard.turns_until,
-        "trajectories_until": heard.trajectories_until,
+        "place": placed.place,
+        "turns_until": placed.turns_until,
+        "trajectories_until": placed.trajectories_until,
         "arrived_ms": epoch_ms(now),
         "payload": event.to_json(),
     }
@@ -128,10 +128,10 @@ async def add_feedback(tx: AsyncConnection, now: datetime, heard: Heard) -> None
 
 async def feedback_about(
     tx: AsyncConnection, session_key: str, tenant: str, turn_ids: Collection[str]
-) -> tuple[list[Heard], list[Heard]]:
-    """What lists any of these turns, and what is about the session as a whole; from this tenant only.
+) -> tuple[list[PlacedFeedback], list[PlacedFeedback]]:
+    """Feedback that lists any of these turns, and feedback about the session as a whole; from this tenant only.
 
-    A run that went over several sessions has equal feedback under each; only this session's copy counts.
+    A run with several sessions has a copy of its feedback in each; only this session's copy counts.
     """
     lists = select(listed.c.event_id).where(listed.c.turn_id.in_(turn_ids))
     columns = feedback.c.payload, feedback.c.place, feedback.c.turns_until, feedback.c.trajectories_until
@@ -140,16 +140,16 @@ async def feedback_about(
         feedback.c.tenant == tenant,
         or_(feedback.c.lists_turns.is_(False), feedback.c.event_id.in_(lists)),
     )
-    found = [Heard(Feedback.from_json(payload), *places) for payload, *places in await tx.execute(query)]
+    found = [PlacedFeedback(Feedback.from_json(payload), *places) for payload, *places in await tx.execute(query)]
     return [one for one in found if one.event.msg_ids], [one for one in found if not one.event.msg_ids]
 
 
-async def closed_in_session(tx: AsyncConnection, session_key: str, tenant: str) -> list[Closed]:
+async def closed_in_session(tx: AsyncConnection, session_key: str, tenant: str) -> list[ClosedTrajectory]:
     table = trajectories.c
     query = select(table.trajectory_id, table.time_ms, table.place, table.began).where(
         table.session_key == session_key, table.tenant == tenant
     )
-    return [Closed(*row) for row in await tx.execute(query)]
+    return [ClosedTrajectory(*row) for row in await tx.execute(query)]
 
 
 async def trajectories_with(tx: AsyncConnection, turn_ids: Collection[str], tenant: str) -> Sequence[str]:

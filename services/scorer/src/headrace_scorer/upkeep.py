@@ -1,4 +1,4 @@
-"""What has to be done now and then: end waiting, forget, measure."""
+"""Periodic work: end waiting, delete what is old, measure."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from headrace_runtime.processor import Unfinished
 from headrace_runtime.sweeping import COUNTED_MAX, count_some
 from headrace_schemas import Event
 from headrace_scorer import metrics
-from headrace_scorer.accounts import Book
-from headrace_scorer.policy import Policy
+from headrace_scorer.reward_policy import RewardPolicy
 from headrace_scorer.schema import feedback, ledger, listed, trajectories, turn_owners, turns
+from headrace_scorer.scores import ScoreStore
 
-_SETTLED_AT_ONCE_MAX = 25
+_ENDED_AT_ONCE_MAX = 25
 _FORGOTTEN_AT_ONCE_MAX = 7
 
 
-async def end_waiting(tx: AsyncConnection, now: datetime, book: Book, policy: Policy) -> Sequence[Event]:
-    """Settle trajectories whose time has come with what there is."""
+async def end_waiting(tx: AsyncConnection, now: datetime, scores: ScoreStore, policy: RewardPolicy) -> Sequence[Event]:
+    """Emit experiences of trajectories whose wait is over, with the rewards that are there."""
     due = select(trajectories.c.trajectory_id).where(trajectories.c.settle_ms <= epoch_ms(now))
-    found = (await tx.execute(due.order_by(trajectories.c.settle_ms).limit(_SETTLED_AT_ONCE_MAX))).scalars().all()
+    found = (await tx.execute(due.order_by(trajectories.c.settle_ms).limit(_ENDED_AT_ONCE_MAX))).scalars().all()
     experiences: list[Event] = []
     for trajectory_id in found:
-        account = await book.open(tx, trajectory_id)
-        if account is not None:
-            experiences += await book.settle(tx, now, account, policy)
-    return Unfinished(experiences) if len(found) == _SETTLED_AT_ONCE_MAX else experiences
+        score = await scores.open(tx, trajectory_id)
+        if score is not None:
+            experiences += await scores.emit_if_ready(tx, now, score, policy)
+    return Unfinished(experiences) if len(found) == _ENDED_AT_ONCE_MAX else experiences
 
 
 async def forget(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
-    """Drop what is older than `retention_s`, some at a time: nothing can revise it any more."""
+    """Delete what is older than `retention_s`, some at a time. It cannot be revised after that."""
     horizon = epoch_ms(now - timedelta(seconds=retention_s))
     arrived = trajectories.c.arrived_ms
     old = select(trajectories.c.trajectory_id).where(arrived <= horizon).order_by(arrived).limit(_FORGOTTEN_AT_ONCE_MAX)
@@ -53,9 +53,9 @@ async def forget(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequ
 
 
 async def _forget_strays(tx: AsyncConnection, horizon: int) -> bool:
-    """What was said about trajectories that are not known. Looks at the oldest entries alone; whether more may follow.
+    """Delete the oldest ledger entries about trajectories that are not known. Whether there may be more.
 
-    An entry that is older than its trajectory goes with it, a moment later.
+    An entry that is older than its trajectory is deleted together with the trajectory.
     """
     entry = ledger.c.arrived_ms
     oldest = select(ledger.c.trajectory_id).where(entry <= horizon).order_by(entry).limit(_FORGOTTEN_AT_ONCE_MAX)

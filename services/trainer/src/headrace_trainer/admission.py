@@ -1,14 +1,14 @@
 """What to do with an experience that has just arrived: validity, supersession, staleness, dedupe. Pure.
 
-Every revision of an experience gets exactly one verdict, now or later, and changes the weights at most once (P4):
+Every revision of an experience gets exactly one outcome, now or later, and changes the weights at most once (P4):
 
-- one that was seen before is a redelivery and gets none: it had its verdict, or waits for it;
+- one that was seen before is a redelivery and gets none: it has its outcome, or waits for it;
 - one below a revision seen before comes too late and is dropped;
 - a higher revision of an experience that still waits takes its place, and the old one is dropped as `superseded`;
 - a higher revision of an experience that was trained is a *correction*. It is trained with the advantage that is
   missing, A(new) - A(old), where both use the baseline and scale of the first training and A(withdrawn) = 0, and with
   the token weight of the first training. The policy gradient is linear in the advantage and the optimizer adds
-  contributions up, so both together are nearly what training the last verdict alone would have been; how nearly is
+  contributions up, so both together are nearly what training the last reward alone would have been; how nearly is
   measured (docs/algorithms.md, "Corrections"). A correction below `correction_min` is dropped as `unchanged`.
 
 A(old) is what the present weights hold of the experience: when a version was abandoned, the contributions of its steps
@@ -30,7 +30,7 @@ from headrace_trainer.window import Entry
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AdmissionLimits:
     """What a trainable sequence must satisfy."""
 
     vocabulary: int
@@ -41,9 +41,9 @@ class Limits:
     correction_min: float
 
 
-def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> Limits:
+def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> AdmissionLimits:
     """For a model with so many token ids that can be trained on sequences of `context` tokens."""
-    return Limits(
+    return AdmissionLimits(
         vocabulary=vocabulary,
         sequence_tokens=min(settings.memory.sequence_tokens or settings.memory.queue_tokens, context),
         max_staleness=settings.max_staleness,
@@ -62,7 +62,9 @@ class Decision:
     replaces: bool = False
 
 
-def decide(experience: Experience, entry: Entry | None, history: History, steps: int, limits: Limits) -> Decision:
+def decide(
+    experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
+) -> Decision:
     """`entry` is what the window knows about the experience, `steps` how many the lineage has taken."""
     if entry is not None:
         if entry.seen(experience.revision):
@@ -74,7 +76,7 @@ def decide(experience: Experience, entry: Entry | None, history: History, steps:
 
 
 def objection(
-    experience: Experience, entry: Entry | None, history: History, steps: int, limits: Limits
+    experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
 ) -> DropReason | None:
     """Why this revision cannot change the weights, None when it can."""
     trained = entry is not None and entry.trained
@@ -84,7 +86,7 @@ def objection(
 
 
 def expired(
-    experience: Experience, entry: Entry | None, history: History, steps: int, limits: Limits
+    experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
 ) -> DropReason | None:
     """The part of `objection` whose answer changes while an experience waits, because the weights move."""
     reason = stale(experience, history, limits.max_staleness)
@@ -115,7 +117,7 @@ def versions_of(experience: Experience) -> Sequence[str]:
     return () if branch is None else tuple(dict.fromkeys(span.version for span in branch.spans))
 
 
-def _malformed(experience: Experience, limits: Limits) -> DropReason | None:
+def _malformed(experience: Experience, limits: AdmissionLimits) -> DropReason | None:
     """The model has no such token or context, the first token would have to be predicted from nothing, or the reward
     cannot be meant."""
     assert experience.branch is not None

@@ -1,4 +1,4 @@
-"""When there is a batch and what is in it. Training and its rehearsal cut alike because both ask here."""
+"""When there is a batch and what is in it. Training and its dry run cut alike because both ask here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 from headrace_runtime.wire import Record
 from headrace_schemas.replay import BATCH_HEADER
 from headrace_trainer.baselines import Decay
-from headrace_trainer.ledger import Ledger
 from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.state import LineageState
 from headrace_trainer.waiting import Rules, Selection, Waiting, select
 
 END_OF_TIME = datetime.max.replace(tzinfo=UTC)
@@ -32,32 +32,32 @@ class Cutter:
         )
         self._swept: tuple[str, int] | None = None
 
-    def next(self, ledger: Ledger, now: datetime, mark: int | None = None) -> tuple[Waiting, ...]:
+    def next(self, state: LineageState, now: datetime, mark: int | None = None) -> tuple[Waiting, ...]:
         """What to train now, empty when it is not time. Drops what has become too old to be trained (P5), and runs
         that waited for a group in vain. `mark` came with the record just read: a batch of so many was cut after it."""
-        state = (ledger.history.head, ledger.history.head_step)
-        if self._swept != state:
-            ledger.sweep()
-            self._swept = state
-        found = self._select(ledger, now, mark)
+        head = (state.history.head, state.history.head_step)
+        if self._swept != head:
+            state.sweep()
+            self._swept = head
+        found = self._select(state, now, mark)
         for item in found.singletons:
-            ledger.drop(item, "singleton")
+            state.drop(item, "singleton")
         return found.batch
 
-    def _select(self, ledger: Ledger, now: datetime, mark: int | None) -> Selection:
-        full = ledger.room == 0
+    def _select(self, state: LineageState, now: datetime, mark: int | None) -> Selection:
+        full = state.room == 0
         if self._recorded and mark is not None:
-            return self._as_recorded(ledger, mark)
+            return self._as_recorded(state, mark)
         if self._recorded and not full:
             return Selection()  # also at the end: what waits now waited then
-        return select(ledger.waiting, self._rules, now, full, ledger.is_correction)
+        return select(state.waiting, self._rules, now, full, state.is_correction)
 
-    def _as_recorded(self, ledger: Ledger, mark: int) -> Selection:
+    def _as_recorded(self, state: LineageState, mark: int) -> Selection:
         """The first `mark` of what was ready then. Of groups that time cut it is only known that there were some."""
         rules = replace(self._rules, experiences=mark)
-        ready = select(ledger.waiting, rules, BEGINNING_OF_TIME, True, ledger.is_correction).batch
+        ready = select(state.waiting, rules, BEGINNING_OF_TIME, True, state.is_correction).batch
         if len(ready) < mark:
-            ready = select(ledger.waiting, rules, END_OF_TIME, True, ledger.is_correction).batch
+            ready = select(state.waiting, rules, END_OF_TIME, True, state.is_correction).batch
         return Selection(ready[:mark])
 
 

@@ -11,7 +11,7 @@ DROPPED = Counter("headrace_trainer_dropped_total", "Experience revisions that d
 UNDONE = Counter(
     "headrace_trainer_undone_total", "Trained revisions that a refused version took along, by what follows", ["queued"]
 )
-DUPLICATES = Counter("headrace_trainer_duplicates_total", "Redelivered revisions, which get no second verdict")
+DUPLICATES = Counter("headrace_trainer_duplicates_total", "Redelivered revisions, which get no second outcome")
 OTHER_MODELS = Counter("headrace_trainer_other_models_total", "Experiences of models that this trainer does not train")
 STEPS = Gauge("headrace_trainer_steps", "Steps in the life of the lineage")
 VERSION_NUMBER = Gauge("headrace_trainer_version_number", "Number of the last version, 0 for the base")

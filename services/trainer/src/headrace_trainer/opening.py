@@ -15,13 +15,13 @@ from headrace_trainer import tensors, versions
 from headrace_trainer.admission import limits_of
 from headrace_trainer.baselines import Baselines
 from headrace_trainer.history import History, Published
-from headrace_trainer.ledger import Ledger
 from headrace_trainer.lineage import Lineage
 from headrace_trainer.native import Compared, Native
 from headrace_trainer.optimizer import Optimizer
 from headrace_trainer.policy import Policy
 from headrace_trainer.saved import Saved, Tensors
 from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.state import LineageState
 from headrace_trainer.store import LineageStore, LineageTaken, replayed
 from headrace_trainer.window import Window
 
@@ -77,8 +77,8 @@ def open_lineage(
         tensors.thaw(policy, optimizer, *pair, with_random=True)
         log.info("lineage_continues", lineage=settings.lineage, head=saved.head, steps=saved.steps)
         saved = saved.model_copy(update={"health": saved.health.under(settings.health)})
-    ledger = _ledger(settings, policy, saved, replayed(settings, blobs))
-    return Lineage(settings, clock, blobs, store, first, policy, optimizer, ledger, saved)
+    state = _state(settings, policy, saved, replayed(settings, blobs))
+    return Lineage(settings, clock, blobs, store, first, policy, optimizer, state, saved)
 
 
 def _say(found: Compared) -> None:
@@ -100,8 +100,8 @@ def _begin(
 ) -> tuple[Manifest, Saved]:
     name, lineage, now = settings.model, settings.lineage, clock.now()
     manifest, ref = versions.publish_base(blobs, contents, policy, name=name, lineage=lineage)
-    weights, state = tensors.freeze(policy, optimizer, lineage)
-    present = Tensors(weights=store.ref(weights), optimizer=store.ref(state))
+    weights, moments = tensors.freeze(policy, optimizer, lineage)
+    present = Tensors(weights=store.ref(weights), optimizer=store.ref(moments))
     version = manifest.version
     saved = Saved(
         model=name,
@@ -122,7 +122,7 @@ def _begin(
         checkpoint=Checkpoint(time=now, model=name, version=version, lineage=lineage, step=0, manifest=ref),
         metrics=TrainingMetrics(time=now, model=name, lineage=lineage, step=0, account=0, version=version),
     )
-    store.save(saved, (weights, state))
+    store.save(saved, (weights, moments))
     return manifest, saved
 
 
@@ -144,13 +144,13 @@ def _check_settings(settings: TrainerSettings, saved: Saved) -> None:
         )
 
 
-def _ledger(settings: TrainerSettings, policy: Policy, saved: Saved, replayed: dict[str, int]) -> Ledger:
+def _state(settings: TrainerSettings, policy: Policy, saved: Saved, replayed: dict[str, int]) -> LineageState:
     context = policy.context
     if settings.memory.sequence_tokens is None:
         context = min(context, policy.room())
         log.info("sequence_bound", tokens=min(context, settings.memory.queue_tokens), context=policy.context)
     limits = limits_of(settings, policy.vocabulary, context)
-    return Ledger(
+    return LineageState(
         History(saved.versions, saved.head, saved.head_step, replayed),
         limits,
         settings.memory,

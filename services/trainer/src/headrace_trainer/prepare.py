@@ -12,35 +12,35 @@ from headrace_trainer.advantages import Advantages
 from headrace_trainer.baselines import Baselines, Decay
 from headrace_trainer.batch import Batch, Row
 from headrace_trainer.estimators import Rewarded
-from headrace_trainer.ledger import Ledger, Trained
 from headrace_trainer.settings import AdvantageSettings
+from headrace_trainer.state import LineageState, TrainedExperience
 from headrace_trainer.waiting import Waiting, run_of, task_of
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A batch, what the ledger is to note once it was trained, and the baselines with it in them."""
+    """A batch, what the state records once it was trained, and the baselines that include it."""
 
     batch: Batch
-    trained: tuple[Trained, ...]
+    trained: tuple[TrainedExperience, ...]
     baselines: Baselines
 
 
 def prepare(
-    items: Sequence[Waiting], ledger: Ledger, settings: AdvantageSettings, decay: Decay, whole: int | None = None
+    items: Sequence[Waiting], state: LineageState, settings: AdvantageSettings, decay: Decay, whole: int | None = None
 ) -> Prepared:
     """Rows in the order of `items`, of which a `whole` batch has so many. Corrections take what is missing; they
     neither see nor move the baselines."""
     for item in items:
-        assert stale(item.experience, ledger.history, ledger.limits.max_staleness) is None, "P5: swept just before"
-    new = [item for item in items if not ledger.is_correction(item)]
-    found, baselines = _advantages(new, ledger.baselines, settings, decay)
+        assert stale(item.experience, state.history, state.limits.max_staleness) is None, "P5: swept just before"
+    new = [item for item in items if not state.is_correction(item)]
+    found, baselines = _advantages(new, state.baselines, settings, decay)
     first = {
-        item.experience.experience_id: Trained(item, _bounded(value, settings.limit), baseline, scale)
+        item.experience.experience_id: TrainedExperience(item, _bounded(value, settings.limit), baseline, scale)
         for item, value, baseline, scale in zip(new, found.values_B, found.baselines_B, found.scales_B, strict=True)
     }
-    trained = tuple(first.get(item.experience.experience_id) or _correction(item, ledger) for item in items)
-    rows = tuple(Row.of(one.waiting.experience, one.advantage, ledger.current, one.token_weight) for one in trained)
+    trained = tuple(first.get(item.experience.experience_id) or _correction(item, state) for item in items)
+    rows = tuple(Row.of(one.waiting.experience, one.advantage, state.current, one.token_weight) for one in trained)
     return Prepared(Batch(rows, whole), trained, baselines)
 
 
@@ -59,13 +59,13 @@ def _advantages(
     return settings.estimator.compute(batch, past, decay, settings)
 
 
-def _correction(item: Waiting, ledger: Ledger) -> Trained:
-    entry = ledger.window.get(item.experience.experience_id)
+def _correction(item: Waiting, state: LineageState) -> TrainedExperience:
+    entry = state.window.get(item.experience.experience_id)
     assert entry is not None
-    missing = missing_advantage(item.experience, entry, ledger.history, ledger.steps, ledger.limits.advantage_max)
-    held = entry.held(ledger.history, ledger.steps)
+    missing = missing_advantage(item.experience, entry, state.history, state.steps, state.limits.advantage_max)
+    held = entry.held(state.history, state.steps)
     weight = held[0].token_weight if held else None
-    return Trained(item, float(np.float32(missing)), entry.baseline, entry.scale, True, weight)
+    return TrainedExperience(item, float(np.float32(missing)), entry.baseline, entry.scale, True, weight)
 
 
 def _bounded(advantage: float, limit: float) -> float:

@@ -1,10 +1,10 @@
-"""`python -m headrace_trainer.replay`: what training would do with experiences, without a model (`rehearsal.py`)."""
+"""`python -m headrace_trainer.replay`: what training would do with experiences, without a model (`dry_run.py`)."""
 
 from headrace_runtime.main import Service
 from headrace_trainer.settings import TrainerSettings
 
 SERVICE = Service(
-    "trainer", "Rehearses training: experiences in, batches out.", TrainerSettings, "headrace_trainer.rehearsal:run"
+    "trainer", "A dry run of training: experiences in, batches out.", TrainerSettings, "headrace_trainer.dry_run:run"
 )
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from torch.utils.tensorboard import SummaryWriter
 from headrace_runtime import disk
 from headrace_runtime.logs import get_logger
 from headrace_schemas import ModelEvent
-from headrace_trainer.ledger import Ledger
 from headrace_trainer.metrics import MEASURES, STEP_SECONDS, STEPS, STOPPED, VERSION_NUMBER
+from headrace_trainer.state import LineageState
 
 log = get_logger(__name__)
 _LINE = {
@@ -85,23 +85,23 @@ class Reporter:
         self._board = _Board(folder)
         self._console = Console(stderr=True) if sys.stderr.isatty() else None
 
-    def step(self, measured: Mapping[str, float], ledger: Ledger) -> None:
+    def step(self, measured: Mapping[str, float], state: LineageState) -> None:
         """After each step; `measured` as `Lineage.step` returned it."""
-        STEPS.set(ledger.steps)
+        STEPS.set(state.steps)
         STEP_SECONDS.observe(measured["step_seconds"])
         points = {name if "/" in name else f"step/{name}": value for name, value in measured.items()}
-        self._board.points(points, ledger.steps)
+        self._board.points(points, state.steps)
         for name, value in measured.items():
             if not name.startswith("reward/"):  # task names have no bound
                 MEASURES.labels(name).set(value)
-        number = ledger.history[ledger.history.head].number
+        number = state.history[state.history.head].number
         if self._console is None:
             shown = {name: round(value, 6) for name, value in measured.items() if "/" not in name}
-            log.info("step", step=ledger.steps, version_number=number, waiting=len(ledger.waiting), **shown)
+            log.info("step", step=state.steps, version_number=number, waiting=len(state.waiting), **shown)
         else:
             parts = [text.format(measured[name]) for name, text in _LINE.items() if name in measured]
             self._console.print(
-                f"[bold]step {ledger.steps}[/] on v{number}  {'  '.join(parts)}  waiting {len(ledger.waiting)}",
+                f"[bold]step {state.steps}[/] on v{number}  {'  '.join(parts)}  waiting {len(state.waiting)}",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -115,12 +115,12 @@ class Reporter:
         else:
             self._console.print(f"[bold green]version {number}[/]  {version}", highlight=False)
 
-    def stopped(self, reason: str | None, ledger: Ledger) -> None:
+    def stopped(self, reason: str | None, state: LineageState) -> None:
         """Once when training stops or goes on, and at a start that finds it stopped. None: it goes on."""
         STOPPED.set(reason is not None)
-        version = ledger.history.head
+        version = state.history.head
         self._board.text("health", f"stopped: {reason}; the weights are those of {version}" if reason else "goes on",
-                         ledger.steps)  # fmt: skip
+                         state.steps)  # fmt: skip
         if reason is None:
             log.warning("training_goes_on", version=version)
         elif self._console is None:

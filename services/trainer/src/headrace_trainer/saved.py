@@ -27,7 +27,7 @@ class Tensors(Model):
 
 
 class Saved(Model):
-    """A lineage between two steps. See `headrace_trainer.ledger` for what the fields mean and why they belong
+    """A lineage between two steps. See `headrace_trainer.state` for what the fields mean and why they belong
     together."""
 
     format: Literal[1] = 1
@@ -51,7 +51,7 @@ class Saved(Model):
     checkpoint: Checkpoint
     """The last version, announced again after a restart."""
     metrics: TrainingMetrics
-    """The verdicts since the save before this one, announced again after a restart."""
+    """The outcomes since the save before this one, announced again after a restart."""
 
     def blobs(self) -> dict[str, BlobRef]:
         """The tensors that must exist as long as this is the lineage's state, by digest."""

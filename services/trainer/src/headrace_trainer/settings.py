@@ -194,8 +194,8 @@ class MemorySettings(Section):
     """Published versions whose experiences are recognised."""
     restore_points: Annotated[int, Field(ge=3)] = 6
     """Versions whose weights and optimizer are kept to go back to, champion and previous among them."""
-    verdicts: Annotated[int, Field(ge=1, le=16_384)] = 4096
-    """Verdicts, or stretches of reading, that may wait for the next save before they cause one."""
+    outcomes: Annotated[int, Field(ge=1, le=16_384)] = 4096
+    """Training outcomes, or ranges of records read, that may wait for the next save before they cause one."""
 
 
 class TrainerSettings(ServiceSettings):
@@ -240,7 +240,7 @@ class TrainerSettings(ServiceSettings):
     max_steps: Count | None = None
     """Stop after this many steps in the lineage; none: go on for ever."""
     save_interval_s: Positive = 30.0
-    """How long a verdict may wait to be made durable and reported when no version is published."""
+    """How long a training outcome may wait to be made durable and reported when no version is published."""
     retry_s: Positive = 60.0
     """How long bus or blob store may be away before the process gives up and is restarted."""
     lease_s: Positive = 10.0

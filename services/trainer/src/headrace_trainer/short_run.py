@@ -54,12 +54,12 @@ class ShortTraining:
         """Experiences of other models are passed over."""
         if experience.model != self._settings.model:
             return
-        ledger = self._lineage.ledger
-        foreign = [version for version in versions_of(experience) if version not in ledger.history]
-        if any(version not in ledger.history.replayed for version in foreign):
-            known = {**ledger.history.replayed, **dict.fromkeys(foreign, _NEWEST)}
-            ledger.history = replace(ledger.history, replayed=known)
-        ledger.admit(experience, (0, self._place), self._clock.now())
+        state = self._lineage.state
+        foreign = [version for version in versions_of(experience) if version not in state.history]
+        if any(version not in state.history.replayed for version in foreign):
+            known = {**state.history.replayed, **dict.fromkeys(foreign, _NEWEST)}
+            state.history = replace(state.history, replayed=known)
+        state.admit(experience, (0, self._place), self._clock.now())
         self._place += 1
         self._act()
 
@@ -69,15 +69,15 @@ class ShortTraining:
             pass
         lineage = self._lineage
         stopped = lineage.health.stopped
-        fates = Counter(verdict.dropped for verdict in lineage.ledger.verdicts)
-        lineage.save(publish=lineage.ledger.steps > 0)
+        fates = Counter(outcome.dropped for outcome in lineage.state.outcomes)
+        lineage.save(publish=lineage.state.steps > 0)
         assert lineage.saved.checkpoint is not None
         return ShortRun(
             base=self._base,
             last=lineage.saved.checkpoint,
             trained=fates.pop(None, 0),
             dropped={reason: count for reason, count in fates.items() if reason is not None},
-            steps=lineage.ledger.steps,
+            steps=lineage.state.steps,
             stopped=stopped.reason if stopped else None,
         )
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from headrace_schemas import Verdict
+from headrace_schemas import TrainingOutcome
 from headrace_trainer.admission import versions_of
 from headrace_trainer.history import History
 from headrace_trainer.prepare import Prepared
@@ -65,10 +65,10 @@ def _groups(prepared: Prepared) -> list[list[float]]:
     return [advantages for task, advantages in groups.items() if len(runs[task]) > 1]
 
 
-def between_saves(steps: Sequence[Mapping[str, float]], verdicts: Sequence[Verdict]) -> dict[str, float]:
-    """Each step measure's mean over the steps that have it, and the verdicts by outcome."""
-    outcomes = Counter("trained" if verdict.dropped is None else f"dropped/{verdict.dropped}" for verdict in verdicts)
-    found = {"steps": float(len(steps)), **{name: float(count) for name, count in sorted(outcomes.items())}}
+def between_saves(steps: Sequence[Mapping[str, float]], outcomes: Sequence[TrainingOutcome]) -> dict[str, float]:
+    """Each step measure's mean over the steps that have it, and how many experiences had which outcome."""
+    counts = Counter("trained" if outcome.dropped is None else f"dropped/{outcome.dropped}" for outcome in outcomes)
+    found = {"steps": float(len(steps)), **{name: float(count) for name, count in sorted(counts.items())}}
     names = dict.fromkeys(name for step in steps for name in step)
     for name in sorted(names, key=lambda name: name.startswith(_TASK)):  # if there are too many, tasks are left out
         found[name[:512]] = _average([step[name] for step in steps if name in step])

@@ -133,9 +133,9 @@ class Trainer:
         reporter = await self._in_thread(self._open_reporter)
         try:
             await self._announce(lineage.saved.checkpoint, lineage.saved.metrics)  # again, with the same ids
-            await self._retry(lambda: self._source.start(lineage.ledger.offsets))
+            await self._retry(lambda: self._source.start(lineage.state.offsets))
             if lineage.health.stopped is not None:
-                reporter.stopped(lineage.health.stopped.reason, lineage.ledger)
+                reporter.stopped(lineage.health.stopped.reason, lineage.state)
             await self._train(lineage, reporter)
         finally:
             reporter.close()
@@ -147,7 +147,7 @@ class Trainer:
     async def _train(self, lineage: Lineage, reporter: Reporter) -> None:
         self._saved_at_s = self._clock.monotonic_s()
         while not lineage.finished():
-            for record in await self._source.poll(lineage.ledger.room):
+            for record in await self._source.poll(lineage.state.room):
                 if lineage.finished():  # what nobody will train here is left for whoever goes on
                     break
                 await self._receive(record, lineage)
@@ -157,17 +157,17 @@ class Trainer:
             if self._settings.until_end and not lineage.finished() and await self._retry(self._source.at_end):
                 await self._finish(lineage, reporter)
                 break
-        if lineage.ledger.current is None:
+        if lineage.state.current is None:
             await self._save(lineage, reporter, publish=lineage.unpublished)
-        log.info("finished", steps=lineage.ledger.steps)
+        log.info("finished", steps=lineage.state.steps)
 
     async def _finish(self, lineage: Lineage, reporter: Reporter) -> None:
-        """Train what was left waiting for more, as far as it makes batches, and report all verdicts. Raises
+        """Train what was left waiting for more, as far as it makes batches, and report all outcomes. Raises
         `TrainingStopped`: nobody is there to say that it goes on."""
         while await self._step(lineage, reporter, lineage.next_batch(over=True)):
             if lineage.save_due(0.0):
                 await self._save(lineage, reporter, publish=lineage.version_due)
-        if lineage.ledger.verdicts or lineage.ledger.read:
+        if lineage.state.outcomes or lineage.state.read:
             await self._save(lineage, reporter, publish=lineage.unpublished)
         self._end_if_stopped(lineage)
 
@@ -184,7 +184,7 @@ class Trainer:
             return False
         measured = await self._in_thread(lambda: lineage.step(batch, self._stop))
         if measured:
-            reporter.step(measured, lineage.ledger)
+            reporter.step(measured, lineage.state)
         if lineage.health.stopped is not None:
             await self._give_up(lineage, reporter, lineage.health.stopped.reason)
         return True
@@ -194,7 +194,7 @@ class Trainer:
         that, the same steps are taken again."""
         await self._undo(await self._do(lineage.give_up), lineage)
         await self._save(lineage, reporter, publish=False)
-        reporter.stopped(reason, lineage.ledger)
+        reporter.stopped(reason, lineage.state)
 
     async def _act(self, lineage: Lineage, reporter: Reporter, mark: int | None = None) -> None:
         """Step and save if it is time. What was undone or restored is said before anything else becomes of it."""
@@ -202,10 +202,10 @@ class Trainer:
         self._resume = False
         if resumed:
             lineage.resume()
-        if lineage.ledger.moved or resumed:
+        if lineage.state.moved or resumed:
             await self._save(lineage, reporter, publish=False)
         if resumed:
-            reporter.stopped(None, lineage.ledger)
+            reporter.stopped(None, lineage.state)
         self._end_if_stopped(lineage)
         await self._step(lineage, reporter, lineage.next_batch(mark))
         if lineage.save_due(self._clock.monotonic_s() - self._saved_at_s):
@@ -216,7 +216,7 @@ class Trainer:
         published = await self._do(lambda: lineage.save(publish=publish))
         checkpoint, metrics = lineage.saved.checkpoint, lineage.saved.metrics
         if published:
-            reporter.published(checkpoint.version, checkpoint.step, lineage.ledger.steps)
+            reporter.published(checkpoint.version, checkpoint.step, lineage.state.steps)
             await self._announce(checkpoint)
         await self._announce(metrics)
         self._saved_at_s = self._clock.monotonic_s()
@@ -226,7 +226,7 @@ class Trainer:
             await self._retry(partial(self._sink.send, event))
 
     async def _receive(self, record: Record, lineage: Lineage) -> None:
-        """Take one record into the ledger, then move the offset past it. A record that is no event is dead-lettered."""
+        """Take one record into the state, then move the offset past it. A record that is no event is dead-lettered."""
         try:
             event = await self._decode(record)
         except InvalidEvent as error:
@@ -241,7 +241,7 @@ class Trainer:
                 await self._follow(event, lineage)
                 await self._in_thread(lambda: self._tell(event, lineage))
         noted = record.topic == self._settings.topic
-        lineage.ledger.passed(record.topic, record.partition, record.offset, noted=noted)
+        lineage.state.passed(record.topic, record.partition, record.offset, noted=noted)
 
     async def _follow(self, event: ModelEvent, lineage: Lineage) -> None:
         """Go back with the weights if the registry says so. What that undoes and is still fresh is queued again, with
@@ -251,10 +251,10 @@ class Trainer:
     async def _undo(self, lost: Mapping[str, Sequence[int]], lineage: Lineage) -> None:
         if not lost:
             return
-        ledger = lineage.ledger
-        found = await self._read_again(ledger.places(lost))
-        ledger.undo(lost, found, self._clock.now())
-        log.info("undone", experiences=len(lost), queued=sum(one.queued for one in ledger.undone))
+        state = lineage.state
+        found = await self._read_again(state.places(lost))
+        state.undo(lost, found, self._clock.now())
+        log.info("undone", experiences=len(lost), queued=sum(one.queued for one in state.undone))
 
     def _open_reporter(self) -> Reporter:
         self._reporter = self._make_reporter()
@@ -262,20 +262,20 @@ class Trainer:
 
     def _tell(self, event: ModelEvent, lineage: Lineage) -> None:
         """A point where training was when the registry decided about one of our versions."""
-        ours = next((one for one in lineage.ledger.history.versions if one.version == event.version), None)
+        ours = next((one for one in lineage.state.history.versions if one.version == event.version), None)
         if ours is not None and self._reporter is not None:
-            self._reporter.decided(event, ours.number, lineage.ledger.steps)
+            self._reporter.decided(event, ours.number, lineage.state.steps)
 
     async def _admit(self, experience: Experience, record: Record, lineage: Lineage) -> None:
         if experience.model != self._settings.model:
             OTHER_MODELS.inc()
             return
         whole = await self._with_branch(experience, lineage)
-        lineage.ledger.admit(whole, (record.partition, record.offset), self._clock.now())
+        lineage.state.admit(whole, (record.partition, record.offset), self._clock.now())
 
     async def _with_branch(self, experience: Experience, lineage: Lineage) -> Experience:
         """A withdrawal need not repeat the tokens. To undo what they did they are read again from the bus."""
-        entry = lineage.ledger.window.get(experience.experience_id)
+        entry = lineage.state.window.get(experience.experience_id)
         if experience.branch is not None or entry is None or not entry.trained:
             return experience
         found = await self._read_again({(entry.partition, entry.offset): experience.experience_id})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.replay.journal import Stretch, keep
-from headrace_schemas import Batch, Read, TrainingMetrics, Verdict
+from headrace_schemas import BatchRecord, Read, TrainingMetrics, TrainingOutcome
 from tests.unit.sdk.test_account import START
 
 DIGEST = "0" * 64
@@ -15,13 +15,13 @@ def reads(*pairs: tuple[int, int]) -> tuple[Read, ...]:
     return tuple(Read(partition=partition, until=until) for partition, until in pairs)
 
 
-def account(number: int, *batches: Batch, read: tuple[Read, ...] = (), **fields: Any) -> TrainingMetrics:
+def account(number: int, *batches: BatchRecord, read: tuple[Read, ...] = (), **fields: Any) -> TrainingMetrics:
     given = {"time": START, "model": "m", "lineage": "main", "step": number, "account": number}
     return TrainingMetrics.model_validate({**given, "batches": batches, "read": read, **fields})
 
 
-def batch(experiences: int, *pairs: tuple[int, int]) -> Batch:
-    return Batch(step=1, experiences=experiences, digest=DIGEST, read=reads(*pairs))
+def batch(experiences: int, *pairs: tuple[int, int]) -> BatchRecord:
+    return BatchRecord(step=1, experiences=experiences, digest=DIGEST, read=reads(*pairs))
 
 
 def test_order_and_cuts() -> None:
@@ -46,7 +46,7 @@ def test_gaps_are_named() -> None:
     assert "holds nothing of model m in lineage else" in str(keep(whole, "m", "else").gap)
     assert "does not hold all of lineage main" in str(keep(whole[1:], "m", "main").gap)
     assert "does not hold all of lineage main" in str(keep([whole[0], account(2)], "m", "main").gap)
-    old = account(2, verdicts=(Verdict(experience_id="e", revision=0, turn_ids=()),))
+    old = account(2, verdicts=(TrainingOutcome(experience_id="e", revision=0, turn_ids=()),))
     assert "before batches were recorded" in str(keep([*whole, old], "m", "main").gap)
     assert "two batches without reading" in str(keep([*whole, account(2, batch(1))], "m", "main").gap)
 

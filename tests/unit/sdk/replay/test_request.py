@@ -15,7 +15,7 @@ from headrace.replay.report import Report
 from headrace.replay.request import Request, make
 from headrace.supervisor.overrides import Overrides
 from headrace.topics import Range
-from headrace_schemas.replay import Rehearsed, RehearsedBatch
+from headrace_schemas.replay import DryRunBatch, DryRunLine
 
 
 def request(lineage: str = "again", topic: str = "experiences", **options: Any) -> Request:
@@ -96,7 +96,7 @@ async def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_batches_are_compared_from_the_first_on(original: str, made: str, equal: int, same: bool) -> None:
     report = Report("again", "main", "experiences")
-    batches = tuple(RehearsedBatch(experiences=1, digest=one * 64) for one in made.replace("x", "e"))
-    report.training = Rehearsed(batches=batches)
+    batches = tuple(DryRunBatch(experiences=1, digest=one * 64) for one in made.replace("x", "e"))
+    report.training = DryRunLine(batches=batches)
     report.compare([one * 64 for one in original])
     assert (report.batches_equal, report.same) == (equal, same)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import partial
 
-from headrace_broker.broker import NODE_ID, Broker, Call
-from headrace_broker.catalog import View
+from headrace_broker.broker import NODE_ID, Broker, RequestContext
+from headrace_broker.catalog import PartitionView
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.handlers.topics import parsed
 from headrace_broker.protocol.topics import (
@@ -38,7 +38,7 @@ _SET, _DELETE, _APPEND, _SUBTRACT = range(4)
 
 
 async def alter_configs(
-    broker: Broker, call: Call, request: IncrementalAlterConfigsRequest
+    broker: Broker, call: RequestContext, request: IncrementalAlterConfigsRequest
 ) -> IncrementalAlterConfigsResponse:
     """Each resource in an operation of its own, all of its changes or none."""
     results = []
@@ -57,7 +57,9 @@ async def alter_configs(
     return IncrementalAlterConfigsResponse(0, tuple(results))
 
 
-async def create_partitions(broker: Broker, call: Call, request: CreatePartitionsRequest) -> CreatePartitionsResponse:
+async def create_partitions(
+    broker: Broker, call: RequestContext, request: CreatePartitionsRequest
+) -> CreatePartitionsResponse:
     results = []
     for topic in request.topics:
         code, text = Code.NONE, None
@@ -72,7 +74,7 @@ async def create_partitions(broker: Broker, call: Call, request: CreatePartition
     return CreatePartitionsResponse(0, tuple(results))
 
 
-async def delete_records(broker: Broker, call: Call, request: DeleteRecordsRequest) -> DeleteRecordsResponse:
+async def delete_records(broker: Broker, call: RequestContext, request: DeleteRecordsRequest) -> DeleteRecordsResponse:
     answers = []
     for topic in request.topics:
         cuts = [await _cut(broker, topic.name, partition) for partition in topic.partitions]
@@ -80,7 +82,9 @@ async def delete_records(broker: Broker, call: Call, request: DeleteRecordsReque
     return DeleteRecordsResponse(0, tuple(answers))
 
 
-async def describe_log_dirs(broker: Broker, call: Call, request: DescribeLogDirsRequest) -> DescribeLogDirsResponse:
+async def describe_log_dirs(
+    broker: Broker, call: RequestContext, request: DescribeLogDirsRequest
+) -> DescribeLogDirsResponse:
     """One folder; the sizes are those of the record batches, as retention counts them."""
     if request.topics is None:
         wanted = [LogDirTopic(t.name, tuple(range(len(t.partitions)))) for t in broker.catalog.topics.values()]
@@ -144,7 +148,7 @@ async def _cut(broker: Broker, topic: str, asked: DeleteRecordsPartition) -> Cut
     return CutPartition(asked.partition, max(view.start, before), Code.NONE)
 
 
-def _checked_cut(broker: Broker, view: View, offset: int) -> int:
+def _checked_cut(broker: Broker, view: PartitionView, offset: int) -> int:
     if not broker.catalog.topics[view.topic].config.deletes:
         raise Rejected(Code.POLICY_VIOLATION, f"{view.topic} is compacted: its records are not deleted by offset")
     before = view.end if offset == -1 else offset

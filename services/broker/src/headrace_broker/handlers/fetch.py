@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from headrace_broker import reads
-from headrace_broker.broker import Broker, Call
-from headrace_broker.catalog import View
+from headrace_broker.broker import Broker, RequestContext
+from headrace_broker.catalog import PartitionView
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.protocol.fetch import (
     READ_COMMITTED,
@@ -20,9 +20,9 @@ from headrace_broker.protocol.fetch import (
     FetchRequest,
     FetchResponse,
 )
-from headrace_broker.reads import Got, Want
+from headrace_broker.reads import ReadRequest, ReadResult
 
-_NOTHING = Got(b"", None)
+_NOTHING = ReadResult(b"", None)
 
 
 @dataclass(slots=True)
@@ -31,19 +31,19 @@ class _Part:
 
     topic: str
     request: FetchPartition
-    view: View | None = None
+    view: PartitionView | None = None
     code: Code = Code.UNKNOWN_TOPIC_OR_PARTITION
     start: int = -1
     end: int = -1
     stable: int = -1
-    got: Got = _NOTHING
+    got: ReadResult = _NOTHING
 
     def answer(self) -> FetchedPartition:
         number, records = self.request.partition, self.got.records
         return FetchedPartition(number, self.code, self.end, self.stable, self.start, self.got.aborted, -1, records)
 
 
-async def fetch(broker: Broker, call: Call, request: FetchRequest) -> FetchResponse:
+async def fetch(broker: Broker, call: RequestContext, request: FetchRequest) -> FetchResponse:
     """Answer at once with an error or `min_bytes`, else when they are there or the wait is over.
 
     Kafka's fetch sessions are not used: session id 0 tells clients to send the whole request every time.
@@ -96,14 +96,14 @@ async def _happens(event: asyncio.Event, deadline: float) -> bool:
     return True
 
 
-async def _read(broker: Broker, call: Call, request: FetchRequest, parts: Sequence[_Part]) -> int:
+async def _read(broker: Broker, call: RequestContext, request: FetchRequest, parts: Sequence[_Part]) -> int:
     """Fill in what there is. Returns its size, for which `call` holds the memory."""
     committed = request.isolation_level == READ_COMMITTED
-    wants: list[tuple[_Part, Want]] = []
+    wants: list[tuple[_Part, ReadRequest]] = []
     for part in parts:
         before = part.stable if committed else part.end
         if part.view and part.code is Code.NONE and part.request.fetch_offset < before:
-            want = Want(part.view.id, part.request.fetch_offset, before, part.request.max_bytes, committed)
+            want = ReadRequest(part.view.id, part.request.fetch_offset, before, part.request.max_bytes, committed)
             wants.append((part, want))
     if not wants:
         return 0

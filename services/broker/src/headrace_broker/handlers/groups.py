@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_broker.broker import Broker, Call
+from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.group import Group, Phase
 from headrace_broker.protocol.groups import (
@@ -29,30 +29,32 @@ from headrace_broker.protocol.groups import (
 )
 
 
-async def join_group(broker: Broker, call: Call, request: JoinGroupRequest) -> JoinGroupResponse:
+async def join_group(broker: Broker, call: RequestContext, request: JoinGroupRequest) -> JoinGroupResponse:
     return await broker.coordinator.join(request, call.client_id, call.client_host)
 
 
-async def sync_group(broker: Broker, call: Call, request: SyncGroupRequest) -> SyncGroupResponse:
+async def sync_group(broker: Broker, call: RequestContext, request: SyncGroupRequest) -> SyncGroupResponse:
     return await broker.coordinator.sync(request)
 
 
-async def heartbeat(broker: Broker, call: Call, request: HeartbeatRequest) -> HeartbeatResponse:
+async def heartbeat(broker: Broker, call: RequestContext, request: HeartbeatRequest) -> HeartbeatResponse:
     broker.coordinator.heartbeat(request)
     return HeartbeatResponse(0, Code.NONE)
 
 
-async def leave_group(broker: Broker, call: Call, request: LeaveGroupRequest) -> LeaveGroupResponse:
+async def leave_group(broker: Broker, call: RequestContext, request: LeaveGroupRequest) -> LeaveGroupResponse:
     await broker.coordinator.leave(request)
     return LeaveGroupResponse(0, Code.NONE)
 
 
-async def list_groups(broker: Broker, call: Call, request: ListGroupsRequest) -> ListGroupsResponse:
+async def list_groups(broker: Broker, call: RequestContext, request: ListGroupsRequest) -> ListGroupsResponse:
     groups = tuple(ListedGroup(group.id, group.protocol_type) for group in broker.coordinator.all())
     return ListGroupsResponse(0, Code.NONE, groups)
 
 
-async def describe_groups(broker: Broker, call: Call, request: DescribeGroupsRequest) -> DescribeGroupsResponse:
+async def describe_groups(
+    broker: Broker, call: RequestContext, request: DescribeGroupsRequest
+) -> DescribeGroupsResponse:
     found = [(group_id, broker.coordinator.find(group_id)) for group_id in request.groups]
     dead = DescribedGroup(Code.NONE, "", "Dead", "", "", ())
     return DescribeGroupsResponse(
@@ -60,7 +62,7 @@ async def describe_groups(broker: Broker, call: Call, request: DescribeGroupsReq
     )
 
 
-async def delete_groups(broker: Broker, call: Call, request: DeleteGroupsRequest) -> DeleteGroupsResponse:
+async def delete_groups(broker: Broker, call: RequestContext, request: DeleteGroupsRequest) -> DeleteGroupsResponse:
     results = []
     for group_id in request.groups:
         try:
@@ -72,7 +74,7 @@ async def delete_groups(broker: Broker, call: Call, request: DeleteGroupsRequest
 
 
 async def consumer_group_heartbeat(
-    broker: Broker, call: Call, request: ConsumerGroupHeartbeatRequest
+    broker: Broker, call: RequestContext, request: ConsumerGroupHeartbeatRequest
 ) -> ConsumerGroupHeartbeatResponse:
     """Always refused, so that the client fails with a sentence: librdkafka waits for ever where this API is missing."""
     text = "this broker serves the classic group protocol alone: set group.protocol=classic, or run Apache Kafka"

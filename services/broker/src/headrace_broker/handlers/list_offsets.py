@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace_broker import reads
-from headrace_broker.broker import Broker, Call
+from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.protocol.fetch import (
     EARLIEST,
@@ -17,7 +17,7 @@ from headrace_broker.protocol.fetch import (
 )
 
 
-async def list_offsets(broker: Broker, call: Call, request: ListOffsetsRequest) -> ListOffsetsResponse:
+async def list_offsets(broker: Broker, call: RequestContext, request: ListOffsetsRequest) -> ListOffsetsResponse:
     committed = request.isolation_level == READ_COMMITTED
     topics = []
     for topic in request.topics:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace_broker.broker import NODE_ID, Broker, Call
-from headrace_broker.catalog import Topic
+from headrace_broker.broker import NODE_ID, Broker, RequestContext
+from headrace_broker.catalog import TopicState
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.protocol.metadata import (
     BrokerMetadata,
@@ -19,7 +19,7 @@ from headrace_broker.topics import check_name
 _GROUP, _TRANSACTION = 0, 1
 
 
-async def metadata(broker: Broker, call: Call, request: MetadataRequest) -> MetadataResponse:
+async def metadata(broker: Broker, call: RequestContext, request: MetadataRequest) -> MetadataResponse:
     """Topics are never created by asking for them."""
     topics = broker.catalog.topics
     names = list(topics) if request.topics is None else request.topics
@@ -32,13 +32,15 @@ async def metadata(broker: Broker, call: Call, request: MetadataRequest) -> Meta
     )
 
 
-async def find_coordinator(broker: Broker, call: Call, request: FindCoordinatorRequest) -> FindCoordinatorResponse:
+async def find_coordinator(
+    broker: Broker, call: RequestContext, request: FindCoordinatorRequest
+) -> FindCoordinatorResponse:
     if request.key_type not in (_GROUP, _TRANSACTION):
         raise Rejected(Code.INVALID_REQUEST, f"coordinator type {request.key_type}")
     return FindCoordinatorResponse(0, Code.NONE, None, NODE_ID, broker.settings.kafka_host, broker.port)
 
 
-def _topic(name: str, topic: Topic | None) -> TopicMetadata:
+def _topic(name: str, topic: TopicState | None) -> TopicMetadata:
     if topic is None:
         try:
             check_name(name)

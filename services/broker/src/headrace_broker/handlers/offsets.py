@@ -6,7 +6,7 @@ from collections.abc import Set
 from itertools import groupby
 
 from headrace_broker import reads
-from headrace_broker.broker import Broker, Call
+from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.protocol.offsets import (
     CommitPartition,
@@ -23,7 +23,7 @@ from headrace_broker.protocol.offsets import (
 )
 
 
-async def offset_commit(broker: Broker, call: Call, request: OffsetCommitRequest) -> OffsetCommitResponse:
+async def offset_commit(broker: Broker, call: RequestContext, request: OffsetCommitRequest) -> OffsetCommitResponse:
     codes = {
         (topic.name, p.partition): check(broker, topic.name, p) for topic in request.topics for p in topic.partitions
     }
@@ -35,7 +35,7 @@ async def offset_commit(broker: Broker, call: Call, request: OffsetCommitRequest
     return OffsetCommitResponse(0, answers(request.topics, codes, failure))
 
 
-async def offset_fetch(broker: Broker, call: Call, request: OffsetFetchRequest) -> OffsetFetchResponse:
+async def offset_fetch(broker: Broker, call: RequestContext, request: OffsetFetchRequest) -> OffsetFetchResponse:
     """Partitions without an offset have -1, as in Kafka."""
     if request.require_stable:
         await broker.writer.submit(_nothing)  # what a predecessor sent before us is to be seen

@@ -6,8 +6,8 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-from headrace_broker.batch import NO_PRODUCER, Batch, parse_produced
-from headrace_broker.broker import Broker, Call
+from headrace_broker.batch import NO_PRODUCER, RecordBatch, parse_produced
+from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.errors import Code, Malformed, Rejected
 from headrace_broker.log import Appended
 from headrace_broker.protocol.produce import (
@@ -32,13 +32,13 @@ class _Item(NamedTuple):
     topic: str
     number: int
     partition_id: int
-    batch: Batch
+    batch: RecordBatch
     keyed: bool
     """Whether every record needs a key: the topic is compacted."""
 
 
-async def produce(broker: Broker, call: Call, request: ProduceRequest) -> ProduceResponse | None:
-    """Store each partition's batch, all of them in one commit. With acks 0 nobody waits for an answer."""
+async def produce(broker: Broker, call: RequestContext, request: ProduceRequest) -> ProduceResponse | None:
+    """Store each partition's batch, all of them in one commit. With acks 0 the client gets no answer."""
     results: dict[tuple[str, int], Appended | Rejected] = {}
     items: list[_Item] = []
     for topic in request.topics:
@@ -69,7 +69,9 @@ async def produce(broker: Broker, call: Call, request: ProduceRequest) -> Produc
     )
 
 
-async def init_producer_id(broker: Broker, call: Call, request: InitProducerIdRequest) -> InitProducerIdResponse:
+async def init_producer_id(
+    broker: Broker, call: RequestContext, request: InitProducerIdRequest
+) -> InitProducerIdResponse:
     name, timeout_ms = request.transactional_id, request.transaction_timeout_ms
     if name is None:
         producer_id = await broker.writer.submit(broker.transactions.new_producer_id)
@@ -122,7 +124,7 @@ def _store(broker: Broker, transactional_id: str | None, items: list[_Item]) -> 
     return results
 
 
-def _check_keys(batch: Batch) -> None:
+def _check_keys(batch: RecordBatch) -> None:
     try:
         if any(record.key is None for record in records(batch)):
             raise Rejected(Code.INVALID_RECORD, "a record without key in a compacted topic")

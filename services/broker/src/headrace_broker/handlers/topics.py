@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from headrace_broker import topic_config
-from headrace_broker.broker import NODE_ID, Broker, Call
+from headrace_broker.broker import NODE_ID, Broker, RequestContext
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.protocol.topics import (
     ConfigResource,
@@ -29,7 +29,7 @@ _TOPIC, _BROKER = 2, 4
 _FROM_TOPIC, _FROM_BROKER_FILE, _FROM_DEFAULT = 1, 4, 5
 
 
-async def create_topics(broker: Broker, call: Call, request: CreateTopicsRequest) -> CreateTopicsResponse:
+async def create_topics(broker: Broker, call: RequestContext, request: CreateTopicsRequest) -> CreateTopicsResponse:
     """Each topic in an operation of its own: one that is refused does not hold up the others."""
     waits = {}
     named = collections.Counter(topic.name for topic in request.topics)
@@ -46,7 +46,7 @@ async def create_topics(broker: Broker, call: Call, request: CreateTopicsRequest
     return CreateTopicsResponse(0, tuple(created))
 
 
-async def delete_topics(broker: Broker, call: Call, request: DeleteTopicsRequest) -> DeleteTopicsResponse:
+async def delete_topics(broker: Broker, call: RequestContext, request: DeleteTopicsRequest) -> DeleteTopicsResponse:
     waits = {name: broker.writer.submit(partial(broker.topics.delete, name)) for name in request.names}
     deleted = []
     for name, wait in waits.items():
@@ -58,7 +58,9 @@ async def delete_topics(broker: Broker, call: Call, request: DeleteTopicsRequest
     return DeleteTopicsResponse(0, tuple(deleted))
 
 
-async def describe_configs(broker: Broker, call: Call, request: DescribeConfigsRequest) -> DescribeConfigsResponse:
+async def describe_configs(
+    broker: Broker, call: RequestContext, request: DescribeConfigsRequest
+) -> DescribeConfigsResponse:
     return DescribeConfigsResponse(0, tuple(_described(broker, resource) for resource in request.resources))
 
 

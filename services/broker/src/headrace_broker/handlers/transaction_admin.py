@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from headrace_broker import reads
-from headrace_broker.broker import Broker, Call
+from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.protocol.transactions import (
     DescribedPartition,
@@ -26,7 +26,9 @@ _ONGOING, _EMPTY = "Ongoing", "Empty"
 _STATES = (_ONGOING, _EMPTY)
 
 
-async def list_transactions(broker: Broker, call: Call, request: ListTransactionsRequest) -> ListTransactionsResponse:
+async def list_transactions(
+    broker: Broker, call: RequestContext, request: ListTransactionsRequest
+) -> ListTransactionsResponse:
     """A transaction ends in one step here, so that of Kafka's states there are two."""
     now_ms = broker.now_ms()
     found = [
@@ -41,7 +43,7 @@ async def list_transactions(broker: Broker, call: Call, request: ListTransaction
 
 
 async def describe_transactions(
-    broker: Broker, call: Call, request: DescribeTransactionsRequest
+    broker: Broker, call: RequestContext, request: DescribeTransactionsRequest
 ) -> DescribeTransactionsResponse:
     known = {transaction.id: transaction for transaction in await broker.writer.submit(broker.transactions.all)}
     missing = DescribedTransaction(Code.TRANSACTIONAL_ID_NOT_FOUND, "", "", 0, -1, -1, -1, ())
@@ -53,7 +55,7 @@ async def describe_transactions(
 
 
 async def describe_producers(
-    broker: Broker, call: Call, request: DescribeProducersRequest
+    broker: Broker, call: RequestContext, request: DescribeProducersRequest
 ) -> DescribeProducersResponse:
     topics = []
     for topic in request.topics:

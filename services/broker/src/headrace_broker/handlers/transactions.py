@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from headrace_broker.broker import Broker, Call
+from headrace_broker.broker import Broker, RequestContext
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.handlers.offsets import answers, check, valid
 from headrace_broker.protocol.offsets import CommitPartition, CommittedPartition, CommittedTopic, CommitTopic
@@ -20,7 +20,9 @@ from headrace_broker.protocol.transactions import (
 )
 
 
-async def add_partitions(broker: Broker, call: Call, request: AddPartitionsToTxnRequest) -> AddPartitionsToTxnResponse:
+async def add_partitions(
+    broker: Broker, call: RequestContext, request: AddPartitionsToTxnRequest
+) -> AddPartitionsToTxnResponse:
     """All or none: one unknown partition keeps the others out."""
     views = {(topic.name, n): broker.catalog.view(topic.name, n) for topic in request.topics for n in topic.partitions}
     codes = {
@@ -51,7 +53,7 @@ async def add_partitions(broker: Broker, call: Call, request: AddPartitionsToTxn
     )
 
 
-async def add_offsets(broker: Broker, call: Call, request: AddOffsetsToTxnRequest) -> AddOffsetsToTxnResponse:
+async def add_offsets(broker: Broker, call: RequestContext, request: AddOffsetsToTxnRequest) -> AddOffsetsToTxnResponse:
     broker.coordinator.enlist(request.group_id)
     add = partial(
         broker.transactions.add_group,
@@ -64,7 +66,9 @@ async def add_offsets(broker: Broker, call: Call, request: AddOffsetsToTxnReques
     return AddOffsetsToTxnResponse(0, Code.NONE)
 
 
-async def txn_offset_commit(broker: Broker, call: Call, request: TxnOffsetCommitRequest) -> TxnOffsetCommitResponse:
+async def txn_offset_commit(
+    broker: Broker, call: RequestContext, request: TxnOffsetCommitRequest
+) -> TxnOffsetCommitResponse:
     topics = tuple(
         CommitTopic(topic.name, tuple(CommitPartition(p.partition, p.offset, p.metadata) for p in topic.partitions))
         for topic in request.topics
@@ -87,7 +91,7 @@ async def txn_offset_commit(broker: Broker, call: Call, request: TxnOffsetCommit
     return TxnOffsetCommitResponse(0, answers(topics, codes, failure))
 
 
-async def end_txn(broker: Broker, call: Call, request: EndTxnRequest) -> EndTxnResponse:
+async def end_txn(broker: Broker, call: RequestContext, request: EndTxnRequest) -> EndTxnResponse:
     end = partial(
         broker.transactions.end,
         request.transactional_id,

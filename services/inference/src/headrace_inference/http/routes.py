@@ -47,7 +47,7 @@ class Versions(Protocol):
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestBounds:
     """What one request may take."""
 
     body_bytes_max: int
@@ -59,7 +59,7 @@ class Api:
     """`POST /v1/chat/completions` and `GET /v1/models`, next to the pages that every service has."""
 
     def __init__(
-        self, common: Common, versions: Versions, completions: Completions, limits: Limits, aside: Aside
+        self, common: Common, versions: Versions, completions: Completions, limits: RequestBounds, aside: Aside
     ) -> None:
         self._common = common
         self._versions = versions

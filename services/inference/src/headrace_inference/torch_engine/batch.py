@@ -43,7 +43,7 @@ class BatchLimits:
     prefix_bytes_max: int
 
 
-class Batch:
+class DecodeBatch:
     """Used by the worker's thread alone. After an exception from `step`, `reset` before going on."""
 
     def __init__(self, model: Model, limits: BatchLimits) -> None:

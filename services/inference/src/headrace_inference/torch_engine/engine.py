@@ -15,7 +15,7 @@ import torch
 from headrace_inference.engine import Sampling, Start, Tokens
 from headrace_inference.errors import ContextLengthExceeded, EngineFailed, Overloaded, UnknownVersion
 from headrace_inference.settings import TorchSettings
-from headrace_inference.torch_engine.batch import Batch, BatchLimits
+from headrace_inference.torch_engine.batch import BatchLimits, DecodeBatch
 from headrace_inference.torch_engine.loader import Loader
 from headrace_inference.torch_engine.model import Model
 from headrace_inference.torch_engine.probe import probe
@@ -67,7 +67,7 @@ class TorchEngine:
             kv_bytes_max=self._settings.kv_mib_max * _MIB,
             prefix_bytes_max=self._settings.prefix_mib_max * _MIB,
         )
-        batch = await loop.run_in_executor(self._loading, Batch, model, limits)
+        batch = await loop.run_in_executor(self._loading, DecodeBatch, model, limits)
         await self._worker.do(lambda: self._worker.add_batch(batch))
         self._models[model.version] = (model, folder)
 

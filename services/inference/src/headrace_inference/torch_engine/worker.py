@@ -13,7 +13,7 @@ import torch
 
 from headrace_inference import metrics
 from headrace_inference.errors import EngineFailed
-from headrace_inference.torch_engine.batch import Batch, Delivery
+from headrace_inference.torch_engine.batch import DecodeBatch, Delivery
 from headrace_inference.torch_engine.sequence import Sequence
 from headrace_runtime.logs import get_logger
 
@@ -33,7 +33,7 @@ class Worker:
         self._deliver = deliver
         self._threads = threads
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._batches: dict[str, Batch] = {}
+        self._batches: dict[str, DecodeBatch] = {}
         self._failures = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -66,7 +66,7 @@ class Worker:
         self._inbox.put(run)
         return await asyncio.wrap_future(future)
 
-    def add_batch(self, batch: Batch) -> None:
+    def add_batch(self, batch: DecodeBatch) -> None:
         """In the worker's thread."""
         self._batches[batch.model.version] = batch
 
@@ -117,7 +117,7 @@ class Worker:
                 return False
             work()
 
-    def _step(self, batch: Batch) -> News:
+    def _step(self, batch: DecodeBatch) -> News:
         try:
             news = batch.step()
         except Exception as error:

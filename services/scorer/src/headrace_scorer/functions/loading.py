@@ -1,7 +1,7 @@
 """Finds and checks reward functions. Runs in the process that will call them, never in the service itself.
 
-Modules are made from source text, so that a process that has to be started again gets the code that its predecessor
-had, whatever has become of the files (`POST /reload` changes them all together, or not at all).
+Modules are made from source text. So a restarted process runs the code of its predecessor, even if the files have
+changed since. `POST /reload` changes all processes together, or none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LoadError(Exception):
     """A function cannot be used; the message says which and why."""
 
 
-class Function(BaseModel):
+class RewardFunction(BaseModel):
     """What is known of a loaded function. `digest` is the SHA-256 of its file's source."""
 
     name: str
@@ -42,19 +42,19 @@ class Function(BaseModel):
 
     @property
     def looks_at_feedback(self) -> bool:
-        """Whether more feedback may change its mind."""
+        """Whether new feedback may change its result."""
         return not {"feedback", "context"}.isdisjoint(self.parameters)
 
 
-class Loader:
-    """Makes functions from specs. `sources` is the text of each file that has been used, to be given to the next."""
+class FunctionLoader:
+    """Makes functions from specs. `sources` holds the text of each file that was used, for the next process."""
 
     def __init__(self, sources: dict[str, str] | None = None) -> None:
         self.sources = sources or {}
         self.callables: dict[str, Callable[..., object]] = {}
         self._modules: dict[str, ModuleType] = {}
 
-    def load(self, specs: Sequence[str]) -> list[Function]:
+    def load(self, specs: Sequence[str]) -> list[RewardFunction]:
         """Raises `LoadError`."""
         found = []
         for spec in specs:
@@ -67,7 +67,7 @@ class Loader:
                 raise LoadError(f"{spec}: there are two functions named {name!r}; rename one")
             self.callables[name] = function
             found.append(
-                Function(
+                RewardFunction(
                     name=name,
                     spec=spec,
                     parameters=_parameters(spec, function),

@@ -7,25 +7,25 @@ import time
 
 from headrace_runtime.logs import get_logger
 from headrace_scorer import metrics
-from headrace_scorer.functions.loading import Function
+from headrace_scorer.functions.loading import RewardFunction
+from headrace_scorer.functions.outcomes import Outcome
 from headrace_scorer.functions.process import FunctionProcess
-from headrace_scorer.functions.protocol import Call, Load
-from headrace_scorer.functions.verdicts import Outcome
-from headrace_scorer.settings import Settings
+from headrace_scorer.functions.protocol import CallRequest, LoadRequest
+from headrace_scorer.settings import ScorerSettings
 
 log = get_logger(__name__)
 
 
-class Pool:
+class FunctionPool:
     """`functions` are those that are loaded; `call` waits for a free process."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ScorerSettings) -> None:
         self._settings = settings
         self._idle: asyncio.Queue[FunctionProcess] = asyncio.Queue()
         self._members: set[FunctionProcess] = set()
         """Processes with the code that is current; others end with their call."""
         self._sources: dict[str, str] = {}
-        self.functions: tuple[Function, ...] = ()
+        self.functions: tuple[RewardFunction, ...] = ()
 
     async def close(self) -> None:
         for process in self._members:
@@ -45,7 +45,7 @@ class Pool:
             self._idle.put_nowait(process)
         log.info("functions_loaded", functions=[function.name for function in self.functions], again=bool(before))
 
-    async def call(self, call: Call, trajectory: bytes) -> Outcome:
+    async def call(self, call: CallRequest, trajectory: bytes) -> Outcome:
         """Run one function, in the code that is current when a process is free for it."""
         process = await self._idle.get()
         began = time.monotonic()
@@ -67,11 +67,11 @@ class Pool:
         if process.loaded.sources == self._sources:
             self._members.add(process)
             self._idle.put_nowait(process)
-        else:  # the code was changed while this one started, and its place is taken
+        else:  # the code was reloaded while this process started, so another one has its place
             await process.stop()
 
     async def _fresh(self) -> list[FunctionProcess]:
-        """Processes with what the files say now, all with the text that the first one read."""
+        """Processes with the files as they are now; all use the text that the first one read."""
         made = [await self._start({})]
         try:
             while len(made) < self._settings.function_workers:
@@ -84,6 +84,6 @@ class Pool:
 
     async def _start(self, sources: dict[str, str]) -> FunctionProcess:
         return await FunctionProcess.start(
-            Load(specs=self._settings.functions, sources=sources, memory_mb=self._settings.function_memory_mb),
+            LoadRequest(specs=self._settings.functions, sources=sources, memory_mb=self._settings.function_memory_mb),
             self._settings.function_environment,
         )

@@ -1,4 +1,4 @@
-"""One process of reward functions, seen from the scorer: started on a leash, asked, killed when it takes too long."""
+"""One process of reward functions, seen from the scorer: started, called, and killed when it takes too long."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from headrace_runtime.errors import HeadraceError, Unavailable
 from headrace_runtime.leash import leashed
-from headrace_scorer.functions.protocol import LENGTH, Call, Load, Loaded
-from headrace_scorer.functions.verdicts import Outcome
+from headrace_scorer.functions.outcomes import Outcome
+from headrace_scorer.functions.protocol import LENGTH, CallRequest, LoadRequest, LoadResponse
 
 _LOAD_TIMEOUT_S = 60.0
 _SYSTEM = {"PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "TEMP", "TMP", "VIRTUAL_ENV", "LD_LIBRARY_PATH"}
@@ -20,7 +20,7 @@ _SYSTEM_PREFIXES = ("LC_", "PYTHON")
 
 
 def environment(passed_on: Sequence[str]) -> dict[str, str]:
-    """What a process of somebody else's code may know: nothing of ours, in particular no key and no password."""
+    """The environment of a process that runs user code: none of our own variables, which hold keys and passwords."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -35,13 +35,13 @@ class FunctionsRefused(HeadraceError):
 class FunctionProcess:
     """`start`, `call` one at a time, `stop`. After a time-out or a crash it is `dead` and stays so."""
 
-    def __init__(self, process: asyncio.subprocess.Process, loaded: Loaded) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, loaded: LoadResponse) -> None:
         self._process = process
         self.loaded = loaded
         self.dead = False
 
     @classmethod
-    async def start(cls, order: Load, passed_on: Sequence[str] = ()) -> FunctionProcess:
+    async def start(cls, order: LoadRequest, passed_on: Sequence[str] = ()) -> FunctionProcess:
         """`passed_on` names variables of our environment that it gets as well.
 
         Raises `FunctionsRefused` when the functions cannot be loaded, `Unavailable` when there is no process.
@@ -51,10 +51,10 @@ class FunctionProcess:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, start_new_session=True, close_fds=True, env=environment(passed_on)
         )
-        made = cls(process, Loaded())
+        made = cls(process, LoadResponse())
         try:
             async with asyncio.timeout(_LOAD_TIMEOUT_S):
-                made.loaded = Loaded.model_validate_json(await made._ask(order.model_dump_json().encode()))
+                made.loaded = LoadResponse.model_validate_json(await made._ask(order.model_dump_json().encode()))
         except TimeoutError:
             await made.stop()
             raise FunctionsRefused(f"importing {', '.join(order.specs)} took over {_LOAD_TIMEOUT_S:g} s") from None
@@ -69,8 +69,8 @@ class FunctionProcess:
             raise FunctionsRefused(made.loaded.error)
         return made
 
-    async def call(self, call: Call, trajectory: bytes, timeout_s: float) -> Outcome:
-        """The verdict, also when the function hangs or takes the process with it."""
+    async def call(self, call: CallRequest, trajectory: bytes, timeout_s: float) -> Outcome:
+        """The outcome, even if the function hangs or ends its process."""
         try:
             async with asyncio.timeout(timeout_s):
                 return Outcome.model_validate_json(await self._ask(call.model_dump_json().encode(), trajectory))
@@ -85,7 +85,7 @@ class FunctionProcess:
             raise
 
     def digest(self, function: str) -> str | None:
-        """Of the source that this process runs."""
+        """The digest of the function's source in this process."""
         return next((f"sha256:{found.digest}" for found in self.loaded.functions if found.name == function), None)
 
     @property
@@ -94,7 +94,7 @@ class FunctionProcess:
         return f"signal {-code}" if code is not None and code < 0 else f"status {code}"
 
     async def stop(self) -> None:
-        """End it and everything that it started, at once; it has nothing to lose."""
+        """Kill it and everything that it started. Nothing in it has to be saved."""
         self.dead = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

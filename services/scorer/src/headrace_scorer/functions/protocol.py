@@ -1,4 +1,4 @@
-"""What the scorer and a process of reward functions say to each other: JSON behind four bytes of length, over pipes."""
+"""The messages between the scorer and a process of reward functions: four bytes of length, then JSON, over pipes."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import BinaryIO, Literal
 
 from pydantic import BaseModel, JsonValue
 
-from headrace_scorer.functions.loading import Function
+from headrace_scorer.functions.loading import RewardFunction
 
 LENGTH = struct.Struct(">I")
 
 
-class Load(BaseModel):
-    """First message: what to load, from which text where it was loaded before."""
+class LoadRequest(BaseModel):
+    """The first message: what to load. `sources` holds the text of files that were loaded before."""
 
     specs: tuple[str, ...]
     sources: dict[str, str] = {}
     memory_mb: int | None = None
 
 
-class Loaded(BaseModel):
+class LoadResponse(BaseModel):
     """Its answer. `error` set: nothing is loaded and the process ends."""
 
-    functions: tuple[Function, ...] = ()
+    functions: tuple[RewardFunction, ...] = ()
     sources: dict[str, str] = {}
     error: str | None = None
 
 
-class Call(BaseModel):
+class CallRequest(BaseModel):
     """Run one function. The trajectory is JSON in a message of its own behind this one."""
 
     kind: Literal["call"] = "call"

@@ -1,7 +1,7 @@
 """The process that runs reward functions: `python -m headrace_scorer.functions.worker`, spoken to over its pipes.
 
-Users' code may print, exit, hang or crash here without the scorer noticing more than one failed verdict. What it prints
-goes to standard error, never into the conversation.
+User code may print, exit, hang or crash here; the scorer only sees one failed call. What user code prints goes to
+standard error, never into the pipe.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from functools import lru_cache
 from typing import BinaryIO
 
 from headrace_schemas import Feedback, Trajectory
-from headrace_scorer.functions import protocol, verdicts
-from headrace_scorer.functions.loading import Loader, LoadError
-from headrace_scorer.functions.verdicts import Outcome
+from headrace_scorer.functions import outcomes, protocol
+from headrace_scorer.functions.loading import FunctionLoader, LoadError
+from headrace_scorer.functions.outcomes import Outcome
 
 
 def main() -> None:
@@ -26,24 +26,24 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the scorer, which then ends this process
     inbox, outbox = _take_pipes()
     try:
-        order = protocol.Load.model_validate_json(protocol.receive(inbox))
+        order = protocol.LoadRequest.model_validate_json(protocol.receive(inbox))
         _limit(order.memory_mb)
-        loader = Loader(order.sources)
+        loader = FunctionLoader(order.sources)
         try:
             found = loader.load(order.specs)
         except LoadError as error:
-            return protocol.send(outbox, protocol.Loaded(error=str(error)).model_dump_json().encode())
-        answer = protocol.Loaded(functions=tuple(found), sources=loader.sources)
+            return protocol.send(outbox, protocol.LoadResponse(error=str(error)).model_dump_json().encode())
+        answer = protocol.LoadResponse(functions=tuple(found), sources=loader.sources)
         protocol.send(outbox, answer.model_dump_json().encode())
         while True:
-            call = protocol.Call.model_validate_json(protocol.receive(inbox))
+            call = protocol.CallRequest.model_validate_json(protocol.receive(inbox))
             result = run(loader.callables[call.function], call, protocol.receive(inbox))
             protocol.send(outbox, result.model_dump_json().encode())
     except (EOFError, BrokenPipeError):
         return None
 
 
-def run(function: Callable[..., object], call: protocol.Call, trajectory: bytes) -> Outcome:
+def run(function: Callable[..., object], call: protocol.CallRequest, trajectory: bytes) -> Outcome:
     """One call. Whatever the function raises, `SystemExit` included, is its failure."""
     try:
         offered: dict[str, object] = {
@@ -55,9 +55,9 @@ def run(function: Callable[..., object], call: protocol.Call, trajectory: bytes)
         returned = function(**{name: offered[name] for name in wanted})
         if inspect.isawaitable(returned):
             returned = asyncio.run(_awaited(returned))
-        return verdicts.outcome_of(returned)
+        return outcomes.outcome_of(returned)
     except BaseException as error:  # noqa: BLE001 (a reward function may do anything)
-        return verdicts.raised(error)
+        return outcomes.raised(error)
 
 
 async def _awaited(returned: object) -> object:
@@ -72,7 +72,7 @@ def _trajectory(value: bytes) -> Trajectory:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Keep standard input and output to ourselves: functions read nothing, and print to standard error."""
+    """Take standard input and output away from user code: it reads nothing and prints to standard error."""
     inbox, outbox = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -1,0 +1,81 @@
+"""The first steps of every endpoint: identify the caller, check scope and limits, read the body."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope
+
+from headrace_gateway import prefixes
+from headrace_gateway.access import Caller, KeyRing
+from headrace_gateway.limits import RequestLimits
+from headrace_gateway.publisher import Publisher
+from headrace_gateway.refusals import ApiError
+from headrace_gateway.requests import headers_of, read_body
+from headrace_gateway.settings import Scope as KeyScope
+from headrace_runtime import tracing
+from headrace_runtime.errors import Unavailable
+from headrace_schemas import Event
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedRequest:
+    """A request that was admitted."""
+
+    caller: Caller
+    headers: Mapping[bytes, bytes]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Shared by all endpoints that take a body."""
+
+    keys: KeyRing
+    limits: RequestLimits
+    publisher: Publisher
+    body_timeout_s: float
+
+    def caller(self, scope: Scope, headers: Mapping[bytes, bytes], need: KeyScope) -> Caller:
+        """Raises `ApiError` 401 or 403."""
+        caller = self.keys.identify(scope.get(prefixes.KEY), headers)
+        caller.need(need)
+        return caller
+
+    @contextlib.asynccontextmanager
+    async def enter(self, scope: Scope, receive: Receive, need: KeyScope) -> AsyncIterator[AdmittedRequest]:
+        """Counts the request as in progress, and keeps its trace, while the body runs. Raises `ApiError`."""
+        headers = headers_of(scope)
+        caller = self.caller(scope, headers, need)
+        with self.limits.admit(caller), tracing.span(headers.get(b"traceparent", b"").decode("latin-1")):
+            self.publisher.admit(caller.tenant)
+            yield AdmittedRequest(
+                caller, headers, await self._body(headers, receive, self.limits.body_bytes_max(caller))
+            )
+
+    async def _body(self, headers: Mapping[bytes, bytes], receive: Receive, bytes_max: int) -> bytes:
+        try:
+            async with asyncio.timeout(self.body_timeout_s):
+                return await read_body(headers, receive, bytes_max)
+        except TimeoutError:
+            message = f"the request body took longer than {self.body_timeout_s:g} s"
+            raise ApiError(408, "body_timeout", message) from None
+
+    async def publish_many(self, caller: Caller, events: Sequence[Event], *, copies: int = 1) -> None:
+        """Publish the events of one request, each `copies` times. Each is charged as a request of its own.
+
+        Raises `ApiError` 429 or 503.
+        """
+        self.limits.charge(caller, len(events) * copies)
+        await self.publish(*events)
+
+    async def publish(self, *events: Event) -> None:
+        """Returns once durable. Raises `ApiError` 503."""
+        try:
+            await self.publisher.publish(*events)
+        except Unavailable as error:
+            message = f"neither the bus nor the spool took this ({error}); it was withdrawn, send it again"
+            raise ApiError(503, "not_recorded", message, retry_after_s=5) from error

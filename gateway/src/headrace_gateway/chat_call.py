@@ -1,0 +1,92 @@
+"""One parsed chat call: caller, model, messages, and the request for a replica."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from datetime import datetime
+
+from pydantic import JsonValue
+from pydantic_core import to_json
+
+from headrace_gateway.chat_request import ChatRequest
+from headrace_gateway.identity import CallIdentity, opening
+from headrace_gateway.model_catalog import Target
+from headrace_schemas import Message, Sampling
+from headrace_schemas.resume import FIELD as RESUME_FIELD
+from headrace_schemas.resume import Resume
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """Everything about a call that does not depend on the replica."""
+
+    request: ChatRequest
+    messages: tuple[Message, ...]
+    sampling: Sampling
+    identity: CallIdentity
+    target: Target
+    response_id: str
+    digest: str
+    """Of model, messages, tools and sampling: equal for an SDK's retry of the same request."""
+    retry: int
+    started_at: datetime
+    core: bytes
+    """The replica's request as a JSON object without `model` and `stream`."""
+    cache_salt: str = ""
+    """vLLM's name for what separates the prefix caches of tenants."""
+
+    @property
+    def opens_a_run(self) -> bool:
+        """Whether it is the first call of a run in an implied session. Earlier runs may share its key, not its
+        version."""
+        return self.identity.source == "implicit" and len(opening(self.messages)) == len(self.messages)
+
+    def body(self, version: str, resume: Resume | None = None) -> bytes:
+        """The request for a replica that serves `version`."""
+        parts = [b'{"model":', to_json(version), b","]
+        if self.cache_salt:
+            parts += [b'"cache_salt":', to_json(self.cache_salt), b","]
+        if self.request.stream:
+            parts.append(b'"stream":true,"stream_options":{"include_usage":true},')
+        if resume is not None:
+            parts += [b'"', RESUME_FIELD.encode(), b'":', resume.model_dump_json().encode(), b","]
+        return b"".join([*parts, self.core[1:]])
+
+
+def asked(request: ChatRequest, messages: tuple[Message, ...], sampling: Sampling) -> bytes:
+    """All fields that decide the tokens besides the model, in a canonical form."""
+    fields: dict[str, JsonValue] = {
+        "messages": [_for_template(message) for message in messages],
+        "n": request.choices,
+        **sampling.model_dump(
+            mode="json", exclude_none=True, exclude={"presence_penalty", "frequency_penalty", "stop"}
+        ),
+    }
+    if request.tools:
+        fields["tools"] = [tool.model_dump(mode="json", exclude_none=True) for tool in request.tools]
+        fields["tool_choice"] = request.tool_choice or "auto"
+    for name in ("presence_penalty", "frequency_penalty", "stop"):
+        value = getattr(sampling, name)
+        if value:
+            fields[name] = value
+    if request.chat_template_kwargs:
+        fields["chat_template_kwargs"] = request.chat_template_kwargs
+    return to_json(fields)
+
+
+def core_of(asked_json: bytes, request: ChatRequest) -> bytes:
+    """`asked_json` with what we always want of an engine: the exact ids and logprobs."""
+    top = b',"top_logprobs":%d' % request.top_logprobs if request.top_logprobs else b""
+    return asked_json[:-1] + b',"return_token_ids":true,"logprobs":true' + top + b"}"
+
+
+def digest_of(model: str, asked_json: bytes) -> str:
+    return hashlib.sha256(model.encode() + b"\0" + asked_json).hexdigest()
+
+
+def _for_template(message: Message) -> dict[str, JsonValue]:
+    """A message as chat templates expect it: content is always there, as one text."""
+    fields: dict[str, JsonValue] = message.model_dump(mode="json", exclude_none=True)
+    fields["content"] = message.text
+    return fields

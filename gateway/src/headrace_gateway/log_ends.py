@@ -1,0 +1,56 @@
+"""The end offsets of the logs when feedback is given. They order feedback and turns without clocks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from aiokafka.partitioner import murmur2
+
+from headrace_runtime.offsets import Offsets
+from headrace_schemas import Trajectory, Turn
+
+TOPICS = (Turn.topic, Trajectory.topic)
+Ends = Mapping[str, Mapping[int, int]]
+
+
+class LogEnds:
+    """Asks the bus for end offsets. Callers that come during a request share the next request, so an answer is never
+    older than the question."""
+
+    def __init__(self, offsets: Offsets) -> None:
+        self._offsets = offsets
+        self._asked: asyncio.Task[Ends] | None = None
+        self._next: asyncio.Task[Ends] | None = None
+
+    async def start(self) -> None:
+        """Raises `Unavailable` when the bus does not answer."""
+        await self._offsets.start()
+
+    async def stop(self) -> None:
+        await self._offsets.stop()
+
+    async def ends(self) -> Ends:
+        """Topic to the end of each partition. Raises `Unavailable`."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._ask(self._asked))
+            self._next.add_done_callback(_heard)
+        return await asyncio.shield(self._next)
+
+    async def _ask(self, before: asyncio.Task[Ends] | None) -> Ends:
+        if before is not None:
+            await asyncio.wait([before])
+        self._asked, self._next = self._next, None
+        return {topic: await self._offsets.ends(topic) for topic in TOPICS}
+
+
+def _heard(task: asyncio.Task[Ends]) -> None:
+    """The caller may have gone meanwhile."""
+    if not task.cancelled():
+        task.exception()
+
+
+def after(ends: Ends, key: str) -> Mapping[str, int]:
+    """The ends of the partitions of `key`."""
+    hashed = murmur2(key.encode()) & 0x7FFFFFFF
+    return {topic: found[hashed % len(found)] for topic, found in ends.items() if found}

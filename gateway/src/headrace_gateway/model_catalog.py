@@ -1,0 +1,98 @@
+"""The models, their names, and the version that each name means now (from the `routing` table)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from headrace_gateway.refusals import ApiError
+from headrace_schemas import Routing
+
+CHAMPION = "champion"
+
+
+def _anything(_model: str) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a request's `model` names: an alias of a model (its champion unless said), or one exact version."""
+
+    model: str
+    alias: str = CHAMPION
+    version: str | None = None
+
+
+class ModelCatalog:
+    """The newest routing of each model.
+
+    `loaded` tells whether everything that was on the topic has been read, `changed` is called after each update.
+    """
+
+    def __init__(self, aliases: Mapping[str, str], loaded: Callable[[], bool], changed: Callable[[], None]) -> None:
+        self._aliases = aliases
+        self._loaded = loaded
+        self._changed = changed
+        self._rows: dict[str, Routing] = {}
+
+    def update(self, key: str, routing: Routing | None) -> None:
+        """Take a row of the table. An older revision than the present one changes nothing."""
+        if routing is None:
+            self._rows.pop(key, None)
+        elif key not in self._rows or routing.revision >= self._rows[key].revision:
+            self._rows[key] = routing
+        self._changed()
+
+    @property
+    def known(self) -> bool:
+        """False until there is a model to route to."""
+        return self._loaded() and bool(self._rows)
+
+    def resolve(self, requested: str, may_use: Callable[[str], bool] = _anything) -> Target:
+        """Raises `ApiError` 404 for a model, alias or version that no routing names, or that the caller may not use."""
+        name = self._aliases.get(requested, requested)
+        model, _, digest = name.partition("@")
+        if digest:
+            if not may_use(model) or not self.usable(model, name):
+                raise self._unknown(requested, may_use)
+            return Target(model, version=name)
+        model, _, alias = name.partition(":")
+        routing = self._rows.get(model)
+        if routing is None or (alias and alias not in routing.aliases) or not may_use(model):
+            raise self._unknown(requested, may_use)
+        return Target(model, alias or CHAMPION)
+
+    def version_of(self, target: Target) -> str | None:
+        """The version that `target` means now; None while it has none (nothing was promoted yet)."""
+        if target.version is not None:
+            return target.version
+        routing = self._rows.get(target.model)
+        return next((v for name, v in routing.aliases.items() if name == target.alias), None) if routing else None
+
+    def usable(self, model: str, version: str) -> bool:
+        """Whether routing still knows `version` and has not withdrawn it."""
+        routing = self._rows.get(model)
+        return routing is not None and version in _versions(routing) and version not in routing.withdrawn
+
+    def names(self, may_use: Callable[[str], bool] = _anything) -> list[tuple[str, Routing]]:
+        """Everything that a caller's `model` may be, with the routing that it leads to."""
+        listed = []
+        for model in sorted(filter(may_use, self._rows)):
+            routing = self._rows[model]
+            usable = [version for version in _versions(routing) if version not in routing.withdrawn]
+            listed += [(name, routing) for name in (model, *(f"{model}:{a}" for a in routing.aliases), *usable)]
+        known = dict(listed)
+        return listed + [(foreign, known[ours]) for foreign, ours in self._aliases.items() if ours in known]
+
+    def _unknown(self, requested: str, may_use: Callable[[str], bool]) -> ApiError:
+        names = [name for name, _ in self.names(may_use)]
+        close = difflib.get_close_matches(requested, names, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "GET /v1/models lists what is served"
+        return ApiError(404, "model_not_found", f"the model {requested!r} does not exist here; {hint}", "model")
+
+
+def _versions(routing: Routing) -> dict[str, None]:
+    """Aliased and served versions, once each, aliased ones first."""
+    return dict.fromkeys([*routing.aliases.values(), *(served.version for served in routing.serve)])

@@ -1,0 +1,105 @@
+"""A file with the last known rows of a compacted topic, for a gateway that starts while the bus is away.
+
+The topic decides. The file is used only when reading the topic takes too long, and only until the topic has been read;
+rows that the topic does not have are dropped then. A version that was withdrawn in between is served
+until the bus is back, as it is by a gateway that ran all the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from headrace_runtime import whole_file
+from headrace_runtime.logs import get_logger
+from headrace_schemas import Event
+from headrace_schemas.errors import InvalidEvent
+
+log = get_logger(__name__)
+E = TypeVar("E", bound=Event)
+E_co = TypeVar("E_co", bound=Event, covariant=True)
+
+
+class FollowedTable(Protocol[E_co]):
+    """A table of the bus, as far as it is needed here (`headrace_runtime.consumer.Table`)."""
+
+    @property
+    def loaded(self) -> asyncio.Event:
+        """Set once all that was there at the start has been read."""
+
+    @property
+    def rows(self) -> Mapping[str, E_co]:
+        """The newest event of each key."""
+
+
+class TableCache(Generic[E]):
+    """The file beside one table. One task (`run`) reads it when the bus is late, and keeps it as new as `every_s`.
+
+    `update` is told what the file has, as the table tells it what the topic has.
+    """
+
+    def __init__(
+        self,
+        event: type[E],
+        path: Path,
+        table: FollowedTable[E],
+        update: Callable[[str, E | None], None],
+        wait_s: float,
+    ) -> None:
+        self._event = event
+        self._path = path
+        self._table = table
+        self._update = update
+        self._wait_s = wait_s
+        self._written = b""
+        self.used = False
+        """The file is used, or was used, in place of the topic."""
+
+    async def run(self, every_s: float = 2.0) -> None:
+        """Until cancelled by the owner."""
+        rows: dict[str, E] = {}
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._table.loaded.wait()
+        except TimeoutError:
+            rows = await asyncio.to_thread(self._read)
+            for key, row in rows.items():
+                if key not in self._table.rows:
+                    self._update(key, row)
+            self.used = bool(rows)
+            log.warning("bus_is_late", topic=self._event.topic, known_from_before=len(rows))
+            await self._table.loaded.wait()
+        for key in rows.keys() - self._table.rows.keys():
+            self._update(key, None)
+        while True:
+            with contextlib.suppress(OSError):  # a full disk has its own alarm: the spool's
+                await asyncio.to_thread(self._write, list(self._table.rows.values()))
+            await asyncio.sleep(every_s)
+
+    def _read(self) -> dict[str, E]:
+        """In a thread. A line that is damaged costs its row."""
+        try:
+            lines = self._path.read_bytes().splitlines()
+        except OSError:
+            return {}
+        rows = {}
+        for line in lines:
+            try:
+                row = self._event.from_json(line)
+            except InvalidEvent as error:
+                log.warning("row_is_damaged", file=self._path.name, error=str(error))
+            else:
+                rows[row.key] = row
+        return rows
+
+    def _write(self, rows: Iterable[E]) -> None:
+        """In a thread. Whole or not at all."""
+        text = b"".join(row.to_json() + b"\n" for row in rows)
+        if text == self._written:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        whole_file.replace(self._path, text)
+        self._written = text

@@ -1,0 +1,94 @@
+"""The budget of calls and tokens. Counts per hour and day are in the database: shared by replicas, kept by restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_judge.settings import BudgetSettings
+from headrace_judge.tables import SPENDING
+from headrace_runtime.clock import epoch_ms
+from headrace_runtime.upsert import upsert
+
+_KEPT = timedelta(days=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """One call, counted before it is made, with an estimate of its tokens."""
+
+    at: datetime
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetLimit:
+    """The limit that allows no further call."""
+
+    setting: str
+    limit: int
+
+    def __str__(self) -> str:
+        return f"the budget is spent: judge.budget.{self.setting} = {self.limit}"
+
+
+class CallBudget:
+    """All methods run in the caller's transaction."""
+
+    def __init__(self, budget: BudgetSettings) -> None:
+        self._limits = {name: limit for name, limit in budget.model_dump().items() if limit is not None}
+
+    async def reserve(self, tx: AsyncConnection, now: datetime, tokens: int) -> Reservation | BudgetLimit:
+        """Count one call of about `tokens` tokens, or return the limit that forbids it."""
+        for period, start_ms in _periods(now):
+            await _touch(tx, period, start_ms)  # locks the row, so that no other replica spends what is left
+        for setting, left in (await self.left(tx, now)).items():
+            if left < (1 if setting.startswith("calls") else tokens):
+                return BudgetLimit(setting, self._limits[setting])
+        await _add(tx, now, 1, tokens)
+        return Reservation(now, tokens)
+
+    async def correct(self, tx: AsyncConnection, reservation: Reservation, tokens: int | None) -> None:
+        """Replace the estimate by the tokens that the call took. None: they are not known, and the estimate stays."""
+        if tokens is not None:
+            await _add(tx, reservation.at, 0, tokens - reservation.tokens)
+
+    async def left(self, tx: AsyncConnection, now: datetime) -> dict[str, int]:
+        """What is left of each limit; may be below zero."""
+        spent: dict[str, int] = {}
+        for period, start_ms in _periods(now):
+            row = (await tx.execute(select(SPENDING).where(_is(period, start_ms)))).mappings().one_or_none()
+            for unit in ("calls", "tokens"):
+                spent[f"{unit}_per_{period}"] = row[unit] if row else 0
+        return {setting: limit - spent[setting] for setting, limit in self._limits.items()}
+
+    async def prune(self, tx: AsyncConnection, now: datetime) -> None:
+        """Delete periods that are over."""
+        await tx.execute(delete(SPENDING).where(SPENDING.c.start_ms < epoch_ms(now - _KEPT)))
+
+
+def _periods(now: datetime) -> Iterator[tuple[str, int]]:
+    """The day, then the hour: always in this order, so that replicas cannot deadlock."""
+    hour = now.replace(minute=0, second=0, microsecond=0)
+    yield "day", epoch_ms(hour.replace(hour=0))
+    yield "hour", epoch_ms(hour)
+
+
+async def _touch(tx: AsyncConnection, period: str, start_ms: int) -> None:
+    key = {"period": period, "start_ms": start_ms}
+    await upsert(tx, SPENDING, key, {"calls": 0, "tokens": 0}, update=False)
+    await tx.execute(select(SPENDING).where(_is(period, start_ms)).with_for_update())
+
+
+async def _add(tx: AsyncConnection, at: datetime, calls: int, tokens: int) -> None:
+    for period, start_ms in _periods(at):
+        more = {"calls": SPENDING.c.calls + calls, "tokens": SPENDING.c.tokens + tokens}
+        await tx.execute(update(SPENDING).where(_is(period, start_ms)).values(more))
+
+
+def _is(period: str, start_ms: int):  # type: ignore[no-untyped-def]
+    return (SPENDING.c.period == period) & (SPENDING.c.start_ms == start_ms)

@@ -1,0 +1,137 @@
+"""Asks the model for a verdict: uses the cache first, keeps to the budget, asks again for an unreadable answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from weakref import WeakValueDictionary
+
+from headrace_judge import scoring, verdict_cache
+from headrace_judge.breaker import Breaker
+from headrace_judge.call_budget import BudgetLimit, CallBudget, Reservation
+from headrace_judge.endpoint import CallRefused, CallTimedOut, Completion, Endpoint, EndpointAway
+from headrace_judge.metrics import ASKED_AGAIN, CACHE_HITS
+from headrace_judge.prompts import ChatMessage, Prompts
+from headrace_judge.rubric import Rubric
+from headrace_judge.run_transcript import RunTranscript
+from headrace_judge.scoring import Judgement, Reading
+from headrace_judge.settings import JudgeSettings
+from headrace_judge.transactions import transact
+from headrace_judge.verdict import Reader, Unreadable, Verdict, reader
+from headrace_runtime.errors import HeadraceError
+from headrace_runtime.processor import Processor
+
+_BYTES_PER_TOKEN = 4
+_QUOTED_CHARS_MAX = 8_000
+
+
+class BudgetSpent(HeadraceError):
+    """A call would exceed a limit. The message names it."""
+
+
+class ModelJudge:
+    """Judges runs. Methods raise `BudgetSpent`, `EndpointAway`, `CallTimedOut`, `CallRefused`.
+
+    Each readable answer is stored before the next question, so a retry does not pay for it again.
+    """
+
+    def __init__(
+        self,
+        settings: JudgeSettings,
+        prompts: Prompts,
+        budget: CallBudget,
+        processor: Processor,
+        endpoint: Endpoint,
+        breaker: Breaker,
+    ) -> None:
+        self._settings = settings
+        self._prompts = prompts
+        self._budget = budget
+        self._processor = processor
+        self._endpoint = endpoint
+        self._breaker = breaker
+        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def single(self, rubric: Rubric, run: RunTranscript) -> Judgement:
+        return scoring.single(rubric, await self._readings(rubric, self._prompts.single(rubric, run)))
+
+    async def pair(self, rubric: Rubric, first: RunTranscript, second: RunTranscript) -> Judgement:
+        """The judgement for the `first` run. Both orders are asked; for equal transcripts none is."""
+        if first.entries == second.entries:
+            return scoring.equal(rubric)
+        forth = await self._readings(rubric, self._prompts.pair(rubric, first, second))
+        back = await self._readings(rubric, self._prompts.pair(rubric, second, first))
+        return scoring.pair(rubric, forth, back)
+
+    async def _readings(self, rubric: Rubric, messages: list[ChatMessage]) -> list[Reading]:
+        read = reader(rubric)
+        return [await self._reading(messages, read, sample) for sample in range(self._settings.samples)]
+
+    async def _reading(self, messages: list[ChatMessage], read: Reader, sample: int) -> Reading:
+        question = verdict_cache.question_digest(self._endpoint.body(messages), sample)
+        lock = self._asking.setdefault(question, asyncio.Lock())
+        async with lock:  # equal runs often come together: the second one finds the verdict in the cache
+            known = await transact(self._processor, lambda tx, _now: verdict_cache.find(tx, question))
+            if known is not None:
+                CACHE_HITS.inc()
+                return known
+            reading = await self._ask(messages, read)
+            if isinstance(reading, Verdict):
+                verdict = reading
+                await transact(self._processor, lambda tx, now: verdict_cache.keep(tx, now, question, verdict))
+            return reading
+
+    async def _ask(self, messages: list[ChatMessage], read: Reader) -> Reading:
+        completion = await self._call(messages)
+        reading = _read(completion, read)
+        if isinstance(reading, Verdict):
+            return reading
+        ASKED_AGAIN.inc()
+        quoted: ChatMessage = {"role": "assistant", "content": completion.text[:_QUOTED_CHARS_MAX] or "(nothing)"}
+        try:
+            return _read(await self._call([*messages, quoted, self._prompts.again(str(reading))]), read)
+        except BudgetSpent:
+            return reading
+
+    async def _call(self, messages: list[ChatMessage]) -> Completion:
+        body = self._endpoint.body(messages)
+        for _ in range(self._settings.retry.timeouts_max - 1):
+            try:
+                return await self._call_once(messages, body)
+            except CallTimedOut:
+                continue
+        return await self._call_once(messages, body)
+
+    async def _call_once(self, messages: list[ChatMessage], body: Mapping[str, object]) -> Completion:
+        reservation = await self._reserve(body)
+        try:
+            completion = await self._endpoint.complete(messages)
+        except EndpointAway as error:
+            self._breaker.failed(error.wait_s)
+            await self._correct(reservation, None if error.billed else 0)
+            raise
+        except CallRefused:
+            await self._correct(reservation, 0)
+            raise
+        self._breaker.succeeded()
+        await self._correct(reservation, completion.tokens)
+        return completion
+
+    async def _reserve(self, body: Mapping[str, object]) -> Reservation:
+        tokens = len(str(body).encode()) // _BYTES_PER_TOKEN + self._settings.endpoint.max_tokens
+        answer = await transact(self._processor, lambda tx, now: self._budget.reserve(tx, now, tokens))
+        if isinstance(answer, BudgetLimit):
+            raise BudgetSpent(str(answer))
+        return answer
+
+    async def _correct(self, reservation: Reservation, tokens: int | None) -> None:
+        await transact(self._processor, lambda tx, _now: self._budget.correct(tx, reservation, tokens))
+
+
+def _read(completion: Completion, read: Reader) -> Reading:
+    if completion.refused:
+        return Verdict(criteria=None, reason="the model or its provider refused")
+    try:
+        return read(completion.text)
+    except Unreadable as error:
+        return error

@@ -1,0 +1,182 @@
+"""Pairwise comparison of the runs of one task: which pairs are judged, their results, and each run's win rate.
+
+The runs that one rubric compares for one task are a contest. A run's reward is revised whenever one of its pairs was
+judged. Each change of a contest first locks its row, because the runs of one task may come through different replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+
+from sqlalchemy import ColumnElement, RowMapping, delete, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_judge import scoring
+from headrace_judge.cases import DEADLINE_JOB, VERDICT_JOB, Case, PairTask, Subject
+from headrace_judge.scoring import Judgement
+from headrace_judge.settings import PairSettings
+from headrace_judge.tables import CONTESTANTS, CONTESTS, PAIRS
+from headrace_runtime.clock import epoch_ms, from_epoch_ms
+from headrace_runtime.jobs import Job, Jobs
+from headrace_runtime.upsert import upsert
+from headrace_schemas import Reward, Trajectory
+from headrace_schemas.ids import derived_id
+
+
+class PairwiseComparisons:
+    """All methods run in the caller's transaction."""
+
+    def __init__(self, jobs: Jobs, settings: PairSettings) -> None:
+        self._jobs = jobs
+        self._wait = timedelta(seconds=settings.wait_s)
+        self._window = timedelta(seconds=settings.window_s)
+        self._pairs_max = settings.pairs_per_task_max
+
+    async def enter(self, tx: AsyncConnection, now: datetime, case: Case, trajectory: Trajectory) -> None:
+        """Pair a new run with the runs of its task that are here, and queue the pairs. Later runs pair with it."""
+        subject = case.subject
+        contest = derived_id("judge-contest", subject.rubric, subject.tenant, trajectory.purpose, trajectory.task_id)
+        run = trajectory.run_id or subject.trajectory_id
+        await _lock(tx, contest, now)
+        key = {"rubric": subject.rubric, "trajectory_id": subject.trajectory_id}
+        row = {"contest": contest, "run": run, "case": case.to_json(), "arrived_ms": epoch_ms(now)}
+        if not await upsert(tx, CONTESTANTS, key, {**row, "closed": False, "revision": 0}, update=False):
+            return
+        for rival in await self._rivals(tx, now, contest, run):
+            pair = derived_id("judge-pair", subject.rubric, rival, subject.trajectory_id)
+            made = {"pair": pair, "contest": contest, "made_ms": epoch_ms(now)}
+            await tx.execute(insert(PAIRS).values(**made, first=rival, second=subject.trajectory_id))
+            task = PairTask(rubric=subject.rubric, pair=pair, traceparent=subject.traceparent)
+            await self._jobs.enqueue(tx, pair, VERDICT_JOB, task.to_json(), now)
+        deadline = derived_id("judge-deadline", subject.rubric, subject.trajectory_id)
+        await self._jobs.enqueue(tx, deadline, DEADLINE_JOB, subject.to_json(), now + self._wait)
+
+    async def runs(self, tx: AsyncConnection, task: PairTask) -> tuple[Case, Case] | None:
+        """The two runs of a pair. None: the pair was deleted."""
+        row = await _pair(tx, task)
+        if row is None:
+            return None
+        cases = {name: (await _contestant(tx, task.rubric, row[name]))["case"] for name in ("first", "second")}
+        return Case.model_validate_json(cases["first"]), Case.model_validate_json(cases["second"])
+
+    async def decide(
+        self, tx: AsyncConnection, now: datetime, task: PairTask, judgement: Judgement, judged_by: str
+    ) -> list[Reward]:
+        """Store the judgement of a pair (that of its first run). Returns the revised rewards of both runs."""
+        row = await _pair(tx, task)
+        if row is None:
+            return []
+        await _lock(tx, row["contest"], now)
+        noted = {"judgement": judgement.model_dump_json().encode()}
+        await tx.execute(update(PAIRS).where(PAIRS.c.pair == task.pair).values(noted))
+        rewards = []
+        for trajectory_id in (row["first"], row["second"]):
+            judgement_now = await _win_rate(tx, row["contest"], trajectory_id)
+            if judgement_now is not None:
+                rewards.append(await _reward(tx, now, task.rubric, trajectory_id, judgement_now, judged_by))
+        await _tidy(tx, row["contest"])
+        return rewards
+
+    async def deadline(
+        self, tx: AsyncConnection, now: datetime, job: Job, judged_by: Mapping[str, str]
+    ) -> list[Reward]:
+        """The wait of a run is over: it abstains if it has no pair. At the end of its window it gets no more pairs."""
+        subject = Subject.model_validate_json(job.payload)
+        row = await _contestant(tx, subject.rubric, subject.trajectory_id)
+        await _lock(tx, row["contest"], now)
+        leaves = from_epoch_ms(row["arrived_ms"]) + self._window
+        rewards = []
+        met = await _met(tx, row["contest"], subject.trajectory_id)
+        if not met and row["revision"] == 0:
+            alone = Judgement(outcome="abstained", reason=await self._why_alone(tx, row))
+            name = judged_by.get(subject.rubric, subject.rubric)
+            rewards = [await _reward(tx, now, subject.rubric, subject.trajectory_id, alone, name)]
+        if now < leaves:
+            await self._jobs.postpone(tx, job, leaves)
+        else:
+            await self._jobs.finish(tx, job)
+            await tx.execute(update(CONTESTANTS).where(_is(subject.rubric, subject.trajectory_id)).values(closed=True))
+            await _tidy(tx, row["contest"])
+        return rewards
+
+    async def _why_alone(self, tx: AsyncConnection, row: RowMapping) -> str:
+        others = (CONTESTANTS.c.contest == row["contest"]) & (CONTESTANTS.c.run != row["run"])
+        if await tx.scalar(select(CONTESTANTS.c.trajectory_id).where(others).limit(1)):
+            return f"its task had all its pairs already (judge.pairs.pairs_per_task_max = {self._pairs_max})"
+        return f"no other run of its task came within {self._wait.total_seconds():g} s"
+
+    async def _rivals(self, tx: AsyncConnection, now: datetime, contest: str, run: str) -> list[str]:
+        """The runs that a new run is paired with, oldest first, as long as the contest may have more pairs."""
+        recent = sum(row["made_ms"] >= epoch_ms(now - self._window) for row in await _pairs(tx, contest))
+        waiting = (
+            select(CONTESTANTS.c.trajectory_id)
+            .where(CONTESTANTS.c.contest == contest, CONTESTANTS.c.run != run, CONTESTANTS.c.closed.is_(False))
+            .order_by(CONTESTANTS.c.arrived_ms, CONTESTANTS.c.trajectory_id)
+        )
+        return list((await tx.execute(waiting.limit(max(0, self._pairs_max - recent)))).scalars())
+
+
+async def _lock(tx: AsyncConnection, contest: str, now: datetime) -> None:
+    """Lock the contest until `tx` ends."""
+    await upsert(tx, CONTESTS, {"contest": contest}, {"touched_ms": epoch_ms(now)})
+
+
+def _is(rubric: str, trajectory_id: str) -> ColumnElement[bool]:
+    return (CONTESTANTS.c.rubric == rubric) & (CONTESTANTS.c.trajectory_id == trajectory_id)
+
+
+async def _contestant(tx: AsyncConnection, rubric: str, trajectory_id: str) -> RowMapping:
+    return (await tx.execute(select(CONTESTANTS).where(_is(rubric, trajectory_id)))).mappings().one()
+
+
+async def _pair(tx: AsyncConnection, task: PairTask) -> RowMapping | None:
+    return (await tx.execute(select(PAIRS).where(PAIRS.c.pair == task.pair))).mappings().one_or_none()
+
+
+async def _pairs(tx: AsyncConnection, contest: str) -> Sequence[RowMapping]:
+    return (
+        (await tx.execute(select(PAIRS).where(PAIRS.c.contest == contest).order_by(PAIRS.c.made_ms))).mappings().all()
+    )
+
+
+async def _met(tx: AsyncConnection, contest: str, trajectory_id: str) -> list[tuple[str, Judgement | None]]:
+    """The pairs of one run: its opponents, and the judgements for this run (None: not judged yet)."""
+    found: list[tuple[str, Judgement | None]] = []
+    for row in await _pairs(tx, contest):
+        judgement = row["judgement"] and Judgement.model_validate_json(row["judgement"])
+        if row["first"] == trajectory_id:
+            found.append((row["second"], judgement))
+        elif row["second"] == trajectory_id:
+            found.append((row["first"], judgement and scoring.swapped(judgement)))
+    return found
+
+
+async def _win_rate(tx: AsyncConnection, contest: str, trajectory_id: str) -> Judgement | None:
+    met = await _met(tx, contest, trajectory_id)
+    judged = [(opponent, judgement) for opponent, judgement in met if judgement is not None]
+    return scoring.win_rate(judged, waiting=len(met) - len(judged))
+
+
+async def _reward(
+    tx: AsyncConnection, now: datetime, rubric: str, trajectory_id: str, judgement: Judgement, judged_by: str
+) -> Reward:
+    row = await _contestant(tx, rubric, trajectory_id)
+    await tx.execute(update(CONTESTANTS).where(_is(rubric, trajectory_id)).values(revision=row["revision"] + 1))
+    subject = Case.model_validate_json(row["case"]).subject
+    return subject.reward(judgement, now, judged_by, row["revision"])
+
+
+async def _tidy(tx: AsyncConnection, contest: str) -> None:
+    """Delete runs that get no more pairs and wait for no judgement, then the pairs and the contest without runs."""
+    pairs = await _pairs(tx, contest)
+    pending = {name for row in pairs if row["judgement"] is None for name in (row["first"], row["second"])}
+    here = select(CONTESTANTS.c.trajectory_id, CONTESTANTS.c.closed).where(CONTESTANTS.c.contest == contest)
+    closed = {row["trajectory_id"]: row["closed"] for row in (await tx.execute(here)).mappings()}
+    gone = {name for name, is_closed in closed.items() if is_closed} - pending
+    left = set(closed) - gone
+    lonely = [row["pair"] for row in pairs if not {row["first"], row["second"]} & left]
+    await tx.execute(delete(CONTESTANTS).where(CONTESTANTS.c.contest == contest, CONTESTANTS.c.trajectory_id.in_(gone)))
+    await tx.execute(delete(PAIRS).where(PAIRS.c.pair.in_(lonely)))
+    if not left:
+        await tx.execute(delete(CONTESTS).where(CONTESTS.c.contest == contest))

@@ -1,0 +1,99 @@
+"""The handler of `trajectories`: decides whether one is judged, and queues it. The model is not called here."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_judge.cases import VERDICT_JOB, Case, SingleTask, Subject
+from headrace_judge.endpoint import OWN_SESSIONS
+from headrace_judge.metrics import OUTCOMES, SHORTENED
+from headrace_judge.pairwise import PairwiseComparisons
+from headrace_judge.rubric import Rubric
+from headrace_judge.run_transcript import transcript_of
+from headrace_judge.scoring import Judgement
+from headrace_judge.settings import JudgeSettings
+from headrace_runtime.jobs import Jobs
+from headrace_runtime.processor import Handling
+from headrace_schemas import Reward, Trajectory
+from headrace_schemas.ids import derived_id
+
+
+class TrajectoryHandler:
+    """Queues trajectories. `judged_by` names the judge of each rubric."""
+
+    def __init__(
+        self,
+        settings: JudgeSettings,
+        rubrics: Mapping[str, Rubric],
+        judged_by: Mapping[str, str],
+        jobs: Jobs,
+        pairwise: PairwiseComparisons,
+    ) -> None:
+        self._settings = settings
+        self._rubrics = rubrics
+        self._judged_by = judged_by
+        self._jobs = jobs
+        self._pairwise = pairwise
+        self._counted_in: AsyncConnection | None = None
+        self._waiting = 0
+
+    async def __call__(self, trajectory: Trajectory, handling: Handling) -> list[Reward]:
+        """Queue it once for each rubric. If it will not be judged, return an abstention at once.
+
+        Evaluation trajectories that are not judged get no reward at all: an abstention would count as a failure there.
+        """
+        if self._is_our_own(trajectory) or (trajectory.purpose == "eval" and not self._settings.judge_eval):
+            return []
+        rewards = []
+        for rubric in self._rubrics.values():
+            reason = await self._queue(trajectory, rubric, handling)
+            if reason is not None:
+                judgement = Judgement(outcome="abstained", reason=reason)
+                subject = Subject.of(trajectory, rubric.name)
+                rewards.append(subject.reward(judgement, handling.now, self._judged_by[rubric.name]))
+                OUTCOMES.labels(rubric.source, "abstained").inc()
+        return rewards
+
+    async def _queue(self, trajectory: Trajectory, rubric: Rubric, handling: Handling) -> str | None:
+        """None: it is queued. Else the reason why not."""
+        rate = self._settings.sample_rate
+        if trajectory.purpose == "train" and not sampled(trajectory.trajectory_id, rate):
+            return f"not in the sample (judge.sample_rate = {rate:g})"
+        run = transcript_of(trajectory, rubric)
+        if run is None:
+            return "the trajectory has nothing to judge: no message or call of the model is among what the rubric shows"
+        if rubric.mode == "pair" and trajectory.task_id is None:
+            return "the trajectory has no task_id, so there is nothing to compare it with"
+        if await self._full(handling.tx):
+            return f"the queue is full (judge.queue_max = {self._settings.queue_max})"
+        SHORTENED.labels(rubric.source).inc(run.shortened)
+        subject = Subject.of(trajectory, rubric.name, handling.received.envelope.traceparent)
+        case = Case(subject=subject, run=run)
+        if rubric.mode == "pair":
+            await self._pairwise.enter(handling.tx, handling.now, case, trajectory)
+        else:
+            job_id = derived_id("judge-verdict", rubric.name, trajectory.trajectory_id)
+            await self._jobs.enqueue(handling.tx, job_id, VERDICT_JOB, SingleTask(case=case).to_json(), handling.now)
+        return None
+
+    async def _full(self, tx: AsyncConnection) -> bool:
+        """Counts the queue once per transaction, and then adds what this transaction queues."""
+        if tx is not self._counted_in:
+            self._counted_in = tx
+            self._waiting = await self._jobs.count(tx, VERDICT_JOB, self._settings.queue_max)
+        self._waiting += 1
+        return self._waiting > self._settings.queue_max
+
+    def _is_our_own(self, trajectory: Trajectory) -> bool:
+        """Whether the trajectory is made of the judge's own calls. Judging it would never end."""
+        ours = trajectory.session_id.startswith(OWN_SESSIONS) and trajectory.purpose == "eval"
+        return ours and self._settings.endpoint.is_gateway
+
+
+def sampled(trajectory_id: str, rate: float) -> bool:
+    """Whether a trajectory is in the sample. It depends on the id alone, and holds for about `rate` of them."""
+    digest = hashlib.sha256(trajectory_id.encode()).digest()[:8]
+    return int.from_bytes(digest, "big") < rate * 2**64

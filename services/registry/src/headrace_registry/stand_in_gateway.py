@@ -1,0 +1,73 @@
+"""A stand-in for the gateway, so that the gate's program can be checked before a model is served."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+_TEXT = "This answer is a placeholder."
+_BODY_BYTES_MAX = 16_777_216
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[str]:
+    """A base URL on loopback where every chat completion says the same, streamed or whole, while the body runs."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self._send(json.dumps({"object": "list", "data": []}))
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("content-length", "0"))
+        try:
+            request = json.loads(self.rfile.read(min(length, _BODY_BYTES_MAX)) or b"{}")
+        except ValueError:
+            request = {}
+        if not self.path.endswith("/chat/completions"):  # feedback, ends of sessions
+            self._send("{}", status=202)
+        elif isinstance(request, dict) and request.get("stream"):
+            chunks = [_completion(request, "delta", {"role": "assistant", "content": _TEXT}, None),
+                      _completion(request, "delta", {}, "stop")]  # fmt: skip
+            self._send("".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"]), kind="text/event-stream")
+        else:
+            self._send(_completion(request, "message", {"role": "assistant", "content": _TEXT}, "stop"))
+
+    def _send(self, text: str, *, status: int = 200, kind: str = "application/json") -> None:
+        content = text.encode()
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+def _completion(request: object, part: str, said: dict[str, str], finish_reason: str | None) -> str:
+    count = request.get("n") if isinstance(request, dict) else None
+    indices = range(count if isinstance(count, int) and 0 < count <= 128 else 1)
+    return json.dumps(
+        {
+            "id": "chatcmpl-placeholder",
+            "object": "chat.completion" if part == "message" else "chat.completion.chunk",
+            "created": 0,
+            "model": request.get("model") if isinstance(request, dict) else None,
+            "choices": [{"index": index, part: said, "finish_reason": finish_reason} for index in indices],
+            "usage": {"prompt_tokens": 1, "completion_tokens": 5, "total_tokens": 6},
+        }
+    )

@@ -1,0 +1,252 @@
+"""Transitions of the registry's state. They run in the caller's transaction and collect the events to publish."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import datetime
+
+from sqlalchemy import delete, insert, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_registry import routing, store
+from headrace_registry.metrics import DECISIONS as DECISIONS_TOTAL
+from headrace_registry.records import ALONE, ModelRecord, Request, Standing, State, TrialResult, VersionRecord
+from headrace_registry.tables import DECISIONS, EVALUATIONS, MODELS, VERDICTS, VERSIONS
+from headrace_runtime.clock import epoch_ms
+from headrace_runtime.upsert import upsert
+from headrace_schemas import Checkpoint, Event, ModelEvent
+from headrace_schemas.events.model_event import Decision
+from headrace_schemas.ids import uuid7
+from headrace_schemas.manifest import Manifest
+
+
+class Transition:
+    """The changes of one transaction. `events` are to be published; `finish` adds the routings that changed."""
+
+    def __init__(self, tx: AsyncConnection, now: datetime) -> None:
+        self._tx = tx
+        self._now = now
+        self._touched: set[str] = set()
+        self.events: list[Event] = []
+
+    async def finish(self) -> list[Event]:
+        """All events that this transaction has to publish."""
+        for model in sorted(self._touched):
+            self.events += await routing.publish(self._tx, self._now, model)
+        self._touched.clear()
+        return self.events
+
+    async def register(self, checkpoint: Checkpoint, manifest: Manifest | None, problem: str | None) -> None:
+        """Add a version. With a `problem` it is rejected at once. A known version stays as it is."""
+        if await store.version(self._tx, checkpoint.version) is not None:
+            return
+        await upsert(self._tx, MODELS, {"model": checkpoint.model}, {"revision": -1}, update=False)
+        state: State = "rejected" if problem else "registered"
+        parent = await store.version(self._tx, checkpoint.parent) if checkpoint.parent and not problem else None
+        barred = parent is not None and parent.state == "withdrawn"
+        state = "withdrawn" if barred else state
+        values = {
+            "version": checkpoint.version,
+            "model": checkpoint.model,
+            "lineage": checkpoint.lineage,
+            "step": checkpoint.step,
+            "parent": checkpoint.parent,
+            "base": manifest.base if manifest else None,
+            "manifest": checkpoint.manifest.model_dump_json(),
+            "tokenizer_sha256": manifest.tokenizer_sha256 if manifest else "",
+            "template_sha256": manifest.template_sha256 if manifest else "",
+            "state": state,
+            "request": "",
+            "registered_ms": epoch_ms(self._now),
+            "changed_ms": epoch_ms(self._now),
+        }
+        await self._tx.execute(insert(VERSIONS).values(values))
+        if problem:
+            await self._decide(checkpoint.model, checkpoint.version, "rejected", reason=problem)
+            return
+        await self._decide(checkpoint.model, checkpoint.version, "registered", previous=checkpoint.parent)
+        if parent is not None and barred:
+            model = await store.model(self._tx, checkpoint.model)
+            champion = model.champion if model else None
+            reason = f"it descends from {parent.version}, which is withdrawn"
+            await self._decide(checkpoint.model, checkpoint.version, "withdrawn", reason, previous=champion)
+            self._touched.add(checkpoint.model)
+
+    async def adopt(self, model: ModelRecord, version: str, skipped: tuple[str, ...]) -> None:
+        """`version` becomes the candidate."""
+        for name in skipped:
+            await self._set_state(name, "skipped")
+            await self._decide(model.model, name, "skipped", reason=f"{version} is newer", previous=model.champion)
+        await self._set_state(version, "probing")
+        await self._set_roles(model, candidate=version)
+
+    async def probed(self, model: ModelRecord, version: str, statistics: Mapping[str, float]) -> None:
+        """The candidate passed its probe on every live replica."""
+        await self._set_state(version, "evaluating")
+        await self._decide(model.model, version, "probed", statistics=statistics, previous=model.champion)
+
+    async def evaluated(
+        self, version: VersionRecord, gate_sha256: str, scores: Mapping[str, float], statistics: Mapping[str, float]
+    ) -> None:
+        """Record what the audit measured. It replaces the scores of another gate or an earlier run."""
+        values = {"gate_sha256": gate_sha256, "scores": json.dumps(scores), "at_ms": epoch_ms(self._now)}
+        await upsert(self._tx, EVALUATIONS, {"version": version.version}, values)
+        await self._decide(version.model, version.version, "evaluated", statistics=statistics)
+
+    async def begin_trial(self, model: ModelRecord) -> int:
+        """Return the number of the trial in its family. The number is used up, even if the trial never ends."""
+        await self._tx.execute(update(MODELS).where(MODELS.c.model == model.model).values(trials=model.trials + 1))
+        return model.trials + 1
+
+    async def tried(self, version: str, gate_sha256: str, result: TrialResult) -> None:
+        """Store the result of a trial. `promote` and `reject` delete it, so that it counts only once."""
+        values = {"gate_sha256": gate_sha256, "verdict": json.dumps(asdict(result)), "at_ms": epoch_ms(self._now)}
+        await upsert(self._tx, VERDICTS, {"version": version}, values)
+
+    async def promote(
+        self,
+        model: ModelRecord,
+        version: str,
+        reason: str,
+        statistics: Mapping[str, float],
+        standing: Standing = ALONE,
+    ) -> None:
+        """The candidate takes over; the champion becomes `previous`."""
+        await self._forget_result(version)
+        await self._set_state(version, "promoted", request="", replaced=model.champion)
+        await self._set_roles(model, champion=version, previous=model.champion, candidate=None, **asdict(standing))
+        await self._decide(model.model, version, "promoted", reason, statistics, model.champion)
+
+    async def reject(
+        self,
+        model: ModelRecord,
+        version: str,
+        reason: str,
+        statistics: Mapping[str, float],
+        standing: Standing | None = None,
+    ) -> None:
+        """The version gets no traffic. If it is `previous`, it keeps that role."""
+        await self._forget_result(version)
+        if standing is not None:
+            await self._set_roles(model, **asdict(standing))
+        state: State = "promoted" if version == model.previous else "rejected"
+        await self._set_state(version, state, request="")
+        if version == model.candidate:
+            await self._set_roles(model, candidate=None)
+        await self._decide(model.model, version, "rejected", reason, statistics, model.champion)
+
+    async def roll_back(self, model: ModelRecord, reason: str) -> None:
+        """`previous` becomes champion again. The old champion and its descendants are withdrawn. The version that
+        `previous` had replaced becomes `previous`.
+        """
+        assert model.champion
+        assert model.previous
+        heir = await store.version(self._tx, model.previous)
+        assert heir
+        await self._set_state(model.champion, "withdrawn", request="")
+        await self._set_state(model.previous, "promoted", request="")
+        await self._decide(model.model, model.champion, "rolled_back", reason, previous=model.previous)
+        barred = await self._bar(model.champion, model.previous)
+        behind = await store.version(self._tx, heir.replaced) if heir.replaced else None
+        previous = behind.version if behind and behind.state == "promoted" else None
+        candidate = None if model.candidate in {model.previous, *barred} else model.candidate
+        gone = {model.champion, *barred}
+        pinned = None if model.pinned in gone else model.pinned
+        stays = model.anchor not in {None, model.previous, *gone}
+        standing = Standing(model.anchor, model.trials) if stays else ALONE
+        await self._set_roles(
+            model, champion=model.previous, previous=previous, candidate=candidate, pinned=pinned, **asdict(standing)
+        )
+
+    async def withdraw(self, model: ModelRecord, version: str, reason: str) -> None:
+        """Route no more turns to this version and its descendants. It must not be the champion.
+
+        If the champion descends from it, the champion stays, with its ancestors and their children.
+        """
+        assert version != model.champion
+        await self._set_state(version, "withdrawn", request="")
+        await self._decide(model.model, version, "withdrawn", reason, previous=model.champion)
+        gone = {version, *await self._bar(version, model.champion)}
+        roles = {role: None for role in ("previous", "candidate", "pinned") if getattr(model, role) in gone}
+        standing = asdict(ALONE) if model.anchor in gone else {}
+        await self._set_roles(model, **roles, **standing)
+
+    async def release(self, model: ModelRecord, version: str) -> None:
+        """The candidate waits again."""
+        await self._set_state(version, "registered")
+        await self._set_roles(model, candidate=None)
+
+    async def pin(self, model: ModelRecord, version: str) -> None:
+        """No other version becomes champion."""
+        await self._set_roles(model, pinned=version)
+
+    async def unpin(self, model: ModelRecord) -> None:
+        await self._set_roles(model, pinned=None)
+
+    async def pause(self, model: ModelRecord, paused: bool) -> None:
+        statement = update(MODELS).where(MODELS.c.model == model.model).values(paused=paused)
+        await self._tx.execute(statement)
+        self._touched.add(model.model)
+
+    async def _bar(self, version: str, champion: str | None) -> list[str]:
+        """Withdraw everything that descends from `version`; the champion, its ancestors and their children stay."""
+        stay = await store.ancestry(self._tx, champion)
+        barred: list[str] = []
+        line = [version]
+        while line:  # this ends: a parent is registered before its children, and a version has one parent
+            children = [one for one in await store.children(self._tx, line) if one.version not in stay]
+            for child in children:
+                if child.state != "withdrawn":
+                    await self._set_state(child.version, "withdrawn", request="")
+                    reason = f"it descends from {version}, which was withdrawn"
+                    await self._decide(child.model, child.version, "withdrawn", reason, previous=champion)
+            line = [child.version for child in children if child.version not in barred]
+            barred += line
+        return barred
+
+    async def request(self, version: VersionRecord, request: Request) -> None:
+        """An operator wants this version promoted. It is the next candidate after the present one."""
+        if version.state in ("probing", "evaluating"):
+            statement = update(VERSIONS).where(VERSIONS.c.version == version.version).values(request=request)
+            await self._tx.execute(statement)
+        else:
+            await self._set_state(version.version, "registered", request=request)
+        self._touched.add(version.model)
+
+    async def _set_state(self, version: str, state: State, **values: str | None) -> None:
+        changed = {"state": state, "changed_ms": epoch_ms(self._now), **values}
+        await self._tx.execute(update(VERSIONS).where(VERSIONS.c.version == version).values(changed))
+
+    async def _forget_result(self, version: str) -> None:
+        await self._tx.execute(delete(VERDICTS).where(VERDICTS.c.version == version))
+
+    async def _set_roles(self, model: ModelRecord, **roles: str | int | None) -> None:
+        if roles:
+            await self._tx.execute(update(MODELS).where(MODELS.c.model == model.model).values(roles))
+        self._touched.add(model.model)
+
+    async def _decide(
+        self,
+        model: str,
+        version: str,
+        decision: Decision,
+        reason: str | None = None,
+        statistics: Mapping[str, float] | None = None,
+        previous: str | None = None,
+    ) -> None:
+        event = ModelEvent(
+            time=self._now,
+            decision_id=str(uuid7(epoch_ms(self._now))),
+            model=model,
+            version=version,
+            decision=decision,
+            previous=previous,
+            reason=reason,
+            statistics=dict(statistics or {}),
+        )
+        values = {**event.model_dump(exclude={"time", "statistics"}), "at_ms": epoch_ms(self._now)}
+        await self._tx.execute(insert(DECISIONS).values(**values, statistics=json.dumps(event.statistics)))
+        self.events.append(event)
+        DECISIONS_TOTAL.labels(decision).inc()

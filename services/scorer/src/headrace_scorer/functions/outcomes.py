@@ -1,0 +1,87 @@
+"""What a reward function returned or raised, as an outcome. Nothing ever becomes 0.0 by accident (P6)."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Mapping
+from numbers import Real
+from typing import Literal
+
+from pydantic import BaseModel, ValidationError
+
+from headrace_schemas import RewardResult
+
+_REASON_LENGTH_MAX = 4000
+
+
+class Outcome(BaseModel):
+    """The result of one function for one trajectory, as its process sends it to the scorer."""
+
+    outcome: Literal["scored", "abstained", "failed", "timed_out"]
+    value: float | None = None
+    criteria: dict[str, float] = {}
+    reason: str | None = None
+    judged_by: str | None = None
+    """Digest of the function's source, set by the scorer."""
+
+    @classmethod
+    def failed(cls, reason: str) -> Outcome:
+        return cls(outcome="failed", reason=reason[:_REASON_LENGTH_MAX])
+
+
+def outcome_of(returned: object) -> Outcome:
+    """A number scores; None abstains; a dict of criteria scores by its `value`, else by their mean."""
+    try:
+        result = _result(returned)
+    except (TypeError, ValueError, OverflowError) as error:  # pydantic's ValidationError is a ValueError
+        return Outcome.failed(_complaint(error))
+    value = result.value
+    if value is None and result.criteria:
+        value = sum(result.criteria.values()) / len(result.criteria)
+    if value is None:
+        return Outcome(outcome="abstained", reason=_short(result.reason))
+    return Outcome(outcome="scored", value=value, criteria=result.criteria, reason=_short(result.reason))
+
+
+def _result(returned: object) -> RewardResult:
+    if returned is None or isinstance(returned, RewardResult):
+        return returned or RewardResult()
+    if isinstance(returned, Real):
+        return RewardResult(value=_finite(returned))
+    if isinstance(returned, Mapping):
+        if not returned:
+            raise TypeError("returned an empty dict; return None to abstain")
+        if "value" in returned and returned["value"] is None:
+            return RewardResult()
+        named = {name: _finite(value) for name, value in returned.items()}
+        return RewardResult(value=named.pop("value", None), criteria=named)
+    raise TypeError(
+        f"returned {type(returned).__name__}; a number, None, a dict of numbers or a RewardResult is wanted"
+    )
+
+
+def _finite(value: object) -> float:
+    if not isinstance(value, Real):
+        raise TypeError(f"returned {type(value).__name__} where a number is wanted")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"returned {number}, which is not a finite number")
+    return number
+
+
+def _complaint(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return "; ".join(item["msg"] for item in error.errors(include_url=False, include_input=False)[:3])
+    return str(error)
+
+
+def raised(error: BaseException) -> Outcome:
+    """Failed, with the exception and the innermost line of the user's code."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return Outcome.failed(f"{type(error).__name__}: {error}{where}")
+
+
+def _short(reason: str | None) -> str | None:
+    return reason[:_REASON_LENGTH_MAX] if reason else None

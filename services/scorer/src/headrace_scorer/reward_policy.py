@@ -1,0 +1,94 @@
+"""How the rewards of many sources become one reward. Pure.
+
+The reward of a branch is the weighted mean over the sources that scored it; their weights are renormalised to 1. A
+source that abstained, failed or was late takes no part and never counts as 0 (P6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from headrace_schemas import RewardPart
+from headrace_schemas.events.experience import NoReward
+from headrace_schemas.events.reward import Outcome
+from headrace_scorer.patterns import fits
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReward:
+    """What one source currently says about a trajectory, or about one turn of it: its newest revision."""
+
+    source: str
+    turn_id: str | None
+    outcome: Outcome
+    value: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class BranchReward:
+    """The combined reward of one branch, or the reason why it has none."""
+
+    reward: float | None
+    no_reward: NoReward | None
+    parts: tuple[RewardPart, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPolicy:
+    """The weight of each source (the first pattern that fits), which sources are required and which are expected."""
+
+    weights: Mapping[str, float]
+    required: Sequence[str] = ()
+    expected: Sequence[str] = ()
+    functions: Sequence[str] = ()
+    """Sources that are our own reward functions. They are expected, too."""
+
+    def weight(self, source: str) -> float:
+        return next((weight for pattern, weight in self.weights.items() if fits(pattern, source)), 0.0)
+
+    def complete(self, source_rewards: Sequence[SourceReward]) -> bool:
+        """Whether nothing is left to wait for: each expected source has answered, each required one with a score."""
+        answered = {one.source for one in source_rewards}
+        scored = {one.source for one in source_rewards if one.outcome == "scored"}
+        return (
+            _each_fits([*self.expected, *self.functions], answered)
+            and _each_fits(self.required, scored)
+            and any(self.weight(source) for source in scored)
+        )
+
+    def branch_reward(
+        self, source_rewards: Sequence[SourceReward], turn_ids: Sequence[str], *, rewarded: bool
+    ) -> BranchReward:
+        """The reward of the branch with these turns. `rewarded`: the branch had a reward before."""
+        values = self._values(source_rewards, turn_ids)
+        weights = {source: self.weight(source) for source in values}
+        total = sum(weights.values())
+        if not total:
+            return BranchReward(None, "withdrawn" if rewarded else "no_reward")
+        if not _each_fits(self.required, values):
+            return BranchReward(None, "withdrawn" if rewarded else "required_source_missing")
+        parts = tuple(
+            RewardPart(source=source, value=values[source], weight=weights[source] / total)
+            for source in sorted(values)
+            if weights[source]
+        )
+        return BranchReward(sum(part.value * part.weight for part in parts), None, parts)
+
+    def _values(self, source_rewards: Sequence[SourceReward], turn_ids: Sequence[str]) -> dict[str, float]:
+        """The value of each source: that for the whole trajectory, else the mean of those for turns of the branch."""
+        whole: dict[str, float] = {}
+        by_turn: dict[str, list[float]] = {}
+        for one in sorted(source_rewards, key=lambda item: (item.source, item.turn_id or "")):
+            if one.value is None:
+                continue
+            if one.turn_id is None:
+                whole[one.source] = one.value
+            elif one.turn_id in turn_ids:
+                by_turn.setdefault(one.source, []).append(one.value)
+        return {source: sum(values) / len(values) for source, values in by_turn.items()} | whole
+
+
+def _each_fits(patterns: Iterable[str], sources: Iterable[str]) -> bool:
+    names = list(sources)
+    return all(any(fits(pattern, name) for name in names) for pattern in patterns)

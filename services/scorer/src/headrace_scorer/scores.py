@@ -1,0 +1,155 @@
+"""The score of a trajectory: the rewards of its sources, the combined reward, and the experiences that follow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from hashlib import sha256
+from typing import Any
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_runtime.clock import epoch_ms
+from headrace_schemas import Experience, Trajectory
+from headrace_scorer import ledger, metrics, store
+from headrace_scorer.ledger import LedgerEntries
+from headrace_scorer.reward_policy import BranchReward, RewardPolicy
+
+_NOT_EMITTED: Mapping[str, Any] = {"revision": -1, "state": None, "rewarded": False}
+
+
+@dataclass(slots=True)
+class TrajectoryScore:
+    """The score of one trajectory, locked until the transaction ends. `row` is its row in `trajectories`."""
+
+    trajectory: Trajectory
+    row: dict[str, Any]
+    entries: LedgerEntries
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def change(self, **values: object) -> None:
+        """Set columns of the row; written by `ScoreStore.emit_if_ready`."""
+        for name, value in values.items():
+            if self.row[name] != value:
+                self.row[name] = self.changes[name] = value
+
+
+class ScoreStore:
+    """Opens scores, and emits their experiences."""
+
+    def __init__(self, cache: store.TrajectoryCache) -> None:
+        self._cache = cache
+
+    async def open(self, tx: AsyncConnection, trajectory_id: str) -> TrajectoryScore | None:
+        """None when the trajectory is not known (any more)."""
+        row = await store.lock(tx, trajectory_id)
+        if row is None:
+            return None
+        trajectory = await self._cache.get(tx, trajectory_id)
+        assert trajectory is not None  # its row is locked
+        return TrajectoryScore(trajectory, dict(row), await ledger.read(tx, trajectory_id, trajectory.tenant))
+
+    async def emit_if_ready(
+        self, tx: AsyncConnection, now: datetime, score: TrajectoryScore, policy: RewardPolicy
+    ) -> list[Experience]:
+        """Save the changes of the score. Returns a new revision of the experience of each branch that has changed.
+
+        The first revision waits until each expected source has answered, or until the wait is over. Later revisions
+        follow at each change, but not while reward functions are being called again.
+        """
+        settle_ms = score.row["settle_ms"]
+        over = settle_ms is not None and settle_ms <= epoch_ms(now)
+        experiences: list[Experience] = []
+        if over or _ready(score, policy):
+            experiences = _experiences(score, now, policy)
+            score.change(settle_ms=None)
+            if over:
+                score.change(scored_inputs=score.row["inputs"])
+        if score.changes:
+            await store.change(tx, score.trajectory.trajectory_id, **score.changes)
+            score.changes.clear()
+        return experiences
+
+
+def _ready(score: TrajectoryScore, policy: RewardPolicy) -> bool:
+    row = score.row
+    if policy.functions and row["scored_inputs"] != row["inputs"]:
+        return False
+    if row["emitted"] != "[]":
+        return True
+    return row["settle_ms"] is not None and policy.complete(score.entries.current())
+
+
+def _experiences(score: TrajectoryScore, now: datetime, policy: RewardPolicy) -> list[Experience]:
+    emitted: Sequence[Mapping[str, Any]] = json.loads(score.row["emitted"])
+    source_rewards = score.entries.current()
+    experiences = []
+    states = []
+    for index, branch in enumerate(score.trajectory.branches):
+        last = emitted[index] if emitted else _NOT_EMITTED
+        reward = policy.branch_reward(source_rewards, branch.turn_ids, rewarded=last["rewarded"])
+        made = experience(
+            score.trajectory,
+            index,
+            reward,
+            now=now,
+            revision=last["revision"] + 1,
+            task_id=score.row["task_id"],
+            run_id=score.row["run_id"],
+            parts=score.row["parts"],
+        )
+        state = _state(made)
+        if state != last["state"]:
+            experiences.append(made)
+            rewarded = last["rewarded"] or made.reward is not None
+            last = {"revision": made.revision, "state": state, "rewarded": rewarded}
+        states.append(last)
+    score.change(emitted=json.dumps(states))
+    if experiences and not emitted:
+        age_s = (now - score.trajectory.time).total_seconds()
+        metrics.EXPERIENCE_SECONDS.observe(max(0.0, age_s))
+    for made in experiences:
+        metrics.EXPERIENCES.labels(made.no_reward or "rewarded").inc()
+    return experiences
+
+
+def experience(
+    trajectory: Trajectory,
+    index: int,
+    reward: BranchReward,
+    *,
+    now: datetime,
+    revision: int,
+    task_id: str | None,
+    run_id: str | None,
+    parts: int,
+) -> Experience:
+    """The experience of one branch."""
+    branch = trajectory.branches[index]
+    return Experience(
+        time=now,
+        experience_id=Experience.id_of(trajectory.trajectory_id, index),
+        revision=revision,
+        trajectory_id=trajectory.trajectory_id,
+        session_key=trajectory.session_key,
+        session_id=trajectory.session_id,
+        tenant=trajectory.tenant,
+        task_id=task_id,
+        run_id=run_id,
+        model=trajectory.model,
+        branch_index=index,
+        branch=branch if reward.reward is not None else None,
+        turn_ids=branch.turn_ids,
+        weight=1 / (len(trajectory.branches) * parts),
+        reward=reward.reward,
+        no_reward=reward.no_reward,
+        parts=reward.parts,
+    )
+
+
+def _state(made: Experience) -> str:
+    """A digest of the fields that a later revision could change."""
+    text = made.model_dump_json(include={"reward", "no_reward", "parts", "weight", "task_id", "run_id"})
+    return sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,95 @@
+"""Which version a name means."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from headrace_gateway.model_catalog import ModelCatalog, Target
+from headrace_gateway.refusals import ApiError
+from headrace_schemas import Routing, ServedVersion
+from headrace_schemas.blobs import BlobRef
+
+V1, V2, V3 = (f"tiny@{digit * 16}" for digit in "123")
+BLOB = BlobRef(uri="memory://m", sha256="0" * 64, size=1)
+
+
+def routing(revision: int, champion: str | None, previous: str | None = None, **fields: tuple[str, ...]) -> Routing:
+    aliases = {"champion": champion, "previous": previous}
+    return Routing(
+        time=datetime.now(UTC),
+        model="tiny",
+        revision=revision,
+        aliases={name: version for name, version in aliases.items() if version},
+        serve=tuple(ServedVersion(version=version, manifest=BLOB) for version in fields.get("serve", ())),
+        withdrawn=fields.get("withdrawn", ()),
+    )
+
+
+def catalog(*rows: Routing, **aliases: str) -> ModelCatalog:
+    made = ModelCatalog({name.replace("_", "-"): to for name, to in aliases.items()}, lambda: True, lambda: None)
+    for row in rows:
+        made.update(row.model, row)
+    return made
+
+
+def test_a_bare_name_is_its_champion_an_alias_is_itself_a_version_is_exact() -> None:
+    known = catalog(routing(1, V2, V1, serve=(V1, V2, V3)))
+    for name, version in {"tiny": V2, "tiny:champion": V2, "tiny:previous": V1, V3: V3}.items():
+        assert known.version_of(known.resolve(name)) == version
+
+
+def test_foreign_names_lead_to_ours() -> None:
+    known = catalog(routing(1, V2, V1), training_model="tiny", old="tiny:previous")
+    assert known.resolve("training-model") == Target("tiny")
+    assert known.version_of(known.resolve("old")) == V1
+    assert "training-model" in [name for name, _ in known.names()]
+
+
+@pytest.mark.parametrize("name", ["tin", "tiny:canary", f"tiny@{'9' * 16}", V3, "", "@", ":", "tiny@"])
+def test_what_no_routing_names_does_not_exist(name: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        catalog(routing(1, V2, V1, serve=(V3,), withdrawn=(V3,))).resolve(name)
+    assert (caught.value.status, caught.value.code, caught.value.param) == (404, "model_not_found", "model")
+
+
+def test_a_name_that_is_nearly_right_is_named() -> None:
+    with pytest.raises(ApiError, match="did you mean 'tiny'"):
+        catalog(routing(1, V1)).resolve("tinny")
+
+
+def test_an_older_revision_changes_nothing() -> None:
+    known = catalog(routing(2, V2), routing(1, V1))
+    assert known.version_of(Target("tiny")) == V2
+    known.update("tiny", None)
+    assert not known.known
+
+
+def test_a_model_without_a_champion_is_known_and_waits() -> None:
+    known = catalog(routing(0, None, serve=(V1,)))
+    assert known.known
+    assert known.version_of(known.resolve("tiny")) is None
+
+
+def test_nothing_is_known_before_the_topic_was_read_to_its_end() -> None:
+    history_read = False
+    known = ModelCatalog({}, lambda: history_read, lambda: None)
+    known.update("tiny", routing(1, V1))
+    assert not known.known
+    history_read = True
+    assert known.known
+
+
+def test_a_key_with_models_of_its_own_knows_no_others() -> None:
+    known = catalog(routing(1, V2, V1, serve=(V1, V2)), foreign="tiny")
+
+    def other(model: str) -> bool:
+        return model == "other"
+
+    assert known.names(other) == []
+    for name in ("tiny", "tiny:champion", V2, "foreign", "tin"):
+        with pytest.raises(ApiError, match="GET /v1/models lists what is served") as caught:
+            known.resolve(name, other)
+        assert caught.value.status == 404
+    assert known.resolve("tiny", lambda model: model == "tiny") == Target("tiny")

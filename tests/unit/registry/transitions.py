@@ -1,0 +1,76 @@
+"""A transition, and what the tables say, in one transaction. There are two models, so that a test sees what
+must not change."""
+
+from __future__ import annotations
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_registry import store
+from headrace_registry.records import ModelRecord, VersionRecord
+from headrace_registry.transition import Transition
+from headrace_schemas import Checkpoint, ModelEvent, Routing
+from headrace_schemas.manifest import Manifest
+from tests.unit.registry.rig import MODEL, Rig
+
+OTHER = "other"
+NOBODY = "m@0123456789ab"
+
+
+class Book:
+    """Change by `transition`; then look."""
+
+    def __init__(self, rig: Rig, tx: AsyncConnection) -> None:
+        self._rig = rig
+        self.tx = tx
+        self.transition = Transition(tx, rig.clock.now())
+
+    def checkpoint(
+        self, step: int, parent: str | None = None, model: str = MODEL, base: str | None = None
+    ) -> tuple[Checkpoint, Manifest]:
+        given, ref = self._rig.manifest(step, parent=parent, base=base)
+        manifest = given.model_copy(update={"name": model})
+        event = Checkpoint(
+            time=self._rig.clock.now(),
+            model=model,
+            version=manifest.version,
+            lineage="main",
+            step=step,
+            parent=parent,
+            manifest=ref,
+        )
+        return event, manifest
+
+    async def add(self, step: int, parent: str | None = None, model: str = MODEL) -> str:
+        event, manifest = self.checkpoint(step, parent, model)
+        await self.transition.register(event, manifest, None)
+        return event.version
+
+    async def crown(self, *steps: int, model: str = MODEL) -> list[str]:
+        """Each trained on from the one before it, and promoted in turn."""
+        line: list[str] = []
+        for step in steps:
+            line.append(await self.add(step, line[-1] if line else None, model))
+            await self.transition.promote(await self.model(model), line[-1], "better", {})
+        return line
+
+    async def model(self, name: str = MODEL) -> ModelRecord:
+        found = await store.model(self.tx, name)
+        assert found
+        return found
+
+    async def version(self, name: str) -> VersionRecord:
+        found = await store.version(self.tx, name)
+        assert found
+        return found
+
+    async def states(self, *names: str) -> list[str]:
+        return [(await self.version(name)).state for name in names]
+
+    async def routings(self) -> list[Routing]:
+        return [event for event in await self.transition.finish() if isinstance(event, Routing)]
+
+    def told(self) -> list[tuple[str, str, str | None]]:
+        """Decision, version and previous, since it was last asked."""
+        events = [event for event in self.transition.events if isinstance(event, ModelEvent)]
+        self.transition.events.clear()
+        return [(event.decision, event.version, event.previous) for event in events]

@@ -1,0 +1,137 @@
+"""Feedback finds its trajectory by turn or by session, in any order, and the newest word is valid (P10, pitfall 27)."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_runtime.clock import epoch_ms
+from headrace_schemas import Feedback
+from headrace_scorer.feedback_matching import (
+    ClosedTrajectory,
+    FeedbackSet,
+    PlacedFeedback,
+    displaced,
+    feedback_for,
+    target_trajectories,
+    valid_feedback,
+)
+from tests.support.streams import START
+from tests.support.turns import ask, feedback, user
+
+
+def closed(name: str, began: int | None, at: float = 0.0, place: int = 0) -> ClosedTrajectory:
+    return ClosedTrajectory(name, epoch_ms(START) + round(at * 1000), place, began)
+
+
+def word(
+    one: Feedback, place: int = 0, turns_until: int | None = None, trajectories_until: int | None = None
+) -> PlacedFeedback:
+    return PlacedFeedback(one, place, turns_until, trajectories_until)
+
+
+def said(*listing: Feedback, general: tuple[Feedback, ...] = ()) -> FeedbackSet:
+    """In the given order, what is general first."""
+    everything = [word(one, place) for place, one in enumerate((*general, *listing))]
+    lists = [one for one in everything if one.event.msg_ids]
+    return feedback_for("t", [closed("t", 0)], lists, [one for one in everything if not one.event.msg_ids])
+
+
+TWO = [closed("first", 10, at=1), closed("second", 20, at=2)]
+
+
+def test_feedback_about_a_session_means_what_had_begun_last() -> None:
+    for clock in (0.0, 1.5, 9.0):
+        given = feedback(at=clock)
+        assert target_trajectories(word(given, turns_until=11), TWO) == {"first"}
+        assert target_trajectories(word(given, turns_until=20), TWO) == {"first"}, "the second began after it was given"
+        assert target_trajectories(word(given, turns_until=21), TWO) == {"second"}
+
+
+def test_else_it_means_what_began_first() -> None:
+    assert target_trajectories(word(feedback(), turns_until=5), TWO) == {"first"}
+    assert target_trajectories(word(feedback(), turns_until=5), []) == frozenset()
+
+
+def test_what_is_closed_together_is_meant_together() -> None:
+    peers = [closed("a", 1, at=10), closed("b", 3, at=10), closed("c", 20, at=20)]
+    assert target_trajectories(word(feedback(), turns_until=2), peers) == {"a", "b"}
+
+
+def test_what_was_ingested_began_when_it_was_sent() -> None:
+    peers = [closed("first", None, at=1, place=4), closed("second", None, at=2, place=9)]
+    assert target_trajectories(word(feedback(), turns_until=0, trajectories_until=5), peers) == {"first"}
+    assert target_trajectories(word(feedback(), turns_until=0, trajectories_until=10), peers) == {"second"}
+
+
+def test_what_was_ingested_counts_as_later_than_what_the_gateway_saw_begin() -> None:
+    peers = [closed("sampled", 3, at=1), closed("ingested", None, at=2, place=0)]
+    assert target_trajectories(word(feedback(), turns_until=4, trajectories_until=1), peers) == {"ingested"}
+    assert target_trajectories(word(feedback(), turns_until=4, trajectories_until=0), peers) == {"sampled"}
+    assert target_trajectories(word(feedback(), turns_until=4), peers) == {"sampled"}
+    assert target_trajectories(word(feedback(), turns_until=0, trajectories_until=0), peers) == {"sampled"}, (
+        "nothing had begun"
+    )
+
+
+def test_what_no_gateway_stamped_has_only_its_time() -> None:
+    assert target_trajectories(word(feedback(at=1)), TWO) == {"first"}, "it came as that was closed"
+    assert target_trajectories(word(feedback(at=1.5)), TWO) == {"second"}
+    assert target_trajectories(word(feedback(at=3)), TWO) == {"second"}
+    assert target_trajectories(word(feedback(at=0.5)), TWO) == {"first"}
+
+
+def test_a_new_trajectory_may_take_over_what_was_said() -> None:
+    late = word(feedback(), turns_until=21)
+    assert displaced("second", TWO, [late]) == ["first"]
+    assert displaced("second", TWO, [word(feedback(), turns_until=15)]) == []
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=5, unique=True), st.integers(0, 40))
+def test_displacement_is_the_difference_that_a_trajectory_makes(begins: list[int], until: int) -> None:
+    peers = [closed(str(n), began, at=n) for n, began in enumerate(begins)]
+    one = word(feedback(), turns_until=until)
+    before, after = target_trajectories(one, peers[:-1]), target_trajectories(one, peers)
+    assert displaced(peers[-1].trajectory_id, peers, [one]) == sorted(before - after)
+
+
+def test_the_last_word_of_a_source_is_valid_whatever_its_clock_says() -> None:
+    turn = ask([user("q")])
+    for clock in (2, 9):
+        first, last = feedback("s", turn, value=0.0, at=5), feedback("s", turn, value=1.0, at=clock)
+        other = feedback("s", turn, value=0.5, at=1, source="review")
+        everything = [word(first, 3), word(last, 7), word(other, 4)]
+        for order in (everything, everything[::-1]):
+            found = valid_feedback(feedback_for("t", [closed("t", 0)], order, []), [turn.turn_id])
+            assert found == {("", "feedback"): last, ("", "review"): other}
+
+
+def test_what_lists_some_turns_is_about_those() -> None:
+    a, b, c = (ask([user("q")], at=at) for at in range(3))
+    some = feedback("s", a, b, value=0.5)
+    spoken = [a.turn_id, b.turn_id, c.turn_id]
+    assert valid_feedback(said(some), spoken) == {(a.turn_id, "feedback"): some, (b.turn_id, "feedback"): some}
+    assert valid_feedback(said(some), spoken[:2]) == {("", "feedback"): some}, "all that was spoken"
+
+
+def test_what_only_brings_context_is_no_verdict() -> None:
+    turn = ask([user("q")])
+    fact = feedback("s", turn, value=None, context={"expected": "x"}, task_id="task")
+    assert valid_feedback(said(fact), [turn.turn_id]) == {}
+    assert said(fact).context({"expected": "old", "kept": 1}) == {"expected": "x", "kept": 1}
+    assert said(fact).named("task_id", "old") == "task"
+    vote = feedback("s", turn, value=1.0)
+    assert valid_feedback(said(fact, vote), [turn.turn_id]) == {("", "feedback"): vote}, "what follows it counts"
+
+
+def test_names_come_from_the_list_then_the_trajectory_then_the_session() -> None:
+    general = feedback(task_id="session", at=-1)
+    assert said(general=(general,)).named("task_id", "own") == "own"
+    assert said(general=(general,)).named("task_id", None) == "session"
+    assert said().named("task_id", None) is None
+
+
+def test_a_run_over_several_sessions_has_as_many_parts() -> None:
+    here, there = ask([user("q")], session="here"), ask([user("q")], session="there")
+    assert said(feedback("here", here, there)).parts == 2
+    assert said(feedback("here", here)).parts == said().parts == 1

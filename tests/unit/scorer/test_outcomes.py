@@ -1,0 +1,93 @@
+"""What a reward function gives back is a score, an abstention or a failure, and never 0.0 by accident (P6)."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from headrace_schemas import Reward, RewardResult
+from headrace_scorer.functions.outcomes import outcome_of, raised
+from tests.support.streams import START
+
+
+@pytest.mark.parametrize(
+    ("returned", "value"), [(0.5, 0.5), (1, 1.0), (True, 1.0), (0, 0.0), (Fraction(1, 4), 0.25), (-3.0, -3.0)]
+)
+def test_a_number_scores(returned: Any, value: float) -> None:
+    assert (outcome_of(returned).outcome, outcome_of(returned).value) == ("scored", value)
+
+
+def test_criteria_score_by_their_mean_or_by_their_value() -> None:
+    both = outcome_of({"correct": 1.0, "short": 0.0})
+    assert (both.value, both.criteria) == (0.5, {"correct": 1.0, "short": 0.0})
+    given = outcome_of({"correct": 1.0, "short": 0.0, "value": 0.9})
+    assert (given.value, given.criteria) == (0.9, {"correct": 1.0, "short": 0.0})
+
+
+def test_a_result_may_have_reasons() -> None:
+    found = outcome_of(RewardResult(criteria={"a": 1.0, "b": 0.5}, reason="because"))
+    assert (found.outcome, found.value, found.reason) == ("scored", 0.75, "because")
+
+
+@pytest.mark.parametrize("returned", [None, RewardResult(), RewardResult(reason="no idea"), {"value": None, "a": 1}])
+def test_nothing_abstains(returned: Any) -> None:
+    assert (outcome_of(returned).outcome, outcome_of(returned).value) == ("abstained", None)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        float("nan"),
+        float("inf"),
+        "1.0",
+        b"1",
+        [],
+        {},
+        object(),
+        1 + 2j,
+        Decimal("0.5"),
+        {"a": "good"},
+        {"a": float("nan")},
+        {"a": None},
+        {1: 0.5},
+        {"a": 1, "value": "x"},
+        10**400,
+        {str(n): 1.0 for n in range(65)},
+        {"": 1.0},
+        (0.5,),
+        type("Lazy", (), {"__float__": lambda self: 1.0})(),
+    ],
+)
+def test_anything_else_has_failed(returned: Any) -> None:
+    found = outcome_of(returned)
+    assert (found.outcome, found.value) == ("failed", None)
+    assert found.reason
+
+
+def test_every_outcome_makes_a_reward_event() -> None:
+    for returned in (0.5, None, "x", {"a": 1.0}):
+        found = outcome_of(returned)
+        made = Reward(
+            time=START,
+            trajectory_id="t",
+            session_key="a" * 16,
+            source="function:x",
+            outcome=found.outcome,
+            value=found.value,
+            criteria=found.criteria,
+            reason=found.reason,
+        )
+        assert made.outcome == found.outcome
+
+
+def test_an_exception_says_what_and_where() -> None:
+    try:
+        raise ValueError("x" * 9999)
+    except ValueError as error:
+        found = raised(error)
+    assert found.outcome == "failed"
+    assert (found.reason or "").startswith("ValueError: xxx")
+    assert len(found.reason or "") == 4000

@@ -1,0 +1,114 @@
+"""What a score emits for its branches, revision by revision."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from prometheus_client import REGISTRY
+
+from headrace_schemas import RewardPart
+from headrace_scorer.ledger import LedgerEntries
+from headrace_scorer.reward_policy import RewardPolicy, SourceReward
+from headrace_scorer.scores import TrajectoryScore, _experiences, _ready
+from tests.support.streams import START
+from tests.support.trajectories import closed
+from tests.unit.scorer.conftest import Open, half
+from tests.unit.scorer.test_scorer import reward
+
+MINE = RewardPolicy({"*": 1.0}, expected=["mine"])
+
+
+class FixedEntries(LedgerEntries):
+    """Entries whose rewards the test sets."""
+
+    def __init__(self, *rewards: SourceReward) -> None:
+        self.now = list(rewards)
+
+    def current(self) -> list[SourceReward]:
+        return self.now
+
+
+def new_score(*rewards: SourceReward) -> TrajectoryScore:
+    row = {
+        "emitted": "[]", "task_id": None, "run_id": None, "parts": 1, "settle_ms": 1, "inputs": "", "scored_inputs": "",
+    }  # fmt: skip
+    return TrajectoryScore(closed(), row, FixedEntries(*rewards))
+
+
+def say(score: TrajectoryScore, *rewards: SourceReward) -> list[tuple[int, float | None, str | None]]:
+    """Revision, reward and why there is none, of what follows."""
+    assert isinstance(score.entries, FixedEntries)
+    score.entries.now = list(rewards)
+    return [(made.revision, made.reward, made.no_reward) for made in _experiences(score, START, MINE)]
+
+
+def test_a_branch_that_was_rewarded_once_stays_withdrawn_whatever_changes_beside_it() -> None:
+    score = new_score()
+    gone = SourceReward("mine", None, "withdrawn", None)
+    assert say(score, SourceReward("mine", None, "scored", 1.0)) == [(0, 1.0, None)]
+    assert say(score, gone) == [(1, None, "withdrawn")]
+    score.change(task_id="t")
+    assert say(score, gone) == [(2, None, "withdrawn")], "its weights may hold it, so the trainer has to hear it again"
+    assert say(score, gone) == []
+
+
+def test_a_branch_that_never_was_is_not_withdrawn() -> None:
+    score = new_score()
+    assert say(score, SourceReward("mine", None, "failed", None)) == [(0, None, "no_reward")]
+    score.change(task_id="t")
+    assert say(score, SourceReward("mine", None, "failed", None)) == [(1, None, "no_reward")]
+    assert say(score, SourceReward("mine", None, "scored", 0.0))[0][:2] == (2, 0.0), "a zero is a reward"
+    assert say(score, SourceReward("mine", None, "failed", None)) == [(3, None, "withdrawn")]
+
+
+def test_parts_say_who_made_the_reward() -> None:
+    score = new_score(SourceReward("mine", None, "scored", 0.5))
+    (made,) = _experiences(score, START, MINE)
+    assert made.parts == (RewardPart(source="mine", value=0.5, weight=1.0),)
+
+
+@pytest.mark.parametrize("emitted", ["[]", '[{"revision": 0}]'])
+def test_nothing_is_ready_while_functions_have_not_seen_the_newest_feedback(emitted: str) -> None:
+    policy = RewardPolicy({"*": 1.0}, functions=["function:a"])
+    score = new_score(SourceReward("function:a", None, "scored", 1.0))
+    score.change(emitted=emitted, inputs="new", scored_inputs="old")
+    assert not _ready(score, policy)
+    score.change(scored_inputs="new")
+    assert _ready(score, policy)
+
+
+async def test_functions_that_missed_the_end_of_waiting_are_not_waited_for_again(open_scorer: Open) -> None:
+    async with open_scorer(half, reward_wait_s=60) as rig:
+        trajectory = closed()
+        await rig.stream.deliver(trajectory)
+        await rig.pass_time(61)
+        assert rig.experiences() == [(0, 0, None, "no_reward")]
+        await rig.stream.deliver(reward(trajectory, "judge:x", 1.0))
+        assert rig.experiences()[1:] == [(0, 1, 1.0, None)]
+
+
+def measured(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"headrace_scorer_{name}", labels) or 0.0
+
+
+@pytest.mark.parametrize(("age_s", "seconds"), [(0.25, 0.25), (-3.0, 0.0)])
+def test_the_time_to_the_first_experience_is_measured_once(age_s: float, seconds: float) -> None:
+    """A negative age comes of clocks that differ."""
+    score = new_score(SourceReward("mine", None, "scored", 1.0))
+    count, total = measured("experience_seconds_count"), measured("experience_seconds_sum")
+    now = score.trajectory.time + timedelta(seconds=age_s)
+    assert len(_experiences(score, now, MINE)) == 1
+    score.change(task_id="t")
+    assert len(_experiences(score, now + timedelta(seconds=100), MINE)) == 1
+    assert measured("experience_seconds_count") == count + 1
+    assert measured("experience_seconds_sum") == pytest.approx(total + seconds)
+
+
+def test_experiences_are_counted_by_what_they_say() -> None:
+    score = new_score()
+    before = [measured("experiences_total", state=state) for state in ("rewarded", "withdrawn")]
+    say(score, SourceReward("mine", None, "scored", 1.0))
+    say(score, SourceReward("mine", None, "withdrawn", None))
+    after = [measured("experiences_total", state=state) for state in ("rewarded", "withdrawn")]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1]

@@ -1,0 +1,190 @@
+"""P4 and P10 under any order of arrivals, steps, versions and refusals."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from datetime import timedelta
+
+import pytest
+
+from headrace_schemas.blobs import BlobRef
+from headrace_trainer.admission import AdmissionLimits
+from headrace_trainer.baselines import Decay
+from headrace_trainer.history import History, Published
+from headrace_trainer.prepare import prepare
+from headrace_trainer.settings import AdvantageSettings, MemorySettings
+from headrace_trainer.state import LineageState
+from headrace_trainer.waiting import Waiting
+from tests.unit.trainer.test_history import chain, name, publish
+from tests.unit.trainer.world import START, experience
+
+LIMITS = AdmissionLimits(
+    vocabulary=320, sequence_tokens=99, max_staleness=2, reward_max=1e6, advantage_max=10.0, correction_min=1e-3
+)
+DECAY = Decay(task=0.9, model=0.99, tasks_max=9)
+REF = BlobRef(uri="file:///x", sha256="0" * 64, size=1)
+
+
+def ledger_on(history: History, steps: int = 0, **memory: int) -> LineageState:
+    return LineageState(history, LIMITS, MemorySettings(**memory), steps=steps)
+
+
+def step(state: LineageState) -> None:
+    """Train everything that waits."""
+    state.sweep()
+    prepared = prepare(state.waiting, state, AdvantageSettings(), DECAY)
+    if prepared.trained:
+        state.stepped(prepared.trained, prepared.baselines)
+
+
+def test_a_late_lower_revision_does_not_touch_the_higher_one_that_waits() -> None:
+    state = ledger_on(chain(0))
+    state.admit(experience(1, name(0), revision=2), (0, 0), START)
+    state.admit(experience(1, name(0), revision=1), (0, 1), START)
+    assert [item.experience.revision for item in state.waiting] == [2]
+    assert [(outcome.revision, outcome.dropped) for outcome in state.outcomes] == [(1, "superseded")]
+
+
+def test_tokens_that_wait_are_counted() -> None:
+    state = ledger_on(chain(0), queue_tokens=8192 + 30, sequence_tokens=8192)
+    state.admit(experience(1, name(0), length=40), (0, 0), START)
+    state.admit(experience(1, name(0), length=20, revision=1), (0, 1), START)
+    assert state.room == 1023
+    for number in range(2, 500):
+        state.admit(experience(number, name(0), length=40), (0, number), START)
+    assert state.room == 0
+    step(state)
+    assert state.room == 1024
+
+
+def test_a_queue_that_was_larger_when_it_was_saved_has_no_room() -> None:
+    saved = [Waiting(experience=experience(number, name(0), length=40), since_ms=0) for number in range(2)]
+
+    def room(**memory: int) -> int:
+        return LineageState(chain(0), LIMITS, MemorySettings(**memory), waiting=saved).room
+
+    assert [room(queue_experiences=count) for count in (1, 2, 3)] == [0, 0, 1]
+    assert room(queue_experiences=3, queue_tokens=80) == 0, "their tokens are counted from the beginning"
+    assert room(queue_experiences=3, queue_tokens=81) == 1
+
+
+def test_what_was_read_is_noted_by_stretches_and_the_next_place_of_every_partition() -> None:
+    state = ledger_on(chain(0))
+    for topic, partition, offset, noted in (
+        ("experiences", 0, 3, True), ("experiences", 0, 4, True), ("experiences", 1, 7, True), ("other", 0, 9, False),
+        ("experiences", 1, 8, True), ("experiences", 0, 5, True),
+    ):  # fmt: skip
+        state.passed(topic, partition, offset, noted=noted)
+    assert state.offsets == {"experiences": {0: 6, 1: 9}, "other": {0: 10}}
+    assert [(read.partition, read.until) for read in state.read] == [(0, 5), (1, 9), (0, 6)]
+
+
+def test_a_new_lineage_is_at_its_first_version_until_it_steps() -> None:
+    state = LineageState(chain(0), LIMITS, MemorySettings())
+    assert (state.steps, state.current, state.promoted) == (0, name(0), (name(0),))
+    state.admit(experience(1, name(0)), (0, 0), START)
+    step(state)
+    assert (state.steps, state.current, state.promoted) == (1, None, (name(0),))
+
+
+def test_what_could_change_the_weights_again_is_never_forgotten() -> None:
+    """Not even when it is only fresh for the champion that the weights may go back to."""
+    state = ledger_on(chain(1), steps=1, window_experiences=1)
+    state.admit(experience(1, name(1)), (0, 0), START)
+    step(state)
+    state.promoted = (name(1), name(0))
+    for number in range(2, 6):
+        state.history = publish(state.history, number, state.steps)
+    state.admit(experience(2, name(5), reward=None), (0, 1), START)
+    state.admit(experience(3, name(5), reward=None), (0, 2), START)
+    state.forget(START + timedelta(days=999))
+    assert list(state.window) == ["e1"], "version 1 is four edges away, but it is the champion"
+    state.promoted = (name(5), name(4))
+    state.forget(START)
+    assert state.window.get("e1") is not None, "within the count it stays anyway"
+    state.admit(experience(4, name(5), reward=None), (0, 3), START)
+    state.forget(START)
+    assert state.window.get("e1") is None
+
+
+class Life:
+    """A random stream: at each turn something arrives, or is trained, published or refused."""
+
+    def __init__(self, seed: int, *, refusals: bool) -> None:
+        self.draw = random.Random(seed)
+        self.state = ledger_on(chain(0))
+        self.sent: dict[tuple[str, int], float | None] = {}
+        self.refusals = refusals
+
+    def run(self, turns: int) -> None:
+        for turn in range(turns):
+            what = self.draw.random()
+            if what < 0.75:
+                self.arrive(turn)
+            elif what < 0.9:
+                step(self.state)
+            elif what < 0.95 or not self.refusals:
+                self.publish()
+            else:
+                target = self.draw.choice(self.state.history.versions[-3:]).version
+                self.state.history = self.state.history.moved(target, self.state.steps)
+                self.state.sweep()
+
+    def arrive(self, turn: int) -> None:
+        number, revision = self.draw.randrange(6), self.draw.randrange(5)
+        key = (f"e{number}", revision)
+        reward = self.sent.setdefault(key, self.draw.choice([None, 0.0, 0.5, 1.0, 2.0]))
+        event = experience(number, name(0), reward, revision=revision, task="t")
+        self.state.admit(event, (0, turn), START)
+
+    def publish(self) -> None:
+        if self.state.current is None:
+            published = Published(
+                version=name(self.state.history.next_number),
+                parent=self.state.history.head,
+                number=self.state.history.next_number,
+                manifest=REF,
+                first_step=self.state.history.head_step + 1,
+                last_step=self.state.steps,
+            )
+            self.state.history = self.state.history.published(published, {name(0)}, 100)
+
+
+@pytest.mark.parametrize("refusals", [False, True])
+def test_every_revision_has_one_outcome_or_waits(refusals: bool) -> None:
+    for _ in range(60):
+        seed = random.SystemRandom().randrange(2**32)
+        life = Life(seed, refusals=refusals)
+        life.run(80)
+        state = life.state
+        judged = Counter((outcome.experience_id, outcome.revision) for outcome in state.outcomes)
+        waiting = {(item.experience.experience_id, item.experience.revision) for item in state.waiting}
+        assert set(judged.values()) <= {1}, f"seed {seed}: two outcomes"
+        assert not waiting & judged.keys(), f"seed {seed}: judged and still waiting"
+        assert waiting | judged.keys() == life.sent.keys(), f"seed {seed}: lost"
+        trained = Counter(outcome.experience_id for outcome in state.outcomes if outcome.dropped is None)
+        for name_, count in trained.items():
+            entry = state.window.get(name_)
+            assert entry is not None
+            assert len(entry.contributions) == count, f"seed {seed}: {name_} has changed the weights unaccounted for"
+
+
+def test_the_weights_hold_the_last_outcome_however_it_came_to_be() -> None:
+    """Without refusals: the contributions add up to the advantage of the highest revision that was not too old."""
+    for _ in range(60):
+        seed = random.SystemRandom().randrange(2**32)
+        life = Life(seed, refusals=False)
+        life.run(80)
+        step(life.state)
+        last: dict[str, int] = {}
+        for outcome in life.state.outcomes:
+            if outcome.dropped in {None, "unchanged"}:
+                last[outcome.experience_id] = max(last.get(outcome.experience_id, -1), outcome.revision)
+        for name_, revision in last.items():
+            entry = life.state.window.get(name_)
+            assert entry is not None
+            held = math.fsum(contribution.advantage for contribution in entry.contributions)
+            wanted = entry.advantage_of(life.sent[name_, revision], LIMITS.advantage_max)
+            assert held == pytest.approx(wanted, abs=2e-3), f"seed {seed}: {name_}"
