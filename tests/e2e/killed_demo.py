@@ -18,8 +18,8 @@ from typing import Any
 
 from headrace.errors import HeadraceError
 from headrace.registry import Registry
-from headrace.supervisor import RunState, read
 from headrace.topics import connected
+from headrace_cli.supervisor import RunState, read
 from tests.support.headrace_up import HEADRACE, as_toml
 from tests.support.processes import naming
 

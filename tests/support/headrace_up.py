@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from headrace.supervisor import NotRunning, RunState, read
+from headrace_cli.supervisor import NotRunning, RunState, read
 from tests.support.processes import wait_until
 
 HEADRACE = str(Path(sys.executable).with_name("headrace"))

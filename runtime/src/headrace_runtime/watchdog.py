@@ -16,8 +16,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from headrace_runtime.leash import leashed
 from headrace_runtime.liveness import VARIABLE
+from headrace_runtime.parent_death import leashed
 
 HANG_TIMEOUT = "HANG_TIMEOUT_S"
 START_TIMEOUT = "START_TIMEOUT_S"

@@ -7,10 +7,10 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable
 
-from headrace import guard
 from headrace.errors import HeadraceError
 from headrace.figures import figure
 from headrace.topics import Range, Topics, connected
+from headrace_cli import guard
 from headrace_schemas import ModelEvent
 
 _POLL_S = 1.0

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from headrace_registry.settings import GateSettings
 from headrace_runtime.errors import HeadraceError
-from headrace_runtime.leash import leashed
+from headrace_runtime.parent_death import leashed
 from headrace_schemas.gate import Play, Played, Tasks
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from headrace_runtime.errors import HeadraceError, Unavailable
-from headrace_runtime.leash import leashed
+from headrace_runtime.parent_death import leashed
 from headrace_scorer.functions.protocol import LENGTH, Call, Load, Loaded
 from headrace_scorer.functions.verdicts import Outcome
 

@@ -1,0 +1,133 @@
+"""`headrace replay events`, and the group that it is in."""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace_cli.commands import replay_train
+from headrace_cli.commands.shared import Commands, DataDir, command, console, running
+from headrace_cli.commands.times import parse_time
+
+if TYPE_CHECKING:
+    from headrace.topics import Entry, Range
+
+
+def _topics() -> list[str]:
+    from headrace_schemas import EVENTS
+
+    return sorted(EVENTS)
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    help="Train again from what the topics still hold, with another reward, judge or algorithm; or just read it. "
+    "Nobody who listens is disturbed.\n\n"
+    "Start with [bold]plan[/], which shows what would happen. Then [bold]run[/], look at the result, and "
+    "[bold]offer[/] it to the registry if it is to serve.",
+)
+
+
+def events(
+    topic: Annotated[str, typer.Argument(help="The topic.", autocompletion=_topics)],
+    since: Annotated[str | None, typer.Option(help="From this time on: ISO 8601, or 90s, 5min, 2h, 7d ago.")] = None,
+    until: Annotated[str | None, typer.Option(help="Up to this time, exclusive.")] = None,
+    from_offset: Annotated[int | None, typer.Option(min=0, help="From this offset of each partition on.")] = None,
+    to_offset: Annotated[int | None, typer.Option(min=0, help="Up to this offset, exclusive.")] = None,
+    partition: Annotated[list[int] | None, typer.Option(help="Only this partition; may be repeated.")] = None,
+    session: Annotated[list[str] | None, typer.Option(help="Only this session; may be repeated.", metavar="ID")] = None,
+    tenant: Annotated[str, typer.Option(help="Whose sessions they are.")] = "default",
+    limit: Annotated[int | None, typer.Option(min=1, help="Stop after this many events.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
+    count: Annotated[bool, typer.Option("--count", help="Only count, write nothing.")] = False,
+    bus: Annotated[
+        str | None, typer.Option(help="The bus, when it was not started by `up`.", metavar="HOST:PORT")
+    ] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Write a range of a topic as JSON lines: where each record was, and its event or the reason why it is none.
+
+    Counts go to standard error, with a progress bar in a terminal.
+    """
+    import asyncio
+
+    from headrace.topics import Range
+    from headrace_schemas.ids import session_key
+
+    wanted = Range(
+        topic=topic,
+        partitions=tuple(partition or ()),
+        from_offset=from_offset,
+        to_offset=to_offset,
+        since=parse_time(since),
+        until=parse_time(until),
+        keys=frozenset(session_key(tenant, one) for one in session or ()),
+    )
+    address = bus or running(data_dir).bus
+    with ExitStack() as stack:
+        target: IO[str] | None = None if count else sys.stdout
+        if output is not None and not count:
+            target = stack.enter_context(output.open("w", encoding="utf-8"))
+        counts = asyncio.run(_copy(address, wanted, target, limit))
+    words = [f"{counts['events']} events"]
+    words += [f"{number} {name}" for name, number in counts.items() if name not in ("events", "read")]
+    console(stderr=True).print(f"{topic}: {', '.join(words)} of {counts['read']} records in the range")
+
+
+async def _copy(address: str, wanted: Range, target: IO[str] | None, limit: int | None) -> collections.Counter[str]:
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from headrace.topics import Progress, connected
+
+    counts = collections.Counter(events=0, read=0)
+    progress = Progress()
+    bar = Bar(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console(stderr=True), transient=True)
+    async with connected(address) as topics:
+        with bar:
+            task = bar.add_task(wanted.topic, total=None)
+            async for entry in topics.read(wanted, progress):
+                counts["events" if entry.event is not None else "unreadable"] += 1
+                if target is not None:
+                    target.write(line_of(entry) + "\n")
+                bar.update(task, completed=progress.passed, total=progress.total)
+                if limit is not None and counts["events"] >= limit:
+                    break
+    counts["read"] = progress.total
+    return counts
+
+
+def line_of(entry: Entry) -> str:
+    """One JSON object without line breaks."""
+    found: dict[str, Any] = {
+        "topic": entry.topic,
+        "partition": entry.partition,
+        "offset": entry.offset,
+        "time": entry.time.isoformat(),
+        "key": entry.key,
+    }
+    if entry.event is None:
+        return json.dumps({**found, "problem": entry.problem}, ensure_ascii=False)
+    found |= {"id": entry.event.event_id, "type": entry.event.type}
+    head = json.dumps(found, ensure_ascii=False)
+    return f'{head[:-1]}, "event": {entry.event.to_json().decode()}}}'
+
+
+def add_to(parent: typer.Typer) -> None:
+    command(
+        app,
+        events,
+        "headrace replay events turns --since 1h",
+        "headrace replay events trajectories --session run-7 --session run-8 -o runs.jsonl",
+        "headrace replay events experiences --partition 0 --from-offset 100 --to-offset 200",
+        "headrace replay events rewards --since 2026-01-01T00:00:00Z --count",
+    )
+    replay_train.add_to(app)
+    parent.add_typer(app, name="replay")

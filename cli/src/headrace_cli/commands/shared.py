@@ -1,0 +1,92 @@
+"""What the commands share: options, errors, where things are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headrace_cli.supervisor.state import RunState, ServiceState
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option("--data-dir", "-d", envvar="HEADRACE_DATA_DIR", help="Where Headrace keeps its data.", metavar="DIR"),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", envvar="HEADRACE_CONFIG", help="A settings file (TOML).", metavar="FILE"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+class Commands(TyperGroup):
+    """A group whose commands may raise `HeadraceError`: it is printed, and the exit status is 1, for wrong usage 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        from headrace.errors import HeadraceError, StartFailed, UsageError
+
+        try:
+            return super().invoke(ctx)
+        except HeadraceError as error:
+            typer.secho(f"headrace: {error}", err=True, fg=typer.colors.RED)
+            raise typer.Exit(2 if isinstance(error, UsageError | StartFailed) else 1) from None
+
+
+def command(app: typer.Typer, function: Callable[..., None], *examples: str, name: str | None = None) -> None:
+    """Add `function` to `app`; its docstring is the help, and `examples` show how it is used."""
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    text = "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
+    shown = "\n\n".join(["[bold]Examples[/]", *examples])
+    app.command(name, help=text, epilog=shown)(function)
+
+
+def folder(data_dir: Path | None, config: Path | None = None) -> Path:
+    """The data directory that is meant: the option, the environment, the settings file, or the usual one."""
+    import os
+
+    from headrace_cli.supervisor.overrides import Overrides
+    from headrace_cli.supervisor.plan import data_dir_of
+
+    return data_dir_of(data_dir, Overrides(config, {}, os.environ))
+
+
+def running(data_dir: Path | None) -> RunState:
+    """What runs there. Raises `NotRunning`."""
+    from headrace_cli.supervisor.state import read
+
+    return read(folder(data_dir))
+
+
+def console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, soft_wrap=True, highlight=False)
+
+
+def condition(service: ServiceState) -> str:
+    """A service's state in words and colour."""
+    from rich.markup import escape
+
+    colour = {"ready": "green", "starting": "yellow", "unready": "yellow"}.get(service.status, "red")
+    lacks = f" ({escape('lacks ' * (service.status == 'unready') + ', '.join(service.lacks))})" if service.lacks else ""
+    return f"[{colour}]{service.status}[/]{lacks}"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Any:
+    """A plain table; columns whose name ends in `>` are right-aligned."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        made.add_column(name.removesuffix(">"), justify="right" if name.endswith(">") else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
