@@ -143,9 +143,9 @@ async def copied(wanted: Request) -> tuple[Report, float, float]:
     """The first half of a replay, up to where training would begin; its seconds, and those of CPU that it took."""
     report = Report(wanted.lineage, wanted.of, wanted.wanted.topic)
     began, busy = time.perf_counter(), cpu_s()
-    async with opened(wanted.bus, wanted.wanted) as lanes:
+    async with opened(wanted.bus, wanted.wanted) as merge:
         await copying.create(wanted.bus, wanted.lineage)
-        await runner.copy(wanted, report, lanes, Journal((), (), "nothing was trained"), lambda *_: None)
+        await runner.copy(wanted, report, merge, Journal((), (), "nothing was trained"), lambda *_: None)
     return report, time.perf_counter() - began, cpu_s() - busy
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from headrace.errors import HeadraceError
 from headrace_cli.commands.shared import console
 from headrace_cli.demo import recipe as demo
-from headrace_cli.demo.console_reporter import Teller
+from headrace_cli.demo.console_reporter import ConsoleReporter
 from headrace_cli.demo.report import Report
 from headrace_cli.demo.runner import Options, Place, perform
 from tests.compose.engine import Engine, EngineFailed, Project
@@ -143,12 +143,12 @@ async def _demo(options: argparse.Namespace, ports: dict[str, int], out: Path) -
     played = demo.read(ROOT / "examples/email_agent")
     goal = played.short.model_copy(update={"traffic_s_max": options.traffic_s})
     place = Place(f"127.0.0.1:{ports['KAFKA_PORT']}", f"http://127.0.0.1:{ports['GATEWAY_PORT']}")
-    teller = Teller(console())
-    report = await perform(played, Options(options.seed, goal, out, out, out, {}), place, teller)
+    reporter = ConsoleReporter(console())
+    report = await perform(played, Options(options.seed, goal, out, out, out, {}), place, reporter)
     problems = report.shortfalls(goal)
     if report.after <= report.before:
         problems.append(f"the agent did not become better: {report.before:.3f} → {report.after:.3f}")
-    teller.ended(report, [])
+    reporter.ended(report, [])
     return report, problems
 
 

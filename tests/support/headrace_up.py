@@ -68,7 +68,7 @@ class HeadraceUp:
             try:
                 self._process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()  # the services are on its leash
+                self._process.kill()  # the services end with it
         return self._process.wait()
 
     def status(self) -> dict[str, object]:

@@ -15,7 +15,7 @@ probability 5 % at most. A score that cannot be called flat has not been shown t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -184,3 +184,18 @@ async def read(topics: Topics) -> tuple[Finding, ...]:
     except UsageError:  # a bus without one of them: nothing was trained, or nothing measured
         return ()
     return record.findings()
+
+
+class Warner:
+    """Called with the topics after each score: says what they show, and nothing twice in a row."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._said: set[tuple[str, str]] = set()
+
+    async def __call__(self, topics: Topics) -> None:
+        found = await read(topics)
+        for one in found:
+            if (one.model, one.kind) not in self._said:
+                self._say(one.text)
+        self._said = {(one.model, one.kind) for one in found}

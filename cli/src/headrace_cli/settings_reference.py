@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import textwrap
@@ -12,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pydantic import BaseModel, JsonValue, TypeAdapter
 
 from headrace.errors import HeadraceError
+from headrace_cli.toml_text import toml
 
 _WIDTH = 120
 _TIMEOUT_S = 60.0
@@ -89,15 +89,6 @@ def _lines(key: str, setting: Setting) -> list[str]:
     wrapped = textwrap.wrap(text, _WIDTH - 2, break_long_words=False, break_on_hyphens=False)
     value = "..." if setting.required or setting.default is None else toml(setting.default)
     return [*(f"# {line}" for line in wrapped), f"#{key} = {value}"]
-
-
-def toml(value: JsonValue) -> str:
-    """A value as TOML on one line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(name)} = {toml(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(toml, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _run_all(

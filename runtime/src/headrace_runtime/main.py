@@ -20,7 +20,8 @@ from typing import Generic, NoReturn, TypeVar
 
 from headrace_runtime import liveness
 from headrace_runtime.errors import HeadraceError, SettingError
-from headrace_runtime.settings import CONFIG_VARIABLE, Common, ServiceSettings, load, secrets_of, secrets_of_url
+from headrace_runtime.settings import Common, ServiceSettings, load, secrets_of, secrets_of_url
+from headrace_runtime.settings_table import CONFIG_VARIABLE
 from headrace_schemas.redaction import is_secret
 
 S = TypeVar("S", bound=ServiceSettings)

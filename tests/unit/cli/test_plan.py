@@ -11,6 +11,8 @@ import pytest
 from headrace.errors import UsageError
 from headrace_cli.supervisor import plan as planning
 from headrace_cli.supervisor.overrides import Overrides, parse_assignments
+from headrace_runtime.errors import SettingError
+from headrace_runtime.settings_table import override
 from tests.support.ports import free_port
 
 SERVICES = {name: f"headrace_{name}" for name in planning.DEFAULT_PORTS}
@@ -127,13 +129,20 @@ def test_assignments_are_toml_or_text() -> None:
 
 def test_settings_arrive_as_they_were_given() -> None:
     """Through the environment and back, as a service reads it."""
-    from headrace_runtime.settings import _override
-
     given = {"a": {"s": 'quo"te\\ ü\n'}, "n": 1.5, "b": False, "l": ["x", {"deep key": 2}]}
     overrides = Overrides(None, {"x.given": given}, {})
     table: dict[str, dict[str, object]] = {}
-    _override(table, "HEADRACE_X__GIVEN", overrides.environ["HEADRACE_X__GIVEN"])
+    override(table, "HEADRACE_X__GIVEN", overrides.environ["HEADRACE_X__GIVEN"])
     assert table["x"]["given"] == given == overrides.get("x.given")
+
+
+def test_settings_are_read_as_services_read_them() -> None:
+    """A whole section in one variable, and a secret of digits."""
+    environ = {"HEADRACE_BUS": '{address = "kafka:9092"}', "HEADRACE_SECURITY__INTERNAL_KEY": "0123"}
+    overrides = Overrides(None, {}, environ)
+    assert overrides.get("bus.address") == "kafka:9092"
+    assert overrides.get("security.internal_key") == "0123"
+    assert parse_assignments(["security.internal_key=0123"]) == {"security.internal_key": "0123"}
 
 
 @pytest.mark.parametrize(("text", "message"), [("[x\n", "is not valid TOML"), (None, "No such file")])
@@ -141,7 +150,7 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str | None, message: str) -> 
     path = tmp_path / "c.toml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(SettingError, match=message):
         Overrides(path, {}, {})
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from headrace_cli.settings_reference import Setting, as_toml, toml
+from headrace_cli.settings_reference import Setting, as_toml
 from headrace_cli.supervisor.plan import installed
+from headrace_cli.toml_text import toml
 from headrace_runtime.main import Service
 from headrace_runtime.reference import describe
 from headrace_runtime.settings import Common, load
@@ -71,4 +72,4 @@ def test_values_as_toml() -> None:
     import tomllib
 
     value = {"a b": [1, 2.5, True, 'q"\\ü\n'], "c": {"d": "e"}}
-    assert tomllib.loads(f"v = {toml(value)}")["v"] == value  # type: ignore[arg-type]
+    assert tomllib.loads(f"v = {toml(value)}")["v"] == value

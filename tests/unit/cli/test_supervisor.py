@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import NotRunning, UsageError
+from headrace.errors import UsageError
+from headrace_cli.errors import NotRunning
 from headrace_cli.supervisor import Limits, StartFailed, Supervisor, read
-from headrace_cli.supervisor.liveness import Pulse
 from headrace_cli.supervisor.state import unwatched_s
 from tests.support.ports import is_open
 from tests.support.processes import alive, wait_until
@@ -275,25 +275,6 @@ def test_who_goes_on_in_time_is_left_alone(make: Make, dummies: Dummies) -> None
     assert not alive(pid), "what hangs is not asked to stop"
 
 
-def test_silence_that_nobody_watched_does_not_count() -> None:
-    pulse = Pulse()
-    writing = os.dup(pulse.open())
-    pulse.started(0.0)
-    pulse.look(1.0)
-    assert (pulse.silent_s, pulse.beats) == (1.0, False)
-    pulse.look(3600.0)
-    assert pulse.silent_s < 10.0, "the watcher was away, or the machine asleep"
-    os.write(writing, b"..")
-    pulse.look(3601.0)
-    assert (pulse.silent_s, pulse.beats) == (0.0, True)
-    pulse.look(3602.0)
-    assert pulse.silent_s == 1.0
-    os.close(writing)
-    pulse.look(3603.0)
-    assert pulse.silent_s == 2.0, "an end that is closed says nothing"
-    pulse.close()
-
-
 def test_the_supervisor_itself_is_seen_to_look(make: Make, data_dir: Path) -> None:
     supervisor = make()
     supervisor.start()
@@ -302,31 +283,6 @@ def test_the_supervisor_itself_is_seen_to_look(make: Make, data_dir: Path) -> No
     os.utime(state, (0, 0))
     assert unwatched_s(data_dir) > 1e6
     wait_until(lambda: unwatched_s(data_dir) < 1e6, 20, "the next look")
-
-
-SHARED_DESCRIPTORS = """
-import os, socket, sys
-from headrace_cli.supervisor import leash
-listener = socket.create_server(("127.0.0.1", 0))
-reading, writing = os.pipe()
-handed_over = os.dup(listener.fileno())
-os.dup2(writing, 3)  # where the socket has to go
-os.set_inheritable(handed_over, True)
-os.environ["LIVENESS_FD"] = "3"
-inner = (
-    "import os, socket; assert socket.socket(fileno=3).getsockname(); os.write(int(os.environ['LIVENESS_FD']), b'.');"
-)
-if os.fork() == 0:
-    os.execv(sys.executable, leash.leashed([sys.executable, "-c", inner], handed_over)[:4]
-             + [str(os.getppid()), str(handed_over), sys.executable, "-c", inner])
-assert os.wait()[1] == 0
-assert os.read(reading, 10) == b"."
-"""
-
-
-def test_the_socket_and_the_pipe_do_not_take_each_others_place() -> None:
-    done = subprocess.run([sys.executable, "-c", SHARED_DESCRIPTORS], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_stopping_before_anything_is_ready(make: Make, dummies: Dummies) -> None:

@@ -65,7 +65,8 @@ def _ports(file: Path, services: dict[str, str]) -> list[str]:
     """What keeps `up` from its ports; nothing when it is up already on this data directory, and so has them."""
     import os
 
-    from headrace.errors import NotRunning, UsageError
+    from headrace.errors import UsageError
+    from headrace_cli.errors import NotRunning
     from headrace_cli.supervisor.overrides import Overrides
     from headrace_cli.supervisor.plan import data_dir_of, make
     from headrace_cli.supervisor.state import read

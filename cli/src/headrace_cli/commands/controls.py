@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.shared import AsJson, Config, DataDir, command, console, running, table
+from headrace_cli.commands.shared import AsJson, Config, DataDir, command, console, progress, running, table
 from headrace_cli.commands.times import parse_time
 
 if TYPE_CHECKING:
@@ -62,8 +62,6 @@ def controls(
     import os
     import tempfile
 
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
     from headrace_cli.controls import plot, runner
     from headrace_cli.controls import recording as recorded
     from headrace_cli.supervisor.overrides import Overrides, parse_assignments
@@ -83,13 +81,7 @@ def controls(
             settings=changed,
             environ=os.environ,
         )
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-            task = bar.add_task("reading", total=None)
-
-            def tick(what: str, now: int, total: int) -> None:
-                bar.update(task, description=what, completed=now, total=total)
-
+        with progress("reading") as tick:
             report = asyncio.run(runner.run(request, tick))
     _tell(report, out, json=json)
     plot.draw(report, out / "controls.png")

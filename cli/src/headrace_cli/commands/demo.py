@@ -35,7 +35,7 @@ def demo(
     import tempfile
 
     from headrace_cli.demo import plot, recipe
-    from headrace_cli.demo.console_reporter import Teller
+    from headrace_cli.demo.console_reporter import ConsoleReporter
     from headrace_cli.demo.runner import Options, play
     from headrace_cli.supervisor.overrides import parse_assignments
 
@@ -43,17 +43,17 @@ def demo(
     found = recipe.read(folder)
     place = data_dir or Path(tempfile.mkdtemp(prefix="headrace-demo-"))
     goal = found.short if short else found.goal
-    teller = Teller(console())
+    reporter = ConsoleReporter(console())
     options = Options(seed, goal, place, cache.absolute(), out.absolute(), parse_assignments(settings or []))
     try:
-        report = asyncio.run(play(found, options, teller))
+        report = asyncio.run(play(found, options, reporter))
     finally:
         if data_dir is None:
             shutil.rmtree(place, ignore_errors=True)
     report.write(out / "demo.json")
     drawn = plot.draw(report, found.title, out / "demo.png")
     shortfalls = report.shortfalls(goal)
-    teller.ended(report, shortfalls)
+    reporter.ended(report, shortfalls)
     written = [out / "demo.json", *([out / "demo.png"] if drawn else [])]
     console().print(f"[dim]written: {', '.join(map(str, written))}[/]")
     if shortfalls:

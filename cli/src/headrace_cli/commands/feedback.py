@@ -38,7 +38,7 @@ def feedback(
     Early, late, or again: the last word of each source counts.
     """
     from headrace.client import Client
-    from headrace.errors import NotRunning
+    from headrace_cli.errors import NotRunning
 
     url = base_url or running(data_dir).base_url
     if url is None:

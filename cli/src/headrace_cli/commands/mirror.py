@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace_cli.commands.shared import AsJson, DataDir, command, console, running, table
+from headrace_cli.commands.shared import AsJson, DataDir, command, console, progress, running, table
 
 if TYPE_CHECKING:
     from headrace_cli.mirror import Mirrored
@@ -35,19 +35,11 @@ def mirror(
     """
     import asyncio
 
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from headrace_cli.mirror import mirror as copy
 
     source = bus or running(data_dir).bus
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True) as progress:
-        task = progress.add_task("looking", total=None)
-
-        def report(what: str, done: int, total: int) -> None:
-            progress.update(task, description=what, completed=done, total=total)
-
-        made = asyncio.run(copy(source, to, without=without or (), replication=replication, report=report))
+    with progress("looking") as tick:
+        made = asyncio.run(copy(source, to, without=without or (), replication=replication, report=tick))
     if json:
         typer.echo(jsonlib.dumps(_as_json(made), indent=1))
     else:

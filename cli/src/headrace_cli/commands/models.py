@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,20 +15,40 @@ if TYPE_CHECKING:
     from headrace.registry import Registry
     from headrace_schemas.registry_api import ModelState, VersionState
 
-Url = Annotated[
-    str | None, typer.Option("--registry", help="URL of the registry, when it was not started by `up`.", metavar="URL")
-]
-Key = Annotated[
-    str | None,
-    typer.Option("--key", envvar="HEADRACE_SECURITY__INTERNAL_KEY", help="security.internal_key, when one is set."),
-]
+
+@dataclass(frozen=True)
+class RegistryOptions:
+    """Which registry is asked: one that is named, or that of what runs here."""
+
+    data_dir: DataDir = None
+    registry: Annotated[
+        str | None,
+        typer.Option("--registry", help="URL of the registry, when it was not started by `up`.", metavar="URL"),
+    ] = None
+    key: Annotated[
+        str | None,
+        typer.Option("--key", envvar="HEADRACE_SECURITY__INTERNAL_KEY", help="security.internal_key, when one is set."),
+    ] = None
+
+    def open(self) -> Registry:
+        """Raises `NotRunning`."""
+        from headrace.registry import Registry
+        from headrace_cli.errors import NotRunning
+
+        url = self.registry
+        if url is None:
+            service = running(self.data_dir).services.get("registry")
+            if service is None:
+                raise NotRunning("no registry was started here; name one with --registry URL")
+            url = service.url
+        return Registry(url, key=self.key)
 
 
 def _models() -> list[str]:
     from headrace.errors import HeadraceError
 
     try:
-        with _registry(None, None, None) as registry:
+        with RegistryOptions().open() as registry:
             return [model.id for model in registry.models()]
     except HeadraceError:
         return []
@@ -39,13 +60,13 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, help="Versions and who ser
 Reason = Annotated[str, typer.Option(help="Kept with the decision.")]
 
 
-def list_models(data_dir: DataDir = None, registry: Url = None, key: Key = None, json: AsJson = False) -> None:
+def list_models(*, at: RegistryOptions, json: AsJson = False) -> None:
     """Every model with its champion, the version before it, the candidate, and the best version so far.
 
     The best one is the anchor: no version that is `registry.gate.anchor_margin` worse takes over, however slowly it
     came to that. `trials` counts the versions that were compared with it.
     """
-    with _registry(data_dir, registry, key) as api:
+    with at.open() as api:
         found = api.models()
     if json:
         typer.echo("[" + ", ".join(model.model_dump_json() for model in found) + "]")
@@ -58,16 +79,15 @@ def list_models(data_dir: DataDir = None, registry: Url = None, key: Key = None,
 def show(
     name: Name,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many versions, the newest first.")] = 20,
-    data_dir: DataDir = None,
-    registry: Url = None,
-    key: Key = None,
+    *,
+    at: RegistryOptions,
     json: AsJson = False,
 ) -> None:
     """A model's versions with what was decided about them and why.
 
     The score comes from audit tasks, which chose nothing. The differences come from the gate tasks, which chose.
     """
-    with _registry(data_dir, registry, key) as api:
+    with at.open() as api:
         model, versions = api.model(name), api.versions(name, limit=limit)
     if json:
         typer.echo("[" + ", ".join(version.model_dump_json() for version in versions) + "]")
@@ -85,12 +105,11 @@ def promote(
     force: Annotated[bool, typer.Option("--force", help="Skip the gate, never the probe.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the decision; exit status 1 when it is no.")] = False,
     timeout: Annotated[float, typer.Option(help="How many seconds to wait.", min=1)] = 900.0,
-    data_dir: DataDir = None,
-    registry: Url = None,
-    key: Key = None,
+    *,
+    at: RegistryOptions,
 ) -> None:
     """Put a version up for promotion: it is loaded, probed, played by the gate, and then takes over or is rejected."""
-    with _registry(data_dir, registry, key) as api:
+    with at.open() as api:
         full = _full(api, name, version)
         before = len(_version(api, name, full).decisions)
         api.promote(name, full, force=force)
@@ -108,12 +127,11 @@ def promote(
 def rollback(
     name: Name,
     reason: Reason = "",
-    data_dir: DataDir = None,
-    registry: Url = None,
-    key: Key = None,
+    *,
+    at: RegistryOptions,
 ) -> None:
     """Go back to the previous version at once; the present champion is withdrawn."""
-    with _registry(data_dir, registry, key) as api:
+    with at.open() as api:
         model = api.roll_back(name, reason=reason)
     console().print(f"{name}: the champion is [bold]{model.champion}[/] again")
 
@@ -122,12 +140,11 @@ def withdraw(
     name: Name,
     version: VersionName,
     reason: Reason = "",
-    data_dir: DataDir = None,
-    registry: Url = None,
-    key: Key = None,
+    *,
+    at: RegistryOptions,
 ) -> None:
     """Let no turn go to a version any more. For the champion, roll back instead."""
-    with _registry(data_dir, registry, key) as api:
+    with at.open() as api:
         full = _full(api, name, version)
         api.withdraw(name, full, reason=reason)
     console().print(f"{full} is withdrawn")
@@ -139,33 +156,32 @@ def pin(
         str | None, typer.Argument(help="MODEL@DIGEST or its first letters; the champion if left out.")
     ] = None,
     reason: Reason = "",
-    data_dir: DataDir = None,
-    registry: Url = None,
-    key: Key = None,
+    *,
+    at: RegistryOptions,
 ) -> None:
     """Keep a version as champion, whatever is trained, until `unpin`. Another one than the champion is probed first."""
-    with _registry(data_dir, registry, key) as api:
+    with at.open() as api:
         model = api.pin(name, _full(api, name, version) if version else None, reason=reason)
     console().print(f"{name} is pinned to [bold]{model.pinned or model.champion}[/]")
 
 
-def unpin(name: Name, reason: Reason = "", data_dir: DataDir = None, registry: Url = None, key: Key = None) -> None:
+def unpin(name: Name, reason: Reason = "", *, at: RegistryOptions) -> None:
     """Let candidates take over again."""
-    with _registry(data_dir, registry, key) as api:
+    with at.open() as api:
         api.unpin(name, reason=reason)
     console().print(f"{name} is not pinned: the next version that passes takes over")
 
 
-def pause(name: Name, reason: Reason = "", data_dir: DataDir = None, registry: Url = None, key: Key = None) -> None:
+def pause(name: Name, reason: Reason = "", *, at: RegistryOptions) -> None:
     """Let new versions wait: none is probed, measured or promoted until `resume`. Training goes on."""
-    with _registry(data_dir, registry, key) as api:
+    with at.open() as api:
         api.pause(name, reason=reason)
     console().print(f"{name} is paused: new versions wait")
 
 
-def resume(name: Name, reason: Reason = "", data_dir: DataDir = None, registry: Url = None, key: Key = None) -> None:
+def resume(name: Name, reason: Reason = "", *, at: RegistryOptions) -> None:
     """Give those versions their turn that waited during a `pause`."""
-    with _registry(data_dir, registry, key) as api:
+    with at.open() as api:
         api.resume(name, reason=reason)
     console().print(f"{name} goes on: versions have their turn")
 
@@ -174,18 +190,6 @@ def held(model: ModelState) -> str:
     """What keeps candidates from taking over, in words."""
     words = [f"pinned to {model.pinned}"] if model.pinned else []
     return ", ".join([*words, *(["paused"] if model.paused else [])]) or "-"
-
-
-def _registry(data_dir: DataDir, url: str | None, key: str | None) -> Registry:
-    from headrace.errors import NotRunning
-    from headrace.registry import Registry
-
-    if url is None:
-        service = running(data_dir).services.get("registry")
-        if service is None:
-            raise NotRunning("no registry was started here; name one with --registry URL")
-        url = service.url
-    return Registry(url, key=key)
 
 
 def _full(api: Registry, name: str, version: str) -> str:

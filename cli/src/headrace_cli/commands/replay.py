@@ -12,8 +12,8 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace_cli.commands import replay_train
-from headrace_cli.commands.shared import Commands, DataDir, command, console, running
-from headrace_cli.commands.times import parse_time
+from headrace_cli.commands.ranges import RangeOptions
+from headrace_cli.commands.shared import BusOptions, Commands, command, console, progress
 
 if TYPE_CHECKING:
     from headrace.topics import Entry, Range
@@ -37,20 +37,12 @@ app = typer.Typer(
 
 def events(
     topic: Annotated[str, typer.Argument(help="The topic.", autocompletion=_topics)],
-    since: Annotated[str | None, typer.Option(help="From this time on: ISO 8601, or 90s, 5min, 2h, 7d ago.")] = None,
-    until: Annotated[str | None, typer.Option(help="Up to this time, exclusive.")] = None,
-    from_offset: Annotated[int | None, typer.Option(min=0, help="From this offset of each partition on.")] = None,
-    to_offset: Annotated[int | None, typer.Option(min=0, help="Up to this offset, exclusive.")] = None,
-    partition: Annotated[list[int] | None, typer.Option(help="Only this partition; may be repeated.")] = None,
-    session: Annotated[list[str] | None, typer.Option(help="Only this session; may be repeated.", metavar="ID")] = None,
-    tenant: Annotated[str, typer.Option(help="Whose sessions they are.")] = "default",
+    *,
+    chosen: RangeOptions,
     limit: Annotated[int | None, typer.Option(min=1, help="Stop after this many events.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
     count: Annotated[bool, typer.Option("--count", help="Only count, write nothing.")] = False,
-    bus: Annotated[
-        str | None, typer.Option(help="The bus, when it was not started by `up`.", metavar="HOST:PORT")
-    ] = None,
-    data_dir: DataDir = None,
+    place: BusOptions,
 ) -> None:
     """Write a range of a topic as JSON lines: where each record was, and its event or the reason why it is none.
 
@@ -58,19 +50,8 @@ def events(
     """
     import asyncio
 
-    from headrace.topics import Range
-    from headrace_schemas.ids import session_key
-
-    wanted = Range(
-        topic=topic,
-        partitions=tuple(partition or ()),
-        from_offset=from_offset,
-        to_offset=to_offset,
-        since=parse_time(since),
-        until=parse_time(until),
-        keys=frozenset(session_key(tenant, one) for one in session or ()),
-    )
-    address = bus or running(data_dir).bus
+    wanted = chosen.of(topic)
+    address = place.address
     with ExitStack() as stack:
         target: IO[str] | None = None if count else sys.stdout
         if output is not None and not count:
@@ -82,25 +63,20 @@ def events(
 
 
 async def _copy(address: str, wanted: Range, target: IO[str] | None, limit: int | None) -> collections.Counter[str]:
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
     from headrace.topics import Progress, connected
 
     counts = collections.Counter(events=0, read=0)
-    progress = Progress()
-    bar = Bar(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console(stderr=True), transient=True)
+    reading = Progress()
     async with connected(address) as topics:
-        with bar:
-            task = bar.add_task(wanted.topic, total=None)
-            async for entry in topics.read(wanted, progress):
+        with progress(wanted.topic) as tick:
+            async for entry in topics.read(wanted, reading):
                 counts["events" if entry.event is not None else "unreadable"] += 1
                 if target is not None:
                     target.write(line_of(entry) + "\n")
-                bar.update(task, completed=progress.passed, total=progress.total)
+                tick(wanted.topic, reading.passed, reading.total)
                 if limit is not None and counts["events"] >= limit:
                     break
-    counts["read"] = progress.total
+    counts["read"] = reading.total
     return counts
 
 

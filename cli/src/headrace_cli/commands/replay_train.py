@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from headrace_cli.commands.shared import AsJson, Config, DataDir, command, console, running
-from headrace_cli.commands.times import parse_time
+from headrace_cli.commands.ranges import PANEL, RangeOptions
+from headrace_cli.commands.shared import AsJson, BusAddress, Config, DataDir, command, console, progress, running
 
 if TYPE_CHECKING:
     from headrace_cli.replay.pipeline import Tick
     from headrace_cli.replay.report import Report
     from headrace_cli.replay.request import Request
+    from headrace_cli.supervisor.overrides import Overrides
 
-_DIFFERENT, _RANGE = "What is different", "What is replayed"
+_DIFFERENT = "What is different"
 _CUTS = ("trainer.batch_", "trainer.group_", "trainer.advantage")
 """Settings that batches depend on: with one of them changed, the old cuts mean nothing."""
 Name = Annotated[str, typer.Argument(help="A new name for the line of versions that comes of it.", metavar="LINEAGE")]
 Known = Annotated[str, typer.Argument(help="The lineage that a replay leads into.", metavar="LINEAGE")]
-Rewards = Annotated[
+Set = Annotated[
     list[str] | None,
     typer.Option(
-        help="Score with this function instead; may be repeated.", metavar="FILE.py:NAME", rich_help_panel=_DIFFERENT
-    ),
-]
-Rescore = Annotated[
-    bool,
-    typer.Option(
-        "--rescore", help="Score again with the functions and weights of the settings.", rich_help_panel=_DIFFERENT
-    ),
-]
-Judge = Annotated[
-    bool,
-    typer.Option(
-        "--judge", help="Have the judge of the settings judge again, then score again.", rich_help_panel=_DIFFERENT
+        "--set",
+        "-s",
+        help="Another setting for the replay; may be repeated.",
+        metavar="SECTION.KEY=VALUE",
+        rich_help_panel=_DIFFERENT,
     ),
 ]
 
@@ -50,79 +43,101 @@ def _announced(algorithm: str | None) -> str | None:
     return algorithm
 
 
-AlgorithmOption = Annotated[
-    str | None,
-    typer.Option(help="Train with this algorithm instead.", callback=_announced, rich_help_panel=_DIFFERENT),
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        "-s",
-        help="Another setting for the replay; may be repeated.",
-        metavar="SECTION.KEY=VALUE",
-        rich_help_panel=_DIFFERENT,
-    ),
-]
-Of = Annotated[
-    str | None,
-    typer.Option(help="The lineage to train again; default: the live one.", metavar="LINEAGE", rich_help_panel=_RANGE),
-]
-CutOption = Annotated[
-    Literal["auto", "recorded", "rules"],
-    typer.Option(
-        help="Cut batches where they once were, or by the settings; auto: the first when nothing changes.",
-        rich_help_panel=_DIFFERENT,
-    ),
-]
-Since = Annotated[
-    str | None, typer.Option(help="From this time on: ISO 8601, or 90s, 5min, 2h, 7d ago.", rich_help_panel=_RANGE)
-]
-Until = Annotated[str | None, typer.Option(help="Up to this time, exclusive.", rich_help_panel=_RANGE)]
-FromOffset = Annotated[
-    int | None, typer.Option(min=0, help="From this offset of each partition on.", rich_help_panel=_RANGE)
-]
-ToOffset = Annotated[int | None, typer.Option(min=0, help="Up to this offset, exclusive.", rich_help_panel=_RANGE)]
-Partition = Annotated[
-    list[int] | None, typer.Option(help="Only this partition; may be repeated.", rich_help_panel=_RANGE)
-]
-Session = Annotated[
-    list[str] | None, typer.Option(help="Only this session; may be repeated.", metavar="ID", rich_help_panel=_RANGE)
-]
-Tenant = Annotated[str, typer.Option(help="Whose sessions they are.", rich_help_panel=_RANGE)]
-VersionOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--version",
-        help="Only what this version took part in; may be repeated.",
-        metavar="NAME@DIGEST",
-        rich_help_panel=_RANGE,
-    ),
-]
-BusOption = Annotated[str | None, typer.Option(help="The bus, when `up` does not run here.", metavar="HOST:PORT")]
+@dataclass(frozen=True)
+class Changes:
+    """What is to be different from the first training."""
+
+    rewards: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Score with this function instead; may be repeated.",
+            metavar="FILE.py:NAME",
+            rich_help_panel=_DIFFERENT,
+        ),
+    ] = None
+    rescore: Annotated[
+        bool,
+        typer.Option(
+            "--rescore", help="Score again with the functions and weights of the settings.", rich_help_panel=_DIFFERENT
+        ),
+    ] = False
+    judge: Annotated[
+        bool,
+        typer.Option(
+            "--judge", help="Have the judge of the settings judge again, then score again.", rich_help_panel=_DIFFERENT
+        ),
+    ] = False
+    algorithm: Annotated[
+        str | None,
+        typer.Option(help="Train with this algorithm instead.", callback=_announced, rich_help_panel=_DIFFERENT),
+    ] = None
+    settings: Set = None
+    of: Annotated[
+        str | None,
+        typer.Option(
+            help="The lineage to train again; default: the live one.", metavar="LINEAGE", rich_help_panel=PANEL
+        ),
+    ] = None
+    cut: Annotated[
+        Literal["auto", "recorded", "rules"],
+        typer.Option(
+            help="Cut batches where they once were, or by the settings; auto: the first when nothing changes.",
+            rich_help_panel=_DIFFERENT,
+        ),
+    ] = "auto"
+
+    @property
+    def topic(self) -> str:
+        """Where the replay begins: where rewards are made again, with trajectories."""
+        return "trajectories" if self.rewards or self.rescore or self.judge else "experiences"
+
+
+@dataclass(frozen=True)
+class ReplayRange(RangeOptions):
+    """A range of a topic, or of it only what a version took part in."""
+
+    version: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--version",
+            help="Only what this version took part in; may be repeated.",
+            metavar="NAME@DIGEST",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it happens: settings, the bus and the data directory."""
+
+    config: Config = None
+    bus: BusAddress = None
+    data_dir: DataDir = None
+
+    def address(self, overrides: Overrides) -> str:
+        """The bus that was named, that of the settings, or that of what runs here."""
+        return self.bus or str(overrides.get("bus.address") or "") or running(self.data_dir).bus
+
+
+@dataclass(frozen=True)
+class ReplayBus:
+    """The bus alone: the one that was named, that of the environment's settings, or that of what runs here."""
+
+    bus: BusAddress = None
+    data_dir: DataDir = None
+
+    @property
+    def address(self) -> str:
+        import os
+
+        from headrace_cli.supervisor.overrides import Overrides
+
+        return Place(None, self.bus, self.data_dir).address(Overrides(None, {}, os.environ))
 
 
 def plan(
-    lineage: Name = "replayed",
-    rewards: Rewards = None,
-    rescore: Rescore = False,
-    judge: Judge = False,
-    algorithm: AlgorithmOption = None,
-    settings: Set = None,
-    of: Of = None,
-    cut: CutOption = "auto",
-    since: Since = None,
-    until: Until = None,
-    from_offset: FromOffset = None,
-    to_offset: ToOffset = None,
-    partition: Partition = None,
-    session: Session = None,
-    tenant: Tenant = "default",
-    version: VersionOption = None,
-    config: Config = None,
-    bus: BusOption = None,
-    data_dir: DataDir = None,
-    json: AsJson = False,
+    lineage: Name = "replayed", *, changes: Changes, chosen: ReplayRange, place: Place, json: AsJson = False
 ) -> None:
     """Say what `replay run` with the same options would do, and do nothing.
 
@@ -131,32 +146,11 @@ def plan(
     """
     from headrace_cli.replay import runner
 
-    request = _request(**locals())
-    _conduct(lambda tick: runner.plan(request, tick), json, planned=True)
+    request = _request(lineage, changes, chosen, place)
+    _shown(lambda tick: runner.plan(request, tick), json, planned=True)
 
 
-def run(
-    lineage: Name,
-    rewards: Rewards = None,
-    rescore: Rescore = False,
-    judge: Judge = False,
-    algorithm: AlgorithmOption = None,
-    settings: Set = None,
-    of: Of = None,
-    cut: CutOption = "auto",
-    since: Since = None,
-    until: Until = None,
-    from_offset: FromOffset = None,
-    to_offset: ToOffset = None,
-    partition: Partition = None,
-    session: Session = None,
-    tenant: Tenant = "default",
-    version: VersionOption = None,
-    config: Config = None,
-    bus: BusOption = None,
-    data_dir: DataDir = None,
-    json: AsJson = False,
-) -> None:
+def run(lineage: Name, *, changes: Changes, chosen: ReplayRange, place: Place, json: AsJson = False) -> None:
     """Train a new lineage from stored experiences, or from stored trajectories with another reward.
 
     With --rewards, --rescore or --judge the range is one of the topic trajectories, else of experiences. Everything
@@ -165,16 +159,15 @@ def run(
     """
     from headrace_cli.replay import runner
 
-    request = _request(**locals())
-    _conduct(lambda tick: runner.run(request, tick), json)
+    request = _request(lineage, changes, chosen, place)
+    _shown(lambda tick: runner.run(request, tick), json)
 
 
 def resume(
     lineage: Known,
+    *,
     settings: Set = None,
-    config: Config = None,
-    bus: BusOption = None,
-    data_dir: DataDir = None,
+    place: Place,
     json: AsJson = False,
 ) -> None:
     """Go on with a replay whose training was interrupted, from its last saved state.
@@ -183,15 +176,15 @@ def resume(
     """
     from headrace_cli.replay import runner
 
-    request = _request(lineage, settings=settings, config=config, bus=bus, data_dir=data_dir)
-    _conduct(lambda tick: runner.resume(request, tick), json)
+    request = _request(lineage, Changes(settings=settings), ReplayRange(), place)
+    _shown(lambda tick: runner.resume(request, tick), json)
 
 
 def offer(
     lineage: Known,
     version: Annotated[str | None, typer.Option(help="Not the last one, but this.", metavar="NAME@DIGEST")] = None,
-    bus: BusOption = None,
-    data_dir: DataDir = None,
+    *,
+    place: ReplayBus,
 ) -> None:
     """Hand a replayed version to the registry, which probes it, plays the gate, and promotes it or not.
 
@@ -201,110 +194,67 @@ def offer(
 
     from headrace_cli.replay.offering import offer as announce
 
-    chosen = asyncio.run(announce(_bus(bus, data_dir), lineage, version))
+    chosen = asyncio.run(announce(place.address, lineage, version))
     console().print(f"{chosen.version} is announced; `headrace models show {chosen.model}` tells what becomes of it")
 
 
-def list_(bus: BusOption = None, data_dir: DataDir = None) -> None:
+def list_(*, place: ReplayBus) -> None:
     """List the lineages that replays on this bus lead into."""
     import asyncio
 
     from headrace_cli.replay.copying import lineages
 
-    for name in asyncio.run(lineages(_bus(bus, data_dir))):
+    for name in asyncio.run(lineages(place.address)):
         typer.echo(name)
 
 
-def remove(lineage: Known, bus: BusOption = None, data_dir: DataDir = None) -> None:
+def remove(lineage: Known, *, place: ReplayBus) -> None:
     """Delete the topics of a replay. Its versions stay in the blob store."""
     import asyncio
 
     from headrace_cli.replay.copying import remove as delete
 
-    for name in asyncio.run(delete(_bus(bus, data_dir), lineage)):
+    for name in asyncio.run(delete(place.address, lineage)):
         console().print(f"deleted {name}")
 
 
-def _bus(given: str | None, data_dir: Path | None) -> str:
-    """The one that was named, that of the environment's settings, or that of what runs here."""
+def _request(lineage: str, changes: Changes, chosen: ReplayRange, place: Place) -> Request:
+    """The options of a command as a request. Settings of the command line win over the file's."""
     import os
 
-    from headrace_cli.supervisor.overrides import Overrides
-
-    return given or str(Overrides(None, {}, os.environ).get("bus.address") or "") or running(data_dir).bus
-
-
-def _request(
-    lineage: str,
-    rewards: list[str] | None = None,
-    rescore: bool = False,
-    judge: bool = False,
-    algorithm: str | None = None,
-    settings: list[str] | None = None,
-    of: str | None = None,
-    cut: Literal["auto", "recorded", "rules"] = "auto",
-    since: str | None = None,
-    until: str | None = None,
-    from_offset: int | None = None,
-    to_offset: int | None = None,
-    partition: list[int] | None = None,
-    session: list[str] | None = None,
-    tenant: str = "default",
-    version: list[str] | None = None,
-    config: Path | None = None,
-    bus: str | None = None,
-    data_dir: Path | None = None,
-    **_: object,
-) -> Request:
-    """The options of a command (its `locals()`) as a request. Settings of the command line win over the file's."""
-    import os
-
-    from headrace.topics import Range
     from headrace_cli.replay.request import make
     from headrace_cli.supervisor.overrides import Overrides, parse_assignments
-    from headrace_schemas.ids import session_key
 
-    changed = parse_assignments(settings or [])
-    overrides = Overrides(config, changed, os.environ)
-    if data_dir is not None:
-        overrides.set("data_dir", data_dir.absolute())
-    if rewards:
-        overrides.set("scorer.functions", rewards)
-    if algorithm:
-        overrides.set("trainer.advantage.kind", algorithm)
-    wanted = Range(
-        "trajectories" if rewards or rescore or judge else "experiences",
-        partitions=tuple(partition or ()),
-        from_offset=from_offset,
-        to_offset=to_offset,
-        since=parse_time(since),
-        until=parse_time(until),
-        keys=frozenset(session_key(tenant, one) for one in session or ()),
+    changed = parse_assignments(changes.settings or [])
+    overrides = Overrides(place.config, changed, os.environ)
+    if place.data_dir is not None:
+        overrides.set("data_dir", place.data_dir.absolute())
+    if changes.rewards:
+        overrides.set("scorer.functions", changes.rewards)
+    if changes.algorithm:
+        overrides.set("trainer.advantage.kind", changes.algorithm)
+    moved = changes.algorithm or any(name.startswith(_CUTS) for name in changed)
+    return make(
+        lineage,
+        chosen.of(changes.topic),
+        overrides,
+        place.address(overrides),
+        of=changes.of,
+        versions=frozenset(chosen.version or ()),
+        judge=changes.judge,
+        cut="rules" if changes.cut == "auto" and moved else changes.cut,
     )
-    address = bus or str(overrides.get("bus.address") or "") or running(data_dir).bus
-    if cut == "auto" and (algorithm or any(name.startswith(_CUTS) for name in changed)):
-        cut = "rules"
-    return make(lineage, wanted, overrides, address, of=of, versions=frozenset(version or ()), judge=judge, cut=cut)
 
 
-def _conduct(work: Callable[[Tick], Awaitable[Report]], json: bool, *, planned: bool = False) -> None:
+def _shown(work: Callable[[Tick], Awaitable[Report]], json: bool, *, planned: bool = False) -> None:
     import asyncio
 
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from headrace_cli.commands.replay_report import as_json, show
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
     async def done(tick: Tick) -> Report:
         return await work(tick)
 
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading the journal", total=None)
-
-        def tick(what: str, now: int, total: int) -> None:
-            bar.update(task, description=what, completed=now, total=total or None)
-
+    with progress("reading the journal") as tick:
         report = asyncio.run(done(tick))
     if json:
         typer.echo(as_json(report))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+
+from headrace_cli.commands.grouped import spread
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,20 +27,38 @@ Config = Annotated[
     Path | None,
     typer.Option("--config", "-c", envvar="HEADRACE_CONFIG", help="A settings file (TOML).", metavar="FILE"),
 ]
+BusAddress = Annotated[
+    str | None, typer.Option("--bus", help="The bus, when it was not started by `up`.", metavar="HOST:PORT")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+@dataclass(frozen=True)
+class BusOptions:
+    """Which bus is meant: one that is named, or that of what runs here."""
+
+    bus: BusAddress = None
+    data_dir: DataDir = None
+
+    @property
+    def address(self) -> str:
+        """Raises `NotRunning`."""
+        return self.bus or running(self.data_dir).bus
 
 
 class Commands(TyperGroup):
     """A group whose commands may raise `HeadraceError`: it is printed, and the exit status is 1, for wrong usage 2."""
 
     def invoke(self, ctx: Any) -> Any:
-        from headrace.errors import HeadraceError, StartFailed, UsageError
+        from headrace.errors import HeadraceError, UsageError
+        from headrace_cli.errors import StartFailed
+        from headrace_runtime.errors import SettingError
 
         try:
             return super().invoke(ctx)
         except HeadraceError as error:
             typer.secho(f"headrace: {error}", err=True, fg=typer.colors.RED)
-            raise typer.Exit(2 if isinstance(error, UsageError | StartFailed) else 1) from None
+            raise typer.Exit(2 if isinstance(error, UsageError | StartFailed | SettingError) else 1) from None
 
 
 def command(app: typer.Typer, function: Callable[..., None], *examples: str, name: str | None = None) -> None:
@@ -44,7 +66,7 @@ def command(app: typer.Typer, function: Callable[..., None], *examples: str, nam
     paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
     text = "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
     shown = "\n\n".join(["[bold]Examples[/]", *examples])
-    app.command(name, help=text, epilog=shown)(function)
+    app.command(name, help=text, epilog=shown)(spread(function))
 
 
 def folder(data_dir: Path | None, config: Path | None = None) -> Path:
@@ -68,6 +90,21 @@ def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     return Console(stderr=stderr, soft_wrap=True, highlight=False)
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar in a terminal. The body says what is being done, how far it is, and how far it will go."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+
+        def tick(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total or None)
+
+        yield tick
 
 
 def condition(service: ServiceState) -> str:

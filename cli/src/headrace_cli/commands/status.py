@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace_cli.commands.shared import AsJson, DataDir, command, condition, console, folder, running, table
+from headrace_cli.commands.shared import AsJson, DataDir, command, condition, console, folder, progress, running, table
 
 if TYPE_CHECKING:
     from headrace_cli.account import Account
@@ -42,6 +42,8 @@ def status(
     while the audit score falls, or the score has gone flat, a sentence says so and what to try.
     """
     from rich.markup import escape
+
+    from headrace_cli import service_health
 
     state, alive = (None, {}) if bus else service_health.asked(running(data_dir))
     sources = service_health.sources(state, key) if state else ()
@@ -81,20 +83,14 @@ def _models(state: RunState, key: str | None) -> tuple[ModelState, ...]:
 def _account(bus: str, lineage: list[str]) -> Account:
     import asyncio
 
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
     from headrace.errors import UsageError
     from headrace_cli.bookkeeping import account_of
 
     named = dict(one.partition("=")[::2] for one in lineage)
     if "" in named.values():
         raise UsageError("--lineage: write MODEL=LINEAGE")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True) as progress:
-        task = progress.add_task("reading topics", total=None)
-        return asyncio.run(
-            account_of(bus, named, lambda read, total: progress.update(task, completed=read, total=total))
-        )
+    with progress("reading topics") as tick:
+        return asyncio.run(account_of(bus, named, lambda read, total: tick("reading topics", read, total)))
 
 
 def _learning(bus: str) -> tuple[Finding, ...]:

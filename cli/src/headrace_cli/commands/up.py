@@ -98,23 +98,21 @@ def _up(supervisor: Supervisor, stopping: threading.Event, timeout_s: float) -> 
 @contextlib.contextmanager
 def _decisions(state: RunState | None) -> Iterator[None]:
     """While the body runs: a line for each version that is measured, takes over or is refused, and for trends."""
-    from importlib.util import find_spec
-
-    able = find_spec("aiokafka") is not None  # the extra `topics`
-    if state is None or "registry" not in state.services or not able:
+    if state is None or "registry" not in state.services:
         yield
         return
 
     from rich.markup import escape
 
     from headrace.decisions import Listener, line
+    from headrace_cli.guard import Warner
 
     def tell(event: ModelEvent) -> None:
         if (said := line(event)) is not None:
             colour = {"promoted": "green", "evaluated": "default"}.get(event.decision, "yellow")
             console().print(f"[{colour}]{escape(said)}[/]")
 
-    listener = Listener(state.bus, tell, lambda said: console().print(f"[yellow]{escape(said)}[/]"))
+    listener = Listener(state.bus, tell, Warner(lambda said: console().print(f"[yellow]{escape(said)}[/]")))
     listener.start()
     try:
         yield

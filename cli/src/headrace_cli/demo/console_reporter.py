@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headrace_cli.demo.watch import Watch
 
 
-class Teller:
+class ConsoleReporter:
     """Everything that the demo says. Moving lines appear in a terminal only."""
 
     def __init__(self, console: Console) -> None:

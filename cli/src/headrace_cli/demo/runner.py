@@ -14,15 +14,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import StartFailed
 from headrace_cli.bookkeeping import account_of
 from headrace_cli.demo import agent
-from headrace_cli.demo.console_reporter import Teller
+from headrace_cli.demo.console_reporter import ConsoleReporter
 from headrace_cli.demo.recipe import Goal, Recipe
 from headrace_cli.demo.report import Report, VersionScore
 from headrace_cli.demo.watch import Watch
+from headrace_cli.errors import StartFailed
 from headrace_cli.supervisor import Supervisor
-from headrace_cli.supervisor.leash import leashed
+from headrace_runtime.parent_death import bound_to_parent
 
 _FIRST_VERSION_S_MAX = 180.0
 _LAST_AUDIT_S_MAX = 60.0
@@ -54,7 +54,7 @@ class Place:
         return f"{self.gateway}/v1"
 
 
-async def play(recipe: Recipe, options: Options, teller: Teller) -> Report:
+async def play(recipe: Recipe, options: Options, reporter: ConsoleReporter) -> Report:
     """The whole demo; raises `StartFailed` when something cannot even begin. Nothing is left running."""
     began = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -66,34 +66,34 @@ async def play(recipe: Recipe, options: Options, teller: Teller) -> Report:
         settings=settings,
         auto_ports=True,
         environ=_environ(recipe),
-        report=teller.happened,
+        report=reporter.happened,
     )
     try:
-        with teller.doing("starting the services"):
+        with reporter.doing("starting the services"):
             supervisor.start()
             await asyncio.to_thread(supervisor.wait_up)
         place = Place(supervisor.plan.bus, supervisor.url("gateway"))
-        report = await perform(recipe, options, place, teller)
+        report = await perform(recipe, options, place, reporter)
     finally:
-        with teller.doing("stopping the services"):
+        with reporter.doing("stopping the services"):
             await asyncio.to_thread(supervisor.stop)
     return replace(report, wall_s=round(time.monotonic() - began, 1))
 
 
-async def perform(recipe: Recipe, options: Options, place: Place, teller: Teller) -> Report:
+async def perform(recipe: Recipe, options: Options, place: Place, reporter: ConsoleReporter) -> Report:
     """What follows once Headrace runs at `place`: the first version, the agent at work, the account."""
     began = time.monotonic()
-    watch = Watch(place.bus, teller.decided)
+    watch = Watch(place.bus, reporter.decided)
     async with _running(watch):
-        with teller.doing("loading, probing and evaluating the first version"):
+        with reporter.doing("loading, probing and evaluating the first version"):
             await _first_version(watch)
-        with teller.doing("measuring it as the last one will be"):
+        with reporter.doing("measuring it as the last one will be"):
             before = await _measured(recipe, options, place, watch.champions[0])
         traffic_began = time.time()
-        summary = await _agent_at_work(recipe, options, place, watch, teller)
+        summary = await _agent_at_work(recipe, options, place, watch, reporter)
         traffic_s = time.time() - traffic_began
         await _last_audit(watch)
-        with teller.doing("measuring the last version"):
+        with reporter.doing("measuring the last version"):
             after = await _measured(recipe, options, place, watch.champions[-1])
     account = await account_of(place.bus)
     return Report(
@@ -115,7 +115,7 @@ async def _measured(recipe: Recipe, options: Options, place: Place, version: str
     agent to stop: this one chose nothing.
     """
     filled = {**_values(options), "base_url": place.base_url, "gateway": place.gateway, "version": version}
-    command = leashed(recipe.command("measure", filled))
+    command = bound_to_parent(recipe.command("measure", filled))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=_environ(recipe))
     try:
         output, _ = await asyncio.wait_for(process.communicate(), _MEASURE_S_MAX)
@@ -168,13 +168,13 @@ async def _agent_at_work(
     options: Options,
     place: Place,
     watch: Watch,
-    teller: Teller,
+    reporter: ConsoleReporter,
 ) -> dict[str, Any]:
     """Let the agent work until it has shown enough; returns its own summary."""
     filled = {**_values(options), "base_url": place.base_url, "gateway": place.gateway}
     deadline = time.monotonic() + options.goal.traffic_s_max
     async with agent.at_work(recipe.command("agent", filled), _environ(recipe)) as process:
-        with teller.working(options.goal.traffic_s_max) as update:
+        with reporter.working(options.goal.traffic_s_max) as update:
             while process.returncode is None and time.monotonic() < deadline and not _enough(watch, options.goal):
                 update(watch)
                 with contextlib.suppress(TimeoutError):

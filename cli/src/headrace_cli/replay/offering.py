@@ -27,7 +27,7 @@ async def offer(bus: str, lineage: str, version: str | None = None) -> Checkpoin
         raise UsageError(
             f"lineage {lineage!r} has no version {version}; it has {', '.join(one.version for one in made)}"
         )
-    manifest = Manifest.model_validate_json(await asyncio.to_thread(fetch, chosen.manifest.model_dump_json().encode()))
+    manifest = Manifest.model_validate_json(await asyncio.to_thread(fetch, chosen.manifest))
     needed = [one for one in made if one.version == manifest.base]
     async with producing(bus, "headrace-replay") as producer:
         for one in (*needed, chosen):

@@ -25,7 +25,7 @@ class Place:
     cut: int | None = None
 
 
-class Lane:
+class PartitionReader:
     """One partition, read by a connection of its own."""
 
     def __init__(self, records: AsyncIterator[ConsumerRecord], progress: Progress) -> None:
@@ -38,43 +38,43 @@ class Lane:
         self.head = await anext(self._records, None)
 
 
-class Lanes:
+class PartitionMerge:
     """All of them; `opened` makes one. It can be gone through once, by `as_read` or `by_time`."""
 
-    def __init__(self, lanes: dict[int, Lane]) -> None:
-        self._lanes = lanes
+    def __init__(self, readers: dict[int, PartitionReader]) -> None:
+        self._readers = readers
 
     @property
     def total(self) -> int:
-        return sum(lane.progress.total for lane in self._lanes.values())
+        return sum(reader.progress.total for reader in self._readers.values())
 
     @property
     def passed(self) -> int:
-        return sum(lane.progress.passed for lane in self._lanes.values())
+        return sum(reader.progress.passed for reader in self._readers.values())
 
     @property
     def truncated(self) -> bool:
         """Retention has taken the oldest records."""
-        return any(lane.progress.truncated for lane in self._lanes.values())
+        return any(reader.progress.truncated for reader in self._readers.values())
 
     async def by_time(self) -> AsyncIterator[Place]:
         """Whatever has not been passed yet, the oldest first."""
-        while waiting := [(lane.head.timestamp, number) for number, lane in self._lanes.items() if lane.head]:
-            lane = self._lanes[min(waiting)[1]]
-            assert lane.head is not None
-            yield Place(lane.head)
-            await lane.advance()
+        while waiting := [(reader.head.timestamp, number) for number, reader in self._readers.items() if reader.head]:
+            reader = self._readers[min(waiting)[1]]
+            assert reader.head is not None
+            yield Place(reader.head)
+            await reader.advance()
 
     async def as_read(self, stretches: Sequence[Stretch]) -> AsyncIterator[Place]:
         """As the journal says, then what it does not mention, by time."""
         for stretch in stretches:
             last: ConsumerRecord | None = None
-            lane = self._lanes.get(stretch.partition)
-            while lane is not None and lane.head is not None and lane.head.offset < stretch.until:
+            reader = self._readers.get(stretch.partition)
+            while reader is not None and reader.head is not None and reader.head.offset < stretch.until:
                 if last is not None:
                     yield Place(last)
-                last = lane.head
-                await lane.advance()
+                last = reader.head
+                await reader.advance()
             if last is not None:
                 yield Place(last, stretch.cut)
         async for place in self.by_time():
@@ -82,16 +82,16 @@ class Lanes:
 
 
 @asynccontextmanager
-async def opened(bus: str, wanted: Range) -> AsyncIterator[Lanes]:
+async def opened(bus: str, wanted: Range) -> AsyncIterator[PartitionMerge]:
     """Connect to every partition of the range. Raises `UsageError`, `Unreachable`."""
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(connected(bus))
         ends = (await first.ends([wanted.topic]))[wanted.topic]
-        lanes = {}
+        readers = {}
         for number in sorted(set(wanted.partitions) or ends):
             topics = await stack.enter_async_context(connected(bus))
             progress = Progress()
             records = topics.records(replace(wanted, partitions=(number,)), progress, ends)
-            lanes[number] = Lane(records, progress)
-            await lanes[number].advance()
-        yield Lanes(lanes)
+            readers[number] = PartitionReader(records, progress)
+            await readers[number].advance()
+        yield PartitionMerge(readers)

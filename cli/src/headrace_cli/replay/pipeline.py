@@ -7,23 +7,31 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from headrace.errors import HeadraceError, UsageError
 from headrace.topics import Entry, Range, connected, event_of, fetch
 from headrace_cli.replay.journal import Journal
-from headrace_cli.replay.partition_merge import Lanes, opened
+from headrace_cli.replay.partition_merge import PartitionMerge, opened
 from headrace_cli.replay.program import Program, started
 from headrace_cli.replay.report import Report
 from headrace_cli.replay.request import Request
 from headrace_schemas import Event, Experience, Feedback, Reward, Trajectory
 from headrace_schemas.blobs import BlobRef
-from headrace_schemas.envelope import Envelope
+from headrace_schemas.envelope import DATAREF_HEADER, Envelope, refers
+from headrace_schemas.records import carried
 from headrace_schemas.replay import Closed, Heard, Judged, Scored
 
 if TYPE_CHECKING:
     from aiokafka import ConsumerRecord
 
-_REFERENCE = "ce_dataref"
 _TICK = 200
+
+
+class _OfModel(BaseModel):
+    """What has to be known of an experience to leave it out."""
+
+    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +51,12 @@ Tick = Callable[[str, int, int], None]
 """Hears what is being done, how far it is and how far it will go."""
 
 
-def decide(request: Request, report: Report, journal: Journal, lanes: Lanes) -> None:
+def decide(request: Request, report: Report, journal: Journal, merge: PartitionMerge) -> None:
     """Whether batches are cut where they once were, which only a replay of everything can do. Raises `UsageError`."""
     reason = "rewards are made again" if request.rescored else journal.gap
     if reason is None and not request.whole:
         reason = "only a part of the topic is replayed"
-    if reason is None and lanes.truncated:
+    if reason is None and merge.truncated:
         reason = "the topic does not reach back to its beginning any more"
     if request.cut == "rules":
         report.cut_because = "as it was asked for"
@@ -61,7 +69,7 @@ def decide(request: Request, report: Report, journal: Journal, lanes: Lanes) -> 
 
 
 @dataclass(slots=True)
-class Pouring:
+class Pipeline:
     """One replay's reading. `store`: what is too large for a topic may go to the blob store."""
 
     request: Request
@@ -70,22 +78,22 @@ class Pouring:
     tick: Tick
     store: bool = False
 
-    async def run(self, lanes: Lanes, journal: Journal) -> None:
-        self.report.read = lanes.total
+    async def run(self, merge: PartitionMerge, journal: Journal) -> None:
+        self.report.read = merge.total
         if self.request.rescored:
-            await self._rescored(lanes)
+            await self._rescored(merge)
         else:
-            await self._taken_over(lanes, journal)
+            await self._taken_over(merge, journal)
 
-    async def _taken_over(self, lanes: Lanes, journal: Journal) -> None:
+    async def _taken_over(self, merge: PartitionMerge, journal: Journal) -> None:
         recorded = self.report.cut == "recorded"
-        known = not journal.gap and not lanes.truncated
+        known = not journal.gap and not merge.truncated
         waiting: Item | None = None
         passed = 0
-        async for place in lanes.as_read(journal.stretches) if known else lanes.by_time():
+        async for place in merge.as_read(journal.stretches) if known else merge.by_time():
             passed += 1
             if passed % _TICK == 0:
-                self.tick("copying experiences", lanes.passed, lanes.total)
+                self.tick("copying experiences", merge.passed, merge.total)
             cut = place.cut if recorded else None
             item = await self._item(place.record)
             if item is None:  # it takes part in nothing, but the batch that was cut after it was cut
@@ -96,7 +104,7 @@ class Pouring:
             waiting = replace(item, cut=cut)
         if waiting is not None:
             await self._pass_on(waiting)
-        self.tick("copying experiences", lanes.total, lanes.total)
+        self.tick("copying experiences", merge.total, merge.total)
 
     async def _item(self, record: ConsumerRecord) -> Item | None:
         event = await self._selected(record, self.report)
@@ -106,8 +114,8 @@ class Pouring:
             self.report.other_models += 1
             return None
         self.report.kinds[event.no_reward or "rewarded"] += 1
-        refers = any(name == _REFERENCE for name, _ in record.headers)
-        return Item(record.value, event.to_json() if refers else record.value, record.key, tuple(record.headers))
+        whole = event.to_json() if refers(record.headers) else record.value
+        return Item(record.value, whole, record.key, tuple(record.headers))
 
     async def _pass_on(self, item: Item) -> None:
         self.report.experiences += 1
@@ -127,25 +135,25 @@ class Pouring:
         report.versions.update(took_part)
         return event
 
-    async def _rescored(self, lanes: Lanes) -> None:
+    async def _rescored(self, merge: PartitionMerge) -> None:
         rewards = await self._judged() if self.request.judge else []
         async with started("scorer", self.request.environ()) as program:
-            await side_by_side(self._feed_scorer(program, lanes, rewards), self._drain_scorer(program))
+            await side_by_side(self._feed_scorer(program, merge, rewards), self._drain_scorer(program))
 
-    async def _feed_scorer(self, program: Program, lanes: Lanes, rewards: list[bytes]) -> None:
+    async def _feed_scorer(self, program: Program, merge: PartitionMerge, rewards: list[bytes]) -> None:
         if self.store:
             await program.feed("store", b"{}")
         await self._feed_what_was_said(program)
         for reward in rewards:
             await program.feed("reward", reward)
         passed = 0
-        async for value in self._trajectories(lanes, self.report):
+        async for value in self._trajectories(merge, self.report):
             await program.feed("trajectory", value)
             passed += 1
             if passed % _TICK == 0:
-                self.tick("scoring trajectories", lanes.passed, lanes.total)
+                self.tick("scoring trajectories", merge.passed, merge.total)
         program.close()
-        self.tick("scoring trajectories", lanes.total, lanes.total)
+        self.tick("scoring trajectories", merge.total, merge.total)
 
     async def _feed_what_was_said(self, program: Program) -> None:
         """Feedback, others' rewards, and, where feedback is about sessions, when their trajectories were closed."""
@@ -167,10 +175,10 @@ class Pouring:
         """Whether a verdict on the topic is taken over: not where it is about to be made again."""
         return not (self.request.judge and reward.source.startswith("judge:"))
 
-    async def _trajectories(self, lanes: Lanes, report: Report) -> AsyncIterator[bytes]:
+    async def _trajectories(self, merge: PartitionMerge, report: Report) -> AsyncIterator[bytes]:
         """JSON of those that are wanted; looked into only where that is needed, because it costs the most."""
         looks = bool(self.request.versions) or not self.store
-        async for place in lanes.by_time():
+        async for place in merge.by_time():
             record = place.record
             if looks:
                 event = await self._selected(record, report)
@@ -178,19 +186,18 @@ class Pouring:
                     yield event.to_json()
             elif record.value is not None:
                 report.selected += 1
-                refers = any(name == _REFERENCE for name, _ in record.headers)
-                yield await asyncio.to_thread(fetch, record.value) if refers else record.value
+                _, found = carried(self.request.wanted.topic, record.value, record.headers)
+                yield await asyncio.to_thread(fetch, found) if isinstance(found, BlobRef) else found
 
     async def _drain_scorer(self, program: Program) -> None:
-        ours = b'"model":"%s"' % self.request.model.encode()
         async for word, value in program.lines():
             if word == "scored":
                 self.report.scored = Scored.model_validate_json(value)
                 self.report.kinds.update(self.report.scored.experiences)
             elif word == "stored":
                 uri = BlobRef.model_validate_json(value).uri.encode()
-                await self._pass_on(Item(value, value, headers=((_REFERENCE, uri),)))
-            elif ours in value:  # quotes in a text are escaped, so this is the field
+                await self._pass_on(Item(value, value, headers=((DATAREF_HEADER, uri),)))
+            elif _OfModel.model_validate_json(value).model == self.request.model:
                 await self._pass_on(Item(value, value))
             else:
                 self.report.other_models += 1
@@ -207,17 +214,17 @@ class Pouring:
                     rewards.append(value)
                     self.tick("judging trajectories", len(rewards), self.report.read)
 
-        async def feed(program: Program, lanes: Lanes) -> None:
+        async def feed(program: Program, merge: PartitionMerge) -> None:
             uncounted = Report(self.report.lineage, self.report.of, self.report.source)
-            async for value in self._trajectories(lanes, uncounted):
+            async for value in self._trajectories(merge, uncounted):
                 await program.feed("trajectory", value)
             program.close()
 
         async with (
-            opened(self.request.bus, self.request.wanted) as lanes,
+            opened(self.request.bus, self.request.wanted) as merge,
             started("judge", self.request.environ()) as program,
         ):
-            await side_by_side(feed(program, lanes), drain(program))
+            await side_by_side(feed(program, merge), drain(program))
         return rewards
 
 

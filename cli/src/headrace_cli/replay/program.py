@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from typing import IO
 
 from headrace.errors import HeadraceError, UsageError
-from headrace_cli.supervisor.leash import leashed
 from headrace_cli.supervisor.plan import installed
+from headrace_runtime.parent_death import bound_to_parent
 
 _LINE_BYTES_MAX = 256 * 1024 * 1024
 _BUFFER_BYTES = 1 << 20
@@ -84,7 +84,7 @@ def module_of(service: str) -> str:
 async def started(service: str, environ: Mapping[str, str], filter_: str = "replay") -> AsyncIterator[Program]:
     """`python -m headrace_<service>.<filter_>`, killed when it is left before it has ended."""
     with tempfile.TemporaryFile() as log:
-        command = leashed([sys.executable, "-m", f"{module_of(service)}.{filter_}"])
+        command = bound_to_parent([sys.executable, "-m", f"{module_of(service)}.{filter_}"])
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, stderr=log, env=dict(environ), limit=_LINE_BYTES_MAX

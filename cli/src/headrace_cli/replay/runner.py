@@ -14,8 +14,8 @@ from headrace.producing import producing
 from headrace.topics import connected
 from headrace_cli.replay import copying, journal, training
 from headrace_cli.replay.journal import Journal
-from headrace_cli.replay.partition_merge import Lanes, opened
-from headrace_cli.replay.pipeline import Item, Pouring, Tick, decide, side_by_side
+from headrace_cli.replay.partition_merge import PartitionMerge, opened
+from headrace_cli.replay.pipeline import Item, Pipeline, Tick, decide, side_by_side
 from headrace_cli.replay.program import Program, started
 from headrace_cli.replay.report import Report
 from headrace_cli.replay.request import Request
@@ -42,13 +42,13 @@ async def plan(request: Request, tick: Tick) -> Report:
     """What `run` would do. Nothing is written anywhere, but reward functions and the judge are really called."""
     report = _report(request)
     told = await _journal(request)
-    async with opened(request.bus, request.wanted) as lanes:
-        decide(request, report, told, lanes)
+    async with opened(request.bus, request.wanted) as merge:
+        decide(request, report, told, merge)
         environ = request.environ(replays=request.of, lineage=request.lineage, cut=report.cut)
         async with started("trainer", environ) as rehearsal:
 
             async def feed() -> None:
-                await Pouring(request, report, lambda item: _rehearse(rehearsal, item), tick).run(lanes, told)
+                await Pipeline(request, report, lambda item: _rehearse(rehearsal, item), tick).run(merge, told)
                 rehearsal.close()
 
             async def drain() -> None:
@@ -69,22 +69,22 @@ async def run(request: Request, tick: Tick) -> Report:
         )
     report = _report(request)
     told = await _journal(request)
-    async with opened(request.bus, request.wanted) as lanes:
-        decide(request, report, told, lanes)
+    async with opened(request.bus, request.wanted) as merge:
+        decide(request, report, told, merge)
         await copying.create(request.bus, request.lineage, int(request.overrides.get("bus.replication") or 1))
         try:
-            await copy(request, report, lanes, told, tick)
+            await copy(request, report, merge, told, tick)
         except BaseException:
             await copying.remove(request.bus, request.lineage)
             raise
     return await _train(request, report, told, tick)
 
 
-async def copy(request: Request, report: Report, lanes: Lanes, told: Journal, tick: Tick) -> None:
+async def copy(request: Request, report: Report, merge: PartitionMerge, told: Journal, tick: Tick) -> None:
     """Fill the topic that training reads."""
     async with producing(request.bus, "headrace-replay") as producer:
         copier = copying.Copier(producer, request.topic)
-        await Pouring(request, report, copier, tick, store=True).run(lanes, told)
+        await Pipeline(request, report, copier, tick, store=True).run(merge, told)
         await copier.flush()
     report.topic = request.topic
     written = Written(of=request.of, recorded=report.cut == "recorded", experiences=report.experiences)

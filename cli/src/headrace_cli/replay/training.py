@@ -13,7 +13,7 @@ from headrace.errors import HeadraceError, UsageError
 from headrace.topics import Range, Topics, connected, event_of
 from headrace_cli.replay.program import module_of, reason_of
 from headrace_cli.replay.request import Request
-from headrace_cli.supervisor.leash import leashed
+from headrace_runtime.parent_death import bound_to_parent
 from headrace_schemas import Batch, Checkpoint, Event, TrainingMetrics
 from headrace_schemas.replay import Rehearsed, RehearsedBatch
 
@@ -86,7 +86,7 @@ async def train(request: Request, recorded: bool, log: Path, progress: Callable[
     accounts = Accounts()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
-        command = leashed([sys.executable, "-m", module_of("trainer")])
+        command = bound_to_parent([sys.executable, "-m", module_of("trainer")])
         process = await asyncio.create_subprocess_exec(*command, stdout=out, stderr=out, env=dict(environ))
     ended = asyncio.create_task(process.wait())
     try:

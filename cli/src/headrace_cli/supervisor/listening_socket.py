@@ -12,7 +12,7 @@ import socket
 _BACKLOG = 2048
 
 
-class Door:
+class ListeningSocket:
     """`open` it before each start (again is harmless), `close` it when the service is to stop for good."""
 
     def __init__(self, host: str, port: int) -> None:

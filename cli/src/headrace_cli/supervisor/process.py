@@ -1,4 +1,4 @@
-"""One service as a process: started on a leash, watched, restarted with growing pauses, stopped for sure."""
+"""One service as a process: bound to its parent, watched, restarted with growing pauses, stopped for sure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from headrace_cli.supervisor.health import ask
-from headrace_cli.supervisor.leash import leashed
-from headrace_cli.supervisor.listening_socket import Door
-from headrace_cli.supervisor.liveness import VARIABLE, Pulse
+from headrace_cli.supervisor.listening_socket import ListeningSocket
 from headrace_cli.supervisor.log_file import LogFile, wide
 from headrace_cli.supervisor.plan import ServicePlan
 from headrace_cli.supervisor.state import ServiceState, Status
+from headrace_runtime.liveness import VARIABLE
+from headrace_runtime.liveness_watch import LivenessWatch
+from headrace_runtime.parent_death import bound_to_parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +50,15 @@ class Limits:
 
 
 class ManagedProcess:
-    """A service over all its lives. Used by the supervisor's thread alone: the leash is tied to that thread."""
+    """A service over all its lives. Used by the supervisor's thread alone, to which the kernel binds its child."""
 
     def __init__(self, plan: ServicePlan, environ: Mapping[str, str], log: LogFile, limits: Limits) -> None:
         self.plan = plan
         self.log = log
         self._environ = environ
         self._limits = limits
-        self._door = Door(plan.host, plan.port) if plan.held else None
-        self._pulse = Pulse()
+        self._socket = ListeningSocket(plan.host, plan.port) if plan.held else None
+        self._liveness = LivenessWatch()
         self._process: subprocess.Popen[bytes] | None = None
         self._copier: threading.Thread | None = None
         self._status: Status = "stopped"
@@ -92,12 +93,12 @@ class ManagedProcess:
         return self._status == "ready"
 
     def start(self) -> None:
-        listener = self._door.open() if self._door else None
-        pulse = self._pulse.open()
+        listener = self._socket.open() if self._socket else None
+        liveness = self._liveness.open()
         self._process = subprocess.Popen(
-            leashed([sys.executable, "-m", self.plan.module], listener),
-            pass_fds=(pulse,) if listener is None else (pulse, listener),
-            env={**self._environ, VARIABLE: str(pulse)},
+            bound_to_parent([sys.executable, "-m", self.plan.module], listener),
+            pass_fds=(liveness,) if listener is None else (liveness, listener),
+            env={**self._environ, VARIABLE: str(liveness)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -108,7 +109,7 @@ class ManagedProcess:
         wide(self._process.stdout)
         self._copier = self.log.follow(self._process.stdout)
         self._started_s = time.monotonic()
-        self._pulse.started(self._started_s)
+        self._liveness.started(self._started_s)
         self._answered_s = None
         self._become("starting")
 
@@ -135,14 +136,14 @@ class ManagedProcess:
     def restart_is_due(self) -> bool:
         return self._process is None and self._status == "restarting" and time.monotonic() >= self._restart_s
 
-    def check_pulse(self) -> str | None:
+    def check_liveness(self) -> str | None:
         """What there is to say when it has begun to hang, or is killed for it. SIGTERM would not reach it."""
         if self._process is None:
             return None
-        self._pulse.look(time.monotonic())
-        silent_s, was_hung = self._pulse.silent_s, self._status == "hung"
+        self._liveness.look(time.monotonic())
+        silent_s, was_hung = self._liveness.silent_s, self._status == "hung"
         if silent_s > (self._limits.start_timeout_s if self._answered_s is None else self._limits.hang_timeout_s):
-            self._pulse.sign()  # the next life has all its time
+            self._liveness.sign()  # the next life has all its time
             self._become("hung")
             self.kill()
             return f"hangs: no sign of life for {silent_s:.0f} s; killing it (pid {self._process.pid})"
@@ -160,12 +161,12 @@ class ManagedProcess:
         """Ask its `/health`, unless that was done just now, or it has just shown that it does not answer anybody."""
         if self._process is None or time.monotonic() < self._check_s:
             return
-        silent = self._pulse.beats and self._pulse.silent_s > self._limits.health_timeout_s * 2
+        silent = self._liveness.beats and self._liveness.silent_s > self._limits.health_timeout_s * 2
         answer = None if silent else ask(self.plan.url, self._limits.health_timeout_s)
         now_s = time.monotonic()
         if answer is not None:
             ok, lacks = answer
-            self._pulse.sign()
+            self._liveness.sign()
             self._answered_s = now_s
             self._become("ready" if ok else "unready", *lacks)
         elif self._is_overdue(now_s) and self._status != "hung":
@@ -175,8 +176,8 @@ class ManagedProcess:
 
     def terminate(self) -> None:
         """Ask it to stop; `kill` what has not after a while. What hangs does not hear it."""
-        if self._door is not None:
-            self._door.close()
+        if self._socket is not None:
+            self._socket.close()
         if self._status == "hung":
             self.kill()
         self._signal(signal.SIGTERM, group=False)

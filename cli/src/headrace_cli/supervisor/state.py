@@ -12,7 +12,8 @@ from typing import IO, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from headrace.errors import NotRunning, UsageError
+from headrace.errors import UsageError
+from headrace_cli.errors import NotRunning
 from headrace_cli.supervisor.private_files import owner_alone, private_folder
 
 _TRIES = 5

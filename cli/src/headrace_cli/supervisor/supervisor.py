@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from headrace.errors import StartFailed
+from headrace_cli.errors import StartFailed
 from headrace_cli.supervisor import plan as planning
 from headrace_cli.supervisor.log_file import LogFile
 from headrace_cli.supervisor.overrides import Overrides
@@ -176,7 +176,7 @@ class Supervisor:
             elif status is not None:
                 pause_s = process.plan_restart()
                 self._report(f"{name} ended ({_cause(status)}); starting it again in {pause_s:g} s")
-            if (said := process.check_pulse()) is not None:
+            if (said := process.check_liveness()) is not None:
                 self._report(f"{name} {said}")
             if process.restart_is_due():
                 process.start()

@@ -1,4 +1,4 @@
-"""Whether a process still lives inside: its event loop writes to a pipe that it was started with (`LIVENESS_FD`).
+"""Watches whether another process still lives inside: its event loop writes to the pipe of `liveness`.
 
 A stopped process, and a loop that is stuck, write nothing. Load does not silence a loop that turns, as it can an HTTP
 server. What is counted is silence that was watched: while the watcher itself is stopped, nobody grows older.
@@ -9,29 +9,31 @@ from __future__ import annotations
 import contextlib
 import os
 
-VARIABLE = "LIVENESS_FD"
 _READ_BYTES = 4096
 _LOOK_S_MAX = 4.0
-"""More than this between two looks is the watcher's own absence (SIGSTOP, a sleeping machine)."""
+"""More than this between two looks is the watcher's own absence (SIGSTOP, a sleeping machine, a frozen container)."""
 
 
-class Pulse:
+class LivenessWatch:
     """`open` it before each start, `started` after it, and `look` often."""
 
     def __init__(self) -> None:
-        self._reading: int | None = None
+        self.reading: int | None = None
+        """Our end of the pipe, None before the first `open` and after `close`."""
         self._writing: int | None = None
         self._looked_s = 0.0
         self.silent_s = 0.0
         """For how long it was watched without a sign of life."""
         self.beats = False
         """Whether this life has ever written; who does not know the pipe answers by HTTP only."""
+        self.ended = False
+        """Whether nobody has the other end any more: the process ends, or closed what it did not know."""
 
     def open(self) -> int:
-        """The descriptor to hand over."""
+        """The descriptor to hand over, named in the environment by `liveness.VARIABLE`."""
         self.close()
-        self._reading, self._writing = os.pipe()
-        os.set_blocking(self._reading, False)
+        self.reading, self._writing = os.pipe()
+        os.set_blocking(self.reading, False)
         return self._writing
 
     def started(self, now_s: float) -> None:
@@ -39,7 +41,7 @@ class Pulse:
         if self._writing is not None:
             os.close(self._writing)
             self._writing = None
-        self._looked_s, self.silent_s, self.beats = now_s, 0.0, False
+        self._looked_s, self.silent_s, self.beats, self.ended = now_s, 0.0, False, False
 
     def look(self, now_s: float) -> None:
         """Take what was written, and the time that has passed."""
@@ -54,15 +56,16 @@ class Pulse:
         self.silent_s = 0.0
 
     def close(self) -> None:
-        for end in (self._reading, self._writing):
+        for end in (self.reading, self._writing):
             if end is not None:
                 os.close(end)
-        self._reading = self._writing = None
+        self.reading = self._writing = None
 
     def _beaten(self) -> bool:
         found = False
-        if self._reading is not None:
+        if self.reading is not None:
             with contextlib.suppress(BlockingIOError):
-                while os.read(self._reading, _READ_BYTES):
+                while os.read(self.reading, _READ_BYTES):
                     found = True
+                self.ended = True
         return found
