@@ -23,8 +23,8 @@ from headrace_schemas import EVENTS, Event
 from headrace_schemas.base import utcnow
 from headrace_schemas.events.chat import Message
 from headrace_schemas.ids import session_key, uuid7
+from tests.support.account_events import READY, report, turn, verdict
 from tests.support.broker_process import BrokerProcess
-from tests.unit.cli.test_account import READY, report, turn, verdict
 
 TOPIC = "feedback"
 

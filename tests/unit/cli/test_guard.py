@@ -7,10 +7,12 @@ import random
 from collections import Counter
 from datetime import UTC, datetime
 from itertools import permutations
+from typing import cast
 
 import pytest
 
-from headrace_cli.guard import ALPHA, GAIN, WINDOW, Point, Record, findings, gained, judge, rising
+from headrace.topics import Topics
+from headrace_cli.guard import ALPHA, GAIN, WINDOW, Finding, Point, Record, Warner, findings, gained, judge, rising
 from headrace_schemas import Event, ModelEvent, TrainingMetrics
 
 TASKS = 100
@@ -178,3 +180,18 @@ def test_findings_are_of_the_lineage_that_reported_last() -> None:
     events += [measured(n, DOWN[n], tasks=1000, score_standard_error=0.01) for n in range(WINDOW)]
     assert [one.kind for one in findings(events)] == ["hacked"]
     assert findings([*events, account(99, 0.5, lineage="replay")]) == ()
+
+
+async def test_a_warning_is_said_once_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    hacked, flat = Finding("m", "hacked", "it is hacked"), Finding("m", "flat", "it is flat")
+    looks = iter([(hacked,), (hacked, flat), (), (hacked,)])
+
+    async def read(_topics: object) -> tuple[Finding, ...]:
+        return next(looks)
+
+    monkeypatch.setattr("headrace_cli.guard.read", read)
+    said: list[str] = []
+    warner = Warner(said.append)
+    for _ in range(4):
+        await warner(cast(Topics, None))
+    assert said == ["it is hacked", "it is flat", "it is hacked"]

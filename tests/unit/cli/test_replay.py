@@ -11,7 +11,7 @@ from headrace.errors import UsageError
 from headrace.topics import Entry
 from headrace_cli.commands.replay import line_of
 from headrace_cli.commands.times import parse_time
-from tests.unit.cli.test_account import START, trajectory
+from tests.support.account_events import START, trajectory
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,7 @@ def test_a_service_that_never_answers_is_named_with_its_last_words(make: Make, d
     supervisor = make()
     supervisor.start()
     wait_until(lambda: supervisor.state.services["beta"].status == "ready", 20, "the other one")
+    wait_until(lambda: supervisor._processes["alpha"].log.tail, 20, "its last words")
     with pytest.raises(StartFailed, match=r"after 0\.1 s alpha does not answer \(alpha starts\)"):
         supervisor.wait_up(0.1)
 

@@ -6,13 +6,17 @@ import inspect
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import wraps
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 
 def spread(function: Callable[..., None]) -> Callable[..., None]:
     """`function` as typer wants it: each parameter that is a dataclass becomes parameters of its fields."""
     given = inspect.signature(function, eval_str=True).parameters
-    groups = {name: one.annotation for name, one in given.items() if is_dataclass(one.annotation)}
+    groups: dict[str, type[Any]] = {
+        name: one.annotation
+        for name, one in given.items()
+        if isinstance(one.annotation, type) and is_dataclass(one.annotation)
+    }
     if not groups:
         return function
 
@@ -30,7 +34,7 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-def _options(group: type) -> list[inspect.Parameter]:
+def _options(group: type[Any]) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
     return [
         inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])

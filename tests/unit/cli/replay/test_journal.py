@@ -6,7 +6,7 @@ from typing import Any
 
 from headrace_cli.replay.journal import Stretch, keep
 from headrace_schemas import Batch, Read, TrainingMetrics, Verdict
-from tests.unit.cli.test_account import START
+from tests.support.account_events import START
 
 DIGEST = "0" * 64
 

@@ -11,7 +11,7 @@ from headrace_cli.replay.program import Program
 from headrace_cli.replay.report import Report
 from headrace_cli.replay.request import make
 from headrace_cli.supervisor.overrides import Overrides
-from tests.unit.cli.test_account import experience
+from tests.support.account_events import experience
 
 
 class Scorer:
