@@ -17,7 +17,7 @@ ROWS = ROW.findall((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
 def _classes() -> dict[str, list[tuple[str, set[str]]]]:
     """Name to each class of it: its file, and its fields and methods."""
     found: dict[str, list[tuple[str, set[str]]]] = defaultdict(list)
-    for folder in ("schemas/src", "runtime/src", "sdk/src", "gateway/src", "services"):
+    for folder in ("schemas/src", "runtime/src", "sdk/src", "cli/src", "gateway/src", "services"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.parse(path.read_text(encoding="utf-8")).body:
                 if isinstance(node, ast.ClassDef):
