@@ -79,7 +79,7 @@ test: $(VENV)/installed ## every test that does not play for minutes, fast ones 
 test-long: WORKERS = 2
 test-long: $(VENV)/installed ## the tests that kill and that play for minutes: the whole circle, Kafka with PostgreSQL, replays, docs on a running stack
 	mkdir -p reports
-	$(PYTEST) -m long tests/e2e tests/docs tests/contract tests/integration/replay tests/integration tests/repo
+	$(PYTEST) -m long tests/e2e tests/docs tests/contract tests/integration/replay tests/integration tests/repo tests/unit
 
 KILLS ?= 100
 chaos: $(VENV)/installed ## everything breaks at 50 turns/s, on each bus (SEED=, KILLS=strikes, BUS=embedded or kafka, NEMESIS=kill,stop,..., KEEP=folder)

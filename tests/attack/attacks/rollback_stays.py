@@ -45,7 +45,7 @@ async def _play(town: Town, rng: random.Random) -> list[Line]:
         await town.until(lambda: town.champion(MODEL) == champion, "the first champion")
         for turn in range(ROUNDS):
             bad = await _promoted(town, parents, champion)
-            early = await _publish(town, parents, bad) if rng.random() < 0.7 else None
+            early = [await _publish(town, parents, bad)] if rng.random() < 0.7 else []
             await asyncio.sleep(rng.random() * 0.5)
             answer = await http.post(f"{url}/v1/models/{MODEL}/rollback", json={"reason": "worse"})
             answer.raise_for_status()
@@ -54,10 +54,8 @@ async def _play(town: Town, rng: random.Random) -> list[Line]:
                 process.kill()
                 process.wait()
                 process, url = town.registry()
-            barred.add(bad)
-            for parent in [bad, *([early] if early else [])]:
-                barred.add(await _publish(town, parents, parent))
-            barred |= {early} if early else set()
+            gone = [one for one in (bad, *early) if one != champion]  # `bad` serves if its child was promoted first
+            barred |= {*gone, *[await _publish(town, parents, parent) for parent in gone]}
             await town.until(all_taken_back, "the children are withdrawn")
         await asyncio.sleep(LATER_S)
         watching.cancel()

@@ -18,11 +18,13 @@ from headrace_schemas import DeadLetter, Experience, Trajectory, Turn
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
 from tests.contract.bus.clients import eventually
 from tests.integration.streams.town import town_on
+from tests.support.marks import kafka_is_long
 from tests.support.turns import ask, feedback, user
 
 MEBIBYTE = 1_048_576
 
 
+@kafka_is_long("own_bus")
 async def test_a_turn_of_three_mebibytes_becomes_an_experience(own_bus: str, tmp_path: Path) -> None:
     session = tmp_path.name
     turn = ask([user("x" * MEBIBYTE)] * 3, "right", session=session, prompt_token_ids=(1, 2, 3))

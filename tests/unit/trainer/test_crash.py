@@ -1,7 +1,8 @@
 """P4 by brute force: die before and after every durable write and every announcement, and look at what came out.
 
 The oracle is the run that nobody disturbed. On the CPU training is deterministic, so the final weights must be the same
-bytes: an experience trained twice, or not at all, would show.
+bytes: an experience trained twice, or not at all, would show. `make test` dies at every fifth
+point, `make test-long` at each.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ def plain_story(world: World, version: str) -> None:
     world.bus.add("experiences", b"poison")
 
 
-@pytest.mark.parametrize(("lora", "stride"), [(0, 1), (2, 6)])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("lora", "stride"), [pytest.param(0, 1, marks=pytest.mark.long), (0, 5), (2, 6)])
 async def test_a_death_at_any_point_changes_nothing(tmp_path: Path, make: Make, lora: int, stride: int) -> None:
     settings = make(lora={"rank": lora}, memory={"restore_points": 3})
     expected, _, points = await tell(tmp_path / "calm", settings, plain_story)
@@ -207,7 +209,9 @@ async def test_p4_offsets_outside_the_checkpoint_would_be_caught(
     assert caught > 0
 
 
-async def test_a_death_around_a_refused_version_changes_nothing(tmp_path: Path, make: Make) -> None:
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.long), 5])
+async def test_a_death_around_a_refused_version_changes_nothing(tmp_path: Path, make: Make, stride: int) -> None:
     """The registry refuses version 1 while version 2 exists: weights go back to the base, what was read stays read, and
     what is undone is queued again and trained once more."""
     settings = make(max_staleness=20)
@@ -233,5 +237,5 @@ async def test_a_death_around_a_refused_version_changes_nothing(tmp_path: Path, 
     expected, points = await whole(tmp_path / "calm", None)
     assert expected["steps"] == 5
     assert expected["numbers"] == [0, 1, 2, 3, 4, 5]
-    for at in range(1, points + 1):
+    for at in range(1, points + 1, stride):
         assert (await whole(tmp_path / f"{at}", at))[0] == expected, f"died at point {at}"

@@ -1,0 +1,11 @@
+"""Marks that several tests share."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def kafka_is_long(bus: str) -> pytest.MarkDecorator:
+    """A test on each kind of bus, of which `make test` runs the embedded one: Kafka's groups take half a minute."""
+    kafka = pytest.param("kafka", marks=(pytest.mark.kafka, pytest.mark.long))
+    return pytest.mark.parametrize(bus, ["embedded", kafka], indirect=True)
