@@ -7,14 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headrace_cli.commands.shared import Commands, command, console, table
-
-
-def _services() -> list[str]:
-    from headrace_cli.supervisor.plan import installed
-
-    return list(installed())
-
+from headrace_cli.commands.shared import Commands, command, console, service_names, table
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Every setting there is, and whether a file is right.")
 
@@ -84,7 +77,7 @@ def _ports(file: Path, services: dict[str, str]) -> list[str]:
 
 def reference(
     service: Annotated[
-        str | None, typer.Argument(help="Only this service's section.", autocompletion=_services)
+        str | None, typer.Argument(help="Only this service's section.", autocompletion=service_names)
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
 ) -> None:

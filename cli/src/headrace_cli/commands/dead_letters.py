@@ -12,18 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from headrace_cli.commands import dead_letters_printed as printed
-from headrace_cli.commands.shared import AsJson, BusOptions, Commands, command, progress
+from headrace_cli.commands.shared import AsJson, BusOptions, Commands, command, progress, topic_names
 from headrace_cli.commands.times import parse_time
 
 if TYPE_CHECKING:
     from headrace_cli.dead_letters import Letter, Plan, Selection
     from headrace_cli.dead_letters.reading import Cut, State
-
-
-def _topics() -> list[str]:
-    from headrace_schemas import EVENTS
-
-    return sorted(EVENTS)
 
 
 Ids = Annotated[list[str] | None, typer.Argument(help="Ids; their first letters do.", metavar="[ID]...")]
@@ -37,7 +31,7 @@ class Conditions:
     reason: Annotated[list[str] | None, typer.Option(help="Only with this reason; may be repeated.")] = None
     topic: Annotated[
         list[str] | None,
-        typer.Option(help="Only what was refused on this topic; may be repeated.", autocompletion=_topics),
+        typer.Option(help="Only what was refused on this topic; may be repeated.", autocompletion=topic_names),
     ] = None
     service: Annotated[list[str] | None, typer.Option(help="Only what this service refused; may be repeated.")] = None
     since: Annotated[

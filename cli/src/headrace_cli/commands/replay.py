@@ -13,16 +13,10 @@ import typer
 
 from headrace_cli.commands import replay_train
 from headrace_cli.commands.ranges import RangeOptions
-from headrace_cli.commands.shared import BusOptions, Commands, command, console, progress
+from headrace_cli.commands.shared import BusOptions, Commands, command, console, progress, topic_names
 
 if TYPE_CHECKING:
     from headrace.topics import Entry, Range
-
-
-def _topics() -> list[str]:
-    from headrace_schemas import EVENTS
-
-    return sorted(EVENTS)
 
 
 app = typer.Typer(
@@ -36,7 +30,7 @@ app = typer.Typer(
 
 
 def events(
-    topic: Annotated[str, typer.Argument(help="The topic.", autocompletion=_topics)],
+    topic: Annotated[str, typer.Argument(help="The topic.", autocompletion=topic_names)],
     *,
     chosen: RangeOptions,
     limit: Annotated[int | None, typer.Option(min=1, help="Stop after this many events.")] = None,

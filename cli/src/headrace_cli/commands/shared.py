@@ -86,6 +86,20 @@ def running(data_dir: Path | None) -> RunState:
     return read(folder(data_dir))
 
 
+def service_names() -> list[str]:
+    """To complete a word with."""
+    from headrace_cli.supervisor.plan import installed
+
+    return list(installed())
+
+
+def topic_names() -> list[str]:
+    """To complete a word with."""
+    from headrace_schemas import EVENTS
+
+    return sorted(EVENTS)
+
+
 def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 

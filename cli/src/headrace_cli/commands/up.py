@@ -10,17 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.shared import Config, DataDir, command, condition, console, table
+from headrace_cli.commands.shared import Config, DataDir, command, condition, console, service_names, table
 
 if TYPE_CHECKING:
     from headrace_cli.supervisor import RunState, Supervisor
     from headrace_schemas import ModelEvent
-
-
-def _services() -> list[str]:
-    from headrace_cli.supervisor.plan import installed
-
-    return list(installed())
 
 
 def up(
@@ -32,11 +26,13 @@ def up(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Start only this service; may be repeated.", metavar="SERVICE", autocompletion=_services),
+        typer.Option(help="Start only this service; may be repeated.", metavar="SERVICE", autocompletion=service_names),
     ] = None,
     without: Annotated[
         list[str] | None,
-        typer.Option(help="Do not start this service; may be repeated.", metavar="SERVICE", autocompletion=_services),
+        typer.Option(
+            help="Do not start this service; may be repeated.", metavar="SERVICE", autocompletion=service_names
+        ),
     ] = None,
     auto_ports: Annotated[
         bool, typer.Option("--auto-ports", help="Take free ports where none is set, instead of the usual ones.")

@@ -12,6 +12,7 @@ from typing import IO
 
 from headrace.errors import HeadraceError, UsageError
 from headrace_cli.supervisor.plan import installed
+from headrace_runtime.filters import line_of, parsed
 from headrace_runtime.parent_death import bound_to_parent
 
 _LINE_BYTES_MAX = 256 * 1024 * 1024
@@ -31,7 +32,7 @@ class Program:
     async def feed(self, word: str, value: bytes) -> None:
         """Waits while the program is busy. Raises what the program failed with."""
         assert self._process.stdin is not None
-        self._process.stdin.write(b"%s %s\n" % (word.encode(), value))
+        self._process.stdin.write(line_of(word, value))
         try:
             await self._process.stdin.drain()
         except ConnectionError:
@@ -47,8 +48,7 @@ class Program:
         """What the program writes, until it ends. Raises what it failed with."""
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
-            word, _, value = line.rstrip(b"\n").partition(b" ")
-            yield word.decode(), value
+            yield parsed(line)
         await self.ended()
 
     async def ended(self) -> None:

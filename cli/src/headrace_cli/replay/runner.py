@@ -19,6 +19,7 @@ from headrace_cli.replay.pipeline import Item, Pipeline, Tick, decide, side_by_s
 from headrace_cli.replay.program import Program, started
 from headrace_cli.replay.report import Report
 from headrace_cli.replay.request import Request
+from headrace_runtime import whole_file
 from headrace_schemas.replay import Rehearsed
 
 
@@ -31,7 +32,7 @@ class Written(BaseModel):
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.model_dump_json(indent=1), encoding="utf-8")
+        whole_file.replace(path, self.model_dump_json(indent=1).encode())
 
     @classmethod
     def read(cls, path: Path) -> Self | None:

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict
 
 from headrace.errors import UsageError
 from headrace_cli.errors import NotRunning
-from headrace_cli.supervisor.private_files import owner_alone, private_folder
+from headrace_runtime import whole_file
+from headrace_runtime.private_files import owner_alone, private_folder
 
 _TRIES = 5
 _TRY_INTERVAL_S = 0.05
@@ -67,15 +68,8 @@ class RunState(BaseModel):
         return f"{gateway.url}/v1" if gateway else None
 
     def write(self, data_dir: Path) -> None:
-        target = _folder(data_dir) / "state.json"
-        draft = target.with_name(f".state.json.{os.getpid()}")
-        try:
-            with open(draft, "w", encoding="utf-8", opener=owner_alone) as file:
-                file.write(self.model_dump_json(indent=1))
-            draft.replace(target)
-        except OSError:
-            draft.unlink(missing_ok=True)
-            raise
+        text = self.model_dump_json(indent=1)
+        whole_file.replace(_folder(data_dir) / "state.json", text.encode(), opener=owner_alone)
 
 
 class Lock:

@@ -17,7 +17,7 @@ from headrace_cli.replay.partition_merge import PartitionMerge, PartitionReader
 
 @dataclass(frozen=True)
 class Message:
-    """As much of a `ConsumerRecord` as lanes look at."""
+    """As much of a `ConsumerRecord` as the merge looks at."""
 
     partition: int
     offset: int

@@ -1,4 +1,4 @@
-"""Files and folders for their owner alone, whatever the umask of the program that uses the supervisor."""
+"""Files and folders for their owner alone, whatever the umask."""
 
 from __future__ import annotations
 
