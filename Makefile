@@ -6,7 +6,7 @@ WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
-MEMBERS := schemas runtime sdk gateway $(wildcard services/*)
+MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-clients install-peers lock schemas lint test test-long test-clients demo up attack chaos simulate mutants test-architectures test-learning bench bench-bus bench-state bench-gate bench-learning bench-trainer compose-test lock-images clean
@@ -49,7 +49,7 @@ $(PEERS)/installed: $(UV) requirements-peers.lock
 test-clients: $(VENV)/installed $(CLIENTS)/installed ## litellm, smolagents, DSPy and openai against a gateway
 	REQUIRED_SERVERS=clients $(BIN)/pytest $(CLIENT_TESTS)
 
-PACKAGES := headrace_schemas headrace_runtime headrace headrace_gateway $(addprefix headrace_,$(notdir $(wildcard services/*)))
+PACKAGES := headrace_schemas headrace_runtime headrace headrace_cli headrace_gateway $(addprefix headrace_,$(notdir $(wildcard services/*)))
 
 schemas: $(VENV)/installed ## write JSON Schema and AsyncAPI from the models
 	$(BIN)/python -m headrace_schemas.generate
@@ -133,7 +133,7 @@ bench-trainer: $(VENV)/installed $(PEERS)/installed ## what a step holds, how it
 bench: $(VENV)/installed ## every benchmark there is; each writes reports/bench-<name>.json
 	@$(call MEASURE,$(BENCHMARKS))
 
-DISTRIBUTIONS := schemas runtime gateway $(notdir $(wildcard services/*))
+DISTRIBUTIONS := schemas runtime cli gateway $(notdir $(wildcard services/*))
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-annotate --no-header
 
 lock: $(UV) ## resolve every dependency again, with hashes, for every platform

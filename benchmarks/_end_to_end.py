@@ -19,7 +19,7 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks._numbers import Summary
-from headrace.supervisor import Supervisor
+from headrace_cli.supervisor import Supervisor
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.consumer import assign_all, consumer, record_of
 from headrace_runtime.settings import BusSettings

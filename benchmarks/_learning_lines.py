@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks._learning_found import Found
-from headrace import guard
-from headrace.controls import kinds
-from headrace.controls.statistics import Mean, difference, mean
+from headrace_cli import guard
+from headrace_cli.controls import kinds
+from headrace_cli.controls.statistics import Mean, difference, mean
 
 LAG_LOSS_MAX = 0.02
 GAIN_MIN = 0.2

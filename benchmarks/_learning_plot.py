@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._learning_lines import FORMAT, Table
-from headrace.controls import kinds
-from headrace.controls.statistics import mean
-from headrace.drawing import FAINT, INK, LINE, WRONG, pyplot, save
+from headrace_cli.controls import kinds
+from headrace_cli.controls.statistics import mean
+from headrace_cli.drawing import FAINT, INK, LINE, WRONG, pyplot, save
 
 
 def draw(table: Table, path: Path) -> None:

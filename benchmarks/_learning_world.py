@@ -25,7 +25,7 @@ from email_agent import mailbox, rewards
 from email_agent.react import play
 from email_agent.tasks import Split, Task, stream, tasks
 from email_agent.tools import Mailtools
-from headrace.controls.statistics import Score
+from headrace_cli.controls.statistics import Score
 from headrace_collector.trajectories import trajectory
 from headrace_inference.chat.exact import ExactPrompts
 from headrace_inference.chat.tokenizer import ChatTokenizer

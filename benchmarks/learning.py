@@ -30,7 +30,7 @@ sys.path.insert(0, "examples")  # examples are not installed
 from benchmarks import _learning_plot
 from benchmarks._learning_found import Arm, Found, Plan
 from benchmarks._learning_lines import Table, lines, markdown
-from headrace.controls import kinds
+from headrace_cli.controls import kinds
 
 SOURCES = ("function:answer", "function:evidence", "function:tool_use")
 LAGS = (2, 4, 8)

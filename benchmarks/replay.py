@@ -25,13 +25,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from headrace.producing import Outgoing, producing
-from headrace.replay import conduct, copying
-from headrace.replay.journal import Journal
-from headrace.replay.lanes import opened
-from headrace.replay.report import Report
-from headrace.replay.request import Request, make
-from headrace.supervisor.overrides import Overrides
 from headrace.topics import Range
+from headrace_cli.replay import copying, runner
+from headrace_cli.replay.journal import Journal
+from headrace_cli.replay.partition_merge import opened
+from headrace_cli.replay.report import Report
+from headrace_cli.replay.request import Request, make
+from headrace_cli.supervisor.overrides import Overrides
 from headrace_runtime import topics
 from headrace_runtime.settings import BusSettings
 from headrace_schemas import Branch, Dialogue, Experience, Feedback, Message, Span, Trajectory
@@ -143,9 +143,9 @@ async def copied(wanted: Request) -> tuple[Report, float, float]:
     """The first half of a replay, up to where training would begin; its seconds, and those of CPU that it took."""
     report = Report(wanted.lineage, wanted.of, wanted.wanted.topic)
     began, busy = time.perf_counter(), cpu_s()
-    async with opened(wanted.bus, wanted.wanted) as lanes:
+    async with opened(wanted.bus, wanted.wanted) as merge:
         await copying.create(wanted.bus, wanted.lineage)
-        await conduct.copy(wanted, report, lanes, Journal((), (), "nothing was trained"), lambda *_: None)
+        await runner.copy(wanted, report, merge, Journal((), (), "nothing was trained"), lambda *_: None)
     return report, time.perf_counter() - began, cpu_s() - busy
 
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from headrace import account
+from headrace_cli import account
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.consumer import assign_all, consumer, record_of
 from headrace_runtime.settings import BusSettings

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from headrace.account import Account
+from headrace_cli.account import Account
 from tests.chaos.client import ClientLedger
 from tests.chaos.facts import Facts
 

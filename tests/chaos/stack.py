@@ -18,7 +18,7 @@ from pathlib import Path
 
 import aiohttp
 
-from headrace.supervisor import Limits, Supervisor
+from headrace_cli.supervisor import Limits, Supervisor
 from headrace_runtime.blobs import BlobStore
 from headrace_trainer.store import LineageStore
 from tests.chaos import settings

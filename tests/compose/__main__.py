@@ -23,12 +23,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.shared import console
-from headrace.demo import recipe as demo
-from headrace.demo.report import Report
-from headrace.demo.story import Options, Place, perform
-from headrace.demo.teller import Teller
 from headrace.errors import HeadraceError
+from headrace_cli.commands.shared import console
+from headrace_cli.demo import recipe as demo
+from headrace_cli.demo.console_reporter import ConsoleReporter
+from headrace_cli.demo.report import Report
+from headrace_cli.demo.runner import Options, Place, perform
 from tests.compose.engine import Engine, EngineFailed, Project
 from tests.compose.facts import Image, Limits, look_at_image, look_at_limits
 from tests.repo.compose_files import EXAMPLE, ROOT, env_example, filled, ours, service_of, services
@@ -143,12 +143,12 @@ async def _demo(options: argparse.Namespace, ports: dict[str, int], out: Path) -
     played = demo.read(ROOT / "examples/email_agent")
     goal = played.short.model_copy(update={"traffic_s_max": options.traffic_s})
     place = Place(f"127.0.0.1:{ports['KAFKA_PORT']}", f"http://127.0.0.1:{ports['GATEWAY_PORT']}")
-    teller = Teller(console())
-    report = await perform(played, Options(options.seed, goal, out, out, out, {}), place, teller)
+    reporter = ConsoleReporter(console())
+    report = await perform(played, Options(options.seed, goal, out, out, out, {}), place, reporter)
     problems = report.shortfalls(goal)
     if report.after <= report.before:
         problems.append(f"the agent did not become better: {report.before:.3f} → {report.after:.3f}")
-    teller.ended(report, [])
+    reporter.ended(report, [])
     return report, problems
 
 

@@ -15,7 +15,7 @@ import yaml
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from headrace.cli import app
+from headrace_cli.app import app
 from headrace_runtime.errors import SettingError
 from tests.docs.fences import PARSED, ROOT, Fence, all_fences, fences, pages, problem
 from tests.docs.not_run import NOT_RUN, executed, key_of

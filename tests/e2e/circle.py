@@ -18,10 +18,10 @@ from openai import AsyncOpenAI
 
 from email_agent.react import SYSTEM
 from email_agent.tools import DEFINITIONS
-from headrace.account import Account
-from headrace.bookkeeping import account_of
 from headrace.registry import Registry
 from headrace.topics import Range, connected
+from headrace_cli.account import Account
+from headrace_cli.bookkeeping import account_of
 from headrace_runtime.settings import load
 from headrace_schemas import (
     Checkpoint,

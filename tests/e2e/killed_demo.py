@@ -18,8 +18,8 @@ from typing import Any
 
 from headrace.errors import HeadraceError
 from headrace.registry import Registry
-from headrace.supervisor import RunState, read
 from headrace.topics import connected
+from headrace_cli.supervisor import RunState, read
 from tests.support.headrace_up import HEADRACE, as_toml
 from tests.support.processes import naming
 
@@ -136,7 +136,7 @@ class KilledDemo:
             os.kill(agent, signal.SIGTERM)
             status = process.wait(WAIT_S)
         finally:
-            process.kill()  # its services are on its leash
+            process.kill()  # its services end with it
             process.wait()
         agent_said, report = (json.loads((self._out / name).read_text()) for name in ("agent.json", "demo.json"))
         return Played(status, self.said, agent_said, report, deaths)

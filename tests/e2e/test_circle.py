@@ -19,8 +19,8 @@ import pytest
 from email_agent.mailbox import generate
 from email_agent.react import SYSTEM
 from email_agent.tools import DEFINITIONS, Mailtools
-from headrace.account import Account
-from headrace.bookkeeping import account_of
+from headrace_cli.account import Account
+from headrace_cli.bookkeeping import account_of
 from headrace_schemas import Checkpoint, DeadLetter, Experience, ModelEvent, Reward, TrainingMetrics, Trajectory, Turn
 from tests.e2e import circle
 from tests.e2e.circle import MODEL, Observed, Work

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from headrace.supervisor import NotRunning, RunState, read
+from headrace_cli.supervisor import NotRunning, RunState, read
 from tests.support.processes import wait_until
 
 HEADRACE = str(Path(sys.executable).with_name("headrace"))
@@ -68,7 +68,7 @@ class HeadraceUp:
             try:
                 self._process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()  # the services are on its leash
+                self._process.kill()  # the services end with it
         return self._process.wait()
 
     def status(self) -> dict[str, object]:

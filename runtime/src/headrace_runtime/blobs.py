@@ -76,7 +76,7 @@ class BlobStore:
             raise Unavailable(f"blob store {self.url} is empty or not there: {error}") from error
         except OSError as error:
             raise Unavailable(f"blob {ref.sha256} in {self.url}: {error}") from error
-        if len(data) != ref.size or hashlib.sha256(data).hexdigest() != ref.sha256:
+        if not ref.matches(data):
             raise CorruptBlob(f"blob {path}: {len(data)} bytes do not hash to {ref.sha256}; restore it from a backup")
         return data
 

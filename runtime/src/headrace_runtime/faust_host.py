@@ -148,12 +148,5 @@ def _app(group: str, bus: BusSettings, folder: Path) -> Any:
 def _record(event: Any) -> Record:
     message = event.message
     headers = message.headers.items() if isinstance(message.headers, Mapping) else message.headers or ()
-    return Record(
-        message.topic,
-        message.partition,
-        message.offset,
-        message.key,
-        message.value,
-        tuple(headers),
-        message.timestamp_ms if hasattr(message, "timestamp_ms") else int(message.timestamp * 1000),
-    )
+    at_ms = message.timestamp_ms if hasattr(message, "timestamp_ms") else int(message.timestamp * 1000)
+    return Record(message.topic, message.partition, message.offset, message.key, message.value, tuple(headers), at_ms)

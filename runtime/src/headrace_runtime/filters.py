@@ -15,6 +15,18 @@ from typing import BinaryIO
 _CHUNK_BYTES = 262_144
 
 
+def line_of(word: str, value: bytes) -> bytes:
+    return b"%s %s\n" % (word.encode(), value)
+
+
+def parsed(line: bytes) -> tuple[str, bytes]:
+    """Word and JSON. Raises `ValueError` for a line without a space."""
+    word, sign, value = line.rstrip(b"\n").partition(b" ")
+    if not sign:
+        raise ValueError(f"a line without a space: {line[:40]!r}")
+    return word.decode(), value
+
+
 class Lines:
     """Standard input and output of a filter, unless told otherwise."""
 
@@ -26,15 +38,12 @@ class Lines:
         """Word and JSON of each line, until the other side is done. Raises `ValueError` for a line without a space."""
         while chunk := await asyncio.to_thread(self._source.readlines, _CHUNK_BYTES):
             for line in chunk:
-                word, sign, value = line.rstrip(b"\n").partition(b" ")
-                if not sign:
-                    raise ValueError(f"a line without a space: {line[:40]!r}")
-                yield word.decode(), value
+                yield parsed(line)
             self._target.flush()
 
     def write(self, word: str, value: bytes) -> None:
         """Blocks while the other side does not read."""
-        self._target.write(b"%s %s\n" % (word.encode(), value))
+        self._target.write(line_of(word, value))
 
     def flush(self) -> None:
         self._target.flush()

@@ -41,6 +41,6 @@ async def beating(pipe: int | None) -> AsyncIterator[None]:
 
 async def _beat(pipe: int) -> None:
     while True:
-        with contextlib.suppress(OSError):  # full: the reader is busy; broken: it is gone, and the leash is its matter
+        with contextlib.suppress(OSError):  # full: the reader is busy; broken: it is gone, and then we end with it
             os.write(pipe, b".")
         await asyncio.sleep(INTERVAL_S)

@@ -20,7 +20,9 @@ from typing import Generic, NoReturn, TypeVar
 
 from headrace_runtime import liveness
 from headrace_runtime.errors import HeadraceError, SettingError
-from headrace_runtime.settings import CONFIG_VARIABLE, Common, ServiceSettings, load, secrets_of, secrets_of_url
+from headrace_runtime.private_files import private_folder
+from headrace_runtime.settings import Common, ServiceSettings, load, secrets_of, secrets_of_url
+from headrace_runtime.settings_table import CONFIG_VARIABLE
 from headrace_schemas.redaction import is_secret
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -66,7 +68,8 @@ class Service(Generic[S]):
         if arguments.check or arguments.check_bus:
             return self._check(common, own, bus=arguments.check_bus)
         os.umask(_OWNER_ALONE)
-        _make_private(common.data_dir)
+        with contextlib.suppress(OSError):  # somebody else's folder, or a full disk: what needs it will say so
+            private_folder(common.data_dir)
         from headrace_runtime import logs
 
         logs.configure(self.name, common.logs, {*secrets_of(common, own), *_environment_secrets(os.environ)})
@@ -109,14 +112,6 @@ class Service(Generic[S]):
         text = json.dumps({name: [doc.model_dump() for doc in docs] for name, docs in described.items()})
         sys.stdout.write(text + "\n")
         return 0
-
-
-def _make_private(data_dir: Path) -> None:
-    """What lies in `data_dir` is for its owner alone, also where an earlier release made it."""
-    with contextlib.suppress(OSError):  # somebody else's folder, or a full disk: what needs it will say so
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if data_dir.stat().st_uid == os.geteuid():
-            data_dir.chmod(data_dir.stat().st_mode & ~_OWNER_ALONE)
 
 
 def _environment_secrets(environ: Mapping[str, str]) -> set[str]:

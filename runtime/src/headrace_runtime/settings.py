@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import tomllib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from ipaddress import ip_address
@@ -24,12 +23,10 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
+from headrace_runtime import settings_table
 from headrace_runtime.errors import SettingError
 from headrace_runtime.refusal_limit import RefusalBounds
-from headrace_schemas.redaction import is_secret
 
-ENV_PREFIX = "HEADRACE_"
-CONFIG_VARIABLE = "HEADRACE_CONFIG"
 SERVICES = ("broker", "gateway", "inference", "collector", "scorer", "judge", "trainer", "registry")
 """Ours. An image holds one of them, and reads a file with the sections of all."""
 SERVICES_GROUP = "headrace.services"
@@ -161,10 +158,7 @@ S = TypeVar("S", bound=ServiceSettings)
 def load(service: str, model: type[S], path: Path | None, environ: Mapping[str, str] | None = None) -> tuple[Common, S]:
     """Read the file (none: defaults) and the environment; raise `SettingError` for anything that nobody would use."""
     environ = os.environ if environ is None else environ
-    table = _read(path) if path else {}
-    for name, text in environ.items():
-        if name.startswith(ENV_PREFIX) and name != CONFIG_VARIABLE:
-            _override(table, name, text)
+    table = settings_table.read(path, environ)
     ours = (*Common.model_fields, *SERVICES, service)
     for name, value in table.items():
         if name not in ours and name not in (known := (*ours, *entry_points(group=SERVICES_GROUP).names)):
@@ -182,35 +176,6 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingError("config", str(path), f"cannot be read: {error.strerror}; name an existing file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise SettingError("config", str(path), f"is not valid TOML: {error}") from None
-
-
-def _override(table: dict[str, Any], name: str, text: str) -> None:
-    path = name.removeprefix(ENV_PREFIX).lower().split("__")
-    value = _value(path[-1], text)
-    inner = table
-    for part in path[:-1]:
-        inner = inner.setdefault(part, {})
-        if not isinstance(inner, dict):
-            raise SettingError(name, text, f"{part!r} is a plain value, not a section")
-    inner[path[-1]] = value
-
-
-def _value(name: str, text: str) -> Any:
-    """TOML, or the text as it stands: always for a secret, which may consist of digits."""
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-    return text if is_secret(name) and not isinstance(value, str) else value
 
 
 def secrets_of(*sections: BaseModel) -> set[str]:

@@ -16,29 +16,30 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from headrace_runtime.leash import leashed
 from headrace_runtime.liveness import VARIABLE
+from headrace_runtime.liveness_watch import LivenessWatch
+from headrace_runtime.parent_death import bound_to_parent
 
 HANG_TIMEOUT = "HANG_TIMEOUT_S"
 START_TIMEOUT = "START_TIMEOUT_S"
 _LOOK_S = 1.0
-_LOOK_S_MAX = 4.0
-"""More than this between two looks is our own absence: a frozen container ages nobody."""
-_READ_BYTES = 4096
 
 
 def watch(command: Sequence[str], hang_timeout_s: float, start_timeout_s: float) -> int:
     """Run `command` to its end. Returns its exit status as a shell has it; 1 when it was killed for hanging."""
-    reading, writing = os.pipe()
-    os.set_blocking(reading, False)
+    liveness = LivenessWatch()
+    writing = liveness.open()
     process = subprocess.Popen(
-        leashed(command), pass_fds=(writing,), env={**os.environ, VARIABLE: str(writing)}, start_new_session=True
+        bound_to_parent(command),
+        pass_fds=(writing,),
+        env={**os.environ, VARIABLE: str(writing)},
+        start_new_session=True,
     )
-    os.close(writing)
+    liveness.started(time.monotonic())
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _frame: process.send_signal(number))
     try:
-        if _ends(process, reading, hang_timeout_s, start_timeout_s):
+        if _ends(process, liveness, hang_timeout_s, start_timeout_s):
             status = process.wait()
             return status if status >= 0 else 128 - status
         sys.stderr.write(f"watchdog: {command[-1]} hangs: no sign of life for its time; killing it\n")
@@ -49,28 +50,20 @@ def watch(command: Sequence[str], hang_timeout_s: float, start_timeout_s: float)
         process.wait()
 
 
-def _ends(process: subprocess.Popen[bytes], pipe: int, hang_timeout_s: float, start_timeout_s: float) -> bool:
+def _ends(
+    process: subprocess.Popen[bytes], liveness: LivenessWatch, hang_timeout_s: float, start_timeout_s: float
+) -> bool:
     """Waits; False: it is there and has been silent for too long."""
-    limit_s, silent_s, looked_s = start_timeout_s, 0.0, time.monotonic()
+    assert liveness.reading is not None
     with selectors.DefaultSelector() as selector:
-        selector.register(pipe, selectors.EVENT_READ)
+        selector.register(liveness.reading, selectors.EVENT_READ)
         while process.poll() is None:
-            said = selector.select(_LOOK_S) and os.read(pipe, _READ_BYTES)
-            now_s = time.monotonic()
-            silent_s += min(now_s - looked_s, _LOOK_S_MAX)
-            looked_s = now_s
-            if said:
-                limit_s, silent_s = hang_timeout_s, 0.0
-            elif silent_s > limit_s:
+            selector.select(_LOOK_S)
+            liveness.look(time.monotonic())
+            if liveness.ended:  # it ends, or it does not know the pipe
+                process.wait()
+            elif liveness.silent_s > (hang_timeout_s if liveness.beats else start_timeout_s):
                 return False
-            elif said == b"":  # closed: it ends, or it does not know the pipe
-                selector.unregister(pipe)
-                return _ends_unwatched(process)
-    return True
-
-
-def _ends_unwatched(process: subprocess.Popen[bytes]) -> bool:
-    process.wait()
     return True
 
 

@@ -6,15 +6,14 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic import ValidationError
-
 from headrace_runtime import damage, tracing
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import CorruptBlob, InvalidEvent, MissingBlob
-from headrace_schemas import EVENTS, Event
+from headrace_schemas import Event
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX, BlobRef
 from headrace_schemas.envelope import Envelope, Headers
+from headrace_schemas.records import carried
 
 _SHOWS_WITHIN_S = 2.0
 RawHeaders = tuple[tuple[str, bytes | None], ...]
@@ -90,16 +89,11 @@ async def decode(record: Record, blobs: BlobStore, *, topic: str | None = None) 
     Raises `InvalidEvent` for bytes that can never become valid, `Unavailable` when a referenced blob cannot be fetched,
     `MissingBlob` of these when the store answers and has none.
     """
-    model = EVENTS.get(topic or record.topic)
     found = dict(record.headers).get(damage.HEADER)
     if found is not None:
         raise InvalidEvent("damaged_record", f"the batch cannot be read, {found.decode('utf-8', 'replace')}")
-    if model is None:
-        raise InvalidEvent("unknown_topic", f"no event is defined for topic {record.topic}")
-    if record.value is None:
-        raise InvalidEvent("empty_value", f"{model.type}: the record has no value")
-    value = record.value
-    if any(name == "ce_dataref" for name, _ in record.headers):
+    model, value = carried(topic or record.topic, record.value, record.headers)
+    if isinstance(value, BlobRef):
         value = await _fetch(model.type, value, blobs)
     if len(value) > PAYLOAD_BYTES_MAX:  # long enough to be felt by everything else in this event loop
         event: Event = await asyncio.to_thread(model.from_json, value)
@@ -133,12 +127,8 @@ class Patience:
             raise InvalidEvent("missing_blob", str(error)) from error
 
 
-async def _fetch(kind: str, value: bytes, blobs: BlobStore) -> bytes:
+async def _fetch(kind: str, ref: BlobRef, blobs: BlobStore) -> bytes:
     try:
-        return await blobs.aget(BlobRef.model_validate_json(value))
-    except ValidationError:
-        raise InvalidEvent(
-            "invalid_blob_reference", f"{kind}: ce_dataref is set but the value is no reference"
-        ) from None
+        return await blobs.aget(ref)
     except CorruptBlob as error:
         raise InvalidEvent("corrupt_blob", f"{kind}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated
 
 from pydantic import Field
@@ -18,3 +19,7 @@ class BlobRef(Model):
     uri: Text
     sha256: Sha256
     size: Annotated[int, Field(ge=0)]
+
+    def matches(self, data: bytes) -> bool:
+        """Whether these are the bytes that are meant."""
+        return len(data) == self.size and hashlib.sha256(data).hexdigest() == self.sha256

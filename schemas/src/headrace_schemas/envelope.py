@@ -16,6 +16,8 @@ Headers = tuple[tuple[str, bytes], ...]
 _OFFSET = re.compile(r"^[0-9]{1,18}$")
 _TRACEPARENT = re.compile(r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
 _HEADER_BYTES_MAX = 1024
+DATAREF_HEADER = "ce_dataref"
+"""Beside a value that is a `BlobRef` and stands for the event (the CloudEvents claim check)."""
 SEQUENCE_HEADER = "ce_sequence"
 """The first offset of a record that was put back after a retry, so that it keeps its place in the order."""
 
@@ -31,7 +33,7 @@ class Envelope:
     subject: str
     traceparent: str | None = None
     dataref: str | None = None
-    """Set when the value is a `BlobRef` that stands for the event (the CloudEvents claim check)."""
+    """See `DATAREF_HEADER`."""
     after: Mapping[str, int] | None = None
     """Topic to the end offset of the partition with the event's number, read before the event was sent. Every record
     that was acknowledged before has a lower offset; every record that was sent later has a higher one."""
@@ -59,7 +61,7 @@ class Envelope:
             "ce_subject": self.subject,
             "content-type": "application/json",
             "traceparent": self.traceparent,
-            "ce_dataref": self.dataref,
+            DATAREF_HEADER: self.dataref,
             "ce_after": ",".join(f"{topic}={end}" for topic, end in self.after.items()) if self.after else None,
             SEQUENCE_HEADER: None if self.sequence is None else str(self.sequence),
         }
@@ -79,7 +81,7 @@ class Envelope:
             time=event.time,
             subject=texts.get("ce_subject") or event.subject,
             traceparent=_trace(texts.get("traceparent")),
-            dataref=texts.get("ce_dataref"),
+            dataref=texts.get(DATAREF_HEADER),
             after=_after(texts.get("ce_after")),
             sequence=_number(texts.get(SEQUENCE_HEADER)),
         )
@@ -108,3 +110,13 @@ def _number(value: str | None) -> int | None:
 def type_of(headers: Iterable[tuple[str, bytes | None]]) -> str | None:
     """The `ce_type` of a raw record, None when the producer sent none."""
     return next((_text(value) for name, value in headers if name == "ce_type" and value is not None), None)
+
+
+def sequence_of(headers: Iterable[tuple[str, bytes | None]]) -> int | None:
+    """The offset that a raw record had first, None when it was not put back."""
+    return next((_number(_text(value)) for name, value in headers if name == SEQUENCE_HEADER and value), None)
+
+
+def refers(headers: Iterable[tuple[str, bytes | None]]) -> bool:
+    """Whether the value of a raw record only refers to its event."""
+    return any(name == DATAREF_HEADER for name, _ in headers)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
-from headrace import guard
 from headrace.errors import HeadraceError
 from headrace.figures import figure
 from headrace.topics import Range, Topics, connected
@@ -20,12 +19,16 @@ _AGAIN_S = 5.0
 class Listener:
     """Hears `model-events` on a thread of its own, from now on. A bus that is away is tried again."""
 
-    def __init__(self, bus: str, hear: Callable[[ModelEvent], None], warn: Callable[[str], None] | None = None) -> None:
-        """`warn` hears, after each score, what rewards and scores show together, and nothing twice in a row."""
+    def __init__(
+        self,
+        bus: str,
+        hear: Callable[[ModelEvent], None],
+        after_scores: Callable[[Topics], Awaitable[None]] | None = None,
+    ) -> None:
+        """`after_scores` is called whenever a version was measured, and may read the topics."""
         self._bus = bus
         self._hear = hear
-        self._warn = warn
-        self._warned: set[tuple[str, str]] = set()
+        self._after_scores = after_scores
         self._at: dict[int, int] | None = None
         """The next offset of each partition; None: the ends of now."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -58,17 +61,10 @@ class Listener:
                         async for event in self._new(topics):
                             self._hear(event)
                             scored = scored or event.decision == "evaluated"
-                        if scored and self._warn is not None:
-                            await self._judge(topics, self._warn)
+                        if scored and self._after_scores is not None:
+                            await self._after_scores(topics)
                         await asyncio.sleep(_POLL_S)
             await asyncio.sleep(_AGAIN_S)
-
-    async def _judge(self, topics: Topics, warn: Callable[[str], None]) -> None:
-        found = await guard.read(topics)
-        for one in found:
-            if (one.model, one.kind) not in self._warned:
-                warn(one.text)
-        self._warned = {(one.model, one.kind) for one in found}
 
     async def _new(self, topics: Topics) -> AsyncIterator[ModelEvent]:
         ends = (await topics.ends([ModelEvent.topic]))[ModelEvent.topic]

@@ -19,16 +19,8 @@ class Unreachable(HeadraceError):
     """A service did not answer, however often it was asked."""
 
 
-class NotRunning(HeadraceError):
-    """No `headrace up` runs on this data directory."""
-
-
-class StartFailed(HeadraceError):
-    """A service cannot run as it is configured, or is not ready in time. Everything was stopped."""
-
-
 class UsageError(HeadraceError):
     """What was asked for cannot be: a file, a setting, a combination of options."""
 
 
-__all__ = ["ApiError", "HeadraceError", "NotRunning", "StartFailed", "Unreachable", "UsageError"]
+__all__ = ["ApiError", "HeadraceError", "Unreachable", "UsageError"]

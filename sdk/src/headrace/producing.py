@@ -55,7 +55,7 @@ class Producer:
 
 
 @asynccontextmanager
-async def producing(bus: str, client_id: str = "headrace-cli") -> AsyncIterator[Producer]:
+async def producing(bus: str, client_id: str = "headrace") -> AsyncIterator[Producer]:
     """A connection to the bus at `bus` that repeats what was not acknowledged and never doubles it.
 
     Raises `Unreachable`, `UsageError` without the extra.

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
 from headrace.errors import HeadraceError, Unreachable, UsageError
-from headrace_schemas import EVENTS, Event
+from headrace_schemas import Event
 from headrace_schemas.blobs import BlobRef
-from headrace_schemas.envelope import SEQUENCE_HEADER
+from headrace_schemas.envelope import sequence_of
+from headrace_schemas.records import carried
 
 if TYPE_CHECKING:
     from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+    from aiokafka.admin import AIOKafkaAdminClient
 
 _POLL_MS = 500
 _BATCH_MAX = 500
@@ -60,8 +59,8 @@ class Entry:
     @property
     def place(self) -> int:
         """Its place among the records of its key: the offset, the first one where a dead letter was put back."""
-        first = next((value for name, value in self.headers if name == SEQUENCE_HEADER), None)
-        return int(first) if first and first.isdigit() else self.offset
+        first = sequence_of(self.headers)
+        return self.offset if first is None else first
 
 
 @dataclass(slots=True)
@@ -77,8 +76,9 @@ class Progress:
 class Topics:
     """An open connection. One reading at a time; `connected` makes one."""
 
-    def __init__(self, consumer: AIOKafkaConsumer) -> None:
+    def __init__(self, consumer: AIOKafkaConsumer, admin: AIOKafkaAdminClient) -> None:
         self._consumer = consumer
+        self._admin = admin
 
     async def ends(self, topics: Iterable[str]) -> dict[str, dict[int, int]]:
         """End offsets by topic and partition, asked for one topic after the other in the given order."""
@@ -187,8 +187,9 @@ class Topics:
 
     async def partitions(self, topic: str) -> tuple[int, ...]:
         """The numbers of the topic's partitions; empty when there is no such topic."""
-        cluster = await self._consumer._client.fetch_all_metadata()  # the public ways know subscribed topics only
-        return tuple(sorted(cluster.partitions_for_topic(topic) or ()))
+        every = await self._admin.describe_topics()  # who asks for one by name may thereby create it
+        described = (one["partitions"] for one in every if one["topic"] == topic)
+        return tuple(sorted(partition["partition"] for partition in next(described, ())))
 
     async def _partitions(self, topic: str) -> list[TopicPartition]:
         from aiokafka import TopicPartition
@@ -204,18 +205,22 @@ async def connected(bus: str) -> AsyncIterator[Topics]:
     """A connection to the bus at `bus`. Raises `Unreachable`, `UsageError` without the extra."""
     try:
         from aiokafka import AIOKafkaConsumer
+        from aiokafka.admin import AIOKafkaAdminClient
         from aiokafka.errors import KafkaError
     except ImportError:
         raise UsageError("reading topics needs the extra: pip install 'headrace[topics]'") from None
     consumer = AIOKafkaConsumer(
-        bootstrap_servers=bus, client_id="headrace-cli", enable_auto_commit=False, fetch_max_wait_ms=250
+        bootstrap_servers=bus, client_id="headrace", enable_auto_commit=False, fetch_max_wait_ms=250
     )
+    admin = AIOKafkaAdminClient(bootstrap_servers=bus, client_id="headrace")
     try:
         await consumer.start()
-        yield Topics(consumer)
+        await admin.start()
+        yield Topics(consumer, admin)
     except (KafkaError, OSError) as error:
         raise Unreachable(f"bus {bus}: {error}; is it running?") from error
     finally:
+        await admin.close()
         await consumer.stop()
 
 
@@ -239,26 +244,16 @@ async def event_of(topic: str, value: bytes | None, headers: Iterable[tuple[str,
 
     Raises `HeadraceError` or `OSError` saying why there is none.
     """
-    if value is None:
-        raise UsageError("tombstone: the key was removed")
-    model = EVENTS.get(topic)
-    if model is None:
-        raise UsageError(f"no event is defined for topic {topic}")
-    if any(name == "ce_dataref" for name, _ in headers):
-        value = await asyncio.to_thread(fetch, value)
-    return model.from_json(value)
+    model, found = carried(topic, value, headers)
+    return model.from_json(await asyncio.to_thread(fetch, found) if isinstance(found, BlobRef) else found)
 
 
-def fetch(reference: bytes) -> bytes:
-    """The bytes that a reference (JSON of a `BlobRef`) stands for, checked against their digest. Blocks."""
-    try:
-        ref = BlobRef.model_validate_json(reference)
-    except ValidationError:
-        raise UsageError("ce_dataref is set but the value is no reference") from None
+def fetch(ref: BlobRef) -> bytes:
+    """The bytes that a reference stands for, from where it says, checked against their digest. Blocks."""
     import fsspec
 
     with fsspec.open(ref.uri, "rb") as file:
         data: bytes = file.read()
-    if len(data) != ref.size or hashlib.sha256(data).hexdigest() != ref.sha256:
-        raise UsageError(f"blob {ref.uri} does not hash to its name")
+    if not ref.matches(data):
+        raise HeadraceError(f"blob {ref.uri} does not hash to its name; restore it from a backup")
     return data

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import httpx
 
-from headrace.dead_letters import Selection, actions
 from headrace.topics import connected
+from headrace_cli.dead_letters import Selection, actions
 from headrace_schemas import DeadLetter, Trajectory
 from tests.attack.line import Line, at_most, none_of
 from tests.attack.small_stack import SmallStack, small_stack

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from headrace.supervisor import Limits, Supervisor
+from headrace_cli.supervisor import Limits, Supervisor
 from headrace_runtime.producer import EventProducer
 from headrace_schemas import Trajectory, Turn
 from tests.attack.line import Line, none_of

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from headrace.supervisor import ServiceState, Supervisor, read
+from headrace_cli.supervisor import ServiceState, Supervisor, read
 from tests.attack.line import Line, at_most, none_of
 from tests.support import tiny_model
 from tests.support.fake_llm import FakeLLM, verdict

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from headrace.supervisor import Supervisor
+from headrace_cli.supervisor import Supervisor
 from headrace_schemas import Trajectory
 from tests.attack.line import Line, none_of
 from tests.support.gateway_process import bus_view

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from headrace.bookkeeping import account_of
+from headrace_cli.bookkeeping import account_of
 from headrace_schemas import DeadLetter, Experience, Routing, ids
 from headrace_schemas.base import utcnow
 from headrace_schemas.events.routing import ServedVersion

@@ -82,7 +82,7 @@ class Town:
 
     async def headrace(self, *arguments: str, status: int = 0) -> str:
         """What `headrace replay ...` prints; its standard error is in the failure message."""
-        program = "from headrace.cli import main; main()"
+        program = "from headrace_cli.app import main; main()"
         settings = {"trainer.base": self.base, "bus.address": self.bus, "data_dir": self.data_dir, **self.settings}
         environ = {f"HEADRACE_{name.upper().replace('.', '__')}": str(value) for name, value in settings.items()}
         process = await asyncio.create_subprocess_exec(

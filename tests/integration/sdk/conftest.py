@@ -1,37 +1,4 @@
-"""Buses whose topics are nobody else's: a mirror refuses one in use, and what is known of models bounds strangers."""
+"""Buses whose topics are nobody else's."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
-
-import pytest
-
-from tests.integration.sdk.wiping import wipe
-from tests.support import presence
-from tests.support.broker_process import BrokerProcess
-from tests.support.kafka_node import KafkaNode
-
-
-@pytest.fixture(scope="package")
-def own_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Whoever uses it leaves it without topics."""
-    presence.need("kafka")
-    node = KafkaNode(tmp_path_factory.mktemp("own-kafka"), brief=True)
-    node.start()
-    yield node.address
-    node.stop()
-
-
-@pytest.fixture(params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
-async def own_bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
-    """An empty bus of each kind."""
-    if request.param == "embedded":
-        broker = BrokerProcess(tmp_path / "broker")
-        broker.start()
-        yield broker.address
-        broker.stop()
-        return
-    address: str = request.getfixturevalue("own_kafka")
-    yield address
-    await wipe(address)
+from tests.support.own_bus import own_bus as own_bus
+from tests.support.own_bus import own_kafka as own_kafka

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from headrace.bookkeeping import account_of
 from headrace.errors import Unreachable, UsageError
 from headrace.topics import Entry, Progress, Range, connected
+from headrace_cli.bookkeeping import account_of
 from headrace_runtime import topics as catalogue
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
@@ -23,8 +23,8 @@ from headrace_schemas import EVENTS, Event
 from headrace_schemas.base import utcnow
 from headrace_schemas.events.chat import Message
 from headrace_schemas.ids import session_key, uuid7
+from tests.support.account_events import READY, report, turn, verdict
 from tests.support.broker_process import BrokerProcess
-from tests.unit.sdk.test_account import READY, report, turn, verdict
 
 TOPIC = "feedback"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.account import Books
+from headrace_cli.account import Books
 from headrace_schemas import DeadLetter, Experience, TrainingMetrics, Trajectory, Turn
 from tests.support.fates import follow
 

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.rewards import verdict
 from headrace_schemas import Reward, RewardResult, Trajectory
-from tests.unit.sdk.test_account import trajectory
+from tests.support.account_events import trajectory
 
 RUN = trajectory("T", ("a",))
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from headrace_registry.settings import GateSettings
 from headrace_runtime.errors import HeadraceError
-from headrace_runtime.leash import leashed
+from headrace_runtime.parent_death import bound_to_parent
 from headrace_schemas.gate import Play, Played, Tasks
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Gate:
         """
         command = self._command()
         process = await asyncio.create_subprocess_exec(
-            *leashed(command),
+            *bound_to_parent(command),
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,

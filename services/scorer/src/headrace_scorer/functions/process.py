@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from headrace_runtime.errors import HeadraceError, Unavailable
-from headrace_runtime.leash import leashed
+from headrace_runtime.parent_death import bound_to_parent
 from headrace_scorer.functions.outcomes import Outcome
 from headrace_scorer.functions.protocol import LENGTH, CallRequest, LoadRequest, LoadResponse
 
@@ -46,7 +46,7 @@ class FunctionProcess:
 
         Raises `FunctionsRefused` when the functions cannot be loaded, `Unavailable` when there is no process.
         """
-        command = leashed([sys.executable, "-m", "headrace_scorer.functions.worker"])
+        command = bound_to_parent([sys.executable, "-m", "headrace_scorer.functions.worker"])
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, start_new_session=True, close_fds=True, env=environment(passed_on)

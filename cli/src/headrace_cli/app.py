@@ -1,0 +1,47 @@
+"""The `headrace` command. What a command needs is imported when it runs, so that `--help` and completion are quick."""
+
+from __future__ import annotations
+
+import typer
+
+from headrace_cli.commands import (
+    config,
+    controls,
+    dead_letters,
+    demo,
+    feedback,
+    logs,
+    mirror,
+    models,
+    replay,
+    status,
+    up,
+)
+from headrace_cli.commands.shared import Commands
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Headrace makes an agent get better from its own traffic.\n\n"
+    "Start it with [bold]headrace up[/], point your agent's OpenAI base_url at it, and say how it went with feedback.",
+    epilog="Settings: [bold]headrace config reference[/]. Each command has examples in its own --help.",
+)
+up.add_to(app)
+demo.add_to(app)
+status.add_to(app)
+logs.add_to(app)
+models.add_to(app)
+feedback.add_to(app)
+replay.add_to(app)
+controls.add_to(app)
+dead_letters.add_to(app)
+mirror.add_to(app)
+config.add_to(app)
+
+
+def main() -> None:
+    """The entry point of the console script."""
+    app()

@@ -1,0 +1,1 @@
+"""The commands, one file for each; what a command needs is imported when it runs."""

@@ -1,0 +1,109 @@
+"""`headrace config`: every setting there is, and whether a file is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace_cli.commands.shared import Commands, command, console, service_names, table
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Every setting there is, and whether a file is right.")
+
+
+def check(file: Annotated[Path, typer.Argument(help="A settings file (TOML).", exists=True, dir_okay=False)]) -> None:
+    """Try all that `headrace up` would, without starting anything; exit status 1 when something is wrong.
+
+    Each service reads the file and tries what is its own: the base folder and its chat template, reward functions and
+    their arguments, rubrics, the gate's program (against a stand-in gateway), keys, the database,
+    the bus and its topics, and whether the ports are free.
+    """
+    import os
+
+    from rich.markup import escape
+
+    from headrace_cli.settings_reference import refusals
+    from headrace_cli.supervisor.overrides import Overrides
+    from headrace_cli.supervisor.plan import installed, why_not
+
+    services = installed()
+    overrides = Overrides(file, {}, os.environ)
+    left_out = {name: reason for name in services if (reason := why_not(name, overrides))}
+    chosen = {name: module for name, module in services.items() if name not in left_out}
+    with console().status("asking the services"):
+        found = refusals(chosen, overrides.environ, bus="broker" in left_out)
+    found = _shared_once(found) | {"ports": _ports(file, chosen)}
+    rows = [
+        (name, "[red]" + escape("\n".join(wrong)) + "[/]" if wrong else "[green]ok[/]") for name, wrong in found.items()
+    ]
+    rows += [(name, f"[dim]not started: {escape(reason)}[/]") for name, reason in left_out.items()]
+    console().print(table(["service", "settings"], rows))
+    if any(found.values()):
+        raise typer.Exit(1)
+
+
+def _shared_once(found: dict[str, list[str]]) -> dict[str, list[str]]:
+    """What several say stands with all of them in one row, not once for each."""
+    by_sentence: dict[str, list[str]] = {}
+    for name, wrong in found.items():
+        for sentence in wrong:
+            by_sentence.setdefault(sentence, []).append(name)
+    shared = [sentence for sentence, names in by_sentence.items() if len(names) > 1]
+    own = {name: [one for one in wrong if one not in shared] for name, wrong in found.items()}
+    return ({"all": shared} if shared else {}) | own
+
+
+def _ports(file: Path, services: dict[str, str]) -> list[str]:
+    """What keeps `up` from its ports; nothing when it is up already on this data directory, and so has them."""
+    import os
+
+    from headrace.errors import UsageError
+    from headrace_cli.errors import NotRunning
+    from headrace_cli.supervisor.overrides import Overrides
+    from headrace_cli.supervisor.plan import data_dir_of, make
+    from headrace_cli.supervisor.state import read
+
+    overrides = Overrides(file, {}, os.environ)
+    try:
+        read(data_dir_of(None, overrides))
+    except NotRunning:
+        try:
+            make(None, overrides, services, only=services)
+        except UsageError as error:
+            return [str(error)]
+    return []
+
+
+def reference(
+    service: Annotated[
+        str | None, typer.Argument(help="Only this service's section.", autocompletion=service_names)
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
+) -> None:
+    """Print every setting with its meaning and default, as a settings file in which everything is commented out."""
+    from headrace.errors import UsageError
+    from headrace_cli.settings_reference import as_toml, ask
+    from headrace_cli.supervisor.plan import installed
+
+    services = installed()
+    if service is not None and service not in services:
+        raise UsageError(f"no service {service!r} is installed; there are {', '.join(services)}")
+    with console(stderr=True).status("asking the services"):
+        text = as_toml(ask({service: services[service]} if service else services), only=service)
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+    else:
+        typer.echo(text, nl=False)
+
+
+def add_to(parent: typer.Typer) -> None:
+    command(app, check, "headrace config check headrace.toml")
+    command(
+        app,
+        reference,
+        "headrace config reference",
+        "headrace config reference gateway",
+        "headrace config reference --output headrace.toml",
+    )
+    parent.add_typer(app, name="config")

@@ -1,0 +1,127 @@
+"""`headrace logs`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace_cli.commands.shared import DataDir, command, console, folder
+
+_COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
+_LEVELS = {"warning": "yellow", "error": "red", "critical": "red"}
+_HIDDEN = {"event", "level", "time", "logger", "service"}
+_POLL_S = 0.2
+
+
+def _logs() -> list[str]:
+    return sorted(path.stem for path in (folder(None) / "logs").glob("*.log"))
+
+
+def logs(
+    service: Annotated[
+        str | None, typer.Argument(help="Only this service.", metavar="[SERVICE]", autocompletion=_logs)
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written from now on.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many lines of each service.")] = 20,
+    raw: Annotated[bool, typer.Option("--raw", help="Lines as they were written, JSON usually.")] = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Show what services wrote, the oldest first; also of services that do not run any more."""
+    from headrace.errors import UsageError
+
+    where = folder(data_dir) / "logs"
+    paths = sorted(where.glob("*.log"))
+    if service is not None:
+        paths = [path for path in paths if path.stem == service]
+    if not paths:
+        known = ", ".join(path.stem for path in sorted(where.glob("*.log"))) or "none"
+        raise UsageError(f"no log of {service or 'any service'} in {where}; there are: {known}")
+    tails = [Tail(path) for path in paths]
+    found = [(line, tail.name) for tail in tails for line in tail.last(lines)]
+    _show(sorted(found, key=lambda pair: _time(pair[0])), paths, raw)
+    while follow:
+        _show([(line, tail.name) for tail in tails for line in tail.new()], paths, raw)
+        time.sleep(_POLL_S)
+
+
+class Tail:
+    """A log that is being written and, once in a while, rotated."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.stem
+        self._path = path
+        self._file = path.open("rb")
+        self._rest = b""
+
+    def last(self, count: int) -> list[str]:
+        kept: deque[bytes] = deque(self._file, maxlen=count)
+        return [line.decode("utf-8", "replace").rstrip("\n") for line in kept]
+
+    def new(self) -> Iterator[str]:
+        """Whole lines since the last call, those of a file that was rotated away first."""
+        yield from self._lines()
+        if self._path.exists() and self._path.stat().st_ino != _inode(self._file.fileno()):
+            yield from self._lines()
+            self._file.close()
+            self._file = self._path.open("rb")
+            yield from self._lines()
+
+    def _lines(self) -> Iterator[str]:
+        *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
+        for line in whole:
+            yield line.decode("utf-8", "replace")
+
+
+def _inode(descriptor: int) -> int:
+    import os
+
+    return os.fstat(descriptor).st_ino
+
+
+def _parsed(line: str) -> dict[str, object] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _time(line: str) -> str:
+    parsed = _parsed(line)
+    return str(parsed.get("time", "")) if parsed else ""
+
+
+def _show(found: list[tuple[str, str]], paths: list[Path], raw: bool) -> None:
+    from rich.text import Text
+
+    names = [path.stem for path in paths]
+    width = max(map(len, names))
+    out = console()
+    for line, name in found:
+        parsed = None if raw else _parsed(line)
+        prefix = Text(f"{name:<{width}} ", style=_COLOURS[names.index(name) % len(_COLOURS)])
+        text = Text(line) if parsed is None else _pretty(parsed)
+        out.print(text if raw and len(names) == 1 else prefix + text)
+
+
+def _pretty(entry: dict[str, object]) -> object:
+    from rich.text import Text
+
+    level = str(entry.get("level", ""))
+    more = " ".join(f"{name}={value}" for name, value in entry.items() if name not in _HIDDEN | {"exception"})
+    text = Text(f"{str(entry.get('time', ''))[11:19]} ", style="dim")
+    text.append(f"{entry.get('event', '')} ", style=_LEVELS.get(level, "bold"))
+    text.append(more)
+    if "exception" in entry:
+        text.append(f"\n{entry['exception']}", style="red")
+    return text
+
+
+def add_to(app: typer.Typer) -> None:
+    command(app, logs, "headrace logs", "headrace logs trainer -f", "headrace logs gateway -n 100 --raw")

@@ -1,0 +1,143 @@
+"""What the commands share: options, errors, where things are."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from headrace_cli.commands.grouped import spread
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headrace_cli.supervisor.state import RunState, ServiceState
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option("--data-dir", "-d", envvar="HEADRACE_DATA_DIR", help="Where Headrace keeps its data.", metavar="DIR"),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", envvar="HEADRACE_CONFIG", help="A settings file (TOML).", metavar="FILE"),
+]
+BusAddress = Annotated[
+    str | None, typer.Option("--bus", help="The bus, when it was not started by `up`.", metavar="HOST:PORT")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+@dataclass(frozen=True)
+class BusOptions:
+    """Which bus is meant: one that is named, or that of what runs here."""
+
+    bus: BusAddress = None
+    data_dir: DataDir = None
+
+    @property
+    def address(self) -> str:
+        """Raises `NotRunning`."""
+        return self.bus or running(self.data_dir).bus
+
+
+class Commands(TyperGroup):
+    """A group whose commands may raise `HeadraceError`: it is printed, and the exit status is 1, for wrong usage 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        from headrace.errors import HeadraceError, UsageError
+        from headrace_cli.errors import StartFailed
+        from headrace_runtime.errors import SettingError
+
+        try:
+            return super().invoke(ctx)
+        except HeadraceError as error:
+            typer.secho(f"headrace: {error}", err=True, fg=typer.colors.RED)
+            raise typer.Exit(2 if isinstance(error, UsageError | StartFailed | SettingError) else 1) from None
+
+
+def command(app: typer.Typer, function: Callable[..., None], *examples: str, name: str | None = None) -> None:
+    """Add `function` to `app`; its docstring is the help, and `examples` show how it is used."""
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    text = "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
+    shown = "\n\n".join(["[bold]Examples[/]", *examples])
+    app.command(name, help=text, epilog=shown)(spread(function))
+
+
+def folder(data_dir: Path | None, config: Path | None = None) -> Path:
+    """The data directory that is meant: the option, the environment, the settings file, or the usual one."""
+    import os
+
+    from headrace_cli.supervisor.overrides import Overrides
+    from headrace_cli.supervisor.plan import data_dir_of
+
+    return data_dir_of(data_dir, Overrides(config, {}, os.environ))
+
+
+def running(data_dir: Path | None) -> RunState:
+    """What runs there. Raises `NotRunning`."""
+    from headrace_cli.supervisor.state import read
+
+    return read(folder(data_dir))
+
+
+def service_names() -> list[str]:
+    """To complete a word with."""
+    from headrace_cli.supervisor.plan import installed
+
+    return list(installed())
+
+
+def topic_names() -> list[str]:
+    """To complete a word with."""
+    from headrace_schemas import EVENTS
+
+    return sorted(EVENTS)
+
+
+def console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, soft_wrap=True, highlight=False)
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar in a terminal. The body says what is being done, how far it is, and how far it will go."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+
+        def tick(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total or None)
+
+        yield tick
+
+
+def condition(service: ServiceState) -> str:
+    """A service's state in words and colour."""
+    from rich.markup import escape
+
+    colour = {"ready": "green", "starting": "yellow", "unready": "yellow"}.get(service.status, "red")
+    lacks = f" ({escape('lacks ' * (service.status == 'unready') + ', '.join(service.lacks))})" if service.lacks else ""
+    return f"[{colour}]{service.status}[/]{lacks}"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Any:
+    """A plain table; columns whose name ends in `>` are right-aligned."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        made.add_column(name.removesuffix(">"), justify="right" if name.endswith(">") else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made

@@ -1,0 +1,163 @@
+"""`headrace up`."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace_cli.commands.shared import Config, DataDir, command, condition, console, service_names, table
+
+if TYPE_CHECKING:
+    from headrace_cli.supervisor import RunState, Supervisor
+    from headrace_schemas import ModelEvent
+
+
+def up(
+    config: Config = None,
+    data_dir: DataDir = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", "-s", help="Override a setting; may be repeated.", metavar="SECTION.KEY=VALUE"),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Start only this service; may be repeated.", metavar="SERVICE", autocompletion=service_names),
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Do not start this service; may be repeated.", metavar="SERVICE", autocompletion=service_names
+        ),
+    ] = None,
+    auto_ports: Annotated[
+        bool, typer.Option("--auto-ports", help="Take free ports where none is set, instead of the usual ones.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds until every service has to answer.", min=1)] = 120.0,
+    hang_timeout: Annotated[
+        float, typer.Option(help="Seconds without a sign of life after which a service is killed.", min=6)
+    ] = 30.0,
+) -> None:
+    """Start every installed service on this machine and keep them running until Ctrl-C.
+
+    The broker is left out when [bold]bus.address[/] is set, the judge without [bold]judge.endpoint.base_url[/], the
+    trainer without [bold]trainer.base[/]. Each service is a process with a log of its own and is started again when it
+    dies or hangs. Stopping is clean; nothing is left running.
+    """
+    from headrace_cli.supervisor import Limits, Supervisor
+    from headrace_cli.supervisor.overrides import parse_assignments
+
+    out = console()
+    supervisor = Supervisor(
+        data_dir,
+        config=config,
+        settings=parse_assignments(settings or []),
+        only=only or (),
+        without=without or (),
+        auto_ports=auto_ports,
+        limits=Limits(hang_timeout_s=hang_timeout),
+        report=lambda line: out.print(f"[yellow]{line}[/]"),
+    )
+    stopping = _stop_on_signals(supervisor)
+    try:
+        supervisor.start()
+        with out.status("starting " + ", ".join(service.name for service in supervisor.plan.services)):
+            state = _up(supervisor, stopping, timeout)
+        if state is not None:
+            _announce(state)
+        with _decisions(state):
+            while not supervisor.wait(0.2) and not stopping.is_set():
+                state = _tell_changes(state, supervisor.state) if state is not None else None
+    finally:
+        with out.status("stopping"):
+            supervisor.stop()
+    supervisor.wait()
+    out.print("stopped")
+
+
+def _up(supervisor: Supervisor, stopping: threading.Event, timeout_s: float) -> RunState | None:
+    """None: somebody wants to stop before everything is up."""
+    from headrace_cli.supervisor import StartFailed
+
+    try:
+        return supervisor.wait_up(timeout_s)
+    except StartFailed:
+        if stopping.is_set():
+            return None
+        raise
+
+
+@contextlib.contextmanager
+def _decisions(state: RunState | None) -> Iterator[None]:
+    """While the body runs: a line for each version that is measured, takes over or is refused, and for trends."""
+    if state is None or "registry" not in state.services:
+        yield
+        return
+
+    from rich.markup import escape
+
+    from headrace.decisions import Listener, line
+    from headrace_cli.guard import Warner
+
+    def tell(event: ModelEvent) -> None:
+        if (said := line(event)) is not None:
+            colour = {"promoted": "green", "evaluated": "default"}.get(event.decision, "yellow")
+            console().print(f"[{colour}]{escape(said)}[/]")
+
+    listener = Listener(state.bus, tell, Warner(lambda said: console().print(f"[yellow]{escape(said)}[/]")))
+    listener.start()
+    try:
+        yield
+    finally:
+        listener.stop()
+
+
+def _stop_on_signals(supervisor: Supervisor) -> threading.Event:
+    """The first signal asks for a clean stop, the second one does not wait for it."""
+    stopping = threading.Event()
+
+    def stop(_number: int, _frame: object) -> None:
+        supervisor.begin_stop(now=stopping.is_set())
+        stopping.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    return stopping
+
+
+def _announce(state: RunState) -> None:
+    out = console()
+    rows = [(name, condition(one), one.url, str(one.pid), one.log) for name, one in state.services.items()]
+    out.print(table(["service", "state", "address", "pid>", "log"], rows))
+    out.print(f"bus       [bold]{state.bus}[/]")
+    if state.base_url:
+        out.print(f"base_url  [bold green]{state.base_url}[/]   the one line to change in your agent")
+    gateway = state.services.get("gateway")
+    if gateway and gateway.status != "ready":
+        out.print("[yellow]no model is served yet; the gateway is ready as soon as the first version is[/]")
+    for name, reason in state.left_out.items():
+        out.print(f"[dim]{name} is not started: {reason}[/]")
+    out.print("[dim]Ctrl-C stops everything[/]")
+
+
+def _tell_changes(before: RunState, now: RunState) -> RunState:
+    for name, service in now.services.items():
+        was = before.services[name]
+        if (was.status, was.lacks) != (service.status, service.lacks) and service.status in ("ready", "unready"):
+            console().print(f"{name}: {condition(service)}")
+    return now
+
+
+def add_to(app: typer.Typer) -> None:
+    command(
+        app,
+        up,
+        "headrace up",
+        "headrace up --set trainer.base=models/base --set gateway.port=8100",
+        "headrace up --config headrace.toml --without trainer",
+        "headrace up --set bus.address=kafka:9092   [dim]# your own Kafka[/]",
+    )

@@ -1,0 +1,10 @@
+"""Dead letters as an operator handles them: look, put back, give up. Nothing is removed from the log by any of it.
+
+A letter is open until a decision about it is on `dead-letter-decisions`, which is kept for ever. What was refused again
+after a retry is a new letter, because its record is at a new offset.
+"""
+
+from headrace_cli.dead_letters.actions import Plan, discard, plan, retry
+from headrace_cli.dead_letters.reading import Letter, Selection, State, read
+
+__all__ = ["Letter", "Plan", "Selection", "State", "discard", "plan", "read", "retry"]

@@ -1,0 +1,76 @@
+"""Tells the demo on the terminal: a line per version, and one line that moves while the agent works."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from headrace_cli.demo.report import Report
+from headrace_schemas import ModelEvent
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headrace_cli.demo.watch import Watch
+
+
+class ConsoleReporter:
+    """Everything that the demo says. Moving lines appear in a terminal only."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._first: float | None = None
+
+    def happened(self, line: str) -> None:
+        self._console.print(f"[yellow]{line}[/]")
+
+    def decided(self, event: ModelEvent) -> None:
+        """One line for each version that was evaluated, and for what became of it."""
+        score = event.statistics.get("score")
+        if event.decision == "evaluated" and score is not None:
+            self._first = score if self._first is None else self._first
+            bar = "█" * round(score * 40)
+            gain = f"{(score - self._first) * 100:+5.1f} points" if score != self._first else ""
+            self._console.print(f"{event.version}  held-out success [bold]{score:6.1%}[/]  [cyan]{bar:40}[/] {gain}")
+        elif event.decision in ("rejected", "rolled_back", "withdrawn"):
+            self._console.print(f"{event.version}  [yellow]{event.decision}[/]: {event.reason}")
+
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        began = time.monotonic()
+        with self._console.status(what) if self._console.is_terminal else contextlib.nullcontext():
+            yield
+        self._console.print(f"[dim]{what}: {time.monotonic() - began:.1f} s[/]")
+
+    @contextlib.contextmanager
+    def working(self, seconds: float) -> Iterator[Callable[[Watch], None]]:
+        """A progress bar over the agent's working time."""
+        if not self._console.is_terminal:
+            yield lambda watch: None
+            return
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("the agent works"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            task = progress.add_task("", total=seconds)
+            began = time.monotonic()
+
+            def update(watch: Watch) -> None:
+                text = f"{watch.swaps} swaps, {watch.gain * 100:+.1f} points"
+                progress.update(task, completed=time.monotonic() - began, description=text)
+
+            yield update
+
+    def ended(self, report: Report, shortfalls: list[str]) -> None:
+        dropped = ", ".join(f"{count} {reason}" for reason, count in report.turns_dropped.items()) or "none"
+        self._console.print(
+            f"\nheld-out success [bold]{report.before:.1%} → {report.after:.1%}[/] in {report.wall_s:.0f} s "
+            f"({report.traffic_s:.0f} s of traffic), {report.swaps} versions took over\n"
+            f"turns captured {report.turns_captured} = trained {report.turns_trained} + waiting {report.turns_waiting}"
+            f" + dropped {sum(report.turns_dropped.values())} ({dropped})\n"
+            f"requests {report.requests}, failed {report.failed_requests}"
+        )
+        for text in shortfalls:
+            self._console.print(f"[red]not as promised:[/] {text}")

@@ -1,0 +1,217 @@
+"""Plays a demo from the base model to the report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from headrace_cli.bookkeeping import account_of
+from headrace_cli.demo import agent
+from headrace_cli.demo.console_reporter import ConsoleReporter
+from headrace_cli.demo.recipe import Goal, Recipe
+from headrace_cli.demo.report import Report, VersionScore
+from headrace_cli.demo.watch import Watch
+from headrace_cli.errors import StartFailed
+from headrace_cli.supervisor import Supervisor
+from headrace_runtime.parent_death import bound_to_parent
+
+_FIRST_VERSION_S_MAX = 180.0
+_LAST_AUDIT_S_MAX = 60.0
+_MEASURE_S_MAX = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the caller chooses."""
+
+    seed: int
+    goal: Goal
+    data_dir: Path
+    cache: Path
+    out: Path
+    settings: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where Headrace runs, whoever started it."""
+
+    bus: str
+    gateway: str
+    """Root of its HTTP."""
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.gateway}/v1"
+
+
+async def play(recipe: Recipe, options: Options, reporter: ConsoleReporter) -> Report:
+    """The whole demo; raises `StartFailed` when something cannot even begin. Nothing is left running."""
+    began = time.monotonic()
+    options.out.mkdir(parents=True, exist_ok=True)
+    base = await asyncio.to_thread(_build_base, recipe, _values(options))
+    settings = {"trainer.base": base, "trainer.seed": options.seed, **options.settings}
+    supervisor = Supervisor(
+        options.data_dir,
+        config=recipe.folder / recipe.config,
+        settings=settings,
+        auto_ports=True,
+        environ=_environ(recipe),
+        report=reporter.happened,
+    )
+    try:
+        with reporter.doing("starting the services"):
+            supervisor.start()
+            await asyncio.to_thread(supervisor.wait_up)
+        place = Place(supervisor.plan.bus, supervisor.url("gateway"))
+        report = await perform(recipe, options, place, reporter)
+    finally:
+        with reporter.doing("stopping the services"):
+            await asyncio.to_thread(supervisor.stop)
+    return replace(report, wall_s=round(time.monotonic() - began, 1))
+
+
+async def perform(recipe: Recipe, options: Options, place: Place, reporter: ConsoleReporter) -> Report:
+    """What follows once Headrace runs at `place`: the first version, the agent at work, the account."""
+    began = time.monotonic()
+    watch = Watch(place.bus, reporter.decided)
+    async with _running(watch):
+        with reporter.doing("loading, probing and evaluating the first version"):
+            await _first_version(watch)
+        with reporter.doing("measuring it as the last one will be"):
+            before = await _measured(recipe, options, place, watch.champions[0])
+        traffic_began = time.time()
+        summary = await _agent_at_work(recipe, options, place, watch, reporter)
+        traffic_s = time.time() - traffic_began
+        await _last_audit(watch)
+        with reporter.doing("measuring the last version"):
+            after = await _measured(recipe, options, place, watch.champions[-1])
+    account = await account_of(place.bus)
+    return Report(
+        before=before,
+        after=after,
+        versions=_versions(watch, traffic_began),
+        failed_requests=summary["failed_requests"],
+        requests=summary["requests"],
+        swaps=watch.swaps,
+        wall_s=round(time.monotonic() - began, 1),
+        traffic_s=round(traffic_s, 1),
+        seed=options.seed,
+        **Report.account(account),  # type: ignore[arg-type]
+    )
+
+
+async def _measured(recipe: Recipe, options: Options, place: Place, version: str) -> float:
+    """Its mean score; the same tasks and seeds for every version. The registry's audit, with others, may have told the
+    agent to stop: this one chose nothing.
+    """
+    filled = {**_values(options), "base_url": place.base_url, "gateway": place.gateway, "version": version}
+    command = bound_to_parent(recipe.command("measure", filled))
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=_environ(recipe))
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), _MEASURE_S_MAX)
+    except TimeoutError:
+        raise StartFailed(f"{version} was not measured within {_MEASURE_S_MAX:g} s") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    scores = [json.loads(line)["score"] for line in output.splitlines() if line.strip()]
+    if process.returncode or not scores:
+        raise StartFailed(f"{version} was not measured: exit status {process.returncode}, {len(scores)} scores")
+    return float(sum(scores) / len(scores))
+
+
+def _versions(watch: Watch, traffic_began: float) -> tuple[VersionScore, ...]:
+    """In the order in which they were decided about. Who was refused has no score: only who serves is measured."""
+    found: list[tuple[datetime, str, float | None, bool]] = [
+        (one.time, one.version, one.score, one.version in watch.champions) for one in watch.scores.values()
+    ]
+    found += [(time, version, None, False) for version, time in watch.rejected.items() if version not in watch.scores]
+    return tuple(
+        VersionScore(version, score, max(0.0, time.timestamp() - traffic_began), promoted)
+        for time, version, score, promoted in sorted(found, key=lambda one: one[0])
+    )
+
+
+def _values(options: Options) -> dict[str, object]:
+    return {"cache": options.cache, "seed": options.seed, "out": options.out.absolute()}
+
+
+def _build_base(recipe: Recipe, values: Mapping[str, object]) -> str:
+    command = recipe.command("base", values)
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=_environ(recipe), check=False)
+    folder = next((line for line in reversed(result.stdout.split("\n")) if line.strip()), "")
+    if result.returncode or not Path(folder).is_dir():
+        raise StartFailed(f"the base model was not built: exit status {result.returncode}, last line {folder!r}")
+    return folder
+
+
+async def _first_version(watch: Watch) -> None:
+    async with asyncio.timeout(_FIRST_VERSION_S_MAX):
+        while not (watch.champions and watch.champions[0] in watch.scores):
+            watch.changed.clear()
+            await watch.changed.wait()
+
+
+async def _agent_at_work(
+    recipe: Recipe,
+    options: Options,
+    place: Place,
+    watch: Watch,
+    reporter: ConsoleReporter,
+) -> dict[str, Any]:
+    """Let the agent work until it has shown enough; returns its own summary."""
+    filled = {**_values(options), "base_url": place.base_url, "gateway": place.gateway}
+    deadline = time.monotonic() + options.goal.traffic_s_max
+    async with agent.at_work(recipe.command("agent", filled), _environ(recipe)) as process:
+        with reporter.working(options.goal.traffic_s_max) as update:
+            while process.returncode is None and time.monotonic() < deadline and not _enough(watch, options.goal):
+                update(watch)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), 0.5)
+    summary: dict[str, Any] = json.loads((options.out / "agent.json").read_text(encoding="utf-8"))
+    return summary
+
+
+def _enough(watch: Watch, goal: Goal) -> bool:
+    return watch.gain >= goal.enough_gain and watch.swaps >= goal.swaps_min
+
+
+async def _last_audit(watch: Watch) -> None:
+    """A version is measured after it has taken over: the last one, too, before anything is reported of it."""
+    try:
+        async with asyncio.timeout(_LAST_AUDIT_S_MAX):
+            while watch.champions[-1] not in watch.scores:
+                watch.changed.clear()
+                await watch.changed.wait()
+    except TimeoutError:
+        raise StartFailed(
+            f"{watch.champions[-1]} was not measured within {_LAST_AUDIT_S_MAX:g} s; see `headrace logs registry`"
+        ) from None
+
+
+@contextlib.asynccontextmanager
+async def _running(watch: Watch) -> AsyncIterator[None]:
+    task = asyncio.create_task(watch.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def _environ(recipe: Recipe) -> dict[str, str]:
+    """The demo's folder is importable as a package for its own commands and for reward functions."""
+    paths = [str(recipe.folder.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

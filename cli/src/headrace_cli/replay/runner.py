@@ -1,0 +1,141 @@
+"""Plans, runs and resumes replays: the order of the steps, and what is compared at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel
+
+from headrace.errors import HeadraceError, UsageError
+from headrace.producing import producing
+from headrace.topics import connected
+from headrace_cli.replay import copying, journal, training
+from headrace_cli.replay.journal import Journal
+from headrace_cli.replay.partition_merge import PartitionMerge, opened
+from headrace_cli.replay.pipeline import Item, Pipeline, Tick, decide, side_by_side
+from headrace_cli.replay.program import Program, started
+from headrace_cli.replay.report import Report
+from headrace_cli.replay.request import Request
+from headrace_runtime import whole_file
+from headrace_schemas.replay import DryRunLine
+
+
+class Written(BaseModel):
+    """`replays/<lineage>.json` in the data directory: a replay whose topic is complete, so that it can be resumed."""
+
+    of: str
+    recorded: bool
+    experiences: int
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole_file.replace(path, self.model_dump_json(indent=1).encode())
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        return cls.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+async def plan(request: Request, tick: Tick) -> Report:
+    """What `run` would do. Nothing is written anywhere, but reward functions and the judge are really called."""
+    report = _report(request)
+    told = await _journal(request)
+    async with opened(request.bus, request.wanted) as merge:
+        decide(request, report, told, merge)
+        environ = request.environ(replays=request.of, lineage=request.lineage, cut=report.cut)
+        async with started("trainer", environ) as rehearsal:
+
+            async def feed() -> None:
+                await Pipeline(request, report, lambda item: _rehearse(rehearsal, item), tick).run(merge, told)
+                rehearsal.close()
+
+            async def drain() -> None:
+                async for _, value in rehearsal.lines():
+                    report.training = DryRunLine.model_validate_json(value)
+
+            await side_by_side(feed(), drain())
+    report.compare([batch.digest for batch in told.batches])
+    return report
+
+
+async def run(request: Request, tick: Tick) -> Report:
+    """Copy, then train. Raises `UsageError` when there is such a replay already, and what the programs fail with."""
+    if await asyncio.to_thread(Written.read, _place(request, ".json")) is not None:
+        raise UsageError(
+            f"there was a replay into lineage {request.lineage!r} already; its versions remain: choose another name, "
+            f"or go on with `headrace replay resume {request.lineage}`"
+        )
+    report = _report(request)
+    told = await _journal(request)
+    async with opened(request.bus, request.wanted) as merge:
+        decide(request, report, told, merge)
+        await copying.create(request.bus, request.lineage, int(request.overrides.get("bus.replication") or 1))
+        try:
+            await copy(request, report, merge, told, tick)
+        except BaseException:
+            await copying.remove(request.bus, request.lineage)
+            raise
+    return await _train(request, report, told, tick)
+
+
+async def copy(request: Request, report: Report, merge: PartitionMerge, told: Journal, tick: Tick) -> None:
+    """Fill the topic that training reads."""
+    async with producing(request.bus, "headrace-replay") as producer:
+        copier = copying.Copier(producer, request.topic)
+        await Pipeline(request, report, copier, tick, store=True).run(merge, told)
+        await copier.flush()
+    report.topic = request.topic
+    written = Written(of=request.of, recorded=report.cut == "recorded", experiences=report.experiences)
+    await asyncio.to_thread(written.write, _place(request, ".json"))
+
+
+async def resume(request: Request, tick: Tick) -> Report:
+    """Train on where a replay was interrupted. Raises `UsageError` when its copy was never completed here."""
+    written = await asyncio.to_thread(Written.read, _place(request, ".json"))
+    if written is None:
+        raise UsageError(f"no replay into lineage {request.lineage!r} was copied to its end from here; run it")
+    request = replace(request, of=written.of)
+    report = _report(request)
+    report.topic, report.experiences = request.topic, written.experiences
+    report.cut, report.cut_because = ("recorded" if written.recorded else "rules"), "as it was begun"
+    return await _train(request, report, await _journal(request), tick)
+
+
+async def _train(request: Request, report: Report, told: Journal, tick: Tick) -> Report:
+    total = report.experiences
+
+    def progress(accounts: training.Accounts) -> None:
+        tick("training", accounts.decided, total)
+
+    log = _place(request, ".log")
+    accounts = await training.train(request, report.cut == "recorded", log, progress)
+    async with connected(request.bus) as topics:
+        made = await training.checkpoints(topics, request.prefix)
+    if not made:
+        raise HeadraceError(f"the trainer ended without a version; its log is {log}")
+    report.training = accounts.result(total, len(made) - 1)
+    report.version = made[-1].version
+    report.compare([batch.digest for batch in told.batches])
+    return report
+
+
+async def _rehearse(program: Program, item: Item) -> None:
+    if item.cut is not None:
+        await program.feed("batch", str(item.cut).encode())
+    await program.feed("experience", item.whole)
+
+
+async def _journal(request: Request) -> Journal:
+    async with connected(request.bus) as topics:
+        return await journal.read(topics, request.model, request.of)
+
+
+def _report(request: Request) -> Report:
+    return Report(request.lineage, request.of, request.wanted.topic)
+
+
+def _place(request: Request, suffix: str) -> Path:
+    return Path(str(request.overrides.get("data_dir"))) / "replays" / f"{request.lineage}{suffix}"

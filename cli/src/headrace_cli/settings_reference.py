@@ -1,0 +1,117 @@
+"""The settings of every installed service, asked from the services: each is a program that can describe its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from pydantic import BaseModel, JsonValue, TypeAdapter
+
+from headrace.errors import HeadraceError
+from headrace_cli.toml_text import toml
+
+_WIDTH = 120
+_TIMEOUT_S = 60.0
+_CHECK_TIMEOUT_S = 240.0
+"""A gate may take its minute in a check, and reward functions may import much."""
+_HEADER = """# Headrace settings. Everything is optional: what is commented out shows the default.
+#
+# `headrace up --config FILE` reads this. An environment variable overrides a line (HEADRACE_GATEWAY__PORT=8100), and so
+# does `headrace up --set gateway.port=8100`. An unknown name stops the start.
+# This file is the output of `headrace config reference`.
+"""
+
+
+class Setting(BaseModel):
+    """One setting as its service describes it (`headrace_runtime.reference.SettingDoc`)."""
+
+    name: str
+    kind: str
+    default: JsonValue = None
+    required: bool = False
+    description: str = ""
+
+
+Described = dict[str, list[Setting]]
+_DESCRIBED = TypeAdapter(Described)
+
+
+def ask(services: Mapping[str, str]) -> Described:
+    """Section to settings: those that all services share under `common`, then one section for each service."""
+    found: Described = {}
+    for name, done in _run_all(services, dict.fromkeys(services, "--describe-settings")).items():
+        if done.returncode:
+            raise HeadraceError(f"{name} cannot describe its settings: {done.stderr.strip()[-500:]}")
+        found |= _DESCRIBED.validate_json(done.stdout)
+    return found
+
+
+def refusals(services: Mapping[str, str], environ: Mapping[str, str], *, bus: bool) -> dict[str, list[str]]:
+    """Service to what it found wrong when it tried what its start would; one of them looks at the `bus` as well."""
+    asked = {name: "--check-bus" if bus and name == min(services) else "--check" for name in services}
+    done = _run_all(services, asked, environ=environ, timeout_s=_CHECK_TIMEOUT_S)
+    return {name: _sentences(name, result) for name, result in done.items()}
+
+
+def _sentences(name: str, result: subprocess.CompletedProcess[str]) -> list[str]:
+    """What is wrong stands on standard output; what stopped the attempt itself is the end of standard error."""
+    if not result.returncode:
+        return []
+    said = result.stdout.splitlines() or result.stderr.splitlines()[-1:] or [f"exit status {result.returncode}"]
+    return [line.removeprefix(f"headrace {name}: ") for line in said]
+
+
+def as_toml(described: Described, *, only: str | None = None) -> str:
+    """A settings file in which every setting stands with its meaning, commented out, with its default."""
+    sections = [name for name in described if only is None or name == only]
+    parts = [_HEADER] if only is None else []
+    parts += [_section(described[section]) for section in sections]
+    return "\n".join(parts)
+
+
+def _section(settings: Sequence[Setting]) -> str:
+    lines: list[str] = []
+    header = None
+    for setting in settings:
+        table, _, key = setting.name.rpartition(".")
+        if table != header:
+            header = table
+            lines += [f"\n[{table}]"] if table else []
+        lines += _lines(key, setting)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _lines(key: str, setting: Setting) -> list[str]:
+    text = f"{setting.description} ({setting.kind})" if setting.description else f"({setting.kind})"
+    wrapped = textwrap.wrap(text, _WIDTH - 2, break_long_words=False, break_on_hyphens=False)
+    value = "..." if setting.required or setting.default is None else toml(setting.default)
+    return [*(f"# {line}" for line in wrapped), f"#{key} = {value}"]
+
+
+def _run_all(
+    services: Mapping[str, str],
+    arguments: Mapping[str, str],
+    *,
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float = _TIMEOUT_S,
+) -> dict[str, subprocess.CompletedProcess[str]]:
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        done = {
+            name: pool.submit(_run, module, arguments[name], environ, timeout_s) for name, module in services.items()
+        }
+    return {name: future.result() for name, future in done.items()}
+
+
+def _run(
+    module: str, argument: str, environ: Mapping[str, str] | None, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, argument]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environ and dict(environ)
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"is not done after {timeout_s:g} s")

@@ -1,0 +1,60 @@
+"""What the settings will be, as far as a supervisor has to know: the file and the environment that services read.
+
+The meaning of a setting is its service's business; here they are looked up by name only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import UsageError
+from headrace_cli.toml_text import toml
+from headrace_runtime import settings_table
+from headrace_runtime.settings_table import CONFIG_VARIABLE, variable_of
+
+
+class Overrides:
+    """`environ` for the services, with the settings that were given by name in it, and `get` to look one up.
+
+    Raises `SettingError` for a file that cannot be read.
+    """
+
+    def __init__(self, config: Path | None, settings: Mapping[str, object], environ: Mapping[str, str]) -> None:
+        self.environ = dict(environ)
+        named = config or (Path(environ[CONFIG_VARIABLE]) if environ.get(CONFIG_VARIABLE) else None)
+        if named:
+            self.environ[CONFIG_VARIABLE] = str(named.absolute())
+        self._table = settings_table.read(named, environ)
+        for name, value in settings.items():
+            self.set(name, value)
+
+    def get(self, name: str) -> Any:
+        """The setting's value, None when it was left to its default."""
+        found: Any = self._table
+        for part in name.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        return found
+
+    def set(self, name: str, value: object) -> None:
+        """Decide a setting for all services."""
+        variable = variable_of(name)
+        self.environ[variable] = toml(value)
+        settings_table.override(self._table, variable, self.environ[variable])
+
+    def default(self, name: str, value: object) -> None:
+        """Decide a setting that nobody has decided."""
+        if self.get(name) is None:
+            self.set(name, value)
+
+
+def parse_assignments(assignments: list[str]) -> dict[str, object]:
+    """`--set section.key=value` as settings: a value is TOML, or text as it stands. Raises `UsageError`."""
+    found: dict[str, object] = {}
+    for assignment in assignments:
+        name, sign, value = (part.strip() for part in assignment.partition("="))
+        if not sign or not name:
+            raise UsageError(f"--set {assignment}: write section.key=value, e.g. --set gateway.port=8100")
+        found[name] = settings_table.value_of(name.rpartition(".")[2], value)
+    return found

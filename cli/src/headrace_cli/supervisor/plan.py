@@ -1,0 +1,167 @@
+"""What is to be started: which services, on which ports, with which settings."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+import socket
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from headrace.errors import UsageError
+from headrace_cli.supervisor.overrides import Overrides
+
+GROUP = "headrace.services"
+DEFAULT_DATA_DIR = Path(".headrace")
+DEFAULT_PORTS = {
+    "gateway": 8000,
+    "inference": 8010,
+    "registry": 8020,
+    "collector": 8031,
+    "scorer": 8032,
+    "judge": 8033,
+    "trainer": 8034,
+    "broker": 8035,
+}
+KAFKA_PORT = 9092
+_FREE, _FREE_TRIES = range(15_000, 32_000), 1000
+"""Where `auto_ports` looks; outgoing connections have ports from 32768 on (Linux) or 49152 on."""
+_NEEDS = {"judge": "judge.endpoint.base_url", "trainer": "trainer.base"}
+"""Services that only make sense with a certain setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePlan:
+    """One process: `python -m module`, its HTTP on `host:port`."""
+
+    name: str
+    module: str
+    host: str
+    port: int
+
+    @property
+    def held(self) -> bool:
+        """Whether the supervisor holds its listening socket: users' agents call this one."""
+        return self.name == "gateway"
+
+    @property
+    def url(self) -> str:
+        return f"http://{_reachable(self.host)}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that `up` starts. `left_out` says why the other installed services are not."""
+
+    data_dir: Path
+    environ: Mapping[str, str]
+    services: tuple[ServicePlan, ...]
+    bus: str
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+def installed() -> dict[str, str]:
+    """Service name to module, of everything that announces itself under the entry point group `headrace.services`."""
+    return {entry.name: entry.value for entry in sorted(entry_points(group=GROUP))}
+
+
+def data_dir_of(given: Path | None, overrides: Overrides) -> Path:
+    return Path(given or overrides.get("data_dir") or DEFAULT_DATA_DIR).absolute()
+
+
+def make(
+    data_dir: Path | None,
+    overrides: Overrides,
+    services: Mapping[str, str],
+    *,
+    only: Collection[str] = (),
+    without: Collection[str] = (),
+    auto_ports: bool = False,
+) -> Plan:
+    """Decide. Raises `UsageError` for names that are not installed and ports that are taken."""
+    for name in (*only, *without):
+        if name not in services:
+            raise UsageError(f"no service {name!r} is installed; there are {', '.join(sorted(services))}")
+    folder = data_dir_of(data_dir, overrides)
+    overrides.set("data_dir", folder)
+    left_out = {name: reason for name in services if (reason := why_not(name, overrides, only, without))}
+    chosen = {name: module for name, module in services.items() if name not in left_out}
+    ports = _Ports(auto_ports)
+    if "broker" in chosen:
+        kafka_port = ports.take("broker.kafka_port", overrides, KAFKA_PORT)
+        overrides.set("bus.address", f"127.0.0.1:{kafka_port}")
+    plans = []
+    for name, module in chosen.items():
+        port = ports.take(f"{name}.port", overrides, DEFAULT_PORTS.get(name, 0))
+        plans.append(ServicePlan(name, module, str(overrides.get(f"{name}.host") or "127.0.0.1"), port))
+    gateway = next((plan for plan in plans if plan.name == "gateway"), None)
+    if gateway and "registry" in chosen:
+        overrides.default("registry.gate.base_url", f"{gateway.url}/v1")
+    bus = str(overrides.get("bus.address") or f"127.0.0.1:{KAFKA_PORT}")
+    return Plan(folder, overrides.environ, tuple(plans), bus, left_out)
+
+
+def why_not(name: str, overrides: Overrides, only: Collection[str] = (), without: Collection[str] = ()) -> str | None:
+    """The reason why `up` leaves a service out, None when it starts it."""
+    if name in without:
+        return "--without"
+    if only:
+        return None if name in only else "--only"
+    if name == "broker" and overrides.get("bus.address"):
+        return f"bus.address is {overrides.get('bus.address')}"
+    needed = _NEEDS.get(name)
+    return f"{needed} is not set" if needed and not overrides.get(needed) else None
+
+
+class _Ports:
+    """Gives each service a port of its own: the configured one, its usual one, or a free one."""
+
+    def __init__(self, auto: bool) -> None:
+        self._auto = auto
+        self._taken: set[int] = set()
+
+    def take(self, setting: str, overrides: Overrides, usual: int) -> int:
+        configured = overrides.get(setting)
+        wanted = configured if isinstance(configured, int) else usual
+        if wanted and not (self._auto and configured is None):
+            self._check(wanted, setting)
+            port = wanted
+        else:
+            port = self._free()
+        self._taken.add(port)
+        overrides.set(setting, port)
+        return port
+
+    def _check(self, port: int, setting: str) -> None:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                if port in self._taken or error.errno in (errno.EADDRINUSE, errno.EACCES):
+                    raise UsageError(
+                        f"{setting} = {port}: {error.strerror}; set another one or use --auto-ports"
+                    ) from None
+                raise
+        if port in self._taken:
+            raise UsageError(f"{setting} = {port}: another service has this port; set another one")
+
+    def _free(self) -> int:
+        """None of those that outgoing connections get: it could be gone before the service starts."""
+        for _ in range(_FREE_TRIES):
+            port = random.choice(_FREE)
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                if port not in self._taken:
+                    return port
+        raise UsageError(f"no free port between {_FREE.start} and {_FREE.stop}; set the ports")
+
+
+def _reachable(host: str) -> str:
+    """Where to call a service that listens on `host`."""
+    if host in ("0.0.0.0", "::", ""):  # noqa: S104 (compared, not bound)
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host

@@ -1,8 +1,0 @@
-"""Starts every service as its own process, keeps it alive, and stops all of them: the library behind `headrace up`."""
-
-from headrace.errors import NotRunning, StartFailed, UsageError
-from headrace.supervisor.process import Limits
-from headrace.supervisor.state import RunState, ServiceState, read
-from headrace.supervisor.supervisor import Supervisor
-
-__all__ = ["Limits", "NotRunning", "RunState", "ServiceState", "StartFailed", "Supervisor", "UsageError", "read"]

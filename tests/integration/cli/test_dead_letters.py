@@ -1,0 +1,227 @@
+"""Dead letters on both buses: what is put back is what was refused, once, and everything that is decided is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from aiokafka import ConsumerRecord, TopicPartition
+from typer.testing import CliRunner
+
+from headrace_cli.app import app
+from headrace_runtime import topics as catalogue
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.consumer import consumer, record_of
+from headrace_runtime.dead_letters import dead_letter
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import BusSettings
+from headrace_runtime.wire import Outgoing, Record
+from headrace_schemas import DeadLetter, Trajectory
+from headrace_schemas.envelope import SEQUENCE_HEADER
+from headrace_schemas.events.dead_letter_decision import RETRY_HEADER
+from tests.contract.bus.clients import eventually
+from tests.integration.streams.town import Town
+from tests.support.service_process import ServiceProcess
+from tests.support.turns import ask, end, feedback, user
+
+
+async def headrace(*arguments: str, status: int = 0) -> str:
+    """What the command printed."""
+    result = await asyncio.to_thread(CliRunner().invoke, app, list(arguments), env={"COLUMNS": "250"})
+    assert result.exit_code == status, (result.output, result.exception)
+    return str(result.output)
+
+
+@dataclass
+class Desk:
+    """A bus with letters of one service that no other test has."""
+
+    bus: str
+    service: str
+    producer: EventProducer
+
+    async def refuse(self, record: Record, reason: str = "handler_error") -> DeadLetter:
+        letter = dead_letter(self.service, record, reason, "it \x1b[31mfailed")
+        await self.producer.send(letter)
+        return letter
+
+    async def ask(self, *arguments: str, status: int = 0) -> str:
+        return await headrace("dead-letters", *arguments, "--bus", self.bus, status=status)
+
+    async def states(self) -> dict[str, str]:
+        text = await self.ask("list", "--service", self.service, "--state", "all", "--json")
+        return {one["id"]: one["state"] for one in json.loads(text)["letters"]}
+
+    async def last(self, topic: str, partition: int) -> list[ConsumerRecord]:
+        """The whole partition."""
+        reader, place = consumer(BusSettings(address=self.bus), "test"), TopicPartition(topic, partition)
+        await reader.start()
+        found: list[ConsumerRecord] = []
+        try:
+            reader.assign([place])
+            await reader.seek_to_beginning(place)
+            stop = (await reader.end_offsets([place]))[place]
+            while await reader.position(place) < stop:
+                for messages in (await reader.getmany(timeout_ms=200)).values():
+                    found += messages
+        finally:
+            await reader.stop()
+        return found
+
+
+@pytest.fixture
+async def desk(bus: str, tmp_path: Path) -> AsyncIterator[Desk]:
+    settings = BusSettings(address=bus)
+    await catalogue.ensure(settings)
+    producer = EventProducer(settings, "test", BlobStore((tmp_path / "blobs").as_uri()))
+    await producer.start()
+    yield Desk(bus, f"test-{uuid.uuid4().hex[:8]}", producer)
+    await producer.stop()
+
+
+async def refused_feedback(desk: Desk, partition: int = 2) -> tuple[Record, DeadLetter]:
+    """Valid feedback on a partition that its key would not choose, and the letter about it."""
+    said = feedback(uuid.uuid4().hex)
+    headers = (("ce_id", said.event_id.encode()), ("x-mine", "ü".encode()))
+    await desk.producer.send_raw([Outgoing("feedback", said.key.encode(), said.to_json(), headers, partition)])
+    record = record_of((await desk.last("feedback", partition))[-1])
+    return record, await desk.refuse(record)
+
+
+async def test_retry_puts_back_exactly_what_was_refused_and_only_once(desk: Desk) -> None:
+    record, letter = await refused_feedback(desk)
+    before = len(await desk.last("feedback", 2))
+    await desk.ask("retry", letter.event_id, "--dry-run")
+    assert await desk.states() == {letter.event_id: "open"}
+    assert len(await desk.last("feedback", 2)) == before
+
+    assert "1 dead letters put back" in await desk.ask("retry", letter.event_id[:12])
+    log = await desk.last("feedback", 2)
+    assert len(log) == before + 1
+    assert (log[-1].key, log[-1].value) == (record.key, record.value)
+    assert tuple(log[-1].headers) == (
+        *record.headers,
+        (RETRY_HEADER, letter.event_id.encode()),
+        (SEQUENCE_HEADER, str(record.offset).encode()),
+    ), "it keeps its place"
+    assert await desk.states() == {letter.event_id: "retried"}
+
+    assert "no open dead letter here" in (await desk.ask("retry", letter.event_id, status=2))
+    assert "0 dead letters put back" in await desk.ask("retry", "--service", desk.service)
+    assert len(await desk.last("feedback", 2)) == before + 1
+
+    again = await desk.refuse(record_of(log[-1]))
+    shown = json.loads(await desk.ask("show", again.event_id, "--json"))
+    assert (shown["state"], shown["retry_of"], shown["value"]) == ("open", letter.event_id, json.loads(letter.value))
+    await desk.ask("retry", again.event_id)
+    await desk.ask("retry", again.event_id, "--again")
+    log = await desk.last("feedback", 2)
+    assert len(log) == before + 3
+    assert [value for name, value in log[-1].headers if name == RETRY_HEADER] == [again.event_id.encode()]
+    shown = json.loads(await desk.ask("show", again.event_id, "--json"))
+    assert [(one["number"], one["action"]) for one in shown["decisions"]] == [(1, "retried"), (2, "retried")]
+
+
+async def test_what_cannot_be_put_back_is_held_back_and_said(desk: Desk) -> None:
+    table = await desk.refuse(Record("routing", 0, 5, b"m", b"{}"))
+    poison = await desk.refuse(Record("turns", 1, 7, b"k", b"{no json"), "invalid_json")
+    binary = await desk.refuse(Record("turns", 1, 8, b"\xff\xfe", b"{}"))
+    printed = await desk.ask("retry", "--service", desk.service, status=1)
+    assert "0 dead letters put back" in printed
+    for words in ("routing is a table", "would be refused again: headrace.turn.v1", "its key was no text"):
+        assert words in printed
+    ends = len(await desk.last("turns", 1))
+    await desk.ask("retry", "--service", desk.service, "--force", status=1)
+    assert [one.value for one in await desk.last("turns", 1)][ends:] == [poison.value]
+    assert await desk.states() == {table.event_id: "open", binary.event_id: "open", poison.event_id: "retried"}
+    gone = await desk.refuse(Record("deleted", 0, 5, b"k", b"{}"), "unknown_topic")
+    assert "there is no topic 'deleted'" in await desk.ask("retry", gone.event_id, "--force", status=2)
+
+
+async def test_discarding_needs_a_reason_and_keeps_it(desk: Desk) -> None:
+    kept = [await desk.refuse(Record("turns", 0, number, b"k", b"x"), "invalid_json") for number in range(4)]
+    choice = ("--service", desk.service, "--topic", "turns", "--partition", "0")
+    await desk.ask("discard", *choice, "--because", " ", status=2)
+    await desk.ask("discard", "--because", "nothing was chosen", status=2)
+    dry = json.loads(await desk.ask("discard", *choice, "--because", "load test", "--dry-run", "--json"))
+    assert set(dry["ids"]) == {one.event_id for one in kept}
+    await desk.ask("discard", *choice, "--from-offset", "1", "--to-offset", "3", "--because", "load test")
+    states = await desk.states()
+    assert [states[one.event_id] for one in kept] == ["open", "discarded", "discarded", "open"]
+    assert "load test" in await desk.ask("show", kept[1].event_id)
+    listed = json.loads(await desk.ask("list", "--service", desk.service, "--state", "all", "--limit", "1", "--json"))
+    assert len(listed["letters"]) == 1
+    (row,) = listed["counts"]
+    assert (row["total"], row["open"], row["retried"], row["discarded"]) == (4, 2, 0, 2)
+
+
+async def test_people_see_what_was_said_and_terminals_obey_none_of_it(desk: Desk) -> None:
+    letter = await desk.refuse(Record("turns", 3, 9, b"k", b'{"a": "\x1b]0;x\x07"}', (("ce_id", b"one"),)))
+    printed = await desk.ask("show", letter.event_id) + await desk.ask("list", "--service", desk.service)
+    assert "\x1b]" not in printed and "\x1b[31m" not in printed  # noqa: PT018
+    for words in ("turns[3]@9", "header ce_id", "handler_error", r"it \x1b[31mfailed"):
+        assert words in printed
+    raw = await desk.ask("show", letter.event_id, "--raw")
+    assert raw.encode() == letter.value
+    assert "begins with 'nobody'" in await desk.ask("show", "nobody", status=2)
+
+
+async def test_a_letter_that_was_never_on_its_topic_goes_where_its_event_belongs(desk: Desk) -> None:
+    said = feedback(uuid.uuid4().hex)
+    letter = await desk.refuse(Record("feedback", -1, -1, None, said.to_json()), "invalid_event")
+    await desk.ask("retry", letter.event_id)
+    logs = [await desk.last("feedback", number) for number in range(4)]
+    (found,) = [one for log in logs for one in log if one.value == said.to_json()]
+    assert found.key == said.key.encode()
+
+
+@pytest.fixture
+async def town(embedded_bus: str, tmp_path: Path) -> AsyncIterator[Town]:
+    """A collector that soon gives up on feedback about nothing."""
+    settings = BusSettings(address=embedded_bus)
+    await catalogue.ensure(settings)
+    producer = EventProducer(settings, "test", BlobStore(f"file://{tmp_path}/blobs"))
+    await producer.start()
+    made = Town(tmp_path, embedded_bus, producer, "sqlite", 1)
+    made.processes = {
+        "collector": [ServiceProcess("collector", tmp_path, embedded_bus, COLLECTOR__FEEDBACK_WAIT_S=0.5)],
+    }
+    made.every[0].start()
+    yield made
+    await producer.stop()
+    made.stop()
+
+
+async def test_a_retried_record_has_its_effect_and_has_it_once(town: Town) -> None:
+    """Feedback came for a turn that nobody had seen; the turn was in a spool, and is here now."""
+    session = uuid.uuid4().hex
+    turn = ask([user("q")], session=session)
+    said = feedback(session, turn, task_id="t7")
+    await town.producer.send(said)
+    letters: list[DeadLetter] = []
+
+    async def refused() -> bool:
+        letters[:] = [one for one in await town.read(DeadLetter) if one.key == said.key]
+        return bool(letters)
+
+    async def closed() -> list[Trajectory]:
+        return [one for one in await town.read(Trajectory) if one.key == said.key]
+
+    await eventually(refused, 30)
+    await town.producer.send(turn)
+    for _ in range(2):
+        await headrace("dead-letters", "retry", letters[0].event_id, "--again", "--bus", town.bus)
+    await town.producer.send(end(session))
+
+    async def ended() -> bool:
+        return bool(await closed())
+
+    await eventually(ended, 30)
+    (trajectory,) = await closed()
+    assert (trajectory.task_id, trajectory.turn_ids) == ("t7", (turn.turn_id,))
+    assert len([one for one in await town.read(DeadLetter) if one.key == said.key]) == 1

@@ -1,0 +1,133 @@
+"""From a laptop to Kafka and PostgreSQL in the middle of a session: nothing starts over. docs/growing.md, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import asyncpg  # type: ignore[import-untyped]
+import pytest
+
+from headrace_cli.mirror import mirror
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import BusSettings
+from headrace_schemas import Experience, Trajectory, Turn
+from tests.contract.bus.clients import eventually
+from tests.integration.streams.town import Town, assert_equal_facts, town_on
+from tests.support.broker_process import BrokerProcess
+from tests.support.postgres_node import PostgresNode
+from tests.support.service_process import ServiceProcess
+from tests.support.turns import after, ask, end, feedback, user
+from tests.support.wiping import wipe
+
+pytestmark = [pytest.mark.kafka, pytest.mark.postgres, pytest.mark.long]
+SETTINGS = {"SCORER__REQUIRED": ["feedback"]}
+
+
+@pytest.fixture
+def laptop_bus(tmp_path: Path) -> Iterator[str]:
+    broker = BrokerProcess(tmp_path / "broker")
+    broker.start()
+    yield broker.address
+    broker.stop()
+
+
+@pytest.fixture
+async def kafka(own_kafka: str) -> AsyncIterator[str]:
+    yield own_kafka
+    await wipe(own_kafka)
+
+
+def services(folder: Path, bus: str, **settings: object) -> dict[str, list[ServiceProcess]]:
+    names = ("collector", "scorer")
+    return {name: [ServiceProcess(name, folder, bus, **SETTINGS, **settings)] for name in names}
+
+
+async def test_a_session_that_began_on_a_laptop_ends_on_a_cluster(
+    laptop_bus: str, kafka: str, postgres: PostgresNode, tmp_path: Path
+) -> None:
+    early, late = uuid.uuid4().hex, uuid.uuid4().hex
+    first = ask([user("q")], session=late)
+    second = ask(after(first, user("go on")), session=late, at=1)
+    scored = ask([user("q")], session=early)
+    async with town_on(laptop_bus, tmp_path) as town:
+        town.processes = services(tmp_path, laptop_bus)
+        await start(town)
+        for event in (first, scored, feedback(early, value=0.25), end(early)):
+            await town.producer.send(event)
+        await experience(town, early, 0, 0.25)
+        assert town.stop() == [0, 0]
+        town.processes = {}
+        made = await mirror(laptop_bus, kafka)
+        assert made.moving == []
+        assert set(made.positions) == {"headrace-collector", "headrace-scorer"}
+
+    url = await own_database(postgres)
+    for _ in range(2):  # the second time it finds that everything is there
+        status, printed = await copy_state(url, tmp_path)
+        assert status == 0, printed
+        assert "collector: " in printed
+        assert "scorer: " in printed
+
+    blobs = BlobStore(f"file://{tmp_path}/blobs")
+    producer = EventProducer(BusSettings(address=kafka), "test", blobs)
+    await producer.start()
+    town = Town(tmp_path, kafka, producer, url, 1, services(tmp_path, kafka, DATABASE__URL=url))
+    try:
+        await start(town)
+        for event in (second, feedback(late, value=1.0), end(late), feedback(early, value=0.75, at=90)):
+            await producer.send(event)
+        await experience(town, late, 0, 1.0)
+        await experience(town, early, 1, 0.75)
+        ours = [one for one in await town.read(Trajectory) if one.session_id in (early, late)]
+        assert_equal_facts(ours)  # what a service still owed when it was stopped, it sends again
+        assert {one.turn_ids for one in ours} == {(scored.turn_id,), (first.turn_id, second.turn_id)}
+        assert len({one.event_id for one in ours}) == 2
+        assert {one.turn_id for one in await town.read(Turn)} >= {first.turn_id, second.turn_id, scored.turn_id}
+    finally:
+        town.stop()
+        await producer.stop()
+    status, printed = await copy_state(url, tmp_path)
+    assert status == 1, "what has moved on is not mixed with what was"
+    assert 'DROP SCHEMA "collector" CASCADE' in printed
+
+
+async def copy_state(url: str, folder: Path) -> tuple[int, str]:
+    command = [sys.executable, "-m", "headrace_runtime.copy_state", url]
+    environ = {"HEADRACE_DATA_DIR": str(folder), "PATH": ""}
+    done = await asyncio.to_thread(subprocess.run, command, env=environ, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+async def own_database(node: PostgresNode) -> str:
+    """Other tests have services in the usual one."""
+    name = f"growing_{uuid.uuid4().hex[:8]}"
+    connection = await asyncpg.connect(node.url())
+    try:
+        await connection.execute(f"CREATE DATABASE {name}")
+    finally:
+        await connection.close()
+    return node.url(name)
+
+
+async def start(town: Town) -> None:
+    for process in town.every:
+        process.start(ready=False)
+
+    async def healthy() -> bool:
+        return all([await asyncio.to_thread(process.healthy) for process in town.every])
+
+    await eventually(healthy, 90)
+
+
+async def experience(town: Town, session: str, revision: int, reward: float) -> None:
+    async def there() -> bool:
+        found = [one for one in await town.read(Experience) if one.session_id == session]
+        return (revision, reward) in [(one.revision, one.reward) for one in found]
+
+    await eventually(there, 60)

@@ -1,0 +1,343 @@
+"""A bus moves to another one: every record at its offset, every table, every position; killed, repeated, refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from aiokafka import ConsumerRecord, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import TopicAuthorizationFailedError
+
+from headrace.errors import UsageError
+from headrace_cli.mirror import Mirrored, mirror
+from headrace_cli.mirror.logs import PADDING
+from headrace_cli.mirror.side import NotACopy
+from tests.contract.bus import clients
+from tests.contract.bus.clients import administering, consuming, eventually, producing
+from tests.support.broker_process import BrokerProcess
+from tests.support.marks import kafka_is_long
+from tests.support.wiping import wipe
+
+NOW_MS = int(time.time() * 1000)
+DAY_MS = 86_400_000
+LOG = {"retention.ms": str(3 * DAY_MS), "cleanup.policy": "delete"}
+TABLE = {"retention.ms": str(DAY_MS), "cleanup.policy": "compact"}
+
+
+@pytest.fixture(scope="module")
+def brokers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """Two embedded ones, whose topics are nobody else's: a mirror refuses what is in use."""
+    made = [
+        BrokerProcess(tmp_path_factory.mktemp(name), BROKER__MAINTENANCE_INTERVAL_S=0.2)
+        for name in ("source", "target")
+    ]
+    for one in made:
+        one.start()
+    yield made[0].address, made[1].address
+    for one in made:
+        one.stop()
+
+
+@pytest.fixture
+async def source(brokers: tuple[str, str]) -> AsyncIterator[str]:
+    """An empty bus."""
+    yield brokers[0]
+    await wipe(brokers[0])
+
+
+@pytest.fixture(params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
+async def target(request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    """An empty bus of each kind."""
+    embedded = request.param == "embedded"
+    address: str = request.getfixturevalue("brokers")[1] if embedded else request.getfixturevalue("own_kafka")
+    yield address
+    await wipe(address)
+
+
+async def create(bus: str, name: str, partitions: int, config: dict[str, str]) -> None:
+    async with administering(bus) as admin:
+        await clients.create(admin, name, partitions, config)
+
+
+async def fill(bus: str, topic: str, count: int, *, partitions: int = 4, at_ms: int = NOW_MS, name: str = "r") -> None:
+    async with producing(bus) as producer:
+        acks = [
+            await producer.send(
+                topic, b"" if number % 7 == 0 else b"%d" % number, f"{name}{number}".encode(), number % partitions,
+                at_ms + number, [("ce_id", b"%d" % number), ("empty", b"")] if number % 3 else [],
+            )
+            for number in range(count)
+        ]  # fmt: skip
+        await asyncio.gather(*acks)
+
+
+async def transactions(bus: str, topic: str) -> None:
+    """Committed and aborted ones, so that offsets in the middle and at the end hold no committed record."""
+    async with producing(bus, transactional_id="t") as producer:
+        for number, commit in enumerate([True, False, True, True, False]):
+            await producer.begin_transaction()
+            for part in range(3):
+                await producer.send_and_wait(topic, b"%d-%d" % (number, part), b"k", 0, NOW_MS + number)
+            await (producer.commit_transaction() if commit else producer.abort_transaction())
+
+
+async def records(bus: str, topic: str, partition: int = 0) -> list[ConsumerRecord]:
+    place = TopicPartition(topic, partition)
+    async with consuming(bus, isolation_level="read_committed") as reader:
+        reader.assign([place])
+        await reader.seek_to_beginning(place)
+        end = (await reader.end_offsets([place]))[place]
+        found: list[ConsumerRecord] = []
+        while await reader.position(place) < end:
+            found += (await reader.getmany(place, timeout_ms=200)).get(place, [])
+        return found
+
+
+def facts(found: list[ConsumerRecord]) -> list[tuple[object, ...]]:
+    return [(one.offset, one.timestamp, one.key, one.value, tuple(one.headers)) for one in found]
+
+
+async def first_offset(bus: str, topic: str) -> int:
+    place = TopicPartition(topic, 0)
+    async with consuming(bus) as reader:
+        return int((await reader.beginning_offsets([place]))[place])
+
+
+async def commit(bus: str, group: str, positions: dict[tuple[str, int], int]) -> None:
+    async with consuming(bus, group_id=group) as reader:
+        places = {TopicPartition(*place): offset for place, offset in positions.items()}
+        reader.assign(list(places))
+        await reader.commit(places)
+
+
+async def next_of(bus: str, group: str, topic: str) -> ConsumerRecord:
+    """What the group reads next on partition 0."""
+    async with consuming(bus, group_id=group) as reader:
+        reader.assign([TopicPartition(topic, 0)])
+        return await asyncio.wait_for(reader.getone(), 20)
+
+
+async def test_logs_keep_their_offsets_and_groups_their_place(source: str, target: str) -> None:
+    await create(source, "turns", 4, LOG)
+    await create(source, "mine", 2, {**LOG, "max.message.bytes": "2000"})
+    await fill(source, "turns", 400)
+    await fill(source, "mine", 11, partitions=2)
+    await commit(source, "headrace-collector", {("turns", 0): 17, ("turns", 3): 100})
+    made = await mirror(source, target)
+    assert made.moving == []
+    assert [one.records for one in made.checked] == [6, 5, 100, 100, 100, 100]
+    for topic, partition in [("turns", 0), ("turns", 1), ("turns", 2), ("turns", 3), ("mine", 0), ("mine", 1)]:
+        expected = facts(await records(source, topic, partition))
+        assert facts(await records(target, topic, partition)) == expected
+    assert (await next_of(target, "headrace-collector", "turns")).key == b"r68"
+    again = await mirror(source, target)
+    assert again == made, "nothing is written twice"
+
+
+async def test_ends_of_transactions_become_repetitions_and_aborted_records_stay_away(source: str, target: str) -> None:
+    await create(source, "rewards", 1, LOG)
+    await transactions(source, "rewards")
+    await fill(source, "rewards", 2, partitions=1)
+    await transactions(source, "rewards")
+    await mirror(source, target)
+    theirs, ours = facts(await records(source, "rewards")), facts(await records(target, "rewards"))
+    assert {one[0] for one in theirs} < {one[0] for one in ours}
+    repeated = {}
+    for one in ours:
+        if one in theirs:
+            repeated = dict(enumerate(one[1:]))
+        assert dict(enumerate(one[1:])) == repeated, "what was added repeats the committed record before it"
+    assert [one[0] for one in ours] == list(range(len(ours)))
+    async with consuming(source) as reader:
+        place = TopicPartition("rewards", 0)
+        assert len(ours) == (await reader.end_offsets([place]))[place]
+    await create(source, "foreign", 1, LOG)
+    await transactions(source, "foreign")
+    with pytest.raises(UsageError, match="--without foreign"):
+        await mirror(source, target)
+    assert (await mirror(source, target, without=["foreign"])).moving == []
+
+
+async def expire(source: str, count: int) -> int:
+    """A log of `count` expired records and 30 young ones; returns where it begins now."""
+    await create(source, "feedback", 1, LOG)
+    await fill(source, "feedback", count, partitions=1, at_ms=NOW_MS - 30 * DAY_MS, name="old")
+    await fill(source, "feedback", 30, partitions=1)
+
+    async def expired() -> bool:
+        return await first_offset(source, "feedback") == count
+
+    await eventually(expired)
+    return count
+
+
+@pytest.mark.kafka
+async def test_a_log_that_does_not_begin_at_0_begins_there_on_kafka_too(source: str, own_kafka: str) -> None:
+    await begins_where_the_source_does(source, own_kafka)
+    await wipe(own_kafka)
+
+
+async def test_a_log_that_does_not_begin_at_0_begins_there_on_a_broker_too(
+    source: str, brokers: tuple[str, str]
+) -> None:
+    await begins_where_the_source_does(source, brokers[1])
+    await wipe(brokers[1])
+
+
+async def begins_where_the_source_does(source: str, bus: str) -> None:
+    begun = await expire(source, 5_000)
+    await create(bus, "feedback", 1, LOG)
+    async with producing(bus) as producer:  # as if it had been killed while it padded
+        for _ in range(3):
+            await producer.send_and_wait("feedback", None, PADDING, 0, 1)
+    await commit(source, "headrace-scorer", {("feedback", 0): begun + 3})
+    await mirror(source, bus)
+    assert await first_offset(bus, "feedback") == begun
+    assert facts(await records(bus, "feedback")) == facts(await records(source, "feedback"))
+    expected = (await records(source, "feedback"))[3]
+    assert (await next_of(bus, "headrace-scorer", "feedback")).value == expected.value
+    await fill(source, "feedback", 5, partitions=1, name="later")
+    assert (await mirror(source, bus)).moving == []
+    assert facts(await records(bus, "feedback")) == facts(await records(source, "feedback"))
+
+
+async def test_a_bus_that_cannot_begin_a_log_elsewhere_is_refused(
+    source: str, brokers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def forbidden(*_: object) -> None:
+        raise TopicAuthorizationFailedError
+
+    monkeypatch.setattr(AIOKafkaAdminClient, "delete_records", forbidden)
+    await expire(source, 100)
+    with pytest.raises(UsageError, match="the right to delete records"):
+        await mirror(source, brokers[1])
+    await wipe(brokers[1])
+
+
+async def test_tables_are_copied_as_tables_and_positions_in_them_translated(source: str, target: str) -> None:
+    await create(source, "replicas", 1, TABLE)
+    async with producing(source) as producer:
+        for number in range(60):
+            name = b"gone" if number == 20 else b"r%d" % (number % 3)
+            value = None if number == 20 else b"%d" % number
+            await producer.send_and_wait("replicas", value, name, 0, NOW_MS + number)
+    await commit(source, "watcher", {("replicas", 0): 58})
+    made = await mirror(source, target)
+    assert [one.records for one in made.checked] == [3]
+    found = await records(target, "replicas")
+    assert {one.key: one.value for one in found if one.value} == {b"r0": b"57", b"r1": b"58", b"r2": b"59"}
+    assert len(found) == 4
+    assert (await next_of(target, "watcher", "replicas")).value == b"58"
+    async with producing(source) as producer:
+        await producer.send_and_wait("replicas", b"new", b"r1", 0, NOW_MS + 100)
+        await producer.send_and_wait("replicas", None, b"r2", 0, NOW_MS + 101)
+    await mirror(source, target)
+    table = {one.key: one.value for one in await records(target, "replicas")}
+    assert {key: value for key, value in table.items() if value} == {b"r0": b"57", b"r1": b"new"}
+    assert len(await records(target, "replicas")) == 6
+    async with producing(target) as producer:
+        await producer.send_and_wait("replicas", b"newer", b"r1", 0, NOW_MS + 200)
+    with pytest.raises(NotACopy, match="in use already"):
+        await mirror(source, target)
+
+
+@kafka_is_long("target")
+async def test_killed_half_way_and_run_again_nothing_is_there_twice(source: str, target: str) -> None:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    choose, count = random.Random(seed), 20_000
+    for bus in (source, target):
+        await create(bus, "turns", 2, LOG)
+    await fill(source, "turns", count, partitions=2)
+    kills = 0
+    for _ in range(3):
+        process = await start_mirror(source, target)
+        at = await until_copied(target, choose.randrange(500, count // 3), process)
+        kills += process.returncode is None and at < count
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+    assert kills, "it was always faster"
+    process = await start_mirror(source, target)
+    printed, _ = await process.communicate()
+    told = json.loads(printed)
+    assert told["complete"]
+    assert [one["records"] for one in told["partitions"]] == [count // 2, count // 2]
+    for number in range(2):
+        assert facts(await records(target, "turns", number)) == facts(await records(source, "turns", number))
+
+
+async def start_mirror(source: str, target: str) -> asyncio.subprocess.Process:
+    script = Path(sys.executable).with_name("headrace")
+    return await asyncio.create_subprocess_exec(
+        script, "mirror", "--from", source, "--to", target, "--json", stdout=asyncio.subprocess.PIPE
+    )
+
+
+async def until_copied(target: str, more: int, process: asyncio.subprocess.Process) -> int:
+    """Wait until `more` records are on the target's topic, or the process has ended; returns how many there are."""
+    places = [TopicPartition("turns", number) for number in range(2)]
+    async with consuming(target) as reader:
+        before = at = int(sum((await reader.end_offsets(places)).values()))
+
+        async def enough() -> bool:
+            nonlocal at
+            at = int(sum((await reader.end_offsets(places)).values()))
+            return at >= before + more or process.returncode is not None
+
+        await eventually(enough, 60)
+    return at
+
+
+async def test_other_data_on_the_target_is_refused_with_a_remedy(source: str, target: str) -> None:
+    await create(source, "turns", 1, LOG)
+    await fill(source, "turns", 20, partitions=1)
+
+    async def refused(kind: type[Exception], words: str) -> None:
+        with pytest.raises(kind, match=words):
+            await mirror(source, target)
+
+    await create(target, "turns", 1, LOG)
+    await fill(target, "turns", 5, partitions=1, name="other")
+    await refused(NotACopy, r"turns\[0\] at 0: .* holds other data .* delete the topic there")
+    await fill(target, "turns", 30, partitions=1, name="more")
+    await refused(NotACopy, r"ends at 35 .* in use already")
+    async with administering(target) as admin:
+        await admin.delete_topics(["turns"])
+
+    async def recreated() -> bool:
+        async with administering(target) as admin:
+            return "turns" not in await admin.list_topics()
+
+    await eventually(recreated)
+    await create(target, "turns", 3, LOG)
+    await refused(UsageError, r"1 partitions here and 3 .*keys would come to lie elsewhere")
+    with pytest.raises(UsageError, match="to itself"):
+        await mirror(source, source)
+
+
+async def test_a_source_in_use_is_said_so_and_the_rest_follows(source: str, target: str) -> None:
+    await create(source, "turns", 1, LOG)
+    await fill(source, "turns", 20, partitions=1)
+    async with consuming(source, "turns", group_id="headrace-collector") as reader:
+        await reader.getone()
+        await reader.commit()
+        made: Mirrored = await mirror(source, target)
+        assert made.moving == ["group headrace-collector has members"]
+        await fill(source, "turns", 10, partitions=1, name="later")
+        await reader.seek_to_end()
+        await reader.commit({TopicPartition("turns", 0): 25})
+    made = await mirror(source, target)
+    assert made.moving == []
+    assert [one.records for one in made.checked] == [30]
+    assert (await next_of(target, "headrace-collector", "turns")).key == b"later5"
+    await commit(target, "headrace-collector", {("turns", 0): 28})
+    with pytest.raises(NotACopy, match=r"group headrace-collector is at 28 .*in use already"):
+        await mirror(source, target)

@@ -1,0 +1,61 @@
+"""A demo goes on watching after the bus has died and is back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+from headrace_cli.demo.watch import Watch
+from headrace_runtime import topics as catalogue
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import BusSettings
+from headrace_schemas import ModelEvent
+from headrace_schemas.base import utcnow
+from tests.support.broker_process import BrokerProcess
+
+
+def promoted(digest: str) -> ModelEvent:
+    version = f"m@{digest * 16}"
+    fields = {"time": utcnow(), "model": "m", "version": version, "decision": "promoted", "statistics": {"score": 0.5}}
+    return ModelEvent.model_validate({"decision_id": digest, **fields})
+
+
+async def test_it_outlives_the_bus(tmp_path: Path) -> None:
+    broker = BrokerProcess(tmp_path)
+    await asyncio.to_thread(broker.start)
+    settings = BusSettings(address=broker.address)
+    await catalogue.ensure(settings)
+    watch = Watch(broker.address)
+    watching = asyncio.create_task(watch.run())
+
+    async def tell(*events: ModelEvent) -> None:
+        producer = EventProducer(settings, "test", BlobStore(tmp_path.as_uri()))
+        await producer.start()
+        for event in events:
+            await producer.send(event)
+        await producer.stop()
+
+    async def seen(count: int) -> None:
+        async with asyncio.timeout(60):
+            while len(watch.champions) < count:
+                assert not watching.done(), watching.exception()
+                watch.changed.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(watch.changed.wait(), 1.0)
+
+    try:
+        await tell(promoted("a"))
+        await seen(1)
+        await asyncio.to_thread(broker.kill)
+        await asyncio.sleep(2.0)  # it looks at the bus that is not there, more than once
+        await asyncio.to_thread(broker.start)
+        await tell(promoted("b"))
+        await seen(2)
+        assert watch.champions == [f"m@{digest * 16}" for digest in "ab"]
+    finally:
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+        await asyncio.to_thread(broker.stop)

@@ -1,0 +1,79 @@
+"""What a user's program installs stays small: few lines, few dependencies, nothing of what operates Headrace."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import packages_distributions, requires
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.repo.compose_files import ROOT
+from tests.repo.test_images import needed
+
+LINES_MAX = 1500
+SOURCES = ROOT / "sdk" / "src"
+ALONE = """
+import json, sys
+from importlib.abc import MetaPathFinder
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in absent:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+absent = set(json.loads(sys.argv[1]))
+sys.meta_path.insert(0, Missing())
+from importlib import import_module
+for name in json.loads(sys.argv[2]):
+    import_module(name)
+
+import asyncio, headrace
+from headrace import rewards
+from headrace.errors import UsageError
+from headrace.topics import connected
+
+with headrace.Client("http://127.0.0.1:1") as client:
+    print(client.session("s", task_id="t").base_url)
+
+async def read():
+    async with connected("127.0.0.1:1"):
+        pass
+
+for work in (read, lambda: rewards.consume(len, source="s", bus="127.0.0.1:1")):
+    try:
+        asyncio.run(work())
+    except UsageError as error:
+        print(error)
+"""
+
+
+def modules() -> list[str]:
+    paths = [path.relative_to(SOURCES).with_suffix("") for path in SOURCES.rglob("*.py")]
+    return sorted(".".join(path.parts).removesuffix(".__init__") for path in paths)
+
+
+def test_it_stays_under_so_many_lines() -> None:
+    count = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES.rglob("*.py"))
+    assert 500 < count < LINES_MAX
+
+
+def test_it_needs_pydantic_httpx_and_the_schemas() -> None:
+    direct = {canonicalize_name(Requirement(one).name) for one in requires("headrace") or [] if "extra ==" not in one}
+    assert direct == {"headrace-schemas", "httpx2", "pydantic"}
+
+
+def test_every_module_is_imported_where_nothing_else_is_installed() -> None:
+    """And what reads topics says what is missing."""
+    there = needed(["headrace"]) | {"headrace", "headrace-schemas"}
+    installed = packages_distributions().items()
+    absent = {name for name, owners in installed if not there.intersection(map(canonicalize_name, owners))}
+    members = [*ROOT.glob("*/src/headrace_*"), *ROOT.glob("services/*/src/headrace_*")]
+    absent |= {path.name for path in members} - {"headrace_schemas"}
+    assert {"headrace_runtime", "headrace_cli", "torch", "faust", "typer", "aiokafka", "fsspec"} <= absent
+    arguments = json.dumps(sorted(absent)), json.dumps(modules())
+    done = subprocess.run([sys.executable, "-c", ALONE, *arguments], capture_output=True, text=True, check=False)
+    remedy = "reading topics needs the extra: pip install 'headrace[topics]'"
+    assert done.stdout.splitlines() == ["http://127.0.0.1:1/sessions/s/v1", remedy, remedy], done.stderr

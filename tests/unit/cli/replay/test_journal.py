@@ -1,0 +1,57 @@
+"""The journal of a lineage: its order, its cuts, and why it may be of no use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace_cli.replay.journal import Stretch, keep
+from headrace_schemas import BatchRecord, Read, TrainingMetrics, TrainingOutcome
+from tests.support.account_events import START
+
+DIGEST = "0" * 64
+
+
+def reads(*pairs: tuple[int, int]) -> tuple[Read, ...]:
+    return tuple(Read(partition=partition, until=until) for partition, until in pairs)
+
+
+def account(number: int, *batches: BatchRecord, read: tuple[Read, ...] = (), **fields: Any) -> TrainingMetrics:
+    given = {"time": START, "model": "m", "lineage": "main", "step": number, "account": number}
+    return TrainingMetrics.model_validate({**given, "batches": batches, "read": read, **fields})
+
+
+def batch(experiences: int, *pairs: tuple[int, int]) -> BatchRecord:
+    return BatchRecord(step=1, experiences=experiences, digest=DIGEST, read=reads(*pairs))
+
+
+def test_order_and_cuts() -> None:
+    first = account(1, batch(4, (0, 3), (1, 2)), batch(2, (0, 5)), read=reads((1, 4)))
+    accounts = [account(0), account(2, batch(3, (1, 6), (0, 7))), first, first]
+    told = keep([*accounts, account(9, lineage="other"), account(1, model="n")], "m", "main")
+    assert told.gap is None
+    assert told.stretches == (
+        Stretch(0, 3),
+        Stretch(1, 2, 4),
+        Stretch(0, 5, 2),
+        Stretch(1, 4),
+        Stretch(1, 6),
+        Stretch(0, 7, 3),
+    )
+    assert [one.experiences for one in told.batches] == [4, 2, 3]
+
+
+def test_gaps_are_named() -> None:
+    whole = [account(0), account(1, batch(1, (0, 1)))]
+    assert keep(whole, "m", "main").gap is None
+    assert "holds nothing of model m in lineage else" in str(keep(whole, "m", "else").gap)
+    assert "does not hold all of lineage main" in str(keep(whole[1:], "m", "main").gap)
+    assert "does not hold all of lineage main" in str(keep([whole[0], account(2)], "m", "main").gap)
+    old = account(2, verdicts=(TrainingOutcome(experience_id="e", revision=0, turn_ids=()),))
+    assert "before batches were recorded" in str(keep([*whole, old], "m", "main").gap)
+    assert "two batches without reading" in str(keep([*whole, account(2, batch(1))], "m", "main").gap)
+
+
+def test_a_batch_that_time_cut_follows_what_was_read_before() -> None:
+    told = keep([account(0), account(1, read=reads((0, 2), (1, 1))), account(2, batch(3))], "m", "main")
+    assert told.gap is None
+    assert told.stretches == (Stretch(0, 2), Stretch(1, 1, 3))

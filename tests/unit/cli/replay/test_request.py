@@ -1,0 +1,102 @@
+"""What can be refused before anything is looked at, with the remedy in the refusal; and what programs are told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.errors import HeadraceError, UsageError
+from headrace.topics import Range
+from headrace_cli.replay.program import reason_of, started
+from headrace_cli.replay.report import Report
+from headrace_cli.replay.request import Request, make
+from headrace_cli.supervisor.overrides import Overrides
+from headrace_schemas.replay import DryRunBatch, DryRunLine
+
+
+def request(lineage: str = "again", topic: str = "experiences", **options: Any) -> Request:
+    settings = {"trainer.base": "base", "trainer.lineage": "live", **options.pop("settings", {})}
+    wanted = options.pop("wanted", Range(topic))
+    return make(lineage, wanted, Overrides(None, settings, {}), "bus:9092", **options)
+
+
+def test_the_programs_are_told_the_replays_own_names() -> None:
+    made = request(settings={"trainer.model": "m"})
+    assert (made.of, made.model, made.topic) == ("live", "m", "replay-again-experiences")
+    environ = made.environ(lineage="again", until_end=True)
+    assert environ["HEADRACE_TRAINER__LINEAGE"] == '"again"'
+    assert environ["HEADRACE_TRAINER__UNTIL_END"] == "true"
+    assert environ["HEADRACE_TRAINER__BASE"] == '"base"'
+    assert environ["HEADRACE_BUS__ADDRESS"] == '"bus:9092"'
+    assert int(environ["HEADRACE_SCORER__FUNCTION_WORKERS"]) >= 2
+
+
+def test_whole_is_only_everything() -> None:
+    assert request(wanted=Range("experiences", keys=frozenset())).whole
+    assert not request(wanted=Range("experiences", from_offset=0, to_offset=9)).whole
+    assert not request(wanted=Range("experiences", partitions=(1,))).whole
+    assert not request(versions=frozenset({"m@0123456789ab"})).whole
+
+
+@pytest.mark.parametrize(
+    ("lineage", "options", "message"),
+    [
+        ("live", {}, "'live' is the one that is trained live; name a new one"),
+        ("old", {"of": "old"}, "name a new one for the replay"),
+        ("a/b", {}, "use letters, digits"),
+        ("again", {"settings": {"trainer.base": ""}}, r"trainer.base is not set: .*--config FILE"),
+        ("again", {"judge": True}, "judge.endpoint.base_url is not set"),
+    ],
+)
+def test_refusals_name_the_remedy(lineage: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        request(lineage, **options)
+
+
+def test_a_programs_last_word_is_the_reason() -> None:
+    assert (
+        reason_of(["noise", "headrace scorer: scorer.functions = 3: no", ""], "scorer")
+        == "scorer: scorer.functions = 3: no"
+    )
+    line = json.dumps({"event": "refused_to_start", "error": "trainer.base: is not a folder"})
+    assert reason_of(["{", line], "trainer") == "trainer: trainer.base: is not a folder"
+    assert reason_of([], "trainer") == ""
+
+
+async def test_a_program_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").touch()
+    (tmp_path / "broken" / "replay.py").write_text("import sys; sys.exit('headrace scorer: the remedy')")
+    monkeypatch.setattr("headrace_cli.replay.program.installed", lambda: {"scorer": "broken"})
+    async with started("scorer", {"PYTHONPATH": str(tmp_path), "PATH": str(Path(sys.executable).parent)}) as program:
+        with pytest.raises(HeadraceError, match="scorer: the remedy"):
+            await anext(program.lines())
+
+
+async def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_cli.replay.program.installed", dict)
+    with pytest.raises(UsageError, match=r"the judge is not installed here.*pip install headrace-judge"):
+        async with started("judge", {}):
+            pytest.fail("there is nothing to start")
+
+
+@pytest.mark.parametrize(
+    ("original", "made", "equal", "same"),
+    [
+        ("abc", "abc", 3, True),
+        ("abc", "ab", 2, False),
+        ("abc", "axc", 1, False),
+        ("", "a", 0, False),
+        ("ab", "abc", 2, False),
+    ],
+)
+def test_batches_are_compared_from_the_first_on(original: str, made: str, equal: int, same: bool) -> None:
+    report = Report("again", "main", "experiences")
+    batches = tuple(DryRunBatch(experiences=1, digest=one * 64) for one in made.replace("x", "e"))
+    report.training = DryRunLine(batches=batches)
+    report.compare([one * 64 for one in original])
+    assert (report.batches_equal, report.same) == (equal, same)

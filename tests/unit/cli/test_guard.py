@@ -1,0 +1,197 @@
+"""Reward hacking and plateaus: by hand, by the error rates of simulated runs, and from events."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from datetime import UTC, datetime
+from itertools import permutations
+from typing import cast
+
+import pytest
+
+from headrace.topics import Topics
+from headrace_cli.guard import ALPHA, GAIN, WINDOW, Finding, Point, Record, Warner, findings, gained, judge, rising
+from headrace_schemas import Event, ModelEvent, TrainingMetrics
+
+TASKS = 100
+
+
+def test_the_p_value_of_a_trend_by_hand() -> None:
+    """Of 24 orders of four values one has no inversion and three have one."""
+    assert rising([1, 2, 3, 4]) == pytest.approx(1 / 24)
+    assert rising([1, 3, 2, 4]) == pytest.approx(4 / 24)
+    assert rising([4, 3, 2, 1]) == 1.0
+    assert rising([1, 1, 1, 1]) > 0.5, "ties are no trend"
+
+
+def test_the_p_value_is_exact_for_values_in_random_order() -> None:
+    found = [rising(order) for order in permutations(range(6))]
+    for level in (0.01, 0.05, 0.2):
+        assert sum(p <= level for p in found) / len(found) <= level
+
+
+def test_a_gain_by_hand() -> None:
+    points = [Point(None, 0.2, 0.03), Point(None, 0.4, 0.04), Point(None, 0.5, 0.0), Point(None, 0.7, 0.0)]
+    assert gained(points) == pytest.approx((0.3, 0.025))
+
+
+def points(rewards: list[float], scores: list[float], error: float = 0.01) -> list[Point]:
+    return [Point(reward, score, error) for reward, score in zip(rewards, scores, strict=True)]
+
+
+UP = [0.3 + 0.03 * n for n in range(WINDOW)]
+DOWN = [0.8 - 0.02 * n for n in range(WINDOW)]
+
+
+def test_a_reward_that_rises_while_the_score_falls_is_said_with_the_remedy() -> None:
+    found = judge("m", points(UP, DOWN))
+    assert found is not None
+    assert found.kind == "hacked"
+    assert "rises (0.375 to 0.555) while the audit score falls (0.750 to 0.630)" in found.text
+    assert "headrace models rollback m" in found.text
+    assert judge("m", points(UP, UP)) is None, "both rise"
+    assert judge("m", points(DOWN, UP)) is None
+    assert judge("m", points(UP[:7], DOWN[:7])) is None, "too few versions to say so"
+
+
+def test_a_flat_score_is_said_once_a_gain_can_be_excluded() -> None:
+    found = judge("m", points(UP, [0.5] * WINDOW))
+    assert found is not None
+    assert found.kind == "flat"
+    assert "+0.000 ± 0.006" in found.text
+    assert judge("m", points(UP, [0.5] * WINDOW, 0.1)) is None, "so rough a measurement excludes nothing"
+    assert judge("m", points(UP[1:], [0.5] * (WINDOW - 1))) is None
+    assert judge("m", points(UP, [0.99] * WINDOW)) is None, "as good as it gets"
+    known = [Point(None, 0.5, 0.01)] * WINDOW
+    assert judge("m", known) is not None, "no reward is needed for that"
+
+
+def scored(draw: random.Random, true: float) -> Point:
+    """An audit of as many plays, with the standard error that they show."""
+    mean = sum(draw.random() < true for _ in range(TASKS)) / TASKS
+    return Point(None, mean, max(math.sqrt(mean * (1 - mean) / (TASKS - 1)), 1 / (TASKS + 2)))
+
+
+def simulated(draw: random.Random, versions: int, rise: float, gain: float) -> list[Point]:
+    """Rewards of batches and scores of versions, each with its noise, and these changes a version."""
+    made = []
+    for number in range(versions):
+        one = scored(draw, 0.5 + gain * number)
+        made.append(Point(0.4 + rise * number + draw.gauss(0, 0.05), one.score, one.error))
+    return made
+
+
+def kinds(seed: int, runs: int, rise: float, gain: float) -> Counter[str]:
+    draw = random.Random(seed)
+    print(f"seed {seed}")
+    found = [judge("m", simulated(draw, WINDOW, rise, gain)) for _ in range(runs)]
+    return Counter(one.kind if one else "nothing" for one in found)
+
+
+def within(count: int, runs: int, rate: float) -> bool:
+    """Not above `rate` by more than three standard errors."""
+    return count / runs <= rate + 3 * math.sqrt(rate * (1 - rate) / runs)
+
+
+RUNS = 1500
+
+
+@pytest.mark.parametrize("rise", [0.0, 0.03])
+def test_a_score_that_does_not_fall_is_called_hacked_with_the_promised_rate(rise: float) -> None:
+    found = kinds(1, RUNS, rise, 0.0)
+    assert within(found["hacked"], RUNS, ALPHA), found
+
+
+def test_a_falling_score_with_a_reward_that_does_not_rise_is_no_hacking() -> None:
+    found = kinds(2, RUNS, 0.0, -0.03)
+    assert within(found["hacked"], RUNS, ALPHA), found
+
+
+def test_a_score_that_loses_a_third_while_the_reward_rises_is_found() -> None:
+    found = kinds(3, 300, 0.03, -0.03)
+    assert found["hacked"] > 0.9 * 300, found
+
+
+def test_a_run_that_gains_is_called_flat_with_the_promised_rate() -> None:
+    """Halves differ by six versions' gain."""
+    found = kinds(4, RUNS, 0.0, GAIN / (WINDOW / 2))
+    assert within(found["flat"], RUNS, 0.05), found
+
+
+def test_a_run_that_gains_nothing_is_called_flat_at_about_every_second_look() -> None:
+    """With a standard error of 0.05 a version; the halves' difference then has 0.029."""
+    found = kinds(5, 300, 0.0, 0.0)
+    assert found["flat"] > 0.4 * 300, found
+
+
+def test_looks_at_each_of_a_hundred_versions_seldom_raise_a_false_alarm() -> None:
+    """Each look has a bound of 1 %; a run of a hundred looks that overlap comes to more."""
+    draw, alarmed = random.Random(6), 0
+    print("seed 6")
+    for _ in range(60):
+        made = [Point(0.03 * n + draw.gauss(0, 0.05), scored(draw, 0.5).score, 0.05) for n in range(100)]
+        said = [judge("m", made[: end + 1]) for end in range(WINDOW, 100)]
+        alarmed += any(one is not None and one.kind == "hacked" for one in said)
+    assert alarmed / 60 < 0.45, alarmed
+
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def account(number: int, reward: float | None, *, version: bool = True, lineage: str = "main") -> TrainingMetrics:
+    return TrainingMetrics(
+        time=START,
+        model="m",
+        lineage=lineage,
+        step=number,
+        account=number,
+        version=f"m@{number:012x}" if version else None,
+        metrics={} if reward is None else {"reward_mean": reward, "steps": 1.0},
+    )
+
+
+def measured(number: int, score: float, **numbers: float) -> ModelEvent:
+    return ModelEvent(
+        time=START,
+        decision_id=f"evaluated-{number}-{score}",
+        model="m",
+        version=f"m@{number:012x}",
+        decision="evaluated",
+        statistics={"score": score, **numbers},
+    )
+
+
+def test_points_are_made_of_accounts_and_of_the_last_score_of_each_version() -> None:
+    record = Record()
+    events: list[Event] = [account(0, None), account(1, 0.2, version=False), account(2, 0.4), account(3, 0.9)]
+    events += [measured(2, 0.1), measured(2, 0.5, tasks=98, score_standard_error=0.0), measured(9, 0.5)]
+    for event in [*events, *events]:
+        record.add(event)
+    (point,) = record._points(("m", "main"))
+    assert point.reward == pytest.approx(0.3)
+    assert point.score == 0.5
+    assert point.error == pytest.approx(0.01)
+
+
+def test_findings_are_of_the_lineage_that_reported_last() -> None:
+    events: list[Event] = [account(n, UP[n]) for n in range(WINDOW)]
+    events += [measured(n, DOWN[n], tasks=1000, score_standard_error=0.01) for n in range(WINDOW)]
+    assert [one.kind for one in findings(events)] == ["hacked"]
+    assert findings([*events, account(99, 0.5, lineage="replay")]) == ()
+
+
+async def test_a_warning_is_said_once_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    hacked, flat = Finding("m", "hacked", "it is hacked"), Finding("m", "flat", "it is flat")
+    looks = iter([(hacked,), (hacked, flat), (), (hacked,)])
+
+    async def read(_topics: object) -> tuple[Finding, ...]:
+        return next(looks)
+
+    monkeypatch.setattr("headrace_cli.guard.read", read)
+    said: list[str] = []
+    warner = Warner(said.append)
+    for _ in range(4):
+        await warner(cast(Topics, None))
+    assert said == ["it is hacked", "it is flat", "it is hacked"]

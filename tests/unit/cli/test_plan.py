@@ -1,0 +1,163 @@
+"""What `up` decides to start, on which ports, and what it refuses."""
+
+from __future__ import annotations
+
+import socket
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import UsageError
+from headrace_cli.supervisor import plan as planning
+from headrace_cli.supervisor.overrides import Overrides, parse_assignments
+from headrace_runtime.errors import SettingError
+from headrace_runtime.settings_table import override
+from tests.support.ports import free_port
+
+SERVICES = {name: f"headrace_{name}" for name in planning.DEFAULT_PORTS}
+
+
+def make(tmp_path: Path, text: str = "", environ: dict[str, str] | None = None, **options: object) -> planning.Plan:
+    config = tmp_path / "headrace.toml"
+    config.write_text(text)
+    settings = options.pop("settings", {})
+    overrides = Overrides(config, settings, environ or {})  # type: ignore[arg-type]
+    arguments = {"auto_ports": True, **options}
+    return planning.make(tmp_path / "data", overrides, SERVICES, **arguments)  # type: ignore[arg-type]
+
+
+def names(plan: planning.Plan) -> set[str]:
+    return {service.name for service in plan.services}
+
+
+def test_judge_and_trainer_need_a_setting_of_theirs(tmp_path: Path) -> None:
+    plan = make(tmp_path)
+    assert names(plan) == SERVICES.keys() - {"judge", "trainer"}
+    assert plan.left_out == {"judge": "judge.endpoint.base_url is not set", "trainer": "trainer.base is not set"}
+    text = '[judge.endpoint]\nbase_url = "http://x/v1"\n[trainer]\nbase = "model"\n'
+    assert names(make(tmp_path, text)) == SERVICES.keys()
+
+
+@pytest.mark.parametrize("by", ["file", "environment", "settings"])
+def test_no_broker_when_the_bus_is_elsewhere(tmp_path: Path, by: str) -> None:
+    plan = make(
+        tmp_path,
+        '[bus]\naddress = "kafka:9092"\n' if by == "file" else "",
+        {"HEADRACE_BUS__ADDRESS": "kafka:9092"} if by == "environment" else {},
+        settings={"bus.address": "kafka:9092"} if by == "settings" else {},
+    )
+    assert "broker" not in names(plan)
+    assert plan.left_out["broker"] == "bus.address is kafka:9092"
+    assert plan.bus == "kafka:9092"
+
+
+def test_only_and_without(tmp_path: Path) -> None:
+    plan = make(tmp_path, only=("gateway", "trainer"))
+    assert names(plan) == {"gateway", "trainer"}, "named on purpose: the service itself says what it lacks"
+    assert plan.left_out["broker"] == "--only"
+    assert "inference" not in names(make(tmp_path, without=("inference",)))
+    with pytest.raises(UsageError, match=r"no service 'gatway' is installed; there are broker, collector"):
+        make(tmp_path, without=("gatway",))
+
+
+def test_ports_are_the_usual_ones_unless_they_are_set(tmp_path: Path) -> None:
+    gateway, registry, kafka = free_port(), free_port(), free_port()
+    text = f"[gateway]\nport = {gateway}\n[broker]\nkafka_port = {kafka}\n"
+    plan = make(tmp_path, text, {"HEADRACE_REGISTRY__PORT": str(registry)}, only=("gateway", "registry", "broker"))
+    ports = {service.name: service.port for service in plan.services}
+    assert (ports["gateway"], ports["registry"], plan.bus) == (gateway, registry, f"127.0.0.1:{kafka}")
+    assert plan.environ["HEADRACE_BUS__ADDRESS"] == f'"127.0.0.1:{kafka}"'
+    assert plan.environ["HEADRACE_GATEWAY__PORT"] == str(gateway)
+    assert plan.environ["HEADRACE_REGISTRY__GATE__BASE_URL"] == f'"http://127.0.0.1:{gateway}/v1"'
+
+
+def test_automatic_ports_are_not_those_of_outgoing_connections(tmp_path: Path) -> None:
+    """Such a port may be free now and somebody's a second later, before the service listens."""
+    for _ in range(20):
+        ports = [service.port for service in make(tmp_path).services]
+        assert len(set(ports)) == len(ports)
+        assert all(1024 < port < 32_768 for port in ports)
+
+
+def test_a_gate_url_that_was_set_stays(tmp_path: Path) -> None:
+    plan = make(tmp_path, '[registry.gate]\nbase_url = "http://lb/v1"\n')
+    assert "HEADRACE_REGISTRY__GATE__BASE_URL" not in plan.environ
+
+
+def test_a_taken_port_is_named_with_its_remedy(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=rf"gateway\.port = {port}: Address already in use; .*--auto-ports"):
+            make(tmp_path, f"[gateway]\nport = {port}\n")
+
+
+def test_two_services_cannot_have_one_port(tmp_path: Path) -> None:
+    port = free_port()
+    with pytest.raises(UsageError, match="another service has this port"):
+        make(tmp_path, f"[gateway]\nport = {port}\n[registry]\nport = {port}\n")
+
+
+def test_services_that_listen_everywhere_are_called_on_loopback(tmp_path: Path) -> None:
+    (gateway,) = make(tmp_path, '[gateway]\nhost = "0.0.0.0"\n', only=("gateway",)).services
+    assert gateway.url == f"http://127.0.0.1:{gateway.port}"
+
+
+def test_the_data_directory(tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text('data_dir = "/from/file"\n')
+    given = Overrides(config, {}, {})
+    assert planning.data_dir_of(Path("/given"), given) == Path("/given")
+    assert planning.data_dir_of(None, given) == Path("/from/file")
+    assert planning.data_dir_of(None, Overrides(config, {}, {"HEADRACE_DATA_DIR": "/env"})) == Path("/env")
+    assert planning.data_dir_of(None, Overrides(None, {}, {})) == Path(".headrace").absolute()
+
+
+def test_assignments_are_toml_or_text() -> None:
+    assert parse_assignments(["a.b=1", "c = true", 'd=["x", "y"]', "e=127.0.0.1:9092", "f="]) == {
+        "a.b": 1,
+        "c": True,
+        "d": ["x", "y"],
+        "e": "127.0.0.1:9092",
+        "f": "",
+    }
+    with pytest.raises(UsageError, match=r"section\.key=value"):
+        parse_assignments(["gateway.port"])
+
+
+def test_settings_arrive_as_they_were_given() -> None:
+    """Through the environment and back, as a service reads it."""
+    given = {"a": {"s": 'quo"te\\ ü\n'}, "n": 1.5, "b": False, "l": ["x", {"deep key": 2}]}
+    overrides = Overrides(None, {"x.given": given}, {})
+    table: dict[str, dict[str, object]] = {}
+    override(table, "HEADRACE_X__GIVEN", overrides.environ["HEADRACE_X__GIVEN"])
+    assert table["x"]["given"] == given == overrides.get("x.given")
+
+
+def test_settings_are_read_as_services_read_them() -> None:
+    """A whole section in one variable, and a secret of digits."""
+    environ = {"HEADRACE_BUS": '{address = "kafka:9092"}', "HEADRACE_SECURITY__INTERNAL_KEY": "0123"}
+    overrides = Overrides(None, {}, environ)
+    assert overrides.get("bus.address") == "kafka:9092"
+    assert overrides.get("security.internal_key") == "0123"
+    assert parse_assignments(["security.internal_key=0123"]) == {"security.internal_key": "0123"}
+
+
+@pytest.mark.parametrize(("text", "message"), [("[x\n", "is not valid TOML"), (None, "No such file")])
+def test_a_bad_file_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "c.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SettingError, match=message):
+        Overrides(path, {}, {})
+
+
+@pytest.mark.parametrize("name", planning.DEFAULT_PORTS)
+def test_the_usual_ports_are_the_services_own(name: str) -> None:
+    try:
+        start = import_module(f"headrace_{name}.__main__")
+    except ModuleNotFoundError:
+        pytest.skip(f"{name} has no start file yet")
+    assert start.SERVICE.settings.model_fields["port"].default == planning.DEFAULT_PORTS[name]

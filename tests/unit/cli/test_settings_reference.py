@@ -1,0 +1,75 @@
+"""`configs/headrace.toml` is what the services say, and they read it."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module, util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_cli.settings_reference import Setting, as_toml
+from headrace_cli.supervisor.plan import installed
+from headrace_cli.toml_text import toml
+from headrace_runtime.main import Service
+from headrace_runtime.reference import describe
+from headrace_runtime.settings import Common, load
+
+CONFIG = Path(__file__).parents[3] / "configs" / "headrace.toml"
+NEEDED = {
+    "HEADRACE_JUDGE__ENDPOINT__BASE_URL": "http://127.0.0.1:8000/v1",
+    "HEADRACE_JUDGE__ENDPOINT__MODEL": "judge",
+    "HEADRACE_TRAINER__BASE": "models/base",
+}
+"""What some service does not start without."""
+
+
+def service(name: str) -> Service[Any]:
+    module = installed()[name]
+    if util.find_spec(f"{module}.__main__") is None:
+        pytest.skip(f"{name} has no start file yet")
+    found: Service[Any] = import_module(f"{module}.__main__").SERVICE
+    return found
+
+
+def described(model: type, prefix: str = "") -> list[Setting]:
+    return [Setting.model_validate(doc.model_dump()) for doc in describe(model, prefix)]
+
+
+def uncommented(text: str) -> str:
+    """Every default as if somebody had written it down; what has none stays commented."""
+    return re.sub(r"^#(?=\w+ = (?!\.\.\.$))", "", text, flags=re.MULTILINE)
+
+
+def test_the_common_settings_are_all_there() -> None:
+    assert as_toml({"common": described(Common)}, only="common") in CONFIG.read_text(), (
+        "regenerate: headrace config reference -o configs/headrace.toml"
+    )
+
+
+@pytest.mark.parametrize("name", installed())
+def test_a_services_settings_are_all_there(name: str) -> None:
+    expected = as_toml({name: described(service(name).settings, f"{name}.")}, only=name)
+    assert expected in CONFIG.read_text(), "regenerate: headrace config reference -o configs/headrace.toml"
+
+
+@pytest.mark.parametrize("name", installed())
+@pytest.mark.parametrize("change", [str, uncommented])
+def test_the_file_says_the_defaults(name: str, change: Any, tmp_path: Path) -> None:
+    path = tmp_path / "headrace.toml"
+    path.write_text(change(CONFIG.read_text()))
+    model = service(name).settings
+    assert load(name, model, path, NEEDED) == load(name, model, None, NEEDED)
+
+
+def test_uncommenting_uncomments() -> None:
+    text = '[a]\n# Words = not a setting\n#x = 1\n#y = ...\n#z = {"k" = [1, "#"]}\n'
+    assert uncommented(text) == '[a]\n# Words = not a setting\nx = 1\n#y = ...\nz = {"k" = [1, "#"]}\n'
+
+
+def test_values_as_toml() -> None:
+    import tomllib
+
+    value = {"a b": [1, 2.5, True, 'q"\\ü\n'], "c": {"d": "e"}}
+    assert tomllib.loads(f"v = {toml(value)}")["v"] == value

@@ -1,0 +1,295 @@
+"""The supervisor with tiny services: order, restarts, refusals, and nothing left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import UsageError
+from headrace_cli.errors import NotRunning
+from headrace_cli.supervisor import Limits, StartFailed, Supervisor, read
+from headrace_cli.supervisor.state import unwatched_s
+from tests.support.ports import is_open
+from tests.support.processes import alive, wait_until
+from tests.unit.cli.dummies import Dummies
+
+FAST = Limits(first_pause_s=0.05, pause_max_s=0.2, stop_timeout_s=5.0, health_interval_s=0.02)
+Make = Callable[..., Supervisor]
+
+
+@pytest.fixture
+def dummies(tmp_path: Path) -> Dummies:
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    return Dummies(folder, "broker", "alpha", "beta")
+
+
+@pytest.fixture
+def make(dummies: Dummies, data_dir: Path) -> Iterator[Make]:
+    """Supervisors that are stopped whatever happens."""
+    made: list[Supervisor] = []
+
+    def build(limits: Limits = FAST, **options: object) -> Supervisor:
+        arguments = {"services": dummies.services, "environ": dummies.environ, "auto_ports": True, **options}
+        made.append(Supervisor(data_dir, limits=limits, **arguments))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield build
+    for supervisor in made:
+        supervisor.stop()
+    assert not any(alive(pid) for pid in dummies.pids), "something is left running"
+
+
+def test_the_broker_first_and_the_broker_last(make: Make, dummies: Dummies, data_dir: Path) -> None:
+    supervisor = make()
+    supervisor.start()
+    state = supervisor.wait_ready(20)
+    assert dummies.starts[0] == "broker"
+    assert sorted(dummies.starts[1:]) == ["alpha", "beta"]
+    assert read(data_dir) == state == supervisor.state
+    assert sorted(supervisor.pids.values()) == sorted(dummies.pids)
+    assert (data_dir / "logs" / "alpha.log").read_text() == "alpha starts\n"
+    supervisor.stop()
+    assert sorted(dummies.lines("stops")[:2]) == ["alpha", "beta"]
+    assert dummies.lines("stops")[2] == "broker"
+    assert supervisor.wait(0)
+    with pytest.raises(NotRunning, match="headrace up"):
+        read(data_dir)
+
+
+def test_every_service_gets_the_same_settings(make: Make, dummies: Dummies, data_dir: Path) -> None:
+    supervisor = make(settings={"logs.level": "debug", "alpha.names": ["ü", "b"]})
+    supervisor.start()
+    supervisor.wait_ready(20)
+    environs = [json.loads((dummies.folder / f"{name}.environ").read_text()) for name in dummies.services]
+    assert environs[0] == environs[1] == environs[2]
+    environ = environs[0]
+    assert environ["HEADRACE_DATA_DIR"] == f'"{data_dir}"'
+    assert environ["HEADRACE_LOGS__LEVEL"] == '"debug"'
+    assert environ["HEADRACE_ALPHA__NAMES"] == '["ü", "b"]'
+    assert environ["HEADRACE_BUS__ADDRESS"] == f'"{supervisor.state.bus}"'
+    ports = [environ[f"HEADRACE_{name.upper()}__PORT"] for name in dummies.services]
+    assert len({*ports, environ["HEADRACE_BROKER__KAFKA_PORT"]}) == 4
+
+
+def test_a_killed_service_is_restarted_on_its_port(make: Make, dummies: Dummies) -> None:
+    said: list[str] = []
+    supervisor = make(report=said.append)
+    supervisor.start()
+    before = supervisor.wait_ready(20).services["alpha"]
+    os.kill(supervisor.pids["alpha"], signal.SIGKILL)
+    wait_until(lambda: supervisor.state.services["alpha"].restarts == 1, 10, "the restart")
+    after = supervisor.wait_ready(20).services["alpha"]
+    assert (after.port, after.restarts) == (before.port, 1)
+    assert after.pid != before.pid
+    assert said == ["alpha ended (signal 9); starting it again in 0.05 s"]
+    assert dummies.starts.count("beta") == dummies.starts.count("broker") == 1
+
+
+def test_who_calls_a_gateway_between_two_of_its_lives_waits_for_the_next(data_dir: Path, tmp_path: Path) -> None:
+    dummies = Dummies(tmp_path, "gateway")
+    limits = Limits(first_pause_s=1.0, stop_timeout_s=5.0, health_interval_s=0.02)
+    supervisor = Supervisor(
+        data_dir, services=dummies.services, environ=dummies.environ, auto_ports=True, limits=limits
+    )
+    with supervisor:
+        port = supervisor.state.services["gateway"].port
+        os.kill(supervisor.pids["gateway"], signal.SIGKILL)
+        wait_until(lambda: supervisor.state.services["gateway"].status == "restarting", 10, "its death")
+        with urllib.request.urlopen(f"{supervisor.url('gateway')}/health", timeout=20) as answer:
+            assert answer.status == 200
+        assert dummies.starts == ["gateway", "gateway"]
+    assert not is_open(port)
+
+
+def test_pauses_grow_while_a_service_keeps_dying(make: Make, dummies: Dummies) -> None:
+    said: list[str] = []
+    dummies.tell("alpha", "crash")
+    supervisor = make(Limits(first_pause_s=0.05, pause_max_s=0.15, health_interval_s=0.02), report=said.append)
+    supervisor.start()
+    wait_until(lambda: len(said) >= 4, 20, "four deaths")
+    pauses = [
+        f"alpha ended (exit status 1); starting it again in {pause} s" for pause in ("0.05", "0.1", "0.15", "0.15")
+    ]
+    assert said[:4] == pauses
+    assert supervisor.state.services["alpha"].status in ("restarting", "starting")
+
+
+def test_wrong_settings_stop_everything_with_the_message(make: Make, dummies: Dummies) -> None:
+    dummies.tell("beta", "refuse settings")
+    supervisor = make()
+    supervisor.start()
+    with pytest.raises(StartFailed, match=r"beta refuses its settings: setting beta\.prot = 1: unknown"):
+        supervisor.wait_ready(20)
+    assert dummies.starts.count("beta") == 1, "starting it again cannot help"
+    assert supervisor.pids == {}
+    with pytest.raises(StartFailed):
+        supervisor.wait(0)
+
+
+def test_a_service_that_lacks_something_is_up_and_not_ready(make: Make, dummies: Dummies) -> None:
+    dummies.tell("alpha", "unready")
+    supervisor = make()
+    supervisor.start()
+    state = supervisor.wait_up(20)
+    assert (state.services["alpha"].status, state.services["alpha"].lacks) == ("unready", ("model",))
+    assert state.services["beta"].status in ("unready", "ready")
+    with pytest.raises(StartFailed, match=r"after 0\.1 s alpha is not ready \(it lacks model\)"):
+        supervisor.wait_ready(0.1)
+    assert supervisor.pids == {}
+
+
+def test_a_service_that_never_answers_is_named_with_its_last_words(make: Make, dummies: Dummies) -> None:
+    dummies.tell("alpha", "never answer")
+    supervisor = make()
+    supervisor.start()
+    wait_until(lambda: supervisor.state.services["beta"].status == "ready", 20, "the other one")
+    wait_until(lambda: supervisor._processes["alpha"].log.tail, 20, "its last words")
+    with pytest.raises(StartFailed, match=r"after 0\.1 s alpha does not answer \(alpha starts\)"):
+        supervisor.wait_up(0.1)
+
+
+def test_what_ignores_sigterm_is_killed_in_time(make: Make, dummies: Dummies) -> None:
+    dummies.tell("alpha", "ignore SIGTERM")
+    supervisor = make(Limits(stop_timeout_s=0.5, health_interval_s=0.02))
+    supervisor.start()
+    supervisor.wait_ready(20)
+    supervisor.stop()
+    assert dummies.lines("stops") == ["beta", "broker"]
+
+
+def test_what_a_service_left_behind_is_killed_with_it(make: Make, dummies: Dummies) -> None:
+    dummies.tell("alpha", "leave a child")
+    supervisor = make()
+    supervisor.start()
+    supervisor.wait_ready(20)
+    wait_until(lambda: dummies.lines("child"), 10, "the child")
+    child = int(dummies.lines("child")[0])
+    os.kill(supervisor.pids["alpha"], signal.SIGKILL)
+    wait_until(lambda: not alive(child), 10, "the child's end")
+
+
+def test_a_second_one_is_refused(make: Make, data_dir: Path) -> None:
+    make().start()
+    with pytest.raises(UsageError, match=f"up already in {data_dir}"):
+        make()
+
+
+OWNER = """
+import sys, pathlib
+from headrace_cli.supervisor import Supervisor
+supervisor = Supervisor(pathlib.Path(sys.argv[1]), services=dict(alpha="dummy_alpha"), auto_ports=True)
+supervisor.start()
+supervisor.wait_ready(20)
+print(supervisor.pids["alpha"], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a child's life to its parent's")
+def test_nothing_survives_a_killed_supervisor_and_the_next_one_starts(
+    make: Make, dummies: Dummies, data_dir: Path
+) -> None:
+    command = [sys.executable, "-c", OWNER, str(data_dir)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(dummies.environ)) as owner:
+        assert owner.stdout is not None
+        service = int(owner.stdout.readline())
+        assert read(data_dir).pid == owner.pid
+        owner.kill()
+    wait_until(lambda: not alive(service), 10, "the service's end")
+    with pytest.raises(NotRunning):
+        read(data_dir)
+    make().start()
+
+
+def test_a_state_file_that_cannot_be_written_stops_nothing(make: Make, dummies: Dummies, data_dir: Path) -> None:
+    said: list[str] = []
+    supervisor = make(report=said.append)
+    (data_dir / "run" / "state.json").mkdir()
+    supervisor.start()
+    assert supervisor.wait_ready(20).ready
+    (data_dir / "run" / "state.json").rmdir()
+    wait_until(lambda: (data_dir / "run" / "state.json").is_file(), 10, "the next attempt")
+    assert len(said) == 1
+    assert "cannot say what runs" in said[0]
+
+
+# hung is not dead
+
+WATCHFUL = Limits(
+    first_pause_s=0.05, stop_timeout_s=5.0, health_interval_s=0.02, health_timeout_s=0.3, hung_s=1.0, hang_timeout_s=3.0
+)
+
+
+@pytest.mark.parametrize("told", ["", "answer only"])
+def test_a_stopped_service_is_hung_then_killed_and_started_again(make: Make, dummies: Dummies, told: str) -> None:
+    said: list[str] = []
+    dummies.tell("alpha", told)
+    supervisor = make(WATCHFUL, report=said.append)
+    supervisor.start()
+    before = supervisor.wait_ready(20).services["alpha"]
+    assert before.pid is not None
+    os.kill(before.pid, signal.SIGSTOP)
+    wait_until(lambda: supervisor.state.services["alpha"].status == "hung", 20, "it is seen to hang")
+    assert alive(before.pid)
+    assert supervisor.state.services["beta"].status == "ready", "nobody else is touched"
+    wait_until(lambda: supervisor.state.services["alpha"].restarts == 1, 20, "the restart")
+    after = supervisor.wait_ready(20).services["alpha"]
+    assert (after.port, after.pid != before.pid, alive(before.pid)) == (before.port, True, False)
+    words = [line.split(" for ")[0] for line in said]
+    assert words[:2] == ["alpha hangs: no sign of life"] * 2
+    assert "killing it" in said[1]
+    assert said[2] == "alpha ended (signal 9); starting it again in 0.05 s"
+    assert dummies.starts.count("beta") == dummies.starts.count("broker") == 1
+
+
+def test_a_loop_that_is_stuck_hangs_too(make: Make, dummies: Dummies) -> None:
+    supervisor = make(WATCHFUL)
+    supervisor.start()
+    supervisor.wait_ready(20)
+    with pytest.raises(OSError, match="timed out"):
+        urllib.request.urlopen(f"{supervisor.url('alpha')}/stuck", timeout=0.1)
+    wait_until(lambda: supervisor.state.services["alpha"].restarts == 1, 20, "the restart")
+    assert supervisor.wait_ready(20).ready
+
+
+def test_who_goes_on_in_time_is_left_alone(make: Make, dummies: Dummies) -> None:
+    supervisor = make(Limits(health_interval_s=0.02, health_timeout_s=0.3, hung_s=0.5, hang_timeout_s=600))
+    supervisor.start()
+    pid = supervisor.wait_ready(20).services["alpha"].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: supervisor.state.services["alpha"].status == "hung", 20, "it is seen to hang")
+    os.kill(pid, signal.SIGCONT)
+    assert supervisor.wait_ready(20).services["alpha"].pid == pid
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: supervisor.state.services["alpha"].status == "hung", 20, "it is seen to hang again")
+    supervisor.stop()
+    assert not alive(pid), "what hangs is not asked to stop"
+
+
+def test_the_supervisor_itself_is_seen_to_look(make: Make, data_dir: Path) -> None:
+    supervisor = make()
+    supervisor.start()
+    supervisor.wait_ready(20)
+    state = data_dir / "run" / "state.json"
+    os.utime(state, (0, 0))
+    assert unwatched_s(data_dir) > 1e6
+    wait_until(lambda: unwatched_s(data_dir) < 1e6, 20, "the next look")
+
+
+def test_stopping_before_anything_is_ready(make: Make, dummies: Dummies) -> None:
+    dummies.tell("broker", "never answer")
+    supervisor = make()
+    supervisor.start()
+    wait_until(lambda: dummies.starts, 10, "the broker")
+    supervisor.stop()
+    assert dummies.starts == ["broker"]
