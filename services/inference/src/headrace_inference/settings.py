@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from headrace_inference.service import INFO
 from headrace_runtime.settings import Port, Section, ServiceSettings
 
 Positive = Annotated[int, Field(ge=1)]
@@ -42,7 +43,7 @@ class TorchSettings(Section):
 class InferenceSettings(ServiceSettings):
     """One replica."""
 
-    port: Port = 8010
+    port: Port = INFO.port
     """Port of the OpenAI-compatible HTTP interface."""
     replica_id: str = ""
     """Name of this replica on the bus; empty derives it from host and port."""

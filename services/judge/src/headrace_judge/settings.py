@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, JsonValue, SecretStr, ValidationInfo, field_validator
 
+from headrace_judge.service import INFO
 from headrace_runtime.settings import Port, Section, ServiceSettings
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -135,7 +136,7 @@ class PairSettings(Section):
 class JudgeSettings(ServiceSettings):
     """All of `[judge]`."""
 
-    port: Port = 8033
+    port: Port = INFO.port
     """Port of `/health` and `/metrics`; 0 lets the system choose."""
     endpoint: EndpointSettings = Field(default={}, validate_default=True)
     retry: RetrySettings = RetrySettings()

@@ -10,6 +10,7 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Port, Section, ServiceSettings
 from headrace_schemas.base import ModelName
 from headrace_trainer.estimators import Estimator, named
+from headrace_trainer.service import INFO
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -201,7 +202,7 @@ class MemorySettings(Section):
 class TrainerSettings(ServiceSettings):
     """All of `[trainer]`."""
 
-    port: Port = 8034
+    port: Port = INFO.port
     """Port of `/health` and `/metrics`; 0 lets the system choose."""
     base: str = ""
     """A Hugging Face folder (safetensors, tokenizer, chat template): where a lineage starts. Required."""
