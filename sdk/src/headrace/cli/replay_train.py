@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from headrace.replay.request import Request
 
 _DIFFERENT, _RANGE = "What is different", "What is replayed"
-_CUTS = ("trainer.batch_", "trainer.group_", "trainer.advantage")
+_CUTS = ("trainer.batch_", "trainer.group_", "trainer.advantage", "trainer.algorithm")
 """Settings that batches depend on: with one of them changed, the old cuts mean nothing."""
 Name = Annotated[str, typer.Argument(help="A new name for the line of versions that comes of it.", metavar="LINEAGE")]
 Known = Annotated[str, typer.Argument(help="The lineage that a replay leads into.", metavar="LINEAGE")]
@@ -44,9 +43,13 @@ Judge = Annotated[
 
 def _announced(algorithm: str | None) -> str | None:
     """Whatever an installed package announces; the trainer's own say so in the same way."""
-    known = sorted(entry.name for entry in entry_points(group="headrace.advantages"))
-    if algorithm is not None and algorithm not in known:
-        raise typer.BadParameter(f"no installed package announces {algorithm!r}; there are {', '.join(known)}")
+    from headrace_runtime.registries import PluginError, Registry
+
+    try:
+        if algorithm is not None:
+            Registry("algorithms", object, "algorithm").point(algorithm)
+    except PluginError as error:
+        raise typer.BadParameter(str(error)) from None
     return algorithm
 
 
@@ -271,7 +274,9 @@ def _request(
     if rewards:
         overrides.set("scorer.functions", rewards)
     if algorithm:
-        overrides.set("trainer.advantage.kind", algorithm)
+        overrides.set("trainer.algorithm", algorithm)
+        for kind in ("trainer.advantage.kind", "trainer.loss.kind"):
+            overrides.set(kind, "")  # what a file says of them was for another algorithm
     wanted = Range(
         "trajectories" if rewards or rescore or judge else "experiences",
         partitions=tuple(partition or ()),
