@@ -87,8 +87,8 @@ def test_a_package_adds_an_algorithm_without_a_change_here(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("foreign")
 def test_what_is_set_wins_over_the_algorithm(tmp_path: Path) -> None:
-    stated = 'algorithm = "mine"\nmax_staleness = 3\nadvantage.kind = "rloo"\nloss.kind = ""\n[trainer.advantage.plain]\nmiddle = 1'
-    settings = settings_of(tmp_path, stated)
+    stated = ['algorithm = "mine"', "max_staleness = 3", 'advantage.kind = "rloo"', 'loss.kind = ""']
+    settings = settings_of(tmp_path, "\n".join([*stated, "[trainer.advantage.plain]", "middle = 1"]))
     assert (settings.advantage.kind, settings.loss.kind, settings.max_staleness) == ("rloo", "slope", 3)
     assert settings.advantage.of("plain").model_dump() == {"middle": 1.0}
     with pytest.raises(SettingError, match=r"trainer\.advantage\.plain\.midle = 1: unknown; did you mean 'middle'"):

@@ -143,7 +143,7 @@ class JudgeSettings(ServiceSettings):
     budget: BudgetSettings = BudgetSettings()
     pairs: PairSettings = PairSettings()
     rubrics: Annotated[tuple[str, ...], Field(min_length=1, max_length=16)] = ("helpfulness",)
-    """Names of shipped rubrics or paths of rubric files (TOML); each is a source of rewards of its own."""
+    """Names of rubrics that are announced, or paths of rubric files (TOML); each is a source of rewards of its own."""
     templates_dir: Path | None = None
     """Folder whose prompt templates replace the shipped ones of the same name."""
     sample_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
