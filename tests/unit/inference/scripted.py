@@ -83,6 +83,9 @@ class ScriptedEngine:
     def check(self) -> None:
         pass
 
+    async def stop(self) -> None:
+        raise NotImplementedError
+
     def generate(
         self,
         prompt: Sequence[int],

@@ -13,6 +13,7 @@ from headrace.errors import UsageError
 from headrace.supervisor import plan as planning
 from headrace.supervisor.overrides import Overrides, parse_assignments
 from headrace_runtime.services import ServiceInfo
+from tests.support import plugins
 from tests.support.ports import free_port
 
 SERVICES = planning.installed()
@@ -170,3 +171,12 @@ def test_whoever_is_the_bus_is_the_bus_and_whoever_asks_the_gateway_is_told_wher
     plan = planning.make(tmp_path, Overrides(None, {"echo.word": "x"}, {}), services, auto_ports=True)
     front = next(one for one in plan.services if one.name == "front")
     assert plan.environ["HEADRACE_ECHO__URL"] == f'"{front.url}/v1"'
+
+
+def test_a_service_that_cannot_be_imported_is_named_with_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugins.install(tmp_path, "wreck", {"headrace.services": {"wreck": "no_such_wreck:INFO"}})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UsageError, match=r"wreck 1\.0 announces the service 'wreck' .*No module named 'no_such_wreck'"):
+        planning.installed()
