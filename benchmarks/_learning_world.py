@@ -28,8 +28,10 @@ from email_agent.tools import Mailtools
 from headrace_cli.controls.statistics import Score
 from headrace_collector.trajectories import trajectory
 from headrace_inference.chat.exact import ExactPrompts
+from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
-from headrace_inference.http.completions import Completions, Parsers
+from headrace_inference.chat.tool_calls import HERMES
+from headrace_inference.http.completions import Completions
 from headrace_inference.http.request import ChatRequest
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
@@ -67,7 +69,7 @@ class World:
         self._cache = VersionCache(blobs, folder)
         self._engine = engine
         self._completions = Completions(
-            engine, ExactPrompts(1_000_000, reasoning=False), Parsers(True, False), Aside(1, 1 << 30)
+            engine, ExactPrompts(1_000_000, Parsers(HERMES)), Parsers(HERMES), Aside(1, 1 << 30)
         )
         self._tokenizers: dict[str, ChatTokenizer] = {}
         self.tasks = Tasks(gate=self._names("gate"), audit=self._names("audit"))

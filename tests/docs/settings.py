@@ -18,8 +18,8 @@ def check(text: str, folder: Path) -> None:
     """Each service that the text has a section for reads all of it. Raises `SettingError`."""
     path = folder / "shown.toml"
     path.write_text(text, encoding="utf-8")
-    modules = installed()
-    shown = [name for name in modules if name in tomllib.loads(text)]
+    services = installed()
+    shown = [name for name in services if name in tomllib.loads(text)]
     for name in shown or ["gateway"]:  # what is common to all, any of them checks
-        service: Service[ServiceSettings] = import_module(f"{modules[name]}.__main__").SERVICE
+        service: Service[ServiceSettings] = import_module(f"{services[name].module}.__main__").SERVICE
         load(name, service.settings, path, _NEEDED)

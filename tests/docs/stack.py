@@ -38,7 +38,9 @@ class Folder:
         """Write the page's fences that are files."""
         for fence in fences(page):
             if fence.file is not None:
-                (self.path / fence.file).write_text(fence.text, encoding="utf-8")
+                target = self.path / fence.file
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(fence.text, encoding="utf-8")
 
     def run(self, fence: Fence) -> str:
         """What the fence printed. Raises `AssertionError` with its output when it fails."""

@@ -11,6 +11,7 @@ import yaml
 from headrace_gateway.access import read_keys
 from headrace_gateway.settings import GatewaySettings
 from headrace_runtime.main import Service as Program
+from headrace_runtime.services import ServiceInfo, installed
 from headrace_runtime.settings import Common, ServiceSettings, is_loopback, load
 from tests.repo.compose_files import (
     EXAMPLE,
@@ -25,14 +26,19 @@ from tests.repo.compose_files import (
     variables,
 )
 
+INSTALLED = installed()
 NO_PROGRAM_TO_CHECK_WITH = {"otel-collector"}
 RESOURCES = {"inference": "INFERENCE", "trainer": "TRAINER", "collector": "COLLECTOR", "gateway": "GATEWAY"}
 each_service = pytest.mark.parametrize("name", services())
 each_of_ours = pytest.mark.parametrize("name", ours())
 
 
+def announced(container: str) -> ServiceInfo:
+    return INSTALLED[service_of(container)]
+
+
 def program(container: str) -> Program[Any]:
-    found: Program[Any] = import_module(f"headrace_{service_of(container)}.__main__").SERVICE
+    found: Program[Any] = import_module(f"{announced(container).module}.__main__").SERVICE
     return found
 
 
@@ -63,7 +69,7 @@ def test_a_container_of_ours_has_its_own_image_and_no_more_rights_than_it_needs(
     service = services()[name]
     assert service["image"] == f"headrace-{service_of(name)}"
     assert service["build"]["args"]["SERVICE"] == service_of(name)
-    assert (ROOT / service["build"]["args"]["FOLDER"] / "src" / f"headrace_{service_of(name)}").is_dir()
+    assert (ROOT / service["build"]["args"]["FOLDER"] / "src" / announced(name).module).is_dir()
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges"]
@@ -72,8 +78,7 @@ def test_a_container_of_ours_has_its_own_image_and_no_more_rights_than_it_needs(
 
 @each_of_ours
 def test_the_check_asks_the_port_that_the_service_listens_on(name: str) -> None:
-    port = program(name).settings.model_fields["port"].default
-    assert services()[name]["healthcheck"]["test"][-1] == str(port)
+    assert services()[name]["healthcheck"]["test"][-1] == str(announced(name).port)
 
 
 @each_of_ours
@@ -82,7 +87,7 @@ def test_every_setting_is_one_that_the_service_starts_with(name: str) -> None:
     assert own.host == "0.0.0.0"
     assert common.bus.address == "kafka:9092"
     assert common.security.internal_key.get_secret_value() == SECRETS["INTERNAL_KEY"], "a key of digits is still text"
-    has_state = service_of(name) in {"collector", "scorer", "judge", "registry"}
+    has_state = announced(name).database
     assert common.database.url.get_secret_value().startswith("postgresql://" if has_state else "sqlite")
     assert ("postgres" in services()[name]["depends_on"]) == has_state
 
@@ -94,8 +99,7 @@ def test_the_gateway_asks_for_the_agents_key() -> None:
 
 
 def test_every_service_but_the_embedded_broker_has_a_container() -> None:
-    members = {path.parent.name for path in ROOT.glob("services/*/pyproject.toml")} | {"gateway"}
-    assert {service_of(name) for name in ours()} == members - {"broker"}
+    assert {service_of(name) for name in ours()} == {name for name, info in INSTALLED.items() if not info.is_bus}
 
 
 @pytest.mark.parametrize("name", RESOURCES)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.metadata import entry_points
 
 import pytest
 
-MODULES = {entry.name: entry.value for entry in entry_points(group="headrace.services")}
+from headrace_runtime import topics
+from headrace_runtime.services import installed
+
+INSTALLED = installed()
+MODULES = {name: info.module for name, info in INSTALLED.items()}
 HEAVY = ("torch", "transformers", "faust", "aiokafka", "sqlalchemy", "starlette")
 _REPORT = """
 import sys, runpy
@@ -42,3 +45,26 @@ def test_an_unknown_setting_stops_the_start(name: str, module: str) -> None:
     )
     assert result.returncode == 2
     assert f"setting {name}.prot = 1: unknown; did you mean 'port'?" in result.stderr
+
+
+@pytest.mark.parametrize("topic", topics.catalogue().values(), ids=lambda topic: topic.name)
+def test_services_announce_the_topics_that_name_them(topic: topics.Topic) -> None:
+    readers = {name for name, info in INSTALLED.items() if topic.name in info.consumes}
+    writers = {name for name, info in INSTALLED.items() if topic.name in info.produces}
+    assert readers == INSTALLED.keys() & set(topic.consumers)
+    assert topic.producer in writers or topic.producer not in INSTALLED
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_an_announcement_is_light(name: str) -> None:
+    """It is imported by whoever wants to know what is installed, of every service."""
+    code = f"""
+import sys
+from headrace_runtime import services
+before = {{*sys.modules}}
+services.SERVICES.get({name!r})
+print(sorted(name for name in {{*sys.modules}} - before if name.startswith("headrace")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+    module = MODULES[name]
+    assert done.stdout.strip() == str([module, f"{module}.service"])

@@ -19,7 +19,6 @@ from headrace_schemas.source_api import SourceList, SourceState
 TIMEOUT_S = 3.0
 _BODY_BYTES_MAX = 1_048_576
 _READY, _UNREADY = 200, 503
-_WITH_SOURCES = ("scorer", "judge")
 T = TypeVar("T")
 
 
@@ -33,9 +32,9 @@ def asked(state: RunState) -> tuple[RunState, dict[str, str]]:
 
 
 def sources(state: RunState, key: str | None) -> tuple[SourceState, ...]:
-    """How reward functions and rubrics fare, as far as their services say. `key` is `security.internal_key`."""
-    asked = {name: service for name, service in state.services.items() if name in _WITH_SOURCES}
-    return tuple(one for found in _each(asked, lambda service: _sources(service, key)).values() for one in found)
+    """How reward functions and rubrics fare, of every service that says so. `key` is `security.internal_key`."""
+    found = _each(state.services, lambda service: _sources(service, key))
+    return tuple(one for said in found.values() for one in said)
 
 
 def _each(services: Mapping[str, ServiceState], ask: Callable[[ServiceState], T]) -> dict[str, T]:

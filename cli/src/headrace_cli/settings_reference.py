@@ -12,6 +12,7 @@ from pydantic import BaseModel, JsonValue, TypeAdapter
 
 from headrace.errors import HeadraceError
 from headrace_cli.toml_text import toml
+from headrace_runtime.services import ServiceInfo
 
 _WIDTH = 120
 _TIMEOUT_S = 60.0
@@ -39,7 +40,7 @@ Described = dict[str, list[Setting]]
 _DESCRIBED = TypeAdapter(Described)
 
 
-def ask(services: Mapping[str, str]) -> Described:
+def ask(services: Mapping[str, ServiceInfo]) -> Described:
     """Section to settings: those that all services share under `common`, then one section for each service."""
     found: Described = {}
     for name, done in _run_all(services, dict.fromkeys(services, "--describe-settings")).items():
@@ -49,7 +50,7 @@ def ask(services: Mapping[str, str]) -> Described:
     return found
 
 
-def refusals(services: Mapping[str, str], environ: Mapping[str, str], *, bus: bool) -> dict[str, list[str]]:
+def refusals(services: Mapping[str, ServiceInfo], environ: Mapping[str, str], *, bus: bool) -> dict[str, list[str]]:
     """Service to what it found wrong when it tried what its start would; one of them looks at the `bus` as well."""
     asked = {name: "--check-bus" if bus and name == min(services) else "--check" for name in services}
     done = _run_all(services, asked, environ=environ, timeout_s=_CHECK_TIMEOUT_S)
@@ -92,7 +93,7 @@ def _lines(key: str, setting: Setting) -> list[str]:
 
 
 def _run_all(
-    services: Mapping[str, str],
+    services: Mapping[str, ServiceInfo],
     arguments: Mapping[str, str],
     *,
     environ: Mapping[str, str] | None = None,
@@ -100,7 +101,7 @@ def _run_all(
 ) -> dict[str, subprocess.CompletedProcess[str]]:
     with ThreadPoolExecutor(max_workers=4) as pool:
         done = {
-            name: pool.submit(_run, module, arguments[name], environ, timeout_s) for name, module in services.items()
+            name: pool.submit(_run, info.module, arguments[name], environ, timeout_s) for name, info in services.items()
         }
     return {name: future.result() for name, future in done.items()}
 

@@ -1,11 +1,12 @@
 """`python -m headrace_gateway`."""
 
+from headrace_gateway.service import INFO
 from headrace_gateway.settings import GatewaySettings
 from headrace_runtime.main import Service
 
 SERVICE = Service(
     "gateway",
-    "The OpenAI-compatible gateway: serves agents from the replicas and captures every model call.",
+    INFO.summary,
     GatewaySettings,
     "headrace_gateway.app:run",
     "headrace_gateway.check:check",

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from headrace_gateway.service import INFO
 from headrace_runtime.settings import Port, Section, ServiceSettings
 from headrace_schemas.base import ModelName
 
@@ -112,7 +113,7 @@ class StickySettings(Section):
 class GatewaySettings(ServiceSettings):
     """Settings of the gateway."""
 
-    port: Port = 8000
+    port: Port = INFO.port
     keys: tuple[KeySettings, ...] = ()
     """API keys. None at all: everything is open, tenant `default`, and only loopback may be listened on."""
     keys_file: str = ""

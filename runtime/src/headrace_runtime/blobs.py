@@ -6,29 +6,21 @@ A blob's name is its SHA-256, so writing twice is harmless and a reader can chec
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import errno
 import hashlib
 import os
-import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import fsspec
 
 from headrace_runtime import disk
+from headrace_runtime.blob_backends import BlobBackend, NotExclusive, backend_of, drafted, sync_folder
 from headrace_runtime.errors import CorruptBlob, MissingBlob, SettingError, Unavailable
 from headrace_runtime.settings import Common
 from headrace_schemas.blobs import BlobRef
-
-_EXCLUSIVE = frozenset(("file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"))
-"""Protocols that can write a name only if nobody has: by a hard link, a lock, or a conditional request."""
-_NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS))
-_MEMORY = threading.Lock()
-"""Whoever shares a store in memory shares this process."""
 
 
 class BlobStore:
@@ -41,7 +33,8 @@ class BlobStore:
     def __init__(self, url: str) -> None:
         # A remembered listing would hide what another process has written, or show what it has removed.
         self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
-        self._local = "file" in self._protocols(self._fs)
+        self._backend = backend_of(self._fs)
+        self._local = self._backend is not None and self._backend.folder
         self.url = url
 
     @classmethod
@@ -114,7 +107,7 @@ class BlobStore:
 
         Raises `SettingError` where the store cannot do that, `Unavailable` when it is away: then it may have happened.
         """
-        self._check_protocol()
+        self._exclusive()
         try:
             return self._create(f"{self._root}/pointers/{name}", data)
         except OSError as error:
@@ -202,50 +195,25 @@ class BlobStore:
             self._fs.pipe_file(path, data)  # object stores replace whole objects
             return
         target = Path(path)
-        draft, folders = _drafted(target, data)
+        draft, folders = drafted(target, data)
         try:
             draft.replace(target)
         except OSError:
             draft.unlink(missing_ok=True)
             raise
         for folder in folders:
-            _sync_folder(folder)
+            sync_folder(folder)
 
     def _create(self, path: str, data: bytes) -> bool:
-        if self._local:
-            return self._link(Path(path), data)
-        alone = _MEMORY if "memory" in self._protocols(self._fs) else contextlib.nullcontext()
         try:
-            with alone:
-                self._fs.pipe_file(path, data, mode="create")
-        except FileExistsError:
-            return False
-        except Exception:  # not every server's refusal is understood by its client library
-            if self._fs.exists(path):
-                return False
-            raise
-        return True
+            return self._exclusive().create(self._fs, path, data)
+        except NotExclusive as error:
+            raise self._not_exclusive(str(error)) from error
 
-    def _link(self, target: Path, data: bytes) -> bool:
-        """A second name for a file that is whole already: it appears at once or not at all, and never replaces."""
-        draft, folders = _drafted(target, data)
-        try:
-            os.link(draft, target)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno in _NO_LINKS:
-                raise self._not_exclusive("its file system has no hard links") from error
-            raise
-        finally:
-            draft.unlink(missing_ok=True)
-        for folder in folders:
-            _sync_folder(folder)
-        return True
-
-    def _check_protocol(self) -> None:
-        if not _EXCLUSIVE.intersection(self._protocols(self._fs)):
+    def _exclusive(self) -> BlobBackend:
+        if self._backend is None:
             raise self._not_exclusive("cannot write a file only if it does not exist")
+        return self._backend
 
     def _not_exclusive(self, problem: str) -> SettingError:
         return SettingError(
@@ -254,39 +222,8 @@ class BlobStore:
             f"{problem}, so two trainers could not be told apart there; use a folder, s3://, gs:// or abfs://",
         )
 
-    @staticmethod
-    def _protocols(fs: Any) -> tuple[str, ...]:
-        return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
-
 
 def _listed(folder: str) -> list[dict[str, str]]:
     """As fsspec lists, which gives up when one of the files goes away meanwhile: a draft that got its name, say."""
     with os.scandir(folder) as entries:
         return [{"name": entry.name, "type": "directory" if entry.is_dir() else "file"} for entry in entries]
-
-
-def _drafted(target: Path, data: bytes) -> tuple[Path, list[Path]]:
-    """A durable file beside `target`, and the folders that are to be synced once it has its name."""
-    missing = [folder for folder in target.parents if not folder.exists()]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        with draft.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        draft.unlink(missing_ok=True)  # on a full disk, half a blob would take the room of a whole one
-        raise
-    return draft, [target.parent, *(folder.parent for folder in missing)]
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make new names in `folder` survive a power cut; a pointer must not fall back to what has since been deleted."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

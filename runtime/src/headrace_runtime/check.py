@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
-from importlib.util import find_spec
 from typing import Any
 
 from headrace_runtime.errors import HeadraceError, SettingError
+from headrace_runtime.services import SERVICES
 from headrace_runtime.settings import Common
 
 Check = Callable[[Common, Any], Awaitable[list[str]]]
@@ -23,7 +23,7 @@ async def problems(name: str, common: Common, own: object, check: Check | None, 
     """Everything that is wrong for this service, a sentence each."""
     found: list[str] = []
     tried: list[Awaitable[list[str]]] = [_data_dir(common), _blobs(common)]
-    if find_spec(f"headrace_{name}.migrations") is not None:  # who has a schema has a database
+    if name in SERVICES.names() and SERVICES.get(name).database:
         tried.append(_database(common))
     if bus:
         tried.append(_bus(common))

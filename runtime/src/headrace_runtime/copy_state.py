@@ -13,7 +13,6 @@ import asyncio
 import hashlib
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from pydantic import SecretStr
 from sqlalchemy import Boolean, Connection, MetaData, RowMapping, Select, Table, column, func, insert, select, table
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_runtime import migrations
+from headrace_runtime import migrations, services
 from headrace_runtime.database import Database
 from headrace_runtime.errors import HeadraceError
 from headrace_runtime.settings import Common, ServiceSettings, load
@@ -99,12 +98,12 @@ async def copy_all(common: Common, url: str) -> dict[str, dict[str, int]]:
     files = common.model_copy(update={"database": common.database.model_copy(update={"url": SecretStr("sqlite")})})
     server = common.model_copy(update={"database": common.database.model_copy(update={"url": SecretStr(url)})})
     done = {}
-    for entry in sorted(entry_points(group="headrace.services")):
-        if not (common.data_dir / "db" / f"{entry.name}.sqlite").exists():
+    for name, info in services.installed().items():
+        if not (info.database and (common.data_dir / "db" / f"{name}.sqlite").exists()):
             continue
-        source, target = Database.open(entry.name, files), Database.open(entry.name, server)
+        source, target = Database.open(name, files), Database.open(name, server)
         try:
-            done[entry.name] = await copy(entry.name, entry.value, source, target)
+            done[name] = await copy(name, info.module, source, target)
         finally:
             await source.close()
             await target.close()

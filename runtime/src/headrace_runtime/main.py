@@ -21,7 +21,15 @@ from typing import Generic, NoReturn, TypeVar
 from headrace_runtime import liveness
 from headrace_runtime.errors import HeadraceError, SettingError
 from headrace_runtime.private_files import private_folder
-from headrace_runtime.settings import Common, ServiceSettings, load, secrets_of, secrets_of_url
+from headrace_runtime.registries import PluginError
+from headrace_runtime.settings import (
+    Common,
+    ServiceSettings,
+    complete,
+    load,
+    secrets_of,
+    secrets_of_url,
+)
 from headrace_runtime.settings_table import CONFIG_VARIABLE
 from headrace_schemas.redaction import is_secret
 
@@ -60,7 +68,7 @@ class Service(Generic[S]):
             return self._describe()
         try:
             common, own = load(self.name, self.settings, arguments.config)
-        except SettingError as error:
+        except (SettingError, PluginError) as error:
             print(f"headrace {self.name}: {error}", file=sys.stderr)  # noqa: T201 (logs are not configured yet)
             return 2
         if arguments.check_config:
@@ -77,7 +85,7 @@ class Service(Generic[S]):
         module, function = self.run.split(":")
         try:
             asyncio.run(_until_stopped(getattr(import_module(module), function), common, own, pipe))
-        except SettingError as error:
+        except (SettingError, PluginError) as error:
             log.error("refused_to_start", error=str(error))
             print(f"headrace {self.name}: {error}", file=sys.stderr)  # noqa: T201 (for who started it, as a sentence)
             return 2
@@ -108,7 +116,7 @@ class Service(Generic[S]):
     def _describe(self) -> int:
         from headrace_runtime.reference import describe
 
-        described = {"common": describe(Common), self.name: describe(self.settings, f"{self.name}.")}
+        described = {"common": describe(Common), self.name: describe(complete(self.settings), f"{self.name}.")}
         text = json.dumps({name: [doc.model_dump() for doc in docs] for name, docs in described.items()})
         sys.stdout.write(text + "\n")
         return 0

@@ -15,22 +15,20 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, create_model, model_validator
 
-from headrace_runtime import settings_table
+from headrace_runtime import services, settings_table
 from headrace_runtime.errors import SettingError
 from headrace_runtime.refusal_limit import RefusalBounds
+from headrace_runtime.registries import PluginError
 
 SERVICES = ("broker", "gateway", "inference", "collector", "scorer", "judge", "trainer", "registry")
 """Ours. An image holds one of them, and reads a file with the sections of all."""
-SERVICES_GROUP = "headrace.services"
-"""Entry points: an installed service, ours or anybody's, announces its name (that of its section) and its module."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -38,6 +36,16 @@ class Section(BaseModel):
     """One table of the settings file. Field docstrings are the reference that `headrace config` prints."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @classmethod
+    def announced(cls) -> Mapping[str, type[Section]]:
+        """Inner sections that installed packages bring, by name; see `complete`. All their settings have defaults."""
+        return {}
+
+    def of(self, name: str) -> Section:
+        """The section of what is announced as `name`, with its defaults where nobody has set any."""
+        found = getattr(self, name, None)
+        return found if isinstance(found, Section) else type(self).announced()[name]()
 
     @model_validator(mode="before")
     @classmethod
@@ -55,6 +63,27 @@ def _over(default: object, given: Any) -> Any:
         return given
     kept = {name: getattr(default, name) for name in default.model_fields_set if name not in given}
     return kept | {name: _over(getattr(default, name, None), value) for name, value in given.items()}
+
+
+M = TypeVar("M", bound=Section)
+
+
+def complete(model: type[M]) -> type[M]:
+    """`model` with what is announced for it in it, at every depth. Raises `PluginError` for a name that is taken."""
+    fields: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section) and (whole := complete(inner)) is not inner:
+            default = field.default
+            given = {one: getattr(default, one) for one in default.model_fields_set}
+            fields[name] = (whole, whole(**given))
+    for name, section in model.announced().items():
+        if name in model.model_fields:
+            raise PluginError(f"a package announces settings as {name!r}, which {model.__name__} has; uninstall it")
+        fields[name] = (section, section())
+    if not fields:
+        return model
+    return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields)
 
 
 class BusSettings(Section):
@@ -129,6 +158,9 @@ class Common(Section):
     """Everything that this machine keeps: databases, blobs, logs, the gateway's spool. For its owner alone."""
     disk_free_bytes_min: Annotated[int, Field(ge=4096)] = 1_048_576
     """Room that `data_dir` has to have for a service to be ready; it says so when there is less."""
+    services_elsewhere: tuple[str, ...] = ()
+    """Services that are not installed here and have a section in this file all the same, besides Headrace's own: where
+    each service has a machine or a container to itself."""
     bus: BusSettings = BusSettings()
     database: DatabaseSettings = DatabaseSettings()
     blobs: BlobSettings = BlobSettings()
@@ -160,11 +192,12 @@ def load(service: str, model: type[S], path: Path | None, environ: Mapping[str, 
     environ = os.environ if environ is None else environ
     table = settings_table.read(path, environ)
     ours = (*Common.model_fields, *SERVICES, service)
+    elsewhere = _validate(Common, {k: v for k, v in table.items() if k == "services_elsewhere"}, "").services_elsewhere
     for name, value in table.items():
-        if name not in ours and name not in (known := (*ours, *entry_points(group=SERVICES_GROUP).names)):
+        if name not in ours and name not in (known := (*ours, *services.SERVICES.names(), *elsewhere)):
             raise SettingError(name, value, f"unknown{_hint(name, known)}")
     common = _validate(Common, {k: v for k, v in table.items() if k in Common.model_fields}, "")
-    own = _validate(model, table.get(service, {}), f"{service}.")
+    own = _validate(complete(model), table.get(service, {}), f"{service}.")
     _check_bind(service, own, common)
     return common, own
 
@@ -198,9 +231,6 @@ def secrets_of_url(url: str) -> set[str]:
     except ValueError:
         return set()
     return {password, unquote(password)} if password else set()
-
-
-M = TypeVar("M", bound=Section)
 
 
 def _validate(model: type[M], table: object, prefix: str) -> M:

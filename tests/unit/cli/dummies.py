@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from headrace_runtime.services import ServiceInfo
+
 SOURCE = """
 import http.server, json, os, pathlib, signal, socket, sys, time
 name = __name__ if __name__ != "__main__" else pathlib.Path(__file__).stem
@@ -63,9 +65,12 @@ class Dummies:
 
     def __init__(self, folder: Path, *names: str) -> None:
         self.folder = folder
-        self.services = {name: f"dummy_{name}" for name in names}
-        for module in self.services.values():
-            (folder / f"{module}.py").write_text(SOURCE)
+        self.services = {
+            name: ServiceInfo(module=f"dummy_{name}", summary="", is_bus=name == "broker", is_gateway=name == "gateway")
+            for name in names
+        }
+        for info in self.services.values():
+            (folder / f"{info.module}.py").write_text(SOURCE)
 
     @property
     def environ(self) -> Mapping[str, str]:

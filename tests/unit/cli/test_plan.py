@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ import pytest
 from headrace.errors import UsageError
 from headrace_cli.supervisor import plan as planning
 from headrace_cli.supervisor.overrides import Overrides, parse_assignments
-from headrace_runtime.errors import SettingError
+from headrace_runtime.services import ServiceInfo
 from headrace_runtime.settings_table import override
+from tests.support import plugins
 from tests.support.ports import free_port
 
-SERVICES = {name: f"headrace_{name}" for name in planning.DEFAULT_PORTS}
+SERVICES = planning.installed()
 
 
 def make(tmp_path: Path, text: str = "", environ: dict[str, str] | None = None, **options: object) -> planning.Plan:
@@ -154,10 +156,35 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str | None, message: str) -> 
         Overrides(path, {}, {})
 
 
-@pytest.mark.parametrize("name", planning.DEFAULT_PORTS)
-def test_the_usual_ports_are_the_services_own(name: str) -> None:
-    try:
-        start = import_module(f"headrace_{name}.__main__")
-    except ModuleNotFoundError:
-        pytest.skip(f"{name} has no start file yet")
-    assert start.SERVICE.settings.model_fields["port"].default == planning.DEFAULT_PORTS[name]
+@pytest.mark.parametrize("name", SERVICES)
+def test_what_a_service_announces_is_what_it_is(name: str) -> None:
+    info = SERVICES[name]
+    start = import_module(f"{info.module}.__main__").SERVICE
+    assert (start.name, start.summary) == (name, info.summary)
+    assert start.settings.model_fields["port"].default == info.port
+    assert (find_spec(f"{info.module}.migrations") is not None) == info.database
+
+
+def test_whoever_is_the_bus_is_the_bus_and_whoever_asks_the_gateway_is_told_where_it_is(tmp_path: Path) -> None:
+    """No name means anything here."""
+    services = {
+        "log": ServiceInfo(module="m", summary="", is_bus=True),
+        "front": ServiceInfo(module="m", summary="", is_gateway=True),
+        "echo": ServiceInfo(module="m", summary="", gateway_setting="echo.url", needs_setting="echo.word"),
+    }
+    plan = planning.make(tmp_path, Overrides(None, {}, {}), services, auto_ports=True)
+    assert {one.name: one.held for one in plan.services} == {"log": False, "front": True}
+    assert plan.left_out == {"echo": "echo.word is not set"}
+    assert plan.bus == f"127.0.0.1:{plan.environ['HEADRACE_LOG__KAFKA_PORT']}"
+    plan = planning.make(tmp_path, Overrides(None, {"echo.word": "x"}, {}), services, auto_ports=True)
+    front = next(one for one in plan.services if one.name == "front")
+    assert plan.environ["HEADRACE_ECHO__URL"] == f'"{front.url}/v1"'
+
+
+def test_a_service_that_cannot_be_imported_is_named_with_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugins.install(tmp_path, "wreck", {"headrace.services": {"wreck": "no_such_wreck:INFO"}})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UsageError, match=r"wreck 1\.0 announces the service 'wreck' .*No module named 'no_such_wreck'"):
+        planning.installed()

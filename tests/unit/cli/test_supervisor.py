@@ -186,7 +186,9 @@ def test_a_second_one_is_refused(make: Make, data_dir: Path) -> None:
 OWNER = """
 import sys, pathlib
 from headrace_cli.supervisor import Supervisor
-supervisor = Supervisor(pathlib.Path(sys.argv[1]), services=dict(alpha="dummy_alpha"), auto_ports=True)
+from headrace_runtime.services import ServiceInfo
+services = {"alpha": ServiceInfo(module="dummy_alpha", summary="")}
+supervisor = Supervisor(pathlib.Path(sys.argv[1]), services=services, auto_ports=True)
 supervisor.start()
 supervisor.wait_ready(20)
 print(supervisor.pids["alpha"], flush=True)

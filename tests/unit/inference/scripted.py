@@ -10,10 +10,13 @@ from pathlib import Path
 import httpx
 
 from headrace_inference.chat.exact import ExactPrompts
+from headrace_inference.chat.parsers import Parsers
+from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer, RenderLimits
+from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.engine import Finish, Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed, UnknownVersion
-from headrace_inference.http.completions import Completions, Parsers
+from headrace_inference.http.completions import Completions
 from headrace_inference.http.routes import Api, RequestBounds, Served
 from headrace_runtime.aside import Aside
 from headrace_runtime.settings import Common
@@ -79,6 +82,9 @@ class ScriptedEngine:
 
     def check(self) -> None:
         pass
+
+    async def stop(self) -> None:
+        raise NotImplementedError
 
     def generate(
         self,
@@ -167,8 +173,8 @@ def client(
     """A client of the HTTP interface, without a socket."""
     aside = Aside(1)
     limits = RenderLimits(bytes_max=2_000_000, timeout_s=60.0)
-    parsers = Parsers(tools=True, reasoning=True)
-    completions = Completions(engine, ExactPrompts(100_000, reasoning=True), parsers, aside, limits)
+    parsers = Parsers(HERMES, THINK)
+    completions = Completions(engine, ExactPrompts(100_000, parsers), parsers, aside, limits)
     common = Common.model_validate({"security": security})
     api = Api(
         common,

@@ -11,7 +11,10 @@ import pytest
 
 from headrace_inference.chat.answer import Answer, Reading
 from headrace_inference.chat.exact import ExactPrompts, Prompt
+from headrace_inference.chat.parsers import Parsers
+from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.chat.tool_calls import HERMES
 from headrace_runtime.versions import file_digest
 from headrace_schemas import FunctionCall, FunctionDefinition, Message, Tool, ToolCall
 from tests.unit.inference.conftest import Models
@@ -34,7 +37,7 @@ class Conversation:
 
     def __init__(self, tokenizer: ChatTokenizer, tools: Sequence[Tool] = (), *, tokens_max: int = 10_000) -> None:
         self.tokenizer = tokenizer
-        self.prompts = ExactPrompts(tokens_max, reasoning=True)
+        self.prompts = ExactPrompts(tokens_max, Parsers(HERMES, THINK))
         self.tools = tools
 
     def prompt(self, *messages: Message) -> Prompt:
@@ -42,7 +45,7 @@ class Conversation:
 
     def answer(self, prompt: Prompt, ids: list[int]) -> Message:
         """What the client is told when `ids` were sampled."""
-        how = Reading.of(prompt.text, tools=bool(self.tools), reasoning=True)
+        how = Reading.of(prompt.text, Parsers(HERMES, THINK), tools=bool(self.tools))
         answer = Answer(self.tokenizer, how)
         answer.feed(ids)
         answer.end()
@@ -268,7 +271,7 @@ def _with_template(models: Models, root: Path, template: str) -> ChatTokenizer:
 
 
 def test_tokens_of_forgotten_conversations_leave_room(tokenizer: ChatTokenizer) -> None:
-    prompts = ExactPrompts(200, reasoning=True)
+    prompts = ExactPrompts(200, Parsers(HERMES, THINK))
     answer = Message(role="assistant", content="yes")
     for _ in range(20):
         prompt = prompts.build(tokenizer, [QUESTION], (), {})
@@ -281,7 +284,7 @@ def test_tokens_of_forgotten_conversations_leave_room(tokenizer: ChatTokenizer) 
 
 def test_another_salt_is_another_memory(tokenizer: ChatTokenizer) -> None:
     """Whether a prompt goes on with remembered tokens would tell that somebody has had this conversation."""
-    prompts = ExactPrompts(10_000, reasoning=True)
+    prompts = ExactPrompts(10_000, Parsers(HERMES, THINK))
     answer = Message(role="assistant", content="the agent")
     sampled = [*letters(tokenizer, "the agent"), tokenizer.eos_id or 0]
     prompt = prompts.build(tokenizer, [QUESTION], (), {}, salt="a")

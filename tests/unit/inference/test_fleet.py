@@ -68,6 +68,9 @@ class Holder:
     def vocabulary(self, version: str) -> int:
         return 320
 
+    async def stop(self) -> None:
+        raise NotImplementedError
+
     def check(self) -> None:
         pass
 

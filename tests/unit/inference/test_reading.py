@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_inference.chat.answer import Answer, Delta, Reading, StopWatch, Text
+from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.pieces import StopStrings
+from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer
-from headrace_inference.chat.tool_calls import parse_call
+from headrace_inference.chat.tool_calls import HERMES, parse_call
 
-BOTH = Reading(tools=True, reasoning=True)
+BOTH = Reading(HERMES, THINK)
 CALL = '<tool_call>{"name": "search", "arguments": {"query": "a  b", "limit": 3}}</tool_call>'
 
 
@@ -75,7 +77,7 @@ FRAGMENTS = ("<think>", "</think>", "<tool_call>", "</tool_call>", CALL, "<", "<
 def test_portions_never_change_what_is_read(fragments: list[str], dice: random.Random, opened: bool) -> None:
     """Whole, by letters, or cut anywhere: equal reasoning, content and calls; nothing but space and tags is lost."""
     text = "".join(fragments)
-    how = Reading(tools=True, reasoning=True, reasoning_opened=opened)
+    how = Reading(HERMES, THINK, opened)
     cuts = sorted(dice.randint(0, len(text)) for _ in range(4))
     portions = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     whole, letters, cut = read([text], how), read(list(text), how), read(portions, how)
@@ -132,9 +134,9 @@ def test_arguments_are_what_the_model_wrote(body: str, arguments: str) -> None:
 
 
 def test_a_prompt_may_have_opened_the_reasoning() -> None:
-    how = Reading.of("<|im_start|>assistant\n<think>\n", tools=False, reasoning=True)
+    how = Reading.of("<|im_start|>assistant\n<think>\n", Parsers(HERMES, THINK), tools=False)
     assert read(["so", " be it</think>", "yes"], how).reasoning == "so be it"
-    assert not Reading.of("<think>", tools=False, reasoning=False).reasoning_opened
+    assert not Reading.of("<think>", Parsers(), tools=False).reasoning_opened
 
 
 def test_without_parsers_tags_are_text() -> None:

@@ -7,11 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
+from fsspec import register_implementation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace_runtime.blobs import BlobStore
-from headrace_runtime.errors import CorruptBlob, Unavailable
+from headrace_runtime.errors import CorruptBlob, SettingError, Unavailable
+from tests.support import plugins
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -92,3 +94,33 @@ def test_a_reference_is_known_before_the_blob_is_stored(store: BlobStore) -> Non
 
 async def test_the_async_forms_do_the_same(store: BlobStore) -> None:
     assert await store.aget(await store.aput(b"x")) == b"x"
+
+
+SHELF = """
+from fsspec.implementations.memory import MemoryFileSystem
+
+from headrace_runtime.blob_backends import MEMORY as CREATES
+
+class Shelf(MemoryFileSystem):
+    protocol = "shelf"
+    store = {}
+    pseudo_dirs = [""]
+"""
+
+
+def test_a_store_of_somebody_elses_has_owners_once_it_is_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced = {"headrace.blobs": {"shelf": "shelves:CREATES"}}
+    plugins.install(tmp_path / "announced", "shelves", announced)
+    plugins.install(tmp_path, "other", {}, shelves=SHELF)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    register_implementation("shelf", "shelves.Shelf", clobber=True)
+    store = BlobStore("shelf://here")
+    assert store.get(store.put(b"x")) == b"x"
+    with pytest.raises(SettingError, match="cannot write a file only if it does not exist"):
+        store.create("owner", b"1")
+    monkeypatch.syspath_prepend(str(tmp_path / "announced"))
+    store = BlobStore("shelf://here")
+    assert [store.create("owner", b"1"), store.create("owner", b"2")] == [True, False]
+    store.check_exclusive()

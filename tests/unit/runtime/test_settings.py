@@ -10,6 +10,7 @@ from pydantic import AfterValidator
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Common, Section, ServiceSettings, is_loopback, load, secrets_of
+from tests.support import plugins
 
 
 class Inner(Section):
@@ -178,10 +179,10 @@ def test_a_service_of_somebody_else_has_its_section_once_it_is_installed(
     path.write_text("[echo]\nport = 1\n", encoding="utf-8")
     with pytest.raises(SettingError, match="echo"):
         load("gateway", ServiceSettings, path, {})
-    info = tmp_path / "echo-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: echo\nVersion: 1.0\n", encoding="utf-8")
-    (info / "entry_points.txt").write_text("[headrace.services]\necho = echo_service\n", encoding="utf-8")
+    path.write_text("services_elsewhere = ['echo']\n[echo]\nport = 1\n", encoding="utf-8")
+    load("gateway", ServiceSettings, path, {})  # somebody says so
+    path.write_text("[echo]\nport = 1\n", encoding="utf-8")
+    plugins.install(tmp_path, "echo", {"headrace.services": {"echo": "echo_service:INFO"}})
     monkeypatch.syspath_prepend(str(tmp_path))
     load("gateway", ServiceSettings, path, {})
     assert load("echo", ServiceSettings, path, {})[1].port == 1

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from hashlib import sha256
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
-from headrace_scorer.functions import loading
 from headrace_scorer.functions.loading import FunctionLoader, LoadError
+from tests.support import plugins
 
 GOOD = """
 from neighbour import half
@@ -62,8 +61,8 @@ def test_functions_of_a_module_on_the_path(rewards: Path, monkeypatch: pytest.Mo
 
 
 def test_functions_behind_an_entry_point(rewards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("accuracy", f"{rewards}:answer", loading.ENTRY_POINTS)
-    monkeypatch.setattr(loading, "entry_points", lambda group, name: [point] if name == "accuracy" else [])
+    plugins.install(rewards.parent / "site", "graders", {"headrace.rewards": {"accuracy": f"{rewards}:answer"}})
+    monkeypatch.syspath_prepend(str(rewards.parent / "site"))
     (found,) = FunctionLoader().load(["accuracy"])
     assert found.source == "function:accuracy"
 
@@ -85,7 +84,7 @@ def test_a_successor_runs_the_text_of_its_predecessor(rewards: Path) -> None:
         ("no.such.module:answer", "No module named 'no'"),
         ("json:dumps", "parameter obj"),
         ("sys:exit", "is not a Python file or module here"),
-        ("unknown_entry_point", "must be file.py:name, package.module:name or an entry point in headrace.rewards"),
+        ("unknown_entry_point", "or a name: no installed package announces the reward function 'unknown_entry_point'"),
         ("{file}:not a name", "must be file.py:name"),
         ("{folder}/bad.py:broken", "SyntaxError"),
         ("{folder}/exits.py:answer", "SystemExit: 3"),

@@ -1,59 +1,137 @@
-"""Kinds of advantages: ours by their names, and one of a package that nobody here wrote."""
+"""Algorithms, kinds of advantages and losses: ours by their names, and those of a package that nobody here wrote."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import load
 from headrace_trainer.baselines import Baselines, Decay
-from headrace_trainer.estimators import Rewarded, named
+from headrace_trainer.estimators import ESTIMATORS, Rewarded
+from headrace_trainer.losses import Sampled
+from headrace_trainer.needs import OFFERED, Needs
 from headrace_trainer.settings import AdvantageSettings, TrainerSettings
+from tests.support import plugins
 
 DECAY = Decay(task=0.9, model=0.99, tasks_max=100)
 BATCH = Rewarded([1.0, 0.0, 3.0], [1.0, 1.0, 1.0], ["a", "b", "c"], ["t", "t", None])
-PLAIN = """
+FOREIGN = """
+from headrace_runtime.settings import Section
 from headrace_trainer.advantages import Advantages
+from headrace_trainer.algorithms import Algorithm
 from headrace_trainer.estimators import estimator
+from headrace_trainer.losses import Loss
+from headrace_trainer.needs import Needs
 
-@estimator(grouped=False)
+class Middle(Section):
+    middle: float = 0.5
+
+@estimator(settings=Middle)
 def plain(batch, past, decay, settings):
     rewards_B = batch.rewards_B
-    return Advantages.of(rewards_B, [0.5] * len(rewards_B), [1.0] * len(rewards_B)), past
+    middle = settings.of("plain").middle
+    return Advantages.of(rewards_B, [middle] * len(rewards_B), [1.0] * len(rewards_B)), past
 
+def _slope():
+    from headrace_trainer.loss import TokenLoss
+
+    def slope(sampled, settings):
+        no_N = sampled.current_N < -1e9
+        return TokenLoss(-sampled.current_N * sampled.advantage_N, no_N * 1.0 + 1.0, no_N, no_N, no_N)
+
+    return slope
+
+SLOPE = Loss(_slope)
+VALUED = Loss(_slope, Needs(critic=True, reference=True))
+MINE = Algorithm("plain", "slope", {"max_staleness": 1, "advantage.plain.middle": 0.25})
+PPO = Algorithm("plain", "valued")
 not_one = 3
 """
+ANNOUNCED = {
+    "headrace.advantages": {"plain": "foreign:plain"},
+    "headrace.losses": {"slope": "foreign:SLOPE", "valued": "foreign:VALUED"},
+    "headrace.algorithms": {"mine": "foreign:MINE", "ppo": "foreign:PPO", "broken": "foreign:not_one"},
+}
 
 
 @pytest.fixture
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed package `foreign` with a kind `plain` and one that is broken."""
-    info = tmp_path / "foreign-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign\nVersion: 1.0\n", encoding="utf-8")
-    entries = "[headrace.advantages]\nplain = foreign:plain\nbroken = foreign:not_one\n"
-    (info / "entry_points.txt").write_text(entries, encoding="utf-8")
-    (tmp_path / "foreign.py").write_text(PLAIN, encoding="utf-8")
+    """An installed package `foreign` with a kind of advantage, losses, and algorithms, of which one is broken."""
+    plugins.install(tmp_path, "foreign", ANNOUNCED, foreign=FOREIGN)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "foreign", raising=False)
+
+
+def settings_of(folder: Path, text: str) -> TrainerSettings:
+    path = folder / "headrace.toml"
+    path.write_text(f'[trainer]\nbase = "x"\n{text}\n', encoding="utf-8")
+    return load("trainer", TrainerSettings, path, {})[1]
 
 
 @pytest.mark.usefixtures("foreign")
-def test_a_package_adds_a_kind_without_a_change_here(tmp_path: Path) -> None:
-    path = tmp_path / "headrace.toml"
-    path.write_text('[trainer]\nbase = "x"\nadvantage.kind = "plain"\n', encoding="utf-8")
-    settings = load("trainer", TrainerSettings, path, {})[1]
+def test_a_package_adds_an_algorithm_without_a_change_here(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, 'algorithm = "mine"')
+    assert (settings.advantage.kind, settings.loss.kind, settings.max_staleness) == ("plain", "slope", 1)
     assert not settings.grouped
     found, past = settings.advantage.estimator.compute(BATCH, Baselines(), DECAY, settings.advantage)
-    assert found.values_B == [0.5, -0.5, 2.5]
+    assert found.values_B == [0.75, -0.25, 2.75]
     assert past == Baselines()
+    two_N = torch.tensor([-1.0, -2.0], requires_grad=True)
+    sampled = Sampled(two_N, two_N.detach(), two_N.detach(), torch.tensor([3.0, -1.0]), torch.tensor([0, 1]))
+    assert settings.loss.function.load()(sampled, settings.loss).loss_N.tolist() == [3.0, -2.0]
 
 
 @pytest.mark.usefixtures("foreign")
-def test_what_is_no_estimator_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="foreign:not_one is no estimator"):
-        named("broken")
+def test_what_is_set_wins_over_the_algorithm(tmp_path: Path) -> None:
+    stated = ['algorithm = "mine"', "max_staleness = 3", 'advantage.kind = "rloo"', 'loss.kind = ""']
+    settings = settings_of(tmp_path, "\n".join([*stated, "[trainer.advantage.plain]", "middle = 1"]))
+    assert (settings.advantage.kind, settings.loss.kind, settings.max_staleness) == ("rloo", "slope", 3)
+    assert settings.advantage.of("plain").model_dump() == {"middle": 1.0}
+    with pytest.raises(SettingError, match=r"trainer\.advantage\.plain\.midle = 1: unknown; did you mean 'middle'"):
+        settings_of(tmp_path, "advantage.plain.midle = 1")
+
+
+@pytest.mark.usefixtures("foreign")
+def test_what_is_no_algorithm_is_refused_with_its_package(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"trainer\.algorithm = 'broken': foreign 1\.0 announces foreign:not_one"):
+        settings_of(tmp_path, 'algorithm = "broken"')
+
+
+@pytest.mark.usefixtures("foreign")
+def test_what_nobody_has_stops_the_start(tmp_path: Path) -> None:
+    said = r"trainer\.algorithm = 'ppo': advantages of kind plain and the loss valued need critic, which this trainer"
+    with pytest.raises(SettingError, match=said):
+        settings_of(tmp_path, 'algorithm = "ppo"')
+
+
+def test_needs_add_up() -> None:
+    both = Needs(groups=True) | Needs(critic=True)
+    assert (both.groups, both.critic, both.reference) == (True, True, False)
+    assert both.beyond(OFFERED) == ("critic",)
+    assert Needs(reference=True, logprobs=True).beyond(OFFERED) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "scale"),
+    [
+        ("reinforce++", "reinforce++", "std"),
+        ("grpo", "grpo", "std"),
+        ("dr-grpo", "grpo", "none"),
+        ("rloo", "rloo", "std"),
+    ],
+)
+def test_our_algorithms(tmp_path: Path, name: str, kind: str, scale: str) -> None:
+    settings = settings_of(tmp_path, f'algorithm = "{name}"')
+    assert (settings.advantage.kind, settings.advantage.scale, settings.loss.kind) == (kind, scale, "clipped")
+
+
+def test_an_unknown_algorithm_stops_the_start_and_lists_the_known(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"trainer.algorithm = 'grop'.*'grpo'\? there are dr-grpo, grpo, reinforce"):
+        settings_of(tmp_path, 'algorithm = "grop"')
 
 
 def test_an_unknown_kind_stops_the_start_and_lists_the_known(tmp_path: Path) -> None:
@@ -65,10 +143,10 @@ def test_an_unknown_kind_stops_the_start_and_lists_the_known(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("kind", "grouped"), [("reinforce++", False), ("grpo", True), ("rloo", True)])
 def test_ours_say_what_they_need(kind: str, *, grouped: bool) -> None:
-    assert named(kind).grouped is grouped
+    assert ESTIMATORS.get(kind).needs.groups is grouped
 
 
 def test_a_run_without_a_task_is_a_group_of_its_own() -> None:
     assert BATCH.groups() == ["t", "t", "c"]
     with pytest.raises(ValueError, match="has one run"):
-        named("rloo").compute(BATCH, Baselines(), DECAY, AdvantageSettings(kind="rloo"))
+        ESTIMATORS.get("rloo").compute(BATCH, Baselines(), DECAY, AdvantageSettings(kind="rloo"))

@@ -14,7 +14,10 @@ from torch import Tensor
 
 from headrace_schemas import Branch, Experience, Span
 from headrace_trainer.batch import Batch, Row
+from headrace_trainer.loss import TokenLoss, clipped
+from headrace_trainer.losses import LOSSES, Loss, Sampled
 from headrace_trainer.measures import Measures
+from headrace_trainer.needs import Needs
 from headrace_trainer.optimizer import Optimizer
 from headrace_trainer.policy import Policy
 from headrace_trainer.settings import LossSettings, OptimizerSettings
@@ -275,3 +278,24 @@ def test_what_is_learned_of_gradients_is_foreseen(base: Path) -> None:
             expected = min(1.0, 0.5 / (norm + 1e-6)) * warmth * debt / optimizer._adam.scale
             assert optimizer.gain == pytest.approx(expected, rel=1e-6)
             optimizer.apply(weight)
+
+
+def test_a_loss_that_asks_for_the_reference_gets_it(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For corrections too, of which the divergence from the base takes no notice."""
+    seen: list[Sampled] = []
+
+    def compute(sampled: Sampled, settings: LossSettings) -> TokenLoss:
+        seen.append(sampled)
+        return clipped(sampled, settings)
+
+    monkeypatch.setattr(LOSSES, "get", lambda _name: Loss(lambda: compute, Needs(reference=True)))
+    policy = open_policy(base)
+    policy.keep_reference(base)
+    optimizer = Optimizer(policy.parameters, OptimizerSettings())
+    first = batch_of(1.0, -1.0).rows
+    again = Row.of(experience(5, V, length=9), 0.5, V, 0.1)
+    train(policy, optimizer, Batch((*first, again)), LossSettings(), 4096, threading.Event())
+    assert len(seen) == 2
+    for sampled in seen:
+        assert sampled.reference_N is not None
+        assert torch.allclose(sampled.reference_N, sampled.current_N.detach())

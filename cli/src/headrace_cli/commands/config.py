@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace_cli.commands.shared import Commands, command, console, service_names, table
+
+if TYPE_CHECKING:
+    from headrace_runtime.services import ServiceInfo
+
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Every setting there is, and whether a file is right.")
 
@@ -29,10 +33,10 @@ def check(file: Annotated[Path, typer.Argument(help="A settings file (TOML).", e
 
     services = installed()
     overrides = Overrides(file, {}, os.environ)
-    left_out = {name: reason for name in services if (reason := why_not(name, overrides))}
-    chosen = {name: module for name, module in services.items() if name not in left_out}
+    left_out = {name: reason for name, info in services.items() if (reason := why_not(name, info, overrides))}
+    chosen = {name: info for name, info in services.items() if name not in left_out}
     with console().status("asking the services"):
-        found = refusals(chosen, overrides.environ, bus="broker" in left_out)
+        found = refusals(chosen, overrides.environ, bus=not any(info.is_bus for info in chosen.values()))
     found = _shared_once(found) | {"ports": _ports(file, chosen)}
     rows = [
         (name, "[red]" + escape("\n".join(wrong)) + "[/]" if wrong else "[green]ok[/]") for name, wrong in found.items()
@@ -54,7 +58,7 @@ def _shared_once(found: dict[str, list[str]]) -> dict[str, list[str]]:
     return ({"all": shared} if shared else {}) | own
 
 
-def _ports(file: Path, services: dict[str, str]) -> list[str]:
+def _ports(file: Path, services: dict[str, ServiceInfo]) -> list[str]:
     """What keeps `up` from its ports; nothing when it is up already on this data directory, and so has them."""
     import os
 

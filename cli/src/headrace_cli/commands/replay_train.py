@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from headrace_cli.supervisor.overrides import Overrides
 
 _DIFFERENT = "What is different"
-_CUTS = ("trainer.batch_", "trainer.group_", "trainer.advantage")
+_CUTS = ("trainer.batch_", "trainer.group_", "trainer.advantage", "trainer.algorithm")
 """Settings that batches depend on: with one of them changed, the old cuts mean nothing."""
 Name = Annotated[str, typer.Argument(help="A new name for the line of versions that comes of it.", metavar="LINEAGE")]
 Known = Annotated[str, typer.Argument(help="The lineage that a replay leads into.", metavar="LINEAGE")]
@@ -37,9 +36,13 @@ Set = Annotated[
 
 def _announced(algorithm: str | None) -> str | None:
     """Whatever an installed package announces; the trainer's own say so in the same way."""
-    known = sorted(entry.name for entry in entry_points(group="headrace.advantages"))
-    if algorithm is not None and algorithm not in known:
-        raise typer.BadParameter(f"no installed package announces {algorithm!r}; there are {', '.join(known)}")
+    from headrace_runtime.registries import PluginError, Registry
+
+    try:
+        if algorithm is not None:
+            Registry("algorithms", object, "algorithm").point(algorithm)
+    except PluginError as error:
+        raise typer.BadParameter(str(error)) from None
     return algorithm
 
 
@@ -233,7 +236,9 @@ def _request(lineage: str, changes: Changes, chosen: ReplayRange, place: Place) 
     if changes.rewards:
         overrides.set("scorer.functions", changes.rewards)
     if changes.algorithm:
-        overrides.set("trainer.advantage.kind", changes.algorithm)
+        overrides.set("trainer.algorithm", changes.algorithm)
+        for kind in ("trainer.advantage.kind", "trainer.loss.kind"):
+            overrides.set(kind, "")  # what a file says of them was for another algorithm
     moved = changes.algorithm or any(name.startswith(_CUTS) for name in changed)
     return make(
         lineage,

@@ -72,12 +72,12 @@ def reason_of(lines: Sequence[str], name: str) -> str:
 
 def module_of(service: str) -> str:
     """The service's module. Raises `UsageError` when it is not installed."""
-    module = installed().get(service)
-    if module is None:
+    info = installed().get(service)
+    if info is None:
         raise UsageError(
             f"the {service} is not installed here, and the replay needs it: pip install headrace-{service}"
         )
-    return module
+    return info.module
 
 
 @asynccontextmanager

@@ -8,29 +8,18 @@ import random
 import socket
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from headrace.errors import UsageError
 from headrace_cli.supervisor.overrides import Overrides
+from headrace_runtime.registries import PluginError
+from headrace_runtime.services import ServiceInfo
+from headrace_runtime.services import installed as announced
 
-GROUP = "headrace.services"
 DEFAULT_DATA_DIR = Path(".headrace")
-DEFAULT_PORTS = {
-    "gateway": 8000,
-    "inference": 8010,
-    "registry": 8020,
-    "collector": 8031,
-    "scorer": 8032,
-    "judge": 8033,
-    "trainer": 8034,
-    "broker": 8035,
-}
 KAFKA_PORT = 9092
 _FREE, _FREE_TRIES = range(15_000, 32_000), 1000
 """Where `auto_ports` looks; outgoing connections have ports from 32768 on (Linux) or 49152 on."""
-_NEEDS = {"judge": "judge.endpoint.base_url", "trainer": "trainer.base"}
-"""Services that only make sense with a certain setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +27,18 @@ class ServicePlan:
     """One process: `python -m module`, its HTTP on `host:port`."""
 
     name: str
-    module: str
+    info: ServiceInfo
     host: str
     port: int
 
     @property
+    def module(self) -> str:
+        return self.info.module
+
+    @property
     def held(self) -> bool:
         """Whether the supervisor holds its listening socket: users' agents call this one."""
-        return self.name == "gateway"
+        return self.info.is_gateway
 
     @property
     def url(self) -> str:
@@ -63,9 +56,13 @@ class Plan:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
 
-def installed() -> dict[str, str]:
-    """Service name to module, of everything that announces itself under the entry point group `headrace.services`."""
-    return {entry.name: entry.value for entry in sorted(entry_points(group=GROUP))}
+def installed() -> dict[str, ServiceInfo]:
+    """Every service that announces itself under the entry point group `headrace.services`, by name. Raises `UsageError`
+    for one that cannot be used."""
+    try:
+        return announced()
+    except PluginError as error:
+        raise UsageError(str(error)) from None
 
 
 def data_dir_of(given: Path | None, overrides: Overrides) -> Path:
@@ -75,7 +72,7 @@ def data_dir_of(given: Path | None, overrides: Overrides) -> Path:
 def make(
     data_dir: Path | None,
     overrides: Overrides,
-    services: Mapping[str, str],
+    services: Mapping[str, ServiceInfo],
     *,
     only: Collection[str] = (),
     without: Collection[str] = (),
@@ -87,32 +84,36 @@ def make(
             raise UsageError(f"no service {name!r} is installed; there are {', '.join(sorted(services))}")
     folder = data_dir_of(data_dir, overrides)
     overrides.set("data_dir", folder)
-    left_out = {name: reason for name in services if (reason := why_not(name, overrides, only, without))}
-    chosen = {name: module for name, module in services.items() if name not in left_out}
+    left_out = {
+        name: reason for name, info in services.items() if (reason := why_not(name, info, overrides, only, without))
+    }
+    chosen = {name: info for name, info in services.items() if name not in left_out}
     ports = _Ports(auto_ports)
-    if "broker" in chosen:
-        kafka_port = ports.take("broker.kafka_port", overrides, KAFKA_PORT)
+    for name in (name for name, info in chosen.items() if info.is_bus):
+        kafka_port = ports.take(f"{name}.kafka_port", overrides, KAFKA_PORT)
         overrides.set("bus.address", f"127.0.0.1:{kafka_port}")
     plans = []
-    for name, module in chosen.items():
-        port = ports.take(f"{name}.port", overrides, DEFAULT_PORTS.get(name, 0))
-        plans.append(ServicePlan(name, module, str(overrides.get(f"{name}.host") or "127.0.0.1"), port))
-    gateway = next((plan for plan in plans if plan.name == "gateway"), None)
-    if gateway and "registry" in chosen:
-        overrides.default("registry.gate.base_url", f"{gateway.url}/v1")
+    for name, info in chosen.items():
+        port = ports.take(f"{name}.port", overrides, info.port)
+        plans.append(ServicePlan(name, info, str(overrides.get(f"{name}.host") or "127.0.0.1"), port))
+    for gateway in (plan for plan in plans if plan.info.is_gateway):
+        for setting in filter(None, (info.gateway_setting for info in chosen.values())):
+            overrides.default(setting, f"{gateway.url}/v1")
     bus = str(overrides.get("bus.address") or f"127.0.0.1:{KAFKA_PORT}")
     return Plan(folder, overrides.environ, tuple(plans), bus, left_out)
 
 
-def why_not(name: str, overrides: Overrides, only: Collection[str] = (), without: Collection[str] = ()) -> str | None:
+def why_not(
+    name: str, info: ServiceInfo, overrides: Overrides, only: Collection[str] = (), without: Collection[str] = ()
+) -> str | None:
     """The reason why `up` leaves a service out, None when it starts it."""
     if name in without:
         return "--without"
     if only:
         return None if name in only else "--only"
-    if name == "broker" and overrides.get("bus.address"):
+    if info.is_bus and overrides.get("bus.address"):
         return f"bus.address is {overrides.get('bus.address')}"
-    needed = _NEEDS.get(name)
+    needed = info.needs_setting
     return f"{needed} is not set" if needed and not overrides.get(needed) else None
 
 

@@ -17,6 +17,7 @@ from headrace_cli.supervisor.log_file import LogFile
 from headrace_cli.supervisor.overrides import Overrides
 from headrace_cli.supervisor.process import Limits, ManagedProcess
 from headrace_cli.supervisor.state import Lock, RunState, touch
+from headrace_runtime.services import ServiceInfo
 
 _TICK_S = 0.05
 _TOUCH_S = 1.0
@@ -44,7 +45,7 @@ class Supervisor:
         without: Collection[str] = (),
         auto_ports: bool = False,
         environ: Mapping[str, str] | None = None,
-        services: Mapping[str, str] | None = None,
+        services: Mapping[str, ServiceInfo] | None = None,
         limits: Limits | None = None,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -143,7 +144,7 @@ class Supervisor:
 
     def _supervise(self) -> None:
         try:
-            broker = [process for name, process in self._processes.items() if name == "broker"]
+            broker = [process for process in self._processes.values() if process.plan.info.is_bus]
             self._start(broker)
             while not self._stop.is_set() and not all(process.ready for process in broker):
                 self._tick()
@@ -195,8 +196,8 @@ class Supervisor:
         self._stop.set()
 
     def _stop_all(self) -> None:
-        last = [process for name, process in self._processes.items() if name == "broker"]
-        first = [process for name, process in self._processes.items() if name != "broker"]
+        last = [process for process in self._processes.values() if process.plan.info.is_bus]
+        first = [process for process in self._processes.values() if process not in last]
         for group in (first, last):
             self._stop_group(group)
         self._publish()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from headrace_broker.service import INFO
 from headrace_broker.settings import BrokerSettings
 from headrace_runtime.main import Service
 
-SERVICE = Service(
-    "broker", "The embedded Kafka-wire broker: one process, one file.", BrokerSettings, "headrace_broker.app:run"
-)
+SERVICE = Service("broker", INFO.summary, BrokerSettings, "headrace_broker.app:run")
 
 if __name__ == "__main__":
     SERVICE.main()

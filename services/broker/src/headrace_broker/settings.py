@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
+from headrace_broker.service import INFO
 from headrace_runtime.settings import Port, ServiceSettings, is_loopback
 
 Count = Annotated[int, Field(ge=1)]
@@ -16,7 +17,7 @@ Bytes = Annotated[int, Field(ge=1024)]
 class BrokerSettings(ServiceSettings):
     """The embedded broker: one machine, one process, one file under `data_dir/broker/`."""
 
-    port: Port = 8035
+    port: Port = INFO.port
     """HTTP port of health and metrics; clients of the bus use `kafka_port`."""
     kafka_host: str = "127.0.0.1"
     """Loopback address that Kafka clients connect to."""

@@ -1,9 +1,10 @@
 """`python -m headrace_collector`."""
 
+from headrace_collector.service import INFO
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.main import Service
 
-SERVICE = Service("collector", "Turns to trajectories.", CollectorSettings, "headrace_collector.app:run")
+SERVICE = Service("collector", INFO.summary, CollectorSettings, "headrace_collector.app:run")
 
 if __name__ == "__main__":
     SERVICE.main()

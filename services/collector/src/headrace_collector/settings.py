@@ -6,13 +6,14 @@ from typing import Annotated
 
 from pydantic import Field
 
+from headrace_collector.service import INFO
 from headrace_runtime.settings import Port, ServiceSettings
 
 
 class CollectorSettings(ServiceSettings):
     """When sessions end, and how much is kept of them."""
 
-    port: Port = 8031
+    port: Port = INFO.port
     """Port of the service's HTTP; 0 lets the system choose."""
     idle_s: Annotated[float, Field(gt=0)] = 300.0
     """A run ends when nothing was seen of it for this long; counted from the service's own start at the earliest."""

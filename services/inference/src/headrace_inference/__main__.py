@@ -1,11 +1,12 @@
 """`python -m headrace_inference`"""
 
+from headrace_inference.service import INFO
 from headrace_inference.settings import InferenceSettings
 from headrace_runtime.main import Service
 
 SERVICE = Service(
     name="inference",
-    summary="Serves several immutable versions side by side and reports exactly what was sampled.",
+    summary=INFO.summary,
     settings=InferenceSettings,
     run="headrace_inference.app:run",
 )

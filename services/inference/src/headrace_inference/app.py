@@ -9,15 +9,18 @@ import socket
 import sys
 from pathlib import Path
 
+from headrace_inference import metrics
 from headrace_inference.announce import Announcer
 from headrace_inference.chat.exact import ExactPrompts
+from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, Parsers
 from headrace_inference.chat.tokenizer import RenderLimits
+from headrace_inference.engine import Engine
+from headrace_inference.engines import ENGINES
 from headrace_inference.fleet import Fleet, FleetLimits
-from headrace_inference.http.completions import Completions, Parsers
+from headrace_inference.http.completions import Completions
 from headrace_inference.http.routes import Api, RequestBounds
 from headrace_inference.routing import RoutingFollower
 from headrace_inference.settings import InferenceSettings
-from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime import topics, web
 from headrace_runtime.aside import Aside
 from headrace_runtime.blobs import BlobStore
@@ -50,8 +53,15 @@ async def run(common: Common, settings: InferenceSettings) -> None:
         producer = EventProducer(common.bus, f"headrace/{SERVICE}", blobs)
         await producer.start()
         stack.push_async_callback(producer.stop)
-        engine = TorchEngine(settings.torch)
+        engine = ENGINES.get(settings.engine).make(settings.of(settings.engine))
         stack.push_async_callback(engine.stop)
+        metrics.ENGINE.info(
+            {
+                "engine": settings.engine,
+                "tool_parser": settings.tool_parser,
+                "reasoning_parser": settings.reasoning_parser,
+            }
+        )
         change = asyncio.Event()
         fleet = Fleet(engine, VersionCache(blobs, _cache_folder(common, settings)), _fleet_limits(settings), change.set)
         stack.push_async_callback(fleet.close)
@@ -82,13 +92,13 @@ async def run(common: Common, settings: InferenceSettings) -> None:
             await _leave(announcer, engine, settings.stop_timeout_s)
 
 
-async def _watch(engine: TorchEngine) -> None:
+async def _watch(engine: Engine) -> None:
     while True:
         engine.check()
         await asyncio.sleep(_ENGINE_CHECK_S)
 
 
-async def _leave(announcer: Announcer, engine: TorchEngine, timeout_s: float) -> None:
+async def _leave(announcer: Announcer, engine: Engine, timeout_s: float) -> None:
     """Say that no new work is wanted, finish what was begun, vanish from the table."""
     with contextlib.suppress(Unavailable):
         await announcer.announce(stopping=True)
@@ -100,10 +110,9 @@ async def _leave(announcer: Announcer, engine: TorchEngine, timeout_s: float) ->
         await announcer.withdraw()
 
 
-def _api(common: Common, settings: InferenceSettings, fleet: Fleet, engine: TorchEngine, aside: Aside) -> Api:
-    reasoning = settings.reasoning_parser != "none"
-    prompts = ExactPrompts(settings.prompt_memory_tokens_max, reasoning=reasoning)
-    parsers = Parsers(tools=settings.tool_parser != "none", reasoning=reasoning)
+def _api(common: Common, settings: InferenceSettings, fleet: Fleet, engine: Engine, aside: Aside) -> Api:
+    parsers = Parsers(TOOL_PARSERS.get(settings.tool_parser), REASONING_PARSERS.get(settings.reasoning_parser))
+    prompts = ExactPrompts(settings.prompt_memory_tokens_max, parsers)
     rendering = RenderLimits(settings.prompt_bytes_max, settings.template_timeout_s)
     completions = Completions(engine, prompts, parsers, aside, rendering)
     limits = RequestBounds(settings.body_bytes_max, settings.choices_max, settings.json_values_max)
@@ -114,7 +123,7 @@ def _fleet_limits(settings: InferenceSettings) -> FleetLimits:
     return FleetLimits(settings.versions_max, settings.drain_s, settings.retry_s)
 
 
-def _identity(settings: InferenceSettings, port: int, engine: TorchEngine) -> Replica:
+def _identity(settings: InferenceSettings, port: int, engine: Engine) -> Replica:
     host = _reachable(settings.host)
     now = utcnow()
     return Replica(

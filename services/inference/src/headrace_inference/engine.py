@@ -129,3 +129,6 @@ class Engine(Protocol):
 
     def check(self) -> None:
         """Raises `EngineFailed` when the engine will never answer again."""
+
+    async def stop(self) -> None:
+        """Nothing generates afterwards."""

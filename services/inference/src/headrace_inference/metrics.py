@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram, Info
 
+ENGINE = Info("headrace_inference_engine", "What computes the tokens, and what reads the answers")
 REQUESTS = Counter("headrace_inference_requests_total", "Chat completions, by HTTP status", ["status"])
 TTFT_SECONDS = Histogram(
     "headrace_inference_ttft_seconds",

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS
+from headrace_inference.engines import ENGINES, EngineKind
+from headrace_inference.service import INFO
+from headrace_runtime.registries import NameIn
 from headrace_runtime.settings import Port, Section, ServiceSettings
+
+if TYPE_CHECKING:
+    from headrace_inference.engine import Engine
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -39,18 +46,27 @@ class TorchSettings(Section):
     """Largest accepted difference between our logprobs and a manifest's fingerprint; about 0.1 suits bfloat16."""
 
 
+def _torch(settings: TorchSettings) -> Engine:
+    from headrace_inference.torch_engine.engine import TorchEngine
+
+    return TorchEngine(settings)
+
+
+TORCH = EngineKind(_torch, TorchSettings)
+"""The engine of that name (`headrace.engines`)."""
+
+
 class InferenceSettings(ServiceSettings):
     """One replica."""
 
-    port: Port = 8010
+    port: Port = INFO.port
     """Port of the OpenAI-compatible HTTP interface."""
     replica_id: str = ""
     """Name of this replica on the bus; empty derives it from host and port."""
     advertise_url: str = ""
     """Where gateways reach this replica; empty derives it from host and port."""
-    engine: Literal["torch"] = "torch"
-    """What computes the tokens."""
-    torch: TorchSettings = TorchSettings()
+    engine: Annotated[str, NameIn(ENGINES)] = "torch"
+    """What computes the tokens; its own settings are in the section of its name."""
     heartbeat_s: Seconds = 2.0
     """Time between two heartbeats; a change is announced at once."""
     ttl_s: Seconds = 10.0
@@ -75,12 +91,16 @@ class InferenceSettings(ServiceSettings):
     """Threads that parse and tokenize requests beside the event loop; one more takes those over 256 KiB."""
     choices_max: Annotated[int, Field(ge=1, le=128)] = 16
     """Largest `n` of a request."""
-    tool_parser: Literal["hermes", "none"] = "hermes"
+    tool_parser: Annotated[str, NameIn(TOOL_PARSERS)] = "hermes"
     """How tool calls are written: `hermes` is `<tool_call>{json}</tool_call>`."""
-    reasoning_parser: Literal["think", "none"] = "think"
+    reasoning_parser: Annotated[str, NameIn(REASONING_PARSERS)] = "think"
     """How reasoning is written: `think` is `<think>...</think>` before the answer."""
     prompt_memory_tokens_max: Annotated[int, Field(ge=0)] = 4_194_304
     """Token ids of past prompts and answers kept so that a conversation goes on with exactly its own tokens."""
+
+    @classmethod
+    def announced(cls) -> dict[str, type[Section]]:
+        return {name: kind.settings for name, kind in ENGINES.all().items()}
 
     @field_validator("ttl_s")
     @classmethod

@@ -1,11 +1,12 @@
 """`python -m headrace_judge`."""
 
+from headrace_judge.service import INFO
 from headrace_judge.settings import JudgeSettings
 from headrace_runtime.main import Service
 
 SERVICE = Service(
     "judge",
-    "An LLM judge: trajectories to rewards.",
+    INFO.summary,
     JudgeSettings,
     "headrace_judge.app:run",
     "headrace_judge.check:check",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from collections.abc import Sequence
-from importlib.resources import files
+from dataclasses import dataclass
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headrace_runtime.errors import SettingError
+from headrace_runtime.registries import PluginError, Registry
 
 SCALE_MIN = 1
 SCALE_MAX = 5
@@ -74,14 +76,26 @@ class Rubric(_Table):
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class RubricFile:
+    """An announcement: where the file is, in a folder or a package."""
+
+    path: Traversable
+
+
+RUBRICS: Registry[RubricFile] = Registry("rubrics", RubricFile, "rubric")
+
+
 def load(reference: str) -> Rubric:
-    """The shipped rubric of that name, or the file at that path. Raises `SettingError`."""
-    shipped = files(__package__) / "rubrics" / f"{reference}.toml"
+    """The rubric that is announced by that name, or the file at that path. Raises `SettingError`."""
     try:
-        text = (shipped if shipped.is_file() else Path(reference)).read_text(encoding="utf-8")
+        path = RUBRICS.get(reference).path if reference in RUBRICS.names() else Path(reference)
+        text = path.read_text(encoding="utf-8")
         return Rubric.model_validate(tomllib.loads(text))
+    except PluginError as error:
+        raise SettingError(_SETTING, reference, str(error)) from None
     except OSError as error:
-        remedy = f"cannot be read: {error.strerror}; name a file, or one of: {', '.join(_shipped())}"
+        remedy = f"cannot be read: {error.strerror}; name a file, or one of: {', '.join(RUBRICS.names())}"
         raise SettingError(_SETTING, reference, remedy) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingError(_SETTING, reference, f"is not valid TOML: {error}") from None
@@ -100,7 +114,3 @@ def load_all(references: Sequence[str]) -> dict[str, Rubric]:
             raise SettingError(_SETTING, reference, f"a rubric named {rubric.name!r} is there already; rename one")
         rubrics[rubric.name] = rubric
     return rubrics
-
-
-def _shipped() -> list[str]:
-    return sorted(entry.name.removesuffix(".toml") for entry in (files(__package__) / "rubrics").iterdir())

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, JsonValue, SecretStr, ValidationInfo, field_validator
 
+from headrace_judge.service import INFO
 from headrace_runtime.settings import Port, Section, ServiceSettings
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -135,14 +136,14 @@ class PairSettings(Section):
 class JudgeSettings(ServiceSettings):
     """All of `[judge]`."""
 
-    port: Port = 8033
+    port: Port = INFO.port
     """Port of `/health` and `/metrics`; 0 lets the system choose."""
     endpoint: EndpointSettings = Field(default={}, validate_default=True)
     retry: RetrySettings = RetrySettings()
     budget: BudgetSettings = BudgetSettings()
     pairs: PairSettings = PairSettings()
     rubrics: Annotated[tuple[str, ...], Field(min_length=1, max_length=16)] = ("helpfulness",)
-    """Names of shipped rubrics or paths of rubric files (TOML); each is a source of rewards of its own."""
+    """Names of rubrics that are announced, or paths of rubric files (TOML); each is a source of rewards of its own."""
     templates_dir: Path | None = None
     """Folder whose prompt templates replace the shipped ones of the same name."""
     sample_rate: Annotated[float, Field(ge=0, le=1)] = 1.0

@@ -1,11 +1,12 @@
 """`python -m headrace_registry`."""
 
+from headrace_registry.service import INFO
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime.main import Service
 
 SERVICE = Service(
     "registry",
-    "Versions, aliases, gates and routing.",
+    INFO.summary,
     RegistrySettings,
     "headrace_registry.app:run",
     "headrace_registry.check:check",

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
+from headrace_registry.service import INFO
 from headrace_runtime.settings import Port, Section, ServiceSettings
 
 Positive = Annotated[float, Field(gt=0)]
@@ -66,7 +67,7 @@ class GateSettings(Section):
 class RegistrySettings(ServiceSettings):
     """All of `[registry]`."""
 
-    port: Port = 8020
+    port: Port = INFO.port
     """Port of the REST interface; 0 lets the system choose."""
     gate: GateSettings = GateSettings()
     probe_timeout_s: Positive = 180.0

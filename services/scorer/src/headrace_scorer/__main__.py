@@ -1,11 +1,12 @@
 """`python -m headrace_scorer`."""
 
 from headrace_runtime.main import Service
+from headrace_scorer.service import INFO
 from headrace_scorer.settings import ScorerSettings
 
 SERVICE = Service(
     "scorer",
-    "Trajectories, rewards and feedback to experiences.",
+    INFO.summary,
     ScorerSettings,
     "headrace_scorer.app:run",
     "headrace_scorer.check:check",

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from headrace_runtime.settings import Port, ServiceSettings
 from headrace_scorer.patterns import fits
+from headrace_scorer.service import INFO
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -19,7 +20,7 @@ class ScorerSettings(ServiceSettings):
     chooses. A setting that takes sources also takes patterns such as `judge:*`.
     """
 
-    port: Port = 8032
+    port: Port = INFO.port
     """Port of the service's HTTP; 0 lets the system choose."""
     functions: tuple[str, ...] = ()
     """Reward functions: `file.py:name`, `package.module:name`, or the name of an entry point in `headrace.rewards`."""

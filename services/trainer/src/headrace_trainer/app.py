@@ -13,6 +13,7 @@ from headrace_runtime.pausing import Refusing, resume_route
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
 from headrace_schemas import Event, ModelEvent
+from headrace_trainer.metrics import ALGORITHM
 from headrace_trainer.report import Reporter
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.source import KafkaSource
@@ -35,6 +36,9 @@ class Announcer:
 
 async def run(common: Common, settings: TrainerSettings) -> None:
     """Train until `max_steps` or until cancelled."""
+    kinds = {"algorithm": settings.algorithm, "advantage": settings.advantage.kind, "loss": settings.loss.kind}
+    ALGORITHM.info(kinds)
+    log.info("algorithm", **kinds)
     blobs = BlobStore.open(common)
     producer = EventProducer(common.bus, "headrace/trainer", blobs)
     source = KafkaSource(common.bus, settings.topic, ModelEvent.topic)

@@ -6,21 +6,19 @@ like those below, marked with `estimator`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
+from headrace_runtime.registries import Registry
+from headrace_runtime.settings import Section
 from headrace_trainer import advantages
 from headrace_trainer.advantages import Advantages, Floats
 from headrace_trainer.baselines import Baselines, Decay
+from headrace_trainer.needs import NOTHING, Needs
 
 if TYPE_CHECKING:
     from headrace_trainer.settings import AdvantageSettings
-
-GROUP = "headrace.advantages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +42,22 @@ Compute = Callable[[Rewarded, Baselines, Decay, "AdvantageSettings"], tuple[Adva
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """One kind. `grouped`: it compares the runs of a task with each other, and needs several of them in a batch."""
+    """One kind. `settings` are its own: the section `[trainer.advantage.<name>]`, `AdvantageSettings.of(name)`."""
 
     compute: Compute
-    grouped: bool
+    needs: Needs = NOTHING
+    settings: type[Section] | None = None
 
 
-def estimator(*, grouped: bool) -> Callable[[Compute], Estimator]:
+ESTIMATORS: Registry[Estimator] = Registry("advantages", Estimator, "kind of advantage")
+
+
+def estimator(needs: Needs = NOTHING, settings: type[Section] | None = None) -> Callable[[Compute], Estimator]:
     """Marks a function as an estimator and says what it needs."""
-    return lambda compute: Estimator(compute, grouped)
+    return lambda compute: Estimator(compute, needs, settings)
 
 
-@estimator(grouped=False)
+@estimator()
 def reinforce_pp(
     batch: Rewarded, past: Baselines, decay: Decay, settings: AdvantageSettings
 ) -> tuple[Advantages, Baselines]:
@@ -73,7 +75,7 @@ def reinforce_pp(
     )
 
 
-@estimator(grouped=True)
+@estimator(Needs(groups=True))
 def grpo(batch: Rewarded, past: Baselines, _decay: Decay, settings: AdvantageSettings) -> tuple[Advantages, Baselines]:
     """GRPO, with the group's standard deviation or without."""
     found = advantages.grpo(
@@ -82,7 +84,7 @@ def grpo(batch: Rewarded, past: Baselines, _decay: Decay, settings: AdvantageSet
     return found, past
 
 
-@estimator(grouped=True)
+@estimator(Needs(groups=True))
 def rloo(batch: Rewarded, past: Baselines, _decay: Decay, _settings: AdvantageSettings) -> tuple[Advantages, Baselines]:
     """Leave-one-out."""
     return advantages.rloo(batch.rewards_B, batch.weights_B, batch.runs_B, batch.groups()), past
@@ -90,20 +92,3 @@ def rloo(batch: Rewarded, past: Baselines, _decay: Decay, _settings: AdvantageSe
 
 def _scale_min(settings: AdvantageSettings) -> float | None:
     return settings.scale_min if settings.scale == "std" else None
-
-
-@cache
-def named(kind: str) -> Estimator:
-    """Looked up once in a process: batches ask for theirs again and again, and what is installed stays.
-
-    Raises `ValueError` for a kind that nobody announces, with those there are.
-    """
-    announced = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if kind not in announced:
-        close = difflib.get_close_matches(kind, announced, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"no installed package announces {kind!r}; {hint}there are {', '.join(sorted(announced))}")
-    loaded = announced[kind].load()
-    if not isinstance(loaded, Estimator):
-        raise ValueError(f"{announced[kind].value} is no estimator; mark it with headrace_trainer.estimators.estimator")
-    return loaded

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace_trainer.losses import Sampled
 from headrace_trainer.settings import LossSettings
 
 LOG_RATIO_MAX = 20.0
@@ -41,6 +42,18 @@ class TokenLoss:
     """So far from what was sampled that the token gives no gradient."""
     clipped_N: Tensor
     """The clip, not the ratio, decided."""
+
+
+def clipped(sampled: Sampled, settings: LossSettings) -> TokenLoss:
+    """The loss of that name (`headrace.losses`)."""
+    return token_loss(
+        sampled.current_N,
+        sampled.start_N,
+        sampled.behaviour_N,
+        sampled.advantage_N,
+        settings,
+        sampled.left_out_N,
+    )
 
 
 def token_loss(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from headrace_runtime.errors import SettingError
+from headrace_runtime.registries import NameIn, PluginError
 from headrace_runtime.settings import Port, Section, ServiceSettings
 from headrace_schemas.base import ModelName
-from headrace_trainer.estimators import Estimator, named
+from headrace_trainer.algorithms import ALGORITHMS
+from headrace_trainer.estimators import ESTIMATORS, Estimator
+from headrace_trainer.losses import LOSSES, Loss
+from headrace_trainer.needs import OFFERED, Needs
+from headrace_trainer.service import INFO
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -20,9 +26,9 @@ Count = Annotated[int, Field(ge=1)]
 class AdvantageSettings(Section):
     """How a reward becomes an advantage; the formulas are in docs/algorithms.md."""
 
-    kind: str = "reinforce++"
-    """`reinforce++` compares a run with a rolling baseline and works on single runs; `grpo` and `rloo` compare the runs
-    of one group and need several runs of each task; or what another package announces (`headrace.advantages`)."""
+    kind: Annotated[str, NameIn(ESTIMATORS)] = "reinforce++"
+    """What `algorithm` names, unless it is set here. `reinforce++` compares a run with a rolling baseline and works on
+    single runs; `grpo` and `rloo` compare the runs of one group and need several runs of each task."""
     task_decay: Share = 0.9
     """What a run's reward still weighs in its task's baseline after one more run of the task."""
     model_decay: Share = 0.99
@@ -48,18 +54,18 @@ class AdvantageSettings(Section):
     @property
     def estimator(self) -> Estimator:
         """What `kind` names."""
-        return named(self.kind)
+        return ESTIMATORS.get(self.kind)
 
-    @field_validator("kind")
     @classmethod
-    def _is_announced(cls, kind: str) -> str:
-        named(kind)
-        return kind
+    def announced(cls) -> dict[str, type[Section]]:
+        return {name: one.settings for name, one in ESTIMATORS.all().items() if one.settings is not None}
 
 
 class LossSettings(Section):
     """The clipped, importance-weighted policy gradient; the formulas are in docs/algorithms.md."""
 
+    kind: Annotated[str, NameIn(LOSSES)] = "clipped"
+    """What `algorithm` names, unless it is set here. `clipped` is the clipped, importance-weighted policy gradient."""
     clip_low: Share = 0.2
     """The ratio counts no further down than `1 - clip_low`."""
     clip_high: Positive = 0.28
@@ -82,6 +88,15 @@ class LossSettings(Section):
     """Coefficient of the k3 divergence from the base model; above 0 the base is kept in memory too."""
     updates_per_step: Count = 1
     """Optimizer updates on one batch; above 1 the clip bounds how far they lead."""
+
+    @property
+    def function(self) -> Loss:
+        """What `kind` names."""
+        return LOSSES.get(self.kind)
+
+    @classmethod
+    def announced(cls) -> dict[str, type[Section]]:
+        return {name: one.settings for name, one in LOSSES.all().items() if one.settings is not None}
 
 
 class OptimizerSettings(Section):
@@ -201,7 +216,7 @@ class MemorySettings(Section):
 class TrainerSettings(ServiceSettings):
     """All of `[trainer]`."""
 
-    port: Port = 8034
+    port: Port = INFO.port
     """Port of `/health` and `/metrics`; 0 lets the system choose."""
     base: str = ""
     """A Hugging Face folder (safetensors, tokenizer, chat template): where a lineage starts. Required."""
@@ -223,6 +238,9 @@ class TrainerSettings(ServiceSettings):
     seed: int = 0
     """Seeds what is drawn at random (the initial LoRA matrices)."""
 
+    algorithm: Annotated[str, NameIn(ALGORITHMS)] = "reinforce++"
+    """The kind of advantage, the loss, and what else goes with them; settings that are stated win over it. `grpo`,
+    `dr-grpo` and `rloo` need several runs of each task."""
     batch_experiences: Count = 64
     """Experiences in a step. A batch of fewer, cut by time, is that much less than a step."""
     batch_experiences_min: Count = 8
@@ -261,12 +279,28 @@ class TrainerSettings(ServiceSettings):
     @property
     def needs_base(self) -> bool:
         """Whether the base's logprobs are asked for, at whatever interval."""
-        return self.loss.kl > 0 or self.health.kl_base_interval_steps > 0
+        return self.loss.kl > 0 or self.health.kl_base_interval_steps > 0 or self.needs.reference
+
+    @property
+    def needs(self) -> Needs:
+        """What the kind of advantage and the loss cannot do without."""
+        return self.advantage.estimator.needs | self.loss.function.needs
 
     @property
     def grouped(self) -> bool:
         """Whether advantages compare the runs of a group."""
-        return self.advantage.estimator.grouped
+        return self.needs.groups
+
+    @model_validator(mode="before")
+    @classmethod
+    def _algorithm_beneath(cls, table: Any) -> Any:
+        if not isinstance(table, Mapping):
+            return table
+        name = table.get("algorithm", cls.model_fields["algorithm"].default)
+        try:
+            return ALGORITHMS.get(name).under(table)
+        except PluginError:
+            return table  # the field itself says what is wrong with its name
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -281,12 +315,19 @@ class TrainerSettings(ServiceSettings):
             )
         if self.replays == self.lineage:
             raise SettingError("trainer.replays", self.replays, "is this lineage itself; name a new trainer.lineage")
+        if missing := self.needs.beyond(OFFERED):
+            raise SettingError(
+                "trainer.algorithm",
+                self.algorithm,
+                f"advantages of kind {self.advantage.kind} and the loss {self.loss.kind} need {' and '.join(missing)}, "
+                "which this trainer does not have; choose another one",
+            )
         if self.grouped and self.group_size < 2:
             raise SettingError(
                 "trainer.group_size",
                 self.group_size,
                 f"{self.advantage.kind} compares runs of one task and learns nothing from a single one: "
-                'set at least 2, or advantage.kind = "reinforce++", which has a rolling baseline',
+                'set at least 2, or algorithm = "reinforce++", which has a rolling baseline',
             )
         if self.health.kl_base_max and not self.needs_base:
             raise SettingError(

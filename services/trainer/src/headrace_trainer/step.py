@@ -21,7 +21,8 @@ from torch import Tensor
 
 from headrace_trainer.batch import Batch, pack
 from headrace_trainer.forward import Pack
-from headrace_trainer.loss import k3, left_out, token_loss
+from headrace_trainer.loss import k3, left_out
+from headrace_trainer.losses import Sampled
 from headrace_trainer.measures import Measures
 from headrace_trainer.optimizer import Optimizer
 from headrace_trainer.policy import Policy
@@ -123,7 +124,11 @@ def _backward(
     current_N, entropy_N = policy.logprobs(one)
     start_N = current_N.detach() if start_N is None else start_N
     left_out_N = _left_out(one, start_N, settings, measures)
-    tokens = token_loss(current_N, start_N, one.behaviour_N, one.advantage_N, settings, left_out_N)
+    function, reference_N = settings.function, base_N
+    if function.needs.reference and reference_N is None:
+        reference_N = policy.reference_logprobs(one)
+    sampled = Sampled(current_N, start_N, one.behaviour_N, one.advantage_N, one.row_N, left_out_N, reference_N)
+    tokens = function.load()(sampled, settings)
     loss_N = tokens.loss_N
     if base_N is not None:
         divergence_N = k3(current_N, base_N)

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+from headrace_inference.chat.parsers import NO_REASONING, NO_TOOLS, Call, Parsers, ReasoningParser, ToolParser
 from headrace_inference.chat.pieces import StopStrings
-from headrace_inference.chat.reasoning import OPEN as THINK
-from headrace_inference.chat.reasoning import Reasoning
 from headrace_inference.chat.tokenizer import ChatTokenizer
-from headrace_inference.chat.tool_calls import Call, ToolCalls
 from headrace_schemas import FunctionCall, Message, ToolCall
 
 
@@ -19,17 +17,16 @@ from headrace_schemas import FunctionCall, Message, ToolCall
 class Reading:
     """How answers to one request are read."""
 
-    tools: bool = False
-    """Look for tool calls."""
-    reasoning: bool = False
-    """Look for reasoning."""
+    tools: ToolParser = NO_TOOLS
+    reasoning: ReasoningParser = NO_REASONING
     reasoning_opened: bool = False
     """The prompt ended inside reasoning."""
     stops: Sequence[str] = ()
 
     @classmethod
-    def of(cls, prompt: str, *, tools: bool, reasoning: bool, stops: Sequence[str] = ()) -> Reading:
-        return cls(tools, reasoning, reasoning and prompt.rstrip().endswith(THINK), stops)
+    def of(cls, prompt: str, parsers: Parsers, *, tools: bool, stops: Sequence[str] = ()) -> Reading:
+        """`tools`: some are offered; without one nothing is a call."""
+        return cls(parsers.tools if tools else NO_TOOLS, parsers.reasoning, parsers.reasoning.opened(prompt), stops)
 
 
 @dataclass(slots=True)
@@ -52,8 +49,8 @@ class Text:
 
     def __init__(self, how: Reading) -> None:
         self._stop = StopStrings(how.stops)
-        self._reasoning = Reasoning(opened=how.reasoning_opened) if how.reasoning else None
-        self._tools = ToolCalls() if how.tools else None
+        self._reasoning = how.reasoning.make(how.reasoning_opened)
+        self._tools = how.tools.make()
         self.whole = Delta()
 
     def feed(self, text: str) -> Delta:
@@ -65,26 +62,18 @@ class Text:
         """The last text and all that was held back."""
         delta = Delta()
         self._read(delta, self._stop.feed(text) + self._stop.end())
-        if self._reasoning is not None:
-            reasoning, answer = self._reasoning.end()
-            delta.reasoning += reasoning
-            self._answer(delta, answer)
-        if self._tools is not None:
-            found = self._tools.end()
-            delta.content += found.content
+        reasoning, answer = self._reasoning.end()
+        delta.reasoning += reasoning
+        self._answer(delta, answer)
+        delta.content += self._tools.end().content
         return self._add(delta)
 
     def _read(self, delta: Delta, text: str) -> None:
-        if self._reasoning is None:
-            return self._answer(delta, text)
         reasoning, answer = self._reasoning.feed(text)
         delta.reasoning += reasoning
-        return self._answer(delta, answer)
+        self._answer(delta, answer)
 
     def _answer(self, delta: Delta, text: str) -> None:
-        if self._tools is None:
-            delta.content += text
-            return
         found = self._tools.feed(text)
         delta.content += found.content
         delta.calls += map(_with_id, found.calls)

@@ -34,6 +34,7 @@ from pydantic import JsonValue
 
 from headrace_inference import metrics
 from headrace_inference.chat.answer import Reading, Text
+from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
 from headrace_schemas import Message, Tool
 
@@ -61,9 +62,9 @@ class ExactPrompts:
     Usable from several threads.
     """
 
-    def __init__(self, tokens_max: int, *, reasoning: bool) -> None:
+    def __init__(self, tokens_max: int, parsers: Parsers) -> None:
         self._tokens_max = tokens_max
-        self._reasoning = reasoning
+        self._parsers = parsers
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._tokens = 0
         self._lock = threading.Lock()
@@ -140,7 +141,7 @@ class ExactPrompts:
         rendered = tokenizer.plain(text[len(known.prompt_text) : end])
         ids = known.token_ids.tolist()
         sampled = tokenizer.text_of(ids[known.prompt_length :])
-        how = Reading.of(known.prompt_text, tools=tools, reasoning=self._reasoning)
+        how = Reading.of(known.prompt_text, self._parsers, tools=tools)
         if rendered.strip() != sampled.strip() and _meaning(rendered, how) != _meaning(sampled, how):
             return None
         if ids[-1] != tokenizer.eos_id:  # cut off by its length or a stop string: the template ends the turn

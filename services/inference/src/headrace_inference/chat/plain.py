@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-"""What parsers look for; text even where a tokenizer calls them special."""
+from headrace_inference.chat.parsers import tags
 
 _SECRET = "".join(secrets.choice("0123456789") for _ in range(24))
 """Drawn once: a prompt's stand-ins are compared with those of the prompt before it."""
@@ -42,15 +41,18 @@ class PlainText:
 
     def __init__(self, inner: Any, template: str) -> None:
         self._inner = inner
+        self._tags = tags()
         added = inner.get_added_tokens_decoder()
         self._added = {number: _Control(number, t.content, t.lstrip, t.rstrip) for number, t in added.items()}
         self._every = _any_of([token.text for token in self._added.values()])
-        markers = [token.content for token in added.values() if token.special or _is_marker(token.content, template)]
+        markers = [
+            token.content for token in added.values() if token.special or self._is_marker(token.content, template)
+        ]
         self._names = dict(enumerate(sorted({*markers})))
         self._numbers = {text: number for number, text in self._names.items()}
         self._markers = _any_of(markers)
         self._controls = _any_of(
-            [token.content for token in added.values() if token.special and token.content not in TAGS]
+            [token.content for token in added.values() if token.special and token.content not in self._tags]
         )
         self._forbidden = frozenset(number for number, token in added.items() if token.content in self._numbers)
         words = inner.get_vocab(with_added_tokens=False)
@@ -120,7 +122,7 @@ class PlainText:
         is found only by trying."""
         (found,) = self._inner.encode_batch([text], add_special_tokens=False)
         for token, (start, end) in reversed([*zip(found.ids, found.offsets, strict=True)]):
-            if token in self._forbidden and self._added[token].text not in TAGS:
+            if token in self._forbidden and self._added[token].text not in self._tags:
                 text = text[:start] + self._number(self._added[token].text) + text[end:]
         return text
 
@@ -147,6 +149,14 @@ class PlainText:
         half = self._cut(text)  # a vocabulary may hold a control token as if it were a word
         return self._plain(text[:half], first=first) + self._plain(text[half:], first=False)
 
+    def _is_marker(self, text: str, template: str) -> bool:
+        """Whether an added token that is not called special is one all the same: a tag, or what the template itself
+        writes.
+
+        Many vocabularies add runs of spaces, which are none.
+        """
+        return text in self._tags or (not text.isspace() and _MARKER.fullmatch(text) is not None and text in template)
+
     def _cut(self, text: str) -> int:
         """Inside the control token that is closest to the middle."""
         places = [match.start() + 1 for match in self._markers.finditer(text)] if self._markers else []
@@ -158,14 +168,6 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
     (found,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     ids: list[int] = found.ids
     return ids
-
-
-def _is_marker(text: str, template: str) -> bool:
-    """Whether an added token that is not called special is one all the same: a tag, or what the template itself writes.
-
-    Many vocabularies add runs of spaces, which are none.
-    """
-    return text in TAGS or (not text.isspace() and _MARKER.fullmatch(text) is not None and text in template)
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace_inference.chat.parsers import ReasoningParser
 from headrace_inference.chat.pieces import held_back
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -77,3 +78,6 @@ class Reasoning:
         kept = text.rstrip()
         self._space = text[len(kept) :]
         return kept
+
+
+THINK = ReasoningParser(lambda opened: Reasoning(opened=opened), (OPEN, CLOSE), opening=OPEN)

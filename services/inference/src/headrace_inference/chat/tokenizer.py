@@ -14,7 +14,8 @@ from typing import Any
 from jinja2 import TemplateError
 from pydantic import JsonValue
 
-from headrace_inference.chat.plain import TAGS, PlainText
+from headrace_inference.chat.parsers import tags
+from headrace_inference.chat.plain import PlainText
 from headrace_inference.errors import PromptTooLarge, VersionUnusable
 from headrace_runtime.errors import Refused
 from headrace_runtime.versions import TEMPLATE_FILE, TOKENIZER_FILE, file_digest, template_digest
@@ -69,9 +70,9 @@ class ChatTokenizer:
         self.eos_id: int | None = self._outer.eos_token_id
         self.eos_text: str = self._outer.eos_token or ""
         self.stop_ids = _stop_ids(folder, self.eos_id)
-        tags = {self._inner.token_to_id(tag) for tag in TAGS}
+        read = {self._inner.token_to_id(tag) for tag in tags()}
         special = {number for number, token in self._inner.get_added_tokens_decoder().items() if token.special}
-        self.silent_ids = frozenset((special | self.stop_ids) - tags)
+        self.silent_ids = frozenset((special | self.stop_ids) - read)
         """Tokens that are no part of the text."""
         self._texts: dict[int, TokenText] = {}
         self._own_arguments = inspect.signature(self._outer.apply_chat_template).parameters.keys()

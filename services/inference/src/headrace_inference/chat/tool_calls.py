@@ -7,30 +7,14 @@ whitespace next to a call.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from json import JSONDecoder
 
+from headrace_inference.chat.parsers import Call, Found, ToolParser
 from headrace_inference.chat.pieces import held_back
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _NAME_LENGTH_MAX = 512
 _SPACE = " \t\r\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """`arguments` is JSON exactly as the model wrote it."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(slots=True)
-class Found:
-    """What a piece of text brought."""
-
-    content: str = ""
-    calls: list[Call] = field(default_factory=list)
 
 
 class ToolCalls:
@@ -91,6 +75,9 @@ class ToolCalls:
         if kept:
             self._called = False
         found.content += kept
+
+
+HERMES = ToolParser(ToolCalls, (OPEN, CLOSE))
 
 
 def parse_call(text: str) -> Call | None:

@@ -10,6 +10,7 @@ from functools import partial
 from headrace_inference import metrics
 from headrace_inference.chat.answer import Answer, Reading, StopWatch
 from headrace_inference.chat.exact import ExactPrompts, Prompt
+from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
 from headrace_inference.engine import Engine, Finish, Generation, Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed
@@ -21,14 +22,6 @@ from headrace_schemas.resume import ResumedChoice
 
 _SHOWN_BYTES = 100
 """About what one token's logprob takes in an answer."""
-
-
-@dataclass(frozen=True)
-class Parsers:
-    """What is looked for in answers."""
-
-    tools: bool
-    reasoning: bool
 
 
 @dataclass(slots=True)
@@ -96,8 +89,7 @@ class Completions:
             self._check_ids(request.resumed_prompt, version, "the prompt")
             prompt = replace(prompt, token_ids=list(request.resumed_prompt))
         stops = request.stop or ()
-        parse_tools = self._parsers.tools and bool(tools)
-        how = Reading.of(prompt.text, tools=parse_tools, reasoning=self._parsers.reasoning, stops=stops)
+        how = Reading.of(prompt.text, self._parsers, tools=bool(tools), stops=stops)
         sampling = request.sampling(tokenizer.stop_ids)
         choices: list[_Choice] = []
         starts: list[Start] = []

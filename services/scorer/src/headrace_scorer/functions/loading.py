@@ -11,15 +11,16 @@ import sys
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from importlib.machinery import ModuleSpec
-from importlib.metadata import entry_points
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
 from pydantic import BaseModel
 
+from headrace_runtime.registries import PluginError, Registry
+
 PARAMETERS = ("trajectory", "feedback", "context")
-ENTRY_POINTS = "headrace.rewards"
+REWARDS: Registry[object] = Registry("rewards", object, "reward function")
 
 
 class LoadError(Exception):
@@ -78,9 +79,9 @@ class FunctionLoader:
         return found
 
     def _find(self, spec: str) -> tuple[ModuleType, str]:
-        place, _, attribute = _entry_point(spec).partition(":")
+        place, _, attribute = _announced(spec).partition(":")
         if not place or not attribute.isidentifier():
-            raise LoadError(f"{spec}: must be file.py:name, package.module:name or an entry point in {ENTRY_POINTS}")
+            raise LoadError(f"{spec}: must be file.py:name or package.module:name")
         if place not in self._modules:
             self._modules[place] = self._make(spec, place)
         return self._modules[place], attribute
@@ -101,11 +102,14 @@ class FunctionLoader:
         return module
 
 
-def _entry_point(spec: str) -> str:
+def _announced(spec: str) -> str:
+    """What a name without a colon stands for: not imported from there, but made from its source as any other."""
     if ":" in spec:
         return spec
-    found = entry_points(group=ENTRY_POINTS, name=spec)
-    return next((point.value for point in found), "")
+    try:
+        return REWARDS.point(spec).value
+    except PluginError as error:
+        raise LoadError(f"{spec}: must be file.py:name, package.module:name or a name: {error}") from None
 
 
 def _file_spec(place: str) -> ModuleSpec | None:

@@ -1,0 +1,14 @@
+"""What this service announces under the entry points `headrace.services`."""
+
+from __future__ import annotations
+
+from headrace_runtime.services import ServiceInfo
+
+INFO = ServiceInfo(
+    module="headrace_gateway",
+    summary="The OpenAI-compatible door: serves agents from the replicas and captures every model call.",
+    port=8000,
+    consumes=("routing", "replicas"),
+    produces=("turns", "feedback", "session-ends", "trajectories"),
+    is_gateway=True,
+)

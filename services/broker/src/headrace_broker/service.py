@@ -1,0 +1,12 @@
+"""What this service announces under the entry points `headrace.services`."""
+
+from __future__ import annotations
+
+from headrace_runtime.services import ServiceInfo
+
+INFO = ServiceInfo(
+    module="headrace_broker",
+    summary="The embedded Kafka-wire broker: one process, one file.",
+    port=8035,
+    is_bus=True,
+)

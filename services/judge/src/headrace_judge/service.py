@@ -1,0 +1,15 @@
+"""What this service announces under the entry points `headrace.services`."""
+
+from __future__ import annotations
+
+from headrace_runtime.services import ServiceInfo
+
+INFO = ServiceInfo(
+    module="headrace_judge",
+    summary="An LLM judge: trajectories to rewards.",
+    port=8033,
+    needs_setting="judge.endpoint.base_url",
+    consumes=("trajectories",),
+    produces=("rewards",),
+    database=True,
+)

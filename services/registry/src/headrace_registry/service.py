@@ -1,0 +1,15 @@
+"""What this service announces under the entry points `headrace.services`."""
+
+from __future__ import annotations
+
+from headrace_runtime.services import ServiceInfo
+
+INFO = ServiceInfo(
+    module="headrace_registry",
+    summary="Versions, aliases, gates and routing.",
+    port=8020,
+    consumes=("checkpoints", "trajectories", "rewards", "replicas"),
+    produces=("routing", "model-events"),
+    database=True,
+    gateway_setting="registry.gate.base_url",
+)

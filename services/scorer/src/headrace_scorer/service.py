@@ -1,0 +1,14 @@
+"""What this service announces under the entry points `headrace.services`."""
+
+from __future__ import annotations
+
+from headrace_runtime.services import ServiceInfo
+
+INFO = ServiceInfo(
+    module="headrace_scorer",
+    summary="Trajectories, rewards and feedback to experiences.",
+    port=8032,
+    consumes=("trajectories", "rewards", "feedback"),
+    produces=("rewards", "experiences"),
+    database=True,
+)

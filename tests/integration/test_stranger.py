@@ -1,0 +1,144 @@
+"""Adding without editing: `tests/stranger` is installed into a folder, and a stack runs with all that is in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+from headrace import Client
+from headrace_schemas import Checkpoint, Experience
+from tests.support import tiny_model
+from tests.support.headrace_up import HEADRACE, HeadraceUp
+from tests.support.processes import wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "tests" / "stranger"
+SAYS = 'hmm, who was it?\nI look: [[lookup {"who": "Ada"}]]'
+TOOL = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
+SETTINGS = """
+[echo]
+kept_max = 3
+[inference]
+engine = "parrot"
+tool_parser = "brackets"
+reasoning_parser = "hmm"
+[inference.parrot]
+says = {says}
+[scorer]
+functions = ["calls"]
+[trainer]
+base = "{base}"
+model = "bird"
+algorithm = "half"
+batch_experiences = 2
+batch_experiences_min = 1
+batch_wait_s = 1.0
+[trainer.advantage.above]
+level = 0.25
+[registry]
+poll_s = 0.5
+"""
+
+
+@pytest.fixture(scope="module")
+def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which the package is installed: a folder on the path, as `pip install --target` makes it."""
+    folder = tmp_path_factory.mktemp("stranger")
+    shutil.copytree(SOURCE, folder / "source")
+    command = [str(Path(sys.executable).with_name("uv")), "pip", "install", "--quiet", "--offline", "--no-deps"]
+    command += ["--no-build-isolation", "--python", sys.executable, "--target", str(folder / "site")]
+    subprocess.run([*command, str(folder / "source")], check=True, timeout=120)
+    return {**os.environ, "PYTHONPATH": str(folder / "site"), "COLUMNS": "200"}
+
+
+def run(environ: dict[str, str], *arguments: str) -> str:
+    command = [HEADRACE, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environ)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        text: str = response.read().decode()
+    return text
+
+
+def test_nothing_of_ours_knows_the_package() -> None:
+    words = re.compile(r"headrace_stranger|\bparrot\b|\bEchoSettings\b")
+    listed = subprocess.run(["git", "ls-files", "*.py", "*.toml"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [ROOT / line for line in listed.stdout.splitlines() if not line.startswith("tests/")]
+    assert [path for path in files if path.exists() and words.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_the_reference_knows_what_is_installed(environ: dict[str, str]) -> None:
+    text = run(environ, "config", "reference")
+    sections = tomllib.loads(re.sub(r"^#(?=\w+ = (?!\.\.\.$))", "", text, flags=re.MULTILINE))
+    assert sections["echo"]["port"] == 8090
+    assert sections["echo"]["kept_max"] == 10
+    assert sections["inference"]["parrot"] == {"says": "hello"}
+    assert sections["trainer"]["advantage"]["above"] == {"level": 0.0}
+    for names in ('"parrot" or "torch"', '"brackets" or "hermes" or "none"', '"hmm" or "none" or "think"'):
+        assert names in text
+    assert '"dr-grpo" or "grpo" or "half" or "reinforce++" or "rloo"' in " ".join(text.replace("\n#", "").split())
+
+
+@pytest.fixture
+def up(tmp_path: Path, environ: dict[str, str]) -> Iterator[HeadraceUp]:
+    base = tiny_model.build(tmp_path / "base")
+    config = tmp_path / "headrace.toml"
+    config.write_text(SETTINGS.format(base=base, says=json.dumps(SAYS)), encoding="utf-8")
+    stack = HeadraceUp(tmp_path / "data", config, {}, environ)
+    stack.start()
+    yield stack
+    stack.stop()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_up_runs_all_of_it(up: HeadraceUp, environ: dict[str, str]) -> None:
+    assert up.status()["alive"]["echo"] == "yes"  # type: ignore[index]
+    echo, gateway = up.state.services["echo"], up.state.services["gateway"]
+    for number in range(2):
+        with Client(gateway.url) as client, client.session(task_id=f"task {number}") as session:
+            answer = OpenAI(base_url=session.base_url, api_key="none").chat.completions.create(
+                model="bird",
+                messages=[{"role": "user", "content": f"Who wrote mail {number}?"}],
+                tools=[TOOL],  # type: ignore[list-item]
+            )
+            calls = [call for call in answer.choices[0].message.tool_calls or () if call.type == "function"]
+            assert [(call.function.name, call.function.arguments) for call in calls] == [("lookup", '{"who": "Ada"}')]
+            assert (answer.choices[0].message.content or "").strip() == "I look:"
+            session.feedback(1.0)
+
+    def echoed() -> bool:
+        return bool(json.loads(get(f"{echo.url}/last"))["last"] == ["I look: "] * 2)
+
+    wait_until(echoed, 60, "echo has heard both turns")
+    assert json.loads(get(f"{echo.url}/last"))["gateway_url"] == f"{gateway.url}/v1"
+    assert "headrace_echo_heard_total 2.0" in get(f"{echo.url}/metrics")
+    info = 'headrace_inference_engine_info{engine="parrot",reasoning_parser="hmm",tool_parser="brackets"} 1.0'
+    assert info in get(f"{up.state.services['inference'].url}/metrics")
+    info = 'headrace_trainer_algorithm_info{advantage="above",algorithm="half",loss="slope"} 1.0'
+    assert info in get(f"{up.state.services['trainer'].url}/metrics")
+
+    def trained() -> bool:
+        return len(run(environ, "replay", "events", Checkpoint.topic, "--bus", up.state.bus).splitlines()) > 1
+
+    wait_until(trained, 120, "a version was trained")
+    (experience, *_) = run(environ, "replay", "events", Experience.topic, "--bus", up.state.bus).splitlines()
+    assert "function:calls" in experience
+    table = run(environ, "status", "--data-dir", str(up.folder))
+    assert re.search(r"echo\s+ready", table), table
+    assert up.stop() == 0

@@ -1,0 +1,1 @@
+"""What others add to Headrace without changing it."""

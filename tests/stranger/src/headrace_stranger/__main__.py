@@ -1,0 +1,10 @@
+"""`python -m headrace_stranger`."""
+
+from headrace_runtime.main import Service
+from headrace_stranger.service import INFO
+from headrace_stranger.settings import EchoSettings
+
+SERVICE = Service("echo", INFO.summary, EchoSettings, "headrace_stranger.app:run")
+
+if __name__ == "__main__":
+    SERVICE.main()

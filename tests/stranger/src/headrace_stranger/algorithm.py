@@ -1,0 +1,28 @@
+"""The algorithm `half`: a run is as good as its reward is above a fixed level."""
+
+from __future__ import annotations
+
+from headrace_runtime.settings import Section
+from headrace_trainer.advantages import Advantages
+from headrace_trainer.algorithms import Algorithm
+from headrace_trainer.baselines import Baselines, Decay
+from headrace_trainer.estimators import Rewarded, estimator
+from headrace_trainer.settings import AdvantageSettings
+
+
+class AboveSettings(Section):
+    """The section `[trainer.advantage.above]`."""
+
+    level: float = 0.0
+    """What an average run is worth."""
+
+
+@estimator(settings=AboveSettings)
+def above(batch: Rewarded, past: Baselines, _decay: Decay, settings: AdvantageSettings) -> tuple[Advantages, Baselines]:
+    own = settings.of("above")
+    assert isinstance(own, AboveSettings)
+    levels_B = [own.level] * len(batch.rewards_B)
+    return Advantages.of(batch.rewards_B, levels_B, [1.0] * len(levels_B)), past
+
+
+HALF = Algorithm("above", "slope", {"advantage.above.level": 0.5})

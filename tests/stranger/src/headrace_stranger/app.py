@@ -1,0 +1,50 @@
+"""Reads `turns` and answers `GET /last`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from headrace_runtime import topics, web
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import SystemClock
+from headrace_runtime.consumer import assign_all, consumer, record_of
+from headrace_runtime.settings import Common
+from headrace_runtime.wire import Patience
+from headrace_schemas import Turn
+from headrace_stranger.metrics import HEARD
+from headrace_stranger.settings import EchoSettings
+
+
+async def run(common: Common, settings: EchoSettings) -> None:
+    """Until cancelled."""
+    await topics.ensure(common.bus)
+    kept: deque[str] = deque(maxlen=settings.kept_max)
+    reading = asyncio.Event()
+
+    async def last(_request: Request) -> Response:
+        return JSONResponse({"gateway_url": settings.gateway_url, "last": list(kept)})
+
+    application = web.app({"bus": reading.is_set}, [Route("/last", last)], common)
+    async with web.serve(application, settings):
+        await _read(common, kept, reading)
+
+
+async def _read(common: Common, kept: deque[str], reading: asyncio.Event) -> None:
+    blobs, patience = BlobStore.open(common), Patience(SystemClock())
+    reader = consumer(common.bus, "echo")
+    await reader.start()
+    try:
+        await reader.seek_to_beginning(*await assign_all(reader, Turn.topic))
+        reading.set()
+        async for message in reader:
+            event = (await patience.decode(record_of(message), blobs)).event
+            if isinstance(event, Turn):
+                kept.extend(choice.message.text for choice in event.choices)
+                HEARD.inc()
+    finally:
+        await reader.stop()

@@ -1,0 +1,13 @@
+"""The service `echo`: repeats what was said last."""
+
+from __future__ import annotations
+
+from headrace_runtime.services import ServiceInfo
+
+INFO = ServiceInfo(
+    module="headrace_stranger",
+    summary="Repeats what models have said.",
+    port=8090,
+    consumes=("turns",),
+    gateway_setting="echo.gateway_url",
+)
