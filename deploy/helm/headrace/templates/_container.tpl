@@ -9,7 +9,7 @@ liveness probe: an unready service is no reason to restart one, and what hangs i
     {{- include "headrace.environment" . | nindent 4 }}
   {{- with include "headrace.environmentSecrets" . }}
   envFrom:
-    {{- . | nindent 4 }}
+    {{- . | trim | nindent 4 }}
   {{- end }}
   readinessProbe:
     httpGet: { path: /health, port: {{ .service }} }
