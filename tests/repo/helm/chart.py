@@ -1,4 +1,4 @@
-"""The chart as a server would get it, for a few sets of values: objects, Pods, containers, and what their processes see."""
+"""The chart as a server gets it, for a few sets of values: objects, Pods, containers, and what their processes see."""
 
 from __future__ import annotations
 
@@ -26,14 +26,7 @@ SECRETS = {
 }
 """What Secrets hold, by name and key."""
 FIELDS = {"metadata.name": "pod-0", "status.podIP": "10.0.0.7"}
-OFF = (
-    "--set",
-    "single.enabled=false",
-    "--set",
-    "bus.address=kafka:9092",
-    "--set",
-    "database.urlSecret.name=headrace-database",
-)
+OFF = ("--set", "single.enabled=false,bus.address=kafka:9092,database.urlSecret.name=headrace-database")
 VARIANTS: dict[str, tuple[str, ...]] = {
     "default": (),
     "gpu": ("--values", str(CHART / "values-gpu.yaml")),

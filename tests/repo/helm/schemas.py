@@ -1,8 +1,8 @@
 """Gathers the schemas that rendered charts are held to: `python -m tests.repo.helm.schemas FOLDER MODULE@VERSION...`
 
-Those of Kubernetes come from the package kubernetes-validate in FOLDER, an environment; those of custom resources from the
-definitions in Go modules, which the module proxy serves and the checksum database vouches for. They go to FOLDER/schemas as
-kubeconform reads them.
+Those of Kubernetes come from the package kubernetes-validate in FOLDER, an environment; those of custom resources from
+the definitions in Go modules, which Go's checksum database vouches for. They go to FOLDER/schemas as kubeconform reads
+them.
 """
 
 from __future__ import annotations

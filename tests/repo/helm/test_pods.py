@@ -93,7 +93,7 @@ def test_an_unready_service_is_not_restarted(variant: str) -> None:
     for container in containers(objects(variant)):
         assert "livenessProbe" not in container.spec
         assert not {"command", "args"} & container.spec.keys(), "the image's own entry point"
-        assert container.environment()["HANG_TIMEOUT_S"] == services()["gateway"]["environment"]["HANG_TIMEOUT_S"]
+        assert container.environment()["HANG_TIMEOUT_S"] == str(services()["gateway"]["environment"]["HANG_TIMEOUT_S"])
 
 
 @each_variant

@@ -12,6 +12,7 @@ import yaml
 from tests.repo.helm.chart import CHART, VARIANTS, helm, kubeconform, objects, template, text, values
 from tests.repo.helm.schemas import VERSIONS
 
+SECOND = '{"model": "m", "lineage": "l", "base": "/m", "logs": {}, "resources": {}}'
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
@@ -88,10 +89,7 @@ def _tables(schema: Any) -> list[dict[str, Any]]:
         (("--set", "settings=[broken"), "settings is not valid TOML"),
         (("--set", 'settings=security.internal_key = "x"'), "settings has security.internal_key"),
         (("--set", 'settings=[database]\nurl = "postgresql://a:b@c/d"'), "settings has database.url"),
-        (
-            ("--set-json", 'trainers.two={"model":"m","lineage":"l","base":"/m","logs":{},"resources":{}}'),
-            "one; set single",
-        ),
+        (("--set-json", f"trainers.two={SECOND}"), "a single Pod runs one; set single"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments: tuple[str, ...], said: str) -> None:

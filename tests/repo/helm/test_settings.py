@@ -18,7 +18,7 @@ from headrace_registry.settings import RegistrySettings
 from headrace_runtime.errors import SettingError
 from headrace_runtime.main import Service as Program
 from headrace_runtime.settings import CONFIG_VARIABLE, Common, ServiceSettings, load
-from headrace_schemas.topics import TOPICS
+from headrace_runtime.topics import catalogue
 from headrace_trainer.settings import TrainerSettings
 from tests.repo.compose_files import ROOT, ours, services
 from tests.repo.helm.chart import DATABASE_URL, SECRETS, VARIANTS, Container, containers, objects, of_kind, values
@@ -73,11 +73,10 @@ def test_ports_are_those_of_the_services(variant: str) -> None:
         assert container.spec["ports"] == [{"name": container.service, "containerPort": port}]
         assert container.spec["readinessProbe"]["httpGet"] == {"path": "/health", "port": container.service}
         ports[container.service] = port
-    leading = {
-        one["metadata"]["labels"]["app.kubernetes.io/component"]: one for one in found if one["kind"] == "Service"
-    }
-    assert {name: one["spec"]["ports"][0]["port"] for name, one in leading.items()} == ports
-    assert all(one["spec"]["ports"][0]["targetPort"] == name for name, one in leading.items())
+    leading = of_kind(variant, "Service").values()
+    names = [one["metadata"]["labels"]["app.kubernetes.io/component"] for one in leading]
+    assert {name: one["spec"]["ports"][0]["port"] for name, one in zip(names, leading, strict=True)} == ports
+    assert [one["spec"]["ports"][0]["targetPort"] for one in leading] == names
 
 
 @each_variant
@@ -169,7 +168,7 @@ def test_scaling_looks_at_every_topic_of_the_service() -> None:
     for name, one in scaled.items():
         service = name.removeprefix("headrace-")
         triggers = [trigger["metadata"] for trigger in one["spec"]["triggers"]]
-        read = {topic.name: topic for topic in TOPICS.values() if service in topic.consumers}
+        read = {topic.name: topic for topic in catalogue().values() if service in topic.consumers}
         assert {trigger["topic"] for trigger in triggers} == read.keys()
         assert {trigger["consumerGroup"] for trigger in triggers} == {f"headrace-{service}"}
         assert one["spec"]["maxReplicaCount"] <= min(topic.partitions for topic in read.values())
