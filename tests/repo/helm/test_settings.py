@@ -86,7 +86,7 @@ def test_every_selector_finds_pods(variant: str) -> None:
     for one in found:
         selectors = {"Service": ("selector",), "PodDisruptionBudget": ("selector", "matchLabels")}
         path = selectors | {"NetworkPolicy": ("podSelector", "matchLabels"), "StatefulSet": ("selector", "matchLabels")}
-        wanted = one["spec"] if one["kind"] in path else None
+        wanted: Any = one["spec"] if one["kind"] in path else None
         for part in path.get(one["kind"], ()):
             wanted = wanted[part]
         assert wanted is None or any(wanted.items() <= label.items() for label in labels), one["metadata"]["name"]
