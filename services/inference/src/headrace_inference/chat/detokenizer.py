@@ -51,8 +51,8 @@ class Detokenizer:
     """Never gives out half a character; `end` gives what is left.
 
     What was given out depends on the tokens alone, not on the portions they came in: a resumed stream goes on exactly
-    where the one before it stopped. A token's text can depend on its neighbours, so new tokens are decoded together with
-    a few before them, whose own text is cut off. Byte tokens are decoded as UTF-8, each character by itself: the
+    where the one before it stopped. A token's text can depend on its neighbours, so new tokens are decoded together
+    with a few before them, whose own text is cut off. Byte tokens are decoded as UTF-8, each character by itself: the
     decoders of tokenizers take back a whole run of them when one byte of it is wrong, which a stream cannot.
     """
 
