@@ -81,7 +81,9 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def decoding(kind: str) -> Decoding:
-    return Decoding(KINDS[kind], {KINDS[kind].token_to_id(END)})
+    silent = KINDS[kind].token_to_id(END)
+    assert silent is not None
+    return Decoding(KINDS[kind], {silent})
 
 
 def in_portions(made: Decoding, ids: list[int], cuts: list[int]) -> tuple[str, str]:
