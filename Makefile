@@ -9,7 +9,7 @@ UV := $(BIN)/uv
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers lock schemas lint test test-long test-clients demo up attack chaos simulate mutants test-architectures test-learning bench bench-bus bench-state bench-gate bench-learning bench-trainer compose-test lock-images clean
+.PHONY: help install install-clients install-peers install-helm lock schemas lint test test-long test-clients test-helm demo up attack chaos simulate mutants test-architectures test-learning bench bench-bus bench-state bench-gate bench-learning bench-trainer compose-test lock-images clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -48,6 +48,24 @@ $(PEERS)/installed: $(UV) requirements-peers.lock
 
 test-clients: $(VENV)/installed $(CLIENTS)/installed ## litellm, smolagents, DSPy and openai against a gateway
 	REQUIRED_SERVERS=clients $(BIN)/pytest $(CLIENT_TESTS)
+
+HELM := .venv-helm
+HELM_VERSION := v3.19.0
+KUBECONFORM_VERSION := v0.7.0
+CRDS := github.com/kedacore/keda/v2@v2.16.1 github.com/prometheus-operator/prometheus-operator@v0.85.0
+
+install-helm: $(HELM)/installed ## helm, kubeconform and the schemas of Kubernetes, KEDA and the Prometheus operator (needs Go)
+
+$(HELM)/installed: $(UV) $(VENV)/installed requirements-helm.lock tests/repo/helm/schemas.py
+	$(PYTHON) -m venv $(HELM)
+	$(UV) pip sync --quiet --require-hashes --python $(HELM)/bin/python requirements-helm.lock
+	GOBIN=$(CURDIR)/$(HELM)/bin go install helm.sh/helm/v3/cmd/helm@$(HELM_VERSION)
+	GOBIN=$(CURDIR)/$(HELM)/bin go install github.com/yannh/kubeconform/cmd/kubeconform@$(KUBECONFORM_VERSION)
+	$(BIN)/python -m tests.repo.helm.schemas $(HELM) $(CRDS)
+	@touch $@
+
+test-helm: $(VENV)/installed $(HELM)/installed ## the Helm chart: linted, rendered, held to the schemas, and every setting to the services
+	REQUIRED_SERVERS=helm $(BIN)/pytest tests/repo/helm
 
 PACKAGES := headrace_schemas headrace_runtime headrace headrace_cli headrace_gateway $(addprefix headrace_,$(notdir $(wildcard services/*)))
 
@@ -140,11 +158,12 @@ lock: $(UV) ## resolve every dependency again, with hashes, for every platform
 	$(COMPILE) requirements-bootstrap.in -o requirements-bootstrap.txt
 	$(COMPILE) requirements-clients.in -o requirements-clients.lock
 	$(COMPILE) requirements-peers.in -o requirements-peers.lock
+	$(COMPILE) requirements-helm.in -o requirements-helm.lock
 	$(COMPILE) requirements.in -o requirements.lock \
 	  --no-emit-package headrace $(DISTRIBUTIONS:%=--no-emit-package headrace-%)
 	$(COMPILE) requirements-mutants.in -o requirements-mutants.lock
 
-IMAGES := gateway collector scorer judge registry trainer inference
+IMAGES := gateway collector scorer judge registry trainer inference broker
 PART := $(COMPILE) --constraint requirements.lock --no-emit-package headrace-schemas --no-emit-package headrace-runtime
 
 lock-images: $(UV) ## what each image gets out of requirements.lock

@@ -77,6 +77,12 @@ def test_a_container_of_ours_has_its_own_image_and_no_more_rights_than_it_needs(
 
 
 @each_of_ours
+def test_the_data_folder_can_be_written(name: str) -> None:
+    """The image's own is read-only, and a service that cannot write to `data_dir` is never ready."""
+    assert "/var/lib/headrace" in services()[name]["tmpfs"]
+
+
+@each_of_ours
 def test_the_check_asks_the_port_that_the_service_listens_on(name: str) -> None:
     assert services()[name]["healthcheck"]["test"][-1] == str(announced(name).port)
 

@@ -15,7 +15,8 @@ from tests.repo.compose_files import ROOT, ours, service_of
 
 FOLDER = ROOT / "deploy" / "requirements"
 DOCKERFILES = sorted((ROOT / "deploy").glob("*Dockerfile"))
-SERVICES = sorted({service_of(name) for name in ours()})
+SERVICES = sorted({*map(service_of, ours()), "broker"})
+"""The broker's image is for a single Pod (deploy/helm)."""
 WITH_TORCH = {"inference", "trainer"}
 Pins = dict[str, tuple[str, frozenset[str]]]
 

@@ -17,8 +17,9 @@ SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if (path /
 
 
 def tracked(pattern: str = "*") -> list[Path]:
+    """Files; a linked folder is none, and what is in it is listed where it lies."""
     listed = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True, check=True)
-    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).exists()]
+    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
 
 
 SOURCES = [path for path in tracked("*.py") if "tests" not in path.parts]

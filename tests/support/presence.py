@@ -19,6 +19,10 @@ CLIENTS = Path(__file__).parents[2] / ".venv-clients" / "bin" / "python"
 """The environment of what others build agents with; see requirements-clients.in."""
 
 
+HELM = Path(__file__).parents[2] / ".venv-helm"
+"""helm, kubeconform and the schemas that the chart is held to."""
+
+
 def _program(name: str) -> Callable[[], str | None]:
     return lambda: None if shutil.which(name) else f"{name} is not installed"
 
@@ -31,6 +35,7 @@ CHECKS: dict[str, Callable[[], str | None]] = {
     "jq": _program("jq"),
     "kafkajs": node_client.missing,
     "clients": lambda: None if CLIENTS.exists() else "there is no .venv-clients; make install-clients",
+    "helm": lambda: None if (HELM / "installed").exists() else "there is no .venv-helm; make install-helm",
 }
 used: set[str] = set()
 absent: dict[str, str] = {}

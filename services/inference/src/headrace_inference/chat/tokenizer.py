@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import TemplateError
 from pydantic import JsonValue
 
+from headrace_inference.chat.detokenizer import Decoding, Detokenizer
 from headrace_inference.chat.parsers import tags
 from headrace_inference.chat.plain import PlainText
 from headrace_inference.errors import PromptTooLarge, VersionUnusable
@@ -32,11 +33,6 @@ class RenderLimits:
 
 
 UNLIMITED = RenderLimits(2**62, 1e9)
-
-_HALF = "\N{REPLACEMENT CHARACTER}"
-"""How decoding shows bytes that are no whole character, or not yet."""
-_CONTEXT = 8
-"""Tokens before a portion that its text may depend on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +70,7 @@ class ChatTokenizer:
         special = {number for number, token in self._inner.get_added_tokens_decoder().items() if token.special}
         self.silent_ids = frozenset((special | self.stop_ids) - read)
         """Tokens that are no part of the text."""
+        self._decoding = Decoding(self._inner, self.silent_ids)
         self._texts: dict[int, TokenText] = {}
         self._own_arguments = inspect.signature(self._outer.apply_chat_template).parameters.keys()
 
@@ -124,12 +121,12 @@ class ChatTokenizer:
         return self._plain.encode(text)
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """The text of an answer: all its tokens but the silent ones."""
-        text: str = self._inner.decode([i for i in ids if i not in self.silent_ids], skip_special_tokens=False)
-        return text
+        """The text of an answer: all its tokens but the silent ones. The same as a stream gives out."""
+        stream = self.stream()
+        return stream.feed(ids) + stream.end()
 
     def stream(self) -> Detokenizer:
-        return Detokenizer(self)
+        return Detokenizer(self._decoding)
 
     def token(self, token_id: int) -> TokenText:
         found = self._texts.get(token_id)
@@ -142,6 +139,9 @@ class ChatTokenizer:
         added = token_id in self._added
         if raw is not None and not added and self._bytes_of is not None and all(c in self._bytes_of for c in raw):
             data = bytes(self._bytes_of[c] for c in raw)
+            return TokenText(data.decode("utf-8", "replace"), list(data))
+        if token_id in self._decoding.bytes_of:
+            data = bytes([self._decoding.bytes_of[token_id]])
             return TokenText(data.decode("utf-8", "replace"), list(data))
         text: str = raw if raw is not None and added else self._inner.decode([token_id], skip_special_tokens=False)
         return TokenText(text, list(text.encode()))
@@ -159,41 +159,6 @@ class ChatTokenizer:
         others = [byte for byte in range(256) if byte not in printable]
         shifted = {chr(256 + place): byte for place, byte in enumerate(others)}
         return {**{chr(byte): byte for byte in printable}, **shifted}
-
-
-class Detokenizer:
-    """Tokens to text as they come. Never gives out half a character; `end` gives what is left.
-
-    How much was given out depends on the tokens alone, not on the portions they came in: a resumed stream goes on
-    exactly where the one before it stopped. A token's text can depend on its neighbours, so new tokens are decoded
-    together with a few before them, whose own text is cut off.
-    """
-
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._before: list[int] = []
-        self._open: list[int] = []
-        """Tokens whose text was not given out yet."""
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        text = self._open_text(token_ids)
-        if text.endswith(_HALF) and len(token_ids) > 1:
-            return "".join(self.feed((token,)) for token in token_ids)
-        self._open += token_ids
-        if not text or text.endswith(_HALF):
-            return ""
-        self._before, self._open = self._open[-_CONTEXT:], []
-        return text
-
-    def end(self) -> str:
-        """Bytes that never became a character come out as replacement characters."""
-        text = self._open_text(())
-        self._open = []
-        return text
-
-    def _open_text(self, more: Sequence[int]) -> str:
-        before = self._tokenizer.text_of(self._before)
-        return self._tokenizer.text_of([*self._before, *self._open, *more])[len(before) :]
 
 
 def _joined(pieces: Iterator[str], limits: RenderLimits) -> str:

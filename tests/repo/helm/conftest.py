@@ -1,0 +1,12 @@
+"""Every test here needs helm."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import presence
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _helm() -> None:
+    presence.need("helm")

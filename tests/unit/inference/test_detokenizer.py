@@ -1,0 +1,169 @@
+"""Text from tokens in portions, for four kinds of tokenizers that are built on the spot, and what the library's own
+`DecodeStream` does where a model samples bytes that are no characters."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from headrace_inference.chat.detokenizer import Decoding, Detokenizer
+from headrace_inference.chat.tokenizer import ChatTokenizer
+
+CORPUS = [
+    "Hello world, this isn't a test. Größe 日本語 👩‍👩‍👧 naïve don't can ' t .",
+    "the quick brown fox, 12 dogs! 漢字",
+]
+END = "<|end|>"
+HALF = "\N{REPLACEMENT CHARACTER}"
+
+
+def byte_level() -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        CORPUS * 20,
+        trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, special_tokens=[END], show_progress=False),
+    )
+    return made
+
+
+def unigram(*, strip: bool) -> Tokenizer:
+    """As SentencePiece's: `▁` for spaces, and bytes for what the vocabulary lacks."""
+    pieces = [
+        "▁",
+        "▁Hello",
+        "▁world",
+        ",",
+        "▁this",
+        "n",
+        "'",
+        "t",
+        "▁a",
+        ".",
+        "▁the",
+        "日本",
+        "語",
+        *"bcdefghijklmopqrsuvwxyz",
+    ]
+    scored = [(piece, -3.0 - place / 100) for place, piece in enumerate(pieces)]
+    in_bytes = [(f"<0x{byte:02X}>", -8.0) for byte in range(256)]
+    made = Tokenizer(models.Unigram([("<unk>", 0.0), *in_bytes, *scored], unk_id=0, byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    stripped = [decoders.Strip(" ", 1, 0)] if strip else []
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *stripped])
+    made.add_special_tokens([END])
+    return made
+
+
+def word_piece() -> Tokenizer:
+    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece(cleanup=True)
+    made.train_from_iterator(
+        CORPUS * 20, trainers.WordPieceTrainer(vocab_size=200, special_tokens=["[UNK]", END], show_progress=False)
+    )
+    return made
+
+
+KINDS = {
+    "byte-level": byte_level(),
+    "unigram": unigram(strip=True),
+    "unigram-unstripped": unigram(strip=False),
+    "word-piece": word_piece(),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def decoding(kind: str) -> Decoding:
+    silent = KINDS[kind].token_to_id(END)
+    assert silent is not None
+    return Decoding(KINDS[kind], {silent})
+
+
+def in_portions(made: Decoding, ids: list[int], cuts: list[int]) -> tuple[str, str]:
+    """What was given out before the end, and after it."""
+    stream = Detokenizer(made)
+    places = [0, *sorted(cuts), len(ids)]
+    text = "".join(stream.feed(ids[one:two]) for one, two in pairwise(places))
+    return text, text + stream.end()
+
+
+@each_kind
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_what_is_given_out_depends_on_the_tokens_alone(kind: str, data: st.DataObject) -> None:
+    """Any tokens, in any portions."""
+    ids = data.draw(st.lists(st.integers(0, KINDS[kind].get_vocab_size() - 1), min_size=1, max_size=30))
+    cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=4))
+    assert in_portions(decoding(kind), ids, cuts) == in_portions(decoding(kind), ids, list(range(len(ids))))
+
+
+@each_kind
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_text_comes_out_as_the_tokenizer_decodes_it(kind: str, data: st.DataObject) -> None:
+    """Long runs of bytes included: each sign is four or more tokens of a vocabulary that lacks it."""
+    text = data.draw(st.text(st.sampled_from([*"aetho ,.'n", "ö", "日", "本", "👩", "\u200d"]), max_size=25))
+    ids = KINDS[kind].encode(text).ids
+    cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=4))
+    whole = decoding(kind).of(ids)
+    early, late = in_portions(decoding(kind), ids, cuts)
+    assert late == whole
+    assert early == whole, "text that is whole waits for no end"
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "word-piece"])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_tokens_come_out_as_the_tokenizer_decodes_them(kind: str, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, KINDS[kind].get_vocab_size() - 1), max_size=30))
+    assert in_portions(decoding(kind), ids, [])[1] == decoding(kind).of(ids)
+
+
+def test_one_wrong_byte_costs_one_character() -> None:
+    """The tokenizer's own decoder shows none of the run."""
+    made = decoding("unigram")
+    spelled = {byte: token for token, byte in made.bytes_of.items()}
+    ids = [spelled[byte] for byte in b"\xc3\xb6\xffok\xe6\x97"]
+    assert in_portions(made, ids, [1, 4]) == (f"ö{HALF}ok", f"ö{HALF}ok{HALF}")
+    assert "ok" not in made.of(ids)
+
+
+def test_half_a_character_is_never_given_out() -> None:
+    for kind in ("byte-level", "unigram"):
+        stream = Detokenizer(decoding(kind))
+        pieces = [stream.feed((token,)) for token in KINDS[kind].encode("a👩b").ids]
+        assert HALF not in "".join(pieces)
+        assert "".join(pieces).strip() == "a👩b"
+
+
+def test_silent_tokens_neither_show_nor_part_a_character() -> None:
+    made = decoding("unigram")
+    ids = KINDS["unigram"].encode("👩").ids
+    (silent,) = made.silent
+    parted = [token for one in ids for token in (one, silent)]
+    assert in_portions(made, parted, []) == in_portions(made, ids, [])
+
+
+def test_the_table_of_bytes_is_that_of_the_library(tokenizer: ChatTokenizer) -> None:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    assert tokenizer._bytes_of == {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+def test_why_the_librarys_stream_is_not_used() -> None:
+    """When this fails, DecodeStream has learnt it: look at docs/decisions/0052 again."""
+    inner, made = KINDS["unigram"], decoding("unigram")
+    spelled = {byte: token for token, byte in made.bytes_of.items()}
+    stream = decoders.DecodeStream(skip_special_tokens=False)
+    assert stream.step(inner, spelled[ord("a")]) == "a"
+    stream.step(inner, spelled[0xFF])
+    with pytest.raises(Exception, match="Invalid prefix"):
+        stream.step(inner, inner.token_to_id("▁the"))
+    assert not hasattr(stream, "end"), "it has nothing to say of a text that breaks off inside a character"
