@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headrace_trainer.batch import Batch, pack
 from headrace_trainer.forward import Pack
-from headrace_trainer.loss import k3, left_out, token_loss
+from headrace_trainer.loss import TokenLoss, k3, left_out, token_loss
 from headrace_trainer.measures import Measures
 from headrace_trainer.optimizer import Optimizer
 from headrace_trainer.policy import Policy
@@ -120,20 +120,57 @@ def _backward(
     """Add this pass's share of the gradient."""
     if stop.is_set():
         raise Abandoned
-    current_N, entropy_N = policy.logprobs(one)
-    start_N = current_N.detach() if start_N is None else start_N
-    left_out_N = _left_out(one, start_N, settings, measures)
-    tokens = token_loss(current_N, start_N, one.behaviour_N, one.advantage_N, settings, left_out_N)
-    loss_N = tokens.loss_N
+    share = _Share(one, base_N, settings)
+    if settings.sequence_mask_max and start_N is None:
+        # Which sequences are left out is known after their last token, and the gradient only then.
+        current_N, entropy_N = policy.logprobs(one)
+        share.start_N = current_N.detach()
+        share.left_out_N = _left_out(one, share.start_N, settings, measures)
+        torch.autograd.backward(current_N, share.slope(share.start_N, _ALL))
+    else:
+        share.start_N = start_N
+        share.left_out_N = None if start_N is None else _left_out(one, start_N, settings, measures)
+        current_N, entropy_N = policy.backward(one, share.slope)
+    with torch.no_grad():
+        tokens, loss_N = share.of(current_N, _ALL)
     if base_N is not None:
-        divergence_N = k3(current_N, base_N)
-        measures.base.append(divergence_N.detach())
-        if settings.kl:
+        measures.base.append(k3(current_N.detach(), base_N))
+    measures.observe(one, current_N.detach() if start_N is None else start_N, entropy_N, tokens, loss_N)
+
+
+_ALL = slice(None)
+
+
+@dataclass
+class _Share:
+    """The loss of a pass's tokens, all or some of them."""
+
+    one: Pack
+    base_N: Tensor | None
+    settings: LossSettings
+    start_N: Tensor | None = None
+    """None: the weights have not moved since the step began."""
+    left_out_N: Tensor | None = None
+
+    def of(self, current_N: Tensor, part: slice) -> tuple[TokenLoss, Tensor]:
+        """By these logprobs, of the tokens `part`."""
+        one, left_out_N = self.one, None if self.left_out_N is None else self.left_out_N[part]
+        start_N = current_N.detach() if self.start_N is None else self.start_N[part]
+        behaviour_N, advantage_N = one.behaviour_N[part], one.advantage_N[part]
+        tokens = token_loss(current_N, start_N, behaviour_N, advantage_N, self.settings, left_out_N)
+        loss_N = tokens.loss_N
+        if self.base_N is not None and self.settings.kl:
+            divergence_N = k3(current_N, self.base_N[part])
             kept_N = divergence_N if left_out_N is None else divergence_N.where(~left_out_N, 0.0)
-            loss_N = loss_N + settings.kl * kept_N
-    loss = (loss_N * one.weight_N).sum()
-    torch.autograd.backward(loss)
-    measures.observe(one, start_N, entropy_N, tokens, loss_N.detach())
+            loss_N = loss_N + self.settings.kl * kept_N
+        return tokens, loss_N
+
+    def slope(self, logprobs_N: Tensor, part: slice) -> Tensor:
+        with torch.enable_grad():
+            leaf_N = logprobs_N.detach().requires_grad_()
+            _, loss_N = self.of(leaf_N, part)
+            (slope_N,) = torch.autograd.grad((loss_N * self.one.weight_N[part]).sum(), leaf_N)
+        return slope_N
 
 
 def _left_out(one: Pack, start_N: Tensor, settings: LossSettings, measures: Measures) -> Tensor | None:
