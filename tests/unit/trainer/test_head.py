@@ -117,7 +117,7 @@ def at_once(module: Any, tail: Tail, tokens: tuple[Tensor, ...], upstream: Tenso
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
-    tokens=st.integers(0, 24),
+    tokens=st.integers(1, 24),
     seed=st.integers(0, 1000),
     bias=st.booleans(),
     frozen=st.sampled_from(["nothing", "head", "layers"]),
@@ -197,7 +197,7 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, where: str, f
 
     run()
     monkeypatch.setattr(f"headrace_trainer.head.{where}", fault)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, RuntimeError)):  # wrong numbers, or a chunk that there is no room for
         run()
 
 
