@@ -97,7 +97,7 @@ class CentredRMSNorm(PlainRMSNorm):
 
 
 class GatedRMSNorm(PlainRMSNorm):
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         return super().forward(x) if gate is None else super().forward(x) * gate
 
 
@@ -143,24 +143,23 @@ def test_the_norms_of_models_are_found(tmp_path: Path, name: str) -> None:
     assert {vars(module)["forward"]._form.shift for module in found} == {FORMS[name]}
 
 
-FAULTS: list[tuple[str, Any]] = [
-    ("_normed", lambda x, weight, form: own_normed(x, weight, Form(0.0, form.shift))),
-    ("_normed", lambda x, weight, form: own_normed(x, weight, Form(form.epsilon, 0.0))),
+NORMED = norms._normed
+FAULTS: list[Any] = [
+    lambda x, weight, form: NORMED(x, weight, Form(0.0, form.shift)),
+    lambda x, weight, form: NORMED(x, weight, Form(form.epsilon, 0.0)),
 ]
-own_normed = norms._normed
 
 
-@pytest.mark.parametrize(("where", "fault"), FAULTS)
-def test_a_planted_fault_is_not_put_in(monkeypatch: pytest.MonkeyPatch, where: str, fault: Any) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_not_put_in(monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
     module = ShiftedRMSNorm()
     assert norms.form_of(module) == Form(1e-6, 1.0)
-    monkeypatch.setattr(norms, where, fault)
+    monkeypatch.setattr(norms, "_normed", fault)
     assert norms.form_of(module) is None
 
 
 def test_two_runs_are_equal_bit_for_bit(base: Path) -> None:
-    (left,) = {len([m for m in open_policy(base).model.modules() if isinstance(vars(m).get("forward"), norms._Fused)])}
-    assert left > 0
+    assert any(isinstance(vars(module).get("forward"), norms._Fused) for module in open_policy(base).model.modules())
     x, upstream = torch.randn(1, 7, WIDTH), torch.randn(1, 7, WIDTH)
     module = PlainRMSNorm()
     norms.fuse(module)
