@@ -1,7 +1,8 @@
 """What the output head of a training step holds at its peak, in a process of its own: prints one line of JSON.
 
 Forward and backward of logprobs and entropies, from hidden states and a float32 weight that gets a gradient. Counted is
-what comes on top of weight and hidden states: the gradients of both, and whatever is in between.
+what comes on top of weight and hidden states: the gradients of both, and whatever is in between. `again`: logits are
+computed a second time for the gradient.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from headrace_trainer.head import Head
 def once(module: nn.Linear, hidden: Tensor, how: str) -> None:
     tokens = len(hidden)
     targets, temperature = torch.arange(tokens) % module.out_features, torch.full((tokens,), 0.7)
-    if how == "whole":
-        found = head.logprobs(module(hidden), targets, temperature)[0]
-    else:
+    if how == "chunked":
+        Head(module).backward(hidden, targets, temperature, lambda logprobs, _: torch.full_like(logprobs, 1 / tokens))
+        return
+    if how == "again":
         found = Head(module).logprobs(hidden, targets, temperature)[0]
+    else:
+        found = head.logprobs(module(hidden), targets, temperature)[0]
     torch.autograd.backward(found.mean())
 
 
@@ -34,7 +38,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=152_000)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--how", choices=("chunked", "whole"), default="chunked")
+    parser.add_argument("--how", choices=("chunked", "again", "whole"), default="chunked")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)

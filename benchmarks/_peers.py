@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ PACK_TOKENS = 4096
 """Of one forward pass, for both: the peer takes as many sequences as fit."""
 PEERS = Path(".venv-peers")
 START_S = 300.0
+CALM = {"OMP_WAIT_POLICY": "passive"}
+"""For both: a thread that waits for another burns no CPU seconds."""
 
 
 @dataclass
@@ -31,8 +34,9 @@ class Trainer:
     @classmethod
     def start(cls, name: str, command: Sequence[str]) -> Self:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=os.environ | CALM,
+        )  # fmt: skip
         return cls(name, process, _answer(process, name))
 
     def step(self) -> None:

@@ -3,7 +3,7 @@
 The lines:
 
 - logprobs and gradients of 32,768 loss tokens at 152,000 words take 1.5 GB above the weights at most, measured in a
-  process of its own with two threads;
+  process of its own;
 - attention over a sequence four times as long takes at most 16 times as long, with a window 4 times, and at most 4
   times the memory (each with a fifth more for noise);
 - tokens per CPU second (user and system) of whole steps are at least twice those of TRL's GRPO trainer at 0.4 and 17
@@ -36,6 +36,7 @@ NOISE = 1.2
 RATIO_MIN = {"demo": 2.0, "small": 2.0, "large": 1.7}
 CHILD_S_MAX = 3600
 LENGTHS = (512, 2048)
+MIXES = {"equal": False, "mixed": True}
 GROWN = (4096, 16_384)
 WINDOW = 512
 
@@ -82,9 +83,9 @@ def beside_trl(options: argparse.Namespace, missed: list[str]) -> list[dict[str,
     with tempfile.TemporaryDirectory(prefix="bench-trainer-") as root:
         for name in options.shapes:
             model = SHAPES[name].build(Path(root))
-            for length in LENGTHS:
-                for mixed in (False, True):
-                    workload = Workload(length, mixed, options.step_tokens)
+            for length in options.lengths:
+                for mix in options.mixes:
+                    workload = Workload(length, MIXES[mix], options.step_tokens)
                     found = compared(SHAPES[name], model, workload, options.rounds, options.threads)
                     report.append({"model": name, "ratio_min": RATIO_MIN[name], **found})
                     print(f"{name}, {workload.name}: {json.dumps(found)}", flush=True)
@@ -101,8 +102,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="steps of each trainer that count (%(default)s)")
     parser.add_argument("--step-tokens", type=int, default=8192, help="of one step, about (%(default)s)")
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=["demo", "small"])
+    parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS, help="of the longest sequence (%(default)s)")
+    parser.add_argument("--mixes", nargs="*", choices=MIXES, default=[*MIXES], help="equally long or not (%(default)s)")
     parser.add_argument("--only", nargs="*", choices=("head", "growth", "peers"), default=["head", "growth", "peers"])
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of all processes, as the trainer's own (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("reports/bench-trainer.json"))
     options = parser.parse_args()
     missed: list[str] = []

@@ -97,6 +97,67 @@ def test_chunks_are_the_textbook(tokens: int, seed: int, bias: bool, frozen: boo
     assert ("weight" in found) is not frozen
 
 
+def at_once(module: Any, tail: Tail, tokens: tuple[Tensor, ...], upstream: Tensor) -> Found:
+    """`Head.backward` of the same sum."""
+    hidden, targets, temperature = tokens
+    parts: list[slice] = []
+
+    def slope(logprobs: Tensor, part: slice) -> Tensor:
+        parts.append(part)
+        return upstream[part].to(logprobs.dtype)
+
+    logprobs, entropy, gradient = Head(module, tail).backward(hidden, targets, temperature, slope)
+    assert [index for part in parts for index in range(len(hidden))[part]] == list(range(len(hidden)))
+    found: dict[str, Tensor | None] = {"logprobs": logprobs, "entropy": entropy, "hidden": gradient}
+    found |= {name: parameter.grad for name, parameter in module.named_parameters()}
+    kept = {name: tensor.double() for name, tensor in found.items() if tensor is not None}
+    module.zero_grad()
+    return kept
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    tokens=st.integers(1, 24),
+    seed=st.integers(0, 1000),
+    bias=st.booleans(),
+    frozen=st.sampled_from(["nothing", "head", "layers"]),
+    tail=st.sampled_from(TAILS),
+)
+def test_a_gradient_computed_with_the_logits_is_the_textbook(
+    tokens: int, seed: int, bias: bool, frozen: str, tail: Tail
+) -> None:
+    module, hidden, targets, temperature, upstream = problem(tokens, seed, bias=bias)
+    module.requires_grad_(frozen != "head")
+    hidden.requires_grad_(frozen != "layers")
+    found = at_once(module, tail, (hidden, targets, temperature), upstream)
+    assert_close(found, textbook(module, hidden, targets, temperature, upstream, tail))
+    assert found.keys() >= {"nothing": {"hidden", "weight"}, "head": {"hidden"}, "layers": {"weight"}}[frozen]
+
+
+def test_a_gradient_computed_with_the_logits_adds_up() -> None:
+    module, *tokens, upstream = problem(12, 2, bias=True)
+    one = at_once(module, Tail(), tuple(tokens), upstream)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    two = at_once(module, Tail(), tuple(tokens), upstream)
+    assert_close({name: two[name] - 1 for name in ("weight", "bias")}, {name: one[name] for name in ("weight", "bias")})
+
+
+def test_each_product_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of a chunk, and two gradients from them."""
+    module, *tokens, upstream = problem(12, 2)
+    own, asked = head._Matrix.answer_into, []
+
+    def counting(matrix: Any, room: Tensor, part: Tensor) -> None:
+        asked.append(len(part))
+        own(matrix, room, part)
+
+    monkeypatch.setattr(head._Matrix, "answer_into", counting)
+    monkeypatch.setattr(head._Matrix, "answer", None)
+    at_once(module, Tail(), tuple(tokens), upstream)
+    assert asked == [5, 5, 2]
+
+
 @pytest.mark.parametrize("tail", TAILS)
 def test_derivatives_agree_with_differences(tail: Tail) -> None:
     """In float64, against torch's own numerical check."""
@@ -127,17 +188,21 @@ FAULTS: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("how", ["twice", "at once"])
 @pytest.mark.parametrize(("where", "fault"), FAULTS, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, where: str, fault: Any) -> None:
+def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, where: str, fault: Any, how: str) -> None:
     def run() -> None:
         module, hidden, targets, temperature, upstream = problem(12, 1, bias=True)
-        answers = Head(module, Tail(cap=5.0)).logprobs(hidden, targets, temperature)
-        found = gradients(module, hidden, *answers, upstream)
+        if how == "twice":
+            answers = Head(module, Tail(cap=5.0)).logprobs(hidden, targets, temperature)
+            found = gradients(module, hidden, *answers, upstream)
+        else:
+            found = at_once(module, Tail(cap=5.0), (hidden, targets, temperature), upstream)
         assert_close(found, textbook(module, hidden, targets, temperature, upstream, Tail(cap=5.0)))
 
     run()
     monkeypatch.setattr(f"headrace_trainer.head.{where}", fault)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, RuntimeError)):  # wrong numbers, or a chunk that there is no room for
         run()
 
 
@@ -167,7 +232,9 @@ def test_bfloat16_is_what_autocast_makes_of_it(frozen: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         whole = gradients(module, hidden, *head.logprobs(module(hidden).float(), targets, temperature), upstream)
         chunked = gradients(module, hidden, *Head(module).logprobs(hidden, targets, temperature), upstream)
+        once = at_once(module, Tail(), (hidden, targets, temperature), upstream)
     assert_close(chunked, whole, rtol=2e-2, atol=1e-2)
+    assert_close(once, chunked, rtol=1e-5, atol=1e-5)
 
 
 def test_a_table_that_is_the_head_too_gets_both_gradients(base: Path) -> None:

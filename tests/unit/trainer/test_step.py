@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from headrace_schemas import Branch, Experience, Span
+from headrace_trainer import head
 from headrace_trainer.batch import Batch, Row
+from headrace_trainer.head import Head
 from headrace_trainer.loss import TokenLoss, clipped
 from headrace_trainer.losses import LOSSES, Loss, Sampled
 from headrace_trainer.measures import Measures
@@ -105,6 +107,40 @@ def test_pitfall_9_cutting_a_run_into_branches_changes_neither_tokens_nor_loss(b
     split = Batch((row(first, weight=0.5), row(second, weight=0.5), other))
     assert whole.loss_tokens == split.loss_tokens
     assert_equal(gradients(base, whole), gradients(base, split))
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"kl": 0.1},
+    {"sequence_mask_max": 0.05},
+    {"sequence_mask_max": 0.05, "kl": 0.1, "updates_per_step": 2},
+    {"clip_dual": 1.5, "updates_per_step": 3, "proximal": "behaviour"},
+]
+
+
+@pytest.mark.parametrize("loss", SETTINGS, ids=str)
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_gradient_of_each_chunk_is_that_of_the_whole(
+    base: Path, monkeypatch: pytest.MonkeyPatch, loss: dict[str, Any], rank: int
+) -> None:
+    """The loss asked about a few tokens at a time, beside autograd's through the logits of all."""
+
+    def of(whole: str | None) -> tuple[dict[str, Tensor], dict[str, float]]:
+        policy = open_policy(base, rank)
+        policy.keep_reference(base)
+        policy.head = Head(policy.head.module, policy.head.tail, whole)
+        optimizer = Optimizer(policy.parameters, OptimizerSettings(gradient_norm_max=1e9, beta1=0.0))
+        batch = batch_of(1.0, -0.5, 2.0, 0.3)
+        measured = train(policy, optimizer, batch, LossSettings(**loss), 30, threading.Event()).measured
+        return {name: p.grad for name, p in policy.parameters.items() if p.grad is not None}, measured
+
+    (expected, theirs), how = of("to compare"), head.CHUNK_BYTES
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 5 * open_policy(base).vocabulary)
+    found, ours = of(None)
+    assert how != head.CHUNK_BYTES
+    assert_equal(found, expected)
+    for name in theirs.keys() - {"step_seconds", "tokens_per_second"}:
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
 
 
 def test_a_zero_advantage_changes_nothing(base: Path) -> None:
@@ -295,7 +331,7 @@ def test_a_loss_that_asks_for_the_reference_gets_it(base: Path, monkeypatch: pyt
     first = batch_of(1.0, -1.0).rows
     again = Row.of(experience(5, V, length=9), 0.5, V, 0.1)
     train(policy, optimizer, Batch((*first, again)), LossSettings(), 4096, threading.Event())
-    assert len(seen) == 2
+    assert {len(sampled.row_N) for sampled in seen} == {19, 9}
     for sampled in seen:
         assert sampled.reference_N is not None
         assert torch.allclose(sampled.reference_N, sampled.current_N.detach())

@@ -1,5 +1,7 @@
 """`python -m headrace_trainer`."""
 
+import os
+
 from headrace_runtime.main import Service
 from headrace_trainer.service import INFO
 from headrace_trainer.settings import TrainerSettings
@@ -13,4 +15,6 @@ SERVICE = Service(
 )
 
 if __name__ == "__main__":
+    # Read when torch is loaded. A thread that waits for another would else spin, on a CPU that others need.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     SERVICE.main()

@@ -124,7 +124,8 @@ class Adam:
                 unspent.add_(gradient)
         for name, unspent in self._unspent.items():
             parameter = self.parameters[name]
-            parameter.mul_(1 - learning_rate * settings.weight_decay * weight)
+            if settings.weight_decay:
+                parameter.mul_(1 - learning_rate * settings.weight_decay * weight)
             parameter.add_(unspent, alpha=-learning_rate * share)
             unspent.mul_(1 - share)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace_trainer import attention, head
 from headrace_trainer.batch import Row
-from headrace_trainer.head import Head
+from headrace_trainer.head import Head, Slope
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,31 @@ def logprobs(model: Any, output: Head, pack: Pack) -> tuple[Tensor, Tensor]:
     """`(logprobs_N, entropy_N)` in float32: what `model`, whose head is `output`, thinks of each sampled token."""
     if output.whole is not None:
         return head.logprobs(logits(model, pack), pack.targets_N, pack.temperature_N)
+    return output.logprobs(_hidden(model, output, pack), pack.targets_N, pack.temperature_N)
+
+
+def backward(model: Any, output: Head, pack: Pack, slope: Slope) -> tuple[Tensor, Tensor]:
+    """`logprobs`, and the gradients of a loss with this `slope` added to those of the parameters."""
+    kind = pack.token_ids_BT.device.type
+    if not output.plain:
+        logprobs_N, entropy_N = logprobs(model, output, pack)
+        with torch.autocast(kind, enabled=False):
+            torch.autograd.backward(logprobs_N, slope(logprobs_N.detach(), slice(0, len(logprobs_N))))
+        return logprobs_N.detach(), entropy_N
+    hidden_NH = _hidden(model, output, pack)
+    logprobs_N, entropy_N, gradient_NH = output.backward(hidden_NH, pack.targets_N, pack.temperature_N, slope)
+    if gradient_NH is not None:
+        with torch.autocast(kind, enabled=False):
+            torch.autograd.backward(hidden_NH, gradient_NH)
+    return logprobs_N, entropy_N
+
+
+def _hidden(model: Any, output: Head, pack: Pack) -> Tensor:
+    """What `model` asks its head about the tokens of the loss, `hidden_NH`."""
     with head.caught(output.module) as asked:
         _ask(model, pack)
     (hidden_BTH,) = asked
-    return output.logprobs(hidden_BTH.flatten(0, 1)[pack.predicting_N], pack.targets_N, pack.temperature_N)
+    return hidden_BTH.flatten(0, 1)[pack.predicting_N]
 
 
 def logits(model: Any, pack: Pack) -> Tensor:

@@ -2,8 +2,9 @@
 
 The logits of all loss tokens are by far the largest thing that a step could hold: at 32,768 tokens and 152,000 words
 20 GB, and as much again for each thing made of them. They are needed token by token only. So they are computed for as
-many tokens at once as give `CHUNK_BYTES` of them, and computed again in the backward pass (as in Liger Kernel,
-arXiv:2410.10989). Kept are three numbers a token.
+many tokens at once as give `CHUNK_BYTES` of them. A training pass (`Head.backward`) computes the gradient of a chunk
+while its logits are there (as in Liger Kernel, arXiv:2410.10989). Who asks for logprobs first, and for a gradient
+later, has them computed again: kept are three numbers a token.
 
 The hidden states are caught where the model's own code hands them to its head. What that code does with the answer
 (a scale, a soft cap) is told by what it does to planted logits, and not by a name in the configuration.
@@ -28,6 +29,10 @@ _PLANTED_MAX = 100.0
 _HUGE = 1e6
 _ROUNDING = 1e-5
 _SAME = 1e-2
+
+
+Slope = Callable[[Tensor, slice], Tensor]
+"""The derivative of the loss by the logprobs of these loss tokens, and which of all they are."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class Head:
 
     def logprobs(self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
         """`(logprobs_N, entropy_N)`, both after temperature; the entropy has no gradient."""
-        if self._plain:
+        if self.plain:
             found: tuple[Tensor, Tensor] = _Chunked.apply(  # type: ignore[no-untyped-call]
                 hidden_NH,
                 self.module.weight,
@@ -115,12 +120,45 @@ class Head:
         logprobs, entropies = zip(*answers, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
+    @torch.no_grad()
+    def backward(
+        self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor, slope: Slope
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`(logprobs_N, entropy_N)` and the gradient of the hidden states, None where they need none; the head's own is
+        added to its parameters'. For a `plain` head: each product is computed once."""
+        weight_VH, bias_V = self.module.weight, self.module.bias
+        logprobs_N, entropy_N = (hidden_NH.new_empty(len(hidden_NH), dtype=_wide_dtype(hidden_NH)) for _ in range(2))
+        weight, bias = _gradient_of(weight_VH), _gradient_of(bias_V)
+        sums = _Gradients(torch.empty_like(hidden_NH) if hidden_NH.requires_grad else None, weight, bias)
+        dtype = _matrix_dtype(hidden_NH)
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            matrix = _Matrix.of(weight_VH, bias_V, self.tail, dtype)
+            # Both are used for all chunks: what is allocated anew each time, the system fills with zeros each time.
+            rows = min(len(hidden_NH), _rows_of(len(weight_VH)))
+            logits_nV, log_nV = hidden_NH.new_empty(2, rows, len(weight_VH), dtype=_wide_dtype(hidden_NH))
+            for part in _chunks(hidden_NH, weight_VH):
+                logits, log = (room[: part.stop - part.start] for room in (logits_nV, log_nV))
+                matrix.answer_into(logits, hidden_NH[part])
+                answer = logits.clone() if self.tail.cap is not None else None
+                logits.div_(temperature_N[part, None])
+                torch.log_softmax(logits, -1, out=log)
+                logprobs_N[part] = log.gather(-1, targets_N[part, None]).squeeze(-1)
+                shares = torch.exp(log, out=logits)
+                entropy_N[part] = log.mul_(shares).sum(-1).neg_()
+                share = slope(logprobs_N[part], part) / temperature_N[part]
+                sums.add(matrix, part, hidden_NH[part], targets_N[part], shares, share, answer)
+        for parameter, gradient in ((weight_VH, weight), (bias_V, bias)):
+            if gradient is not None:
+                parameter.grad = gradient.to(parameter.dtype)
+        return logprobs_N, entropy_N, sums.hidden
+
     @property
-    def _plain(self) -> bool:
+    def plain(self) -> bool:
         """Nothing but a matrix: no adapter, no quantisation, nobody's hook."""
         module = self.module
-        hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-        return type(module) is nn.Linear and not hooked
+        if self.whole is not None or type(module) is not nn.Linear:
+            return False
+        return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
     def _through(self, hidden: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """A chunk through whatever the head is."""
@@ -193,27 +231,53 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, of_logprobs_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, temperature_N, norm_N = ctx.saved_tensors
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
-        hidden = torch.empty_like(hidden_NH) if of_hidden else None
-        weight = torch.zeros_like(weight_VH, dtype=_wide_dtype(weight_VH)) if of_weight else None
-        bias = torch.zeros_like(bias_V, dtype=_wide_dtype(bias_V)) if of_bias else None
+        sums = _Gradients(
+            torch.empty_like(hidden_NH) if of_hidden else None,
+            _zeros(weight_VH) if of_weight else None,
+            _zeros(bias_V) if of_bias else None,
+        )
         with torch.autocast(hidden_NH.device.type, enabled=False):
             matrix = _Matrix.of(weight_VH, bias_V, ctx.tail, ctx.dtype)
             for part in _chunks(hidden_NH, weight_VH):
                 logits = matrix.answer(hidden_NH[part])
                 answer = logits.clone() if ctx.tail.cap is not None else None
-                share = (of_logprobs_N[part] / temperature_N[part])[:, None].to(logits.dtype)
-                gradient = logits.div_(temperature_N[part, None]).sub_(norm_N[part, None]).exp_().mul_(-share)
-                gradient.scatter_add_(-1, targets_N[part, None], share)
-                gradient = ctx.tail.back(gradient, answer)
-                if bias is not None:
-                    bias.add_(gradient.sum(0))
-                rounded = gradient.to(ctx.dtype)
-                if hidden is not None:
-                    hidden[part] = rounded @ matrix.weight
-                if weight is not None:
-                    _add_product(weight, rounded.T, hidden_NH[part].to(ctx.dtype))
-        of = zip((hidden, weight, bias), (hidden_NH, weight_VH, bias_V), strict=True)
+                shares = logits.div_(temperature_N[part, None]).sub_(norm_N[part, None]).exp_()
+                share = of_logprobs_N[part] / temperature_N[part]
+                sums.add(matrix, part, hidden_NH[part], targets_N[part], shares, share, answer)
+        of = zip((sums.hidden, sums.weight, sums.bias), (hidden_NH, weight_VH, bias_V), strict=True)
         return *(None if gradient is None else gradient.to(was.dtype) for gradient, was in of), None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Sums over chunks; None where nobody needs one."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def add(
+        self,
+        matrix: _Matrix,
+        part: slice,
+        hidden: Tensor,
+        targets: Tensor,
+        shares: Tensor,
+        share: Tensor,
+        answer: Tensor | None,
+    ) -> None:
+        """A chunk's. `shares`: the probability of each word, which is used up; `share`: what the gradient of each
+        token's logit is multiplied with; `answer`: of the tail, where it has a cap."""
+        column = share[:, None].to(shares.dtype)
+        gradient = shares.mul_(-column).scatter_add_(-1, targets[:, None], column)
+        gradient = matrix.tail.back(gradient, answer)
+        if self.bias is not None:
+            self.bias.add_(gradient.sum(0))
+        rounded = gradient.to(matrix.weight.dtype)
+        if self.hidden is not None:
+            self.hidden[part] = rounded @ matrix.weight
+        if self.weight is not None:
+            _add_product(self.weight, rounded.T, hidden.to(matrix.weight.dtype))
 
 
 @dataclass(frozen=True)
@@ -232,6 +296,16 @@ class _Matrix:
         """Logits of a chunk, in a tensor of their own."""
         raw = _wide(functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias))
         return self.tail.onto(raw)
+
+    def answer_into(self, room: Tensor, hidden: Tensor) -> None:
+        """The same, where there is room for them."""
+        if room.dtype != self.weight.dtype:
+            room.copy_(functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias))
+        elif self.bias is None:
+            torch.mm(hidden.to(self.weight.dtype), self.weight.T, out=room)
+        else:
+            torch.addmm(self.bias, hidden.to(self.weight.dtype), self.weight.T, out=room)
+        self.tail.onto(room)
 
 
 def _chunks(hidden_NH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
@@ -255,6 +329,17 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:
         total.add_(left @ right)
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, dtype=_wide_dtype(parameter))
+
+
+def _gradient_of(parameter: Tensor | None) -> Tensor | None:
+    """What is added to: the gradient that there is. In float32, so where it is narrower, in a copy."""
+    if parameter is None or not parameter.requires_grad:
+        return None
+    return _zeros(parameter) if parameter.grad is None else _wide(parameter.grad)
 
 
 def _matrix_dtype(hidden: Tensor) -> torch.dtype:

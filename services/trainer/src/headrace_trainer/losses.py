@@ -51,6 +51,9 @@ class Loss:
     load: Callable[[], Compute]
     needs: Needs = NOTHING
     settings: type[Section] | None = None
+    by_token: bool = False
+    """The loss of a token depends on no other token. Then it is computed in parts, while the head holds their logits,
+    and the head's product is not computed again for the gradient."""
 
 
 LOSSES: Registry[Loss] = Registry("losses", Loss, "loss")
@@ -62,5 +65,5 @@ def _clipped() -> Compute:
     return clipped
 
 
-CLIPPED = Loss(_clipped, Needs(logprobs=True))
+CLIPPED = Loss(_clipped, Needs(logprobs=True), by_token=True)
 """The clipped, importance-weighted policy gradient."""

@@ -25,10 +25,10 @@ from transformers.utils import logging as transformers_logging
 from headrace_runtime.errors import SettingError
 from headrace_runtime.logs import get_logger
 from headrace_schemas.manifest import Fingerprint
-from headrace_trainer import attention, forward, room, rope
+from headrace_trainer import attention, forward, norms, room, rope
 from headrace_trainer.batch import Row
 from headrace_trainer.forward import Pack
-from headrace_trainer.head import Head
+from headrace_trainer.head import Head, Slope
 from headrace_trainer.reach import context_of
 from headrace_trainer.settings import ComputeSettings, LoraSettings
 
@@ -157,6 +157,11 @@ class Policy:
         """`(logprobs_N, entropy_N)` of the present weights."""
         with self._autocast():
             return forward.logprobs(self.model, self.head, pack)
+
+    def backward(self, pack: Pack, slope: Slope) -> tuple[Tensor, Tensor]:
+        """The same, and the gradients of a loss with this `slope` added to those of the parameters."""
+        with self._autocast():
+            return forward.backward(self.model, self.head, pack, slope)
 
     @cached_property
     def head(self) -> Head:
@@ -289,6 +294,7 @@ def _load(folder: Path, compute: ComputeSettings, *, frozen: bool) -> Any:
     implementation = attention.BLOCKS if compute.packing == "blocks" else _padded_attention(folder)
     model = from_folder(folder, weights_dtype(compute, frozen=frozen), implementation)
     rope.steady(model)
+    norms.fuse(model)
     return model
 
 

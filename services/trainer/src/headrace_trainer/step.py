@@ -21,8 +21,8 @@ from torch import Tensor
 
 from headrace_trainer.batch import Batch, pack
 from headrace_trainer.forward import Pack
-from headrace_trainer.loss import k3, left_out
-from headrace_trainer.losses import Sampled
+from headrace_trainer.loss import TokenLoss, k3, left_out
+from headrace_trainer.losses import Compute, Sampled
 from headrace_trainer.measures import Measures
 from headrace_trainer.optimizer import Optimizer
 from headrace_trainer.policy import Policy
@@ -121,24 +121,65 @@ def _backward(
     """Add this pass's share of the gradient."""
     if stop.is_set():
         raise Abandoned
-    current_N, entropy_N = policy.logprobs(one)
-    start_N = current_N.detach() if start_N is None else start_N
-    left_out_N = _left_out(one, start_N, settings, measures)
-    function, reference_N = settings.function, base_N
-    if function.needs.reference and reference_N is None:
-        reference_N = policy.reference_logprobs(one)
-    sampled = Sampled(current_N, start_N, one.behaviour_N, one.advantage_N, one.row_N, left_out_N, reference_N)
-    tokens = function.load()(sampled, settings)
-    loss_N = tokens.loss_N
+    function = settings.function
+    reference_N = policy.reference_logprobs(one) if function.needs.reference and base_N is None else base_N
+    share = _Share(one, function.load(), settings, reference_N, start_N, kl=0.0 if base_N is None else settings.kl)
+    if not function.by_token or (settings.sequence_mask_max and start_N is None):
+        # The loss of a token, or which sequences are left out, is known after a sequence's last token.
+        current_N, entropy_N = policy.logprobs(one)
+        now_N = current_N.detach()
+        share.start_N = now_N if start_N is None else start_N
+        share.left_out_N = _left_out(one, share.start_N, settings, measures)
+        torch.autograd.backward(current_N, share.slope(now_N, _ALL))
+    else:
+        share.left_out_N = None if start_N is None else _left_out(one, start_N, settings, measures)
+        current_N, entropy_N = policy.backward(one, share.slope)
+    with torch.no_grad():
+        tokens, loss_N = share.of(current_N, _ALL)
     if base_N is not None:
-        divergence_N = k3(current_N, base_N)
-        measures.base.append(divergence_N.detach())
-        if settings.kl:
+        measures.base.append(k3(current_N.detach(), base_N))
+    measures.observe(one, current_N.detach() if start_N is None else start_N, entropy_N, tokens, loss_N)
+
+
+_ALL = slice(None)
+
+
+@dataclass
+class _Share:
+    """The loss of a pass's tokens, all or some of them."""
+
+    one: Pack
+    compute: Compute
+    settings: LossSettings
+    reference_N: Tensor | None
+    start_N: Tensor | None
+    """None: the weights have not moved since the step began."""
+    kl: float
+    left_out_N: Tensor | None = None
+
+    def of(self, current_N: Tensor, part: slice) -> tuple[TokenLoss, Tensor]:
+        """By these logprobs, of the tokens `part`."""
+        one = self.one
+        start_N, reference_N, left_out_N = (
+            None if given is None else given[part] for given in (self.start_N, self.reference_N, self.left_out_N)
+        )
+        start_N = current_N.detach() if start_N is None else start_N
+        behaviour_N, advantage_N, row_N = one.behaviour_N[part], one.advantage_N[part], one.row_N[part]
+        sampled = Sampled(current_N, start_N, behaviour_N, advantage_N, row_N, left_out_N, reference_N)
+        tokens = self.compute(sampled, self.settings)
+        loss_N = tokens.loss_N
+        if reference_N is not None and self.kl:
+            divergence_N = k3(current_N, reference_N)
             kept_N = divergence_N if left_out_N is None else divergence_N.where(~left_out_N, 0.0)
-            loss_N = loss_N + settings.kl * kept_N
-    loss = (loss_N * one.weight_N).sum()
-    torch.autograd.backward(loss)
-    measures.observe(one, start_N, entropy_N, tokens, loss_N.detach())
+            loss_N = loss_N + self.kl * kept_N
+        return tokens, loss_N
+
+    def slope(self, logprobs_N: Tensor, part: slice) -> Tensor:
+        with torch.enable_grad():
+            leaf_N = logprobs_N.detach().requires_grad_()
+            _, loss_N = self.of(leaf_N, part)
+            (slope_N,) = torch.autograd.grad((loss_N * self.one.weight_N[part]).sum(), leaf_N)
+        return slope_N
 
 
 def _left_out(one: Pack, start_N: Tensor, settings: LossSettings, measures: Measures) -> Tensor | None:
