@@ -1,9 +1,9 @@
 """Who gets which version: a pure function of a salt, a unit and the shares, so that it is the same after a restart.
 
-A unit (a session, or a user) has a place in [0, 1), a keyed hash. With k candidates the line is cut into k + 1 equal
-blocks: candidate j begins at the left end of block j and its control at the left end of the last block, and both are
-as wide as its share. A share that grows moves the right ends alone, so a unit that was once in the canary or in its
-control stays there. Everybody else has the champion and is compared with nobody.
+A unit (a session, or a user) has a place in [0, 1), a keyed hash. With k slots for candidates the line is cut into
+k + 1 equal blocks: candidate j begins at the left end of block j and its control at the left end of the last block, and
+both are as wide as its share. A share that grows moves the right ends alone, so a unit that was once in the canary or
+in its control stays there. Everybody else has the champion and is compared with nobody.
 
 Candidate and control of one size, at the same time: given that a unit is in either, it is in the candidate's with
 probability 1/2 exactly, whatever the shares are, were and will be. The statistics rest on this and on nothing else.
@@ -12,7 +12,7 @@ probability 1/2 exactly, whatever the shares are, were and will be. The statisti
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -38,29 +38,30 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The line of one rollout. `candidates` keep their blocks, also when they leave: their units go to the champion."""
+    """The line of one model. Each slot is a block; None: it is free, and its units have the champion. A candidate keeps
+    its slot, and the number of slots and the salt stay while anything is under way, so nobody is moved."""
 
     salt: str
     champion: str
-    candidates: tuple[str, ...]
+    slots: tuple[str | None, ...]
 
     def __post_init__(self) -> None:
-        names = (*self.candidates, self.champion)
-        if not self.candidates or len(set(names)) != len(names):
-            raise ValueError(f"candidates {self.candidates} beside {self.champion}: name one at least, each once")
+        names = [name for name in (*self.slots, self.champion) if name is not None]
+        if not self.slots or len(set(names)) != len(names):
+            raise ValueError(f"slots {self.slots} beside {self.champion}: one slot at least, and each version once")
 
     @property
     def share_max(self) -> Fraction:
         """The most that a candidate may get while there is a control of its size: 1/2 for a single one."""
-        return Fraction(1, len(self.candidates) + 1)
+        return Fraction(1, len(self.slots) + 1)
 
     def assign(self, unit: str, shares: Mapping[str, Fraction]) -> Assignment:
-        """Which version serves the unit. Candidates without a share have none."""
+        """Which version serves the unit. Candidates without a share serve nobody."""
         self._check(shares)
         where = place(self.salt, unit)
-        for number, candidate in enumerate(self.candidates):
-            share = shares.get(candidate, Fraction(0))
-            if _inside(where, number * self.share_max, share):
+        for number, candidate in enumerate(self.slots):
+            share = shares.get(candidate, Fraction(0)) if candidate else Fraction(0)
+            if candidate and _inside(where, number * self.share_max, share):
                 return Assignment(candidate, share)
         return Assignment(self.champion, 1 - sum(shares.values(), Fraction(0)))
 
@@ -68,24 +69,20 @@ class Split:
         """What the unit is in the comparison of `candidate` with the champion; None: no part of it."""
         self._check(shares)
         share, where = shares.get(candidate, Fraction(0)), place(self.salt, unit)
-        if _inside(where, self.candidates.index(candidate) * self.share_max, share):
+        if _inside(where, self.slots.index(candidate) * self.share_max, share):
             return "candidate"
-        return "control" if _inside(where, len(self.candidates) * self.share_max, share) else None
+        return "control" if _inside(where, len(self.slots) * self.share_max, share) else None
 
     def _check(self, shares: Mapping[str, Fraction]) -> None:
         for version, share in shares.items():
-            if version not in self.candidates:
-                raise ValueError(f"a share for {version}, which is no candidate; there are {_listed(self.candidates)}")
+            if version not in self.slots:
+                raise ValueError(f"a share for {version}, which has no slot; there are {self.slots}")
             if not 0 <= share <= self.share_max:
                 raise ValueError(
-                    f"share {share} for {version}: with {len(self.candidates)} candidates and a control of the same "
-                    f"size each may have {self.share_max} at most"
+                    f"share {share} for {version}: with {len(self.slots)} slots and a control of the same size "
+                    f"each may have {self.share_max} at most"
                 )
 
 
 def _inside(where: Fraction, start: Fraction, width: Fraction) -> bool:
     return start <= where < start + width
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)

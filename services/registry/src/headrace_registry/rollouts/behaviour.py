@@ -16,8 +16,8 @@ _SESSION_TOKENS_MAX = 262_144.0
 _LATENCY_MAX_S = 60.0
 _ERROR = re.compile(r"^\s*(error\b|exception\b|traceback \(most recent)", re.IGNORECASE)
 _REFUSAL = re.compile(
-    r"^\W*(i('m| am)? (sorry|afraid)\b.{0,40}\b(can('?t|not)|unable|won'?t)|i (can('?t|not)|won'?t|am unable to|'m unable to)"
-    r" (help|assist|do that|comply|provide|answer)|as an ai\b)",
+    r"^\W*(i('m| am)? (sorry|afraid)\b.{0,40}\b(can('?t|not)|unable|won'?t)"
+    r"|i (can('?t|not)|won'?t|am unable to|'m unable to) (help|assist|do that|comply|provide|answer)|as an ai\b)",
     re.IGNORECASE | re.DOTALL,
 )
 

@@ -1,4 +1,4 @@
-"""Several gamblers with equal parts of one unit of money: each expects another effect, one of them nearly the right one.
+"""Several gamblers with equal parts of one unit of money: each expects another effect, one about the right one.
 
 The sum of their wealth is again a non-negative supermartingale that begins with 1, so `betting`'s bound holds for it
 (a mixture of bets: Waudby-Smith & Ramdas 2023, section 4 and appendix on diversified bets). A gambler who expects a

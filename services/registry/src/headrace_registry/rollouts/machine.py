@@ -1,6 +1,6 @@
 """A model's rollouts as a pure state machine: who is champion, who is on the way, who may never serve again.
 
-    shadow → canary (stage by stage) → champion | hold | rolled back
+    shadow → canary (stage by stage) → champion → succeeded,  or hold,  or rolled back
 
 `judge` says what the evidence asks for, `apply` does it. Each step is a `Decision` with its numbers, and `apply` of
 the same decisions in the same order gives the same book, so the decisions are all that has to be stored.
@@ -14,11 +14,13 @@ from datetime import datetime
 from fractions import Fraction
 from typing import Literal
 
+from headrace_registry.rollouts.assignment import Split
 from headrace_registry.rollouts.evidence import Findings
 from headrace_registry.rollouts.plan import Plan
 from headrace_schemas.errors import HeadraceError
 
-Phase = Literal["shadow", "canary", "champion", "hold", "rolled_back"]
+Phase = Literal["shadow", "canary", "champion", "succeeded", "hold", "rolled_back"]
+"""`succeeded`: it was the champion until another one was promoted."""
 Kind = Literal["begin", "advance", "promote", "hold", "roll_back"]
 UNDER_WAY: tuple[Phase, ...] = ("shadow", "canary")
 
@@ -35,6 +37,8 @@ class Rollout:
     phase: Phase
     stage: int
     """Which of the plan's, from 0; in the shadow that of the canary to come."""
+    slot: int
+    """Its block in `assignment.Split`."""
     number: int
     """Its place in the family of versions that were tried against one champion or its equals."""
     began: datetime
@@ -70,9 +74,22 @@ class Book:
     def under_way(self) -> tuple[Rollout, ...]:
         return tuple(one for one in self.rollouts.values() if one.phase in UNDER_WAY)
 
+    def split(self, plan: Plan, salt: str) -> Split:
+        """Who has which block of units."""
+        slots: list[str | None] = [None] * plan.slots
+        for one in self.under_way:
+            slots[one.slot] = one.version
+        return Split(salt, self.champion, tuple(slots))
+
     def shares(self, plan: Plan) -> Mapping[str, Fraction]:
-        """What `assignment.Split` takes: nothing for a version in the shadow, or whose rollout is over."""
-        return {one.version: plan.stages[one.stage].share for one in self.under_way if one.phase == "canary"}
+        """Of the candidates with users: nothing for a version in the shadow, or whose rollout is over."""
+        most = Fraction(1, plan.slots + 1)
+        canaries = [one for one in self.under_way if one.phase == "canary"]
+        return {one.version: min(plan.stages[one.stage].share, most) for one in canaries}
+
+    def free_slot(self, plan: Plan) -> int | None:
+        taken = {one.slot for one in self.under_way}
+        return next((slot for slot in range(plan.slots) if slot not in taken), None)
 
     def barred_by(self, version: str) -> str | None:
         """The version that was rolled back and bars this one: itself or one that it descends from.
@@ -98,7 +115,7 @@ class Book:
             one = self.parents.get(one)
 
 
-def begin(book: Book, version: str, now: datetime) -> Decision:
+def begin(plan: Plan, book: Book, version: str, now: datetime) -> Decision:
     """A version starts its rollout. Raises `NotAllowed`."""
     if version not in book.parents:
         raise NotAllowed(f"{version} is not registered; register it before its rollout")
@@ -110,9 +127,11 @@ def begin(book: Book, version: str, now: datetime) -> Decision:
     if barred is not None:
         of = "it" if barred == version else f"{barred}, which it descends from,"
         raise NotAllowed(f"{version} is barred: {of} was rolled back; roll out a version that does not descend from it")
-    return Decision(
-        "begin", version, now, f"number {book.family + 1} of its family", {"number": float(book.family + 1)}
-    )
+    if book.free_slot(plan) is None:
+        taken = ", ".join(one.version for one in book.under_way)
+        raise NotAllowed(f"{version} finds no slot: {taken} are under way; wait for an end, or plan for more slots")
+    number = book.family + 1
+    return Decision("begin", version, now, f"number {number} of its family", {"number": float(number)})
 
 
 def stop(book: Book, version: str, reason: str, now: datetime) -> Decision:
@@ -129,37 +148,50 @@ def roll_back(book: Book, version: str, reason: str, now: datetime) -> Decision:
 
 def judge(plan: Plan, rollout: Rollout, found: Findings, now: datetime) -> Decision | None:
     """What the evidence asks for; None: to go on."""
-
-    def decided(kind: Kind, reason: str) -> Decision:
-        return Decision(kind, rollout.version, now, reason, found.statistics, kind == "promote" and found.improved)
-
     if rollout.phase not in UNDER_WAY:
         return None
+    step = _danger(found) or (
+        _from_shadow(plan, found) if rollout.phase == "shadow" else _from_canary(plan, rollout, found, now)
+    )
+    if step is None and (now - rollout.began).total_seconds() >= plan.duration_max_s:
+        step = "hold", _undecided(found, f"duration_max_s = {plan.duration_max_s:g}")
+    if step is None:
+        return None
+    kind, reason = step
+    return Decision(kind, rollout.version, now, reason, found.statistics, kind == "promote" and found.improved)
+
+
+_Step = tuple[Kind, str]
+
+
+def _danger(found: Findings) -> _Step | None:
     if found.harmed:
-        return decided("roll_back", f"harm: {', '.join(found.harmed)}")
+        return "roll_back", f"harm: {', '.join(found.harmed)}"
     if found.sample_ratio_broken:
         arms = f"{found.candidates} units with the candidate and {found.controls} with its control"
-        return decided("hold", f"{arms} are no even split: some got lost or were counted twice, so nothing is compared")
-    over_s = (now - rollout.began).total_seconds()
-    in_time = over_s < plan.duration_max_s
-    if rollout.phase == "shadow":
-        if found.shadow_units >= plan.shadow_units:
-            return decided("advance", f"no harm in {found.shadow_units} answers beside the champion")
-        return None if in_time else decided("hold", f"undecided after duration_max_s = {plan.duration_max_s:g}")
+        return "hold", f"{arms} are no even split: some got lost or were counted twice, so nothing is compared"
+    return None
+
+
+def _from_shadow(plan: Plan, found: Findings) -> _Step | None:
+    if found.shadow_units < plan.shadow_units:
+        return None
+    return "advance", f"no harm in {found.shadow_units} answers beside the champion"
+
+
+def _from_canary(plan: Plan, rollout: Rollout, found: Findings, now: datetime) -> _Step | None:
     stage = plan.stages[rollout.stage]
-    served = found.candidates >= stage.units_min
-    if served and (now - rollout.changed).total_seconds() >= stage.duration_min_s:
-        if rollout.stage + 1 < len(plan.stages):
+    last = rollout.stage + 1 == len(plan.stages)
+    if found.candidates >= stage.units_min and (now - rollout.changed).total_seconds() >= stage.duration_min_s:
+        if last and found.shown and not found.open_guardrails:
+            shown = f"{' and '.join(found.shown)}; every guardrail not inferior"
+            return ("promote", shown) if plan.promotes else ("hold", f"{shown}; the plan leaves it to an operator")
+        if not last:
             share = plan.stages[rollout.stage + 1].share
-            return decided("advance", f"no harm in {found.candidates} units at {stage.share}; on to {share}")
-        if found.shown and not found.open_guardrails:
-            shown = " and ".join(found.shown)
-            if plan.promotes:
-                return decided("promote", f"{shown}; every guardrail not inferior")
-            return decided("hold", f"{shown}; every guardrail not inferior; the plan leaves it to an operator")
+            return "advance", f"no harm in {found.candidates} units at {stage.share}; on to {share}"
     if found.candidates >= plan.units_max:
-        return decided("hold", _undecided(found, f"units_max = {plan.units_max}"))
-    return None if in_time else decided("hold", _undecided(found, f"duration_max_s = {plan.duration_max_s:g}"))
+        return "hold", _undecided(found, f"units_max = {plan.units_max}")
+    return None
 
 
 def apply(plan: Plan, book: Book, decision: Decision) -> tuple[Book, tuple[Decision, ...]]:
@@ -168,11 +200,7 @@ def apply(plan: Plan, book: Book, decision: Decision) -> tuple[Book, tuple[Decis
     Raises `NotAllowed` when the book has no such step.
     """
     if decision.kind == "begin":
-        begin(book, decision.version, decision.at)
-        phase: Phase = "shadow" if plan.shadow_units else "canary"
-        number = book.family + 1
-        started = Rollout(decision.version, phase, 0, number, decision.at, decision.at)
-        return _with(replace(book, family=number), started), (decision,)
+        return _begun(plan, book, decision), (decision,)
     rollout = _running(book, decision.version)
     if decision.kind == "advance":
         return _with(book, _advanced(plan, rollout, decision.at)), (decision,)
@@ -187,6 +215,9 @@ def apply(plan: Plan, book: Book, decision: Decision) -> tuple[Book, tuple[Decis
             f"{rollout.version} is in {rollout.phase}, stage {rollout.stage}: only the last stage promotes"
         )
     family = 0 if decision.improved else ended.family
+    before = ended.rollouts.get(book.champion)
+    if before is not None:
+        ended = _with(ended, replace(before, phase="succeeded", changed=decision.at))
     return _follow(replace(ended, champion=rollout.version, family=family), decision, "hold")
 
 
@@ -205,6 +236,16 @@ def _follow(book: Book, decision: Decision, kind: Kind) -> tuple[Book, tuple[Dec
         book = _with(book, replace(one, phase=phase, changed=decision.at))
         decisions.append(Decision(kind, one.version, decision.at, reason))
     return book, tuple(decisions)
+
+
+def _begun(plan: Plan, book: Book, decision: Decision) -> Book:
+    begin(plan, book, decision.version, decision.at)
+    slot = book.free_slot(plan)
+    assert slot is not None
+    phase: Phase = "shadow" if plan.shadow_units else "canary"
+    number = book.family + 1
+    started = Rollout(decision.version, phase, 0, slot, number, decision.at, decision.at)
+    return _with(replace(book, family=number), started)
 
 
 def _advanced(plan: Plan, rollout: Rollout, now: datetime) -> Rollout:

@@ -11,7 +11,8 @@ from headrace_registry.rollouts.records import SessionRecord
 _SUCCESS = 0.5
 _DISSATISFIED = re.compile(
     r"^\W*(no|nope|wrong)\b[,.!]|\b(that|this|it)('s| is| was) (not (right|correct|what)|wrong|incorrect)"
-    r"|\bnot what i (asked|meant|wanted)|\b(doesn'?t|didn'?t|still not|not) work(ing)?\b|\btry again\b|\byou misunderst",
+    r"|\bnot what i (asked|meant|wanted)|\b(doesn'?t|didn'?t|still not|not) work(ing)?\b|\btry again\b"
+    r"|\byou misunderst",
     re.IGNORECASE,
 )
 

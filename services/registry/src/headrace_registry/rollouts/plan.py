@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
+from itertools import pairwise
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -75,9 +76,12 @@ def _stages(*shares: Fraction) -> tuple[Stage, ...]:
 
 
 class Plan(Model):
-    """A rollout's rules. A fixed split (A/B) is one stage; with `promotes` false its end is said and changes nothing."""
+    """A rollout's rules. A fixed split (A/B) is one stage; with `promotes` false its end changes nothing."""
 
     unit: Literal["session", "user"] = "session"
+    slots: Annotated[int, Field(ge=1, le=8)] = 1
+    """How many candidates there may be at a time. Each has a control of its own size within one block of units, so a
+    candidate gets 1 / (slots + 1) of them at most, whatever its stage says."""
     shadow_units: Annotated[int, Field(ge=0)] = 0
     """So many prompts the candidate answers beside the champion, unseen by users, before it gets any of them."""
     stages: tuple[Stage, ...] = Field(
@@ -119,9 +123,10 @@ class Plan(Model):
         if self.unit == "session" and self.window_s:
             raise ValueError(f'window_s = {self.window_s:g} is for unit = "user"; leave it 0')
         shares = [stage.share for stage in self.stages]
-        if any(later <= earlier for earlier, later in zip(shares, shares[1:], strict=False)):
+        if any(later <= earlier for earlier, later in pairwise(shares)):
             raise ValueError(f"shares {', '.join(map(str, shares))}: each stage has more than the one before")
-        for one in (*self.guardrails, *self.successes):
+        declared: tuple[Guardrail | Success, ...] = (*self.guardrails, *self.successes)
+        for one in declared:
             if one.margin > one.measured.width:
                 raise ValueError(
                     f"margin {one.margin:g} of {one.metric}: its bounds are only {one.measured.width:g} apart"
