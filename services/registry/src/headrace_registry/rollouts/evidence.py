@@ -57,8 +57,7 @@ class Watch:
         self._sequence = confidence.Sequence(alpha)
 
     def harm(self, guardrail: Guardrail, error: float) -> Test:
-        gap = guardrail.margin * self.scale
-        test = Test(Hedge(guardrail.tolerated * self.scale, (gap, 2 * gap)), error, sign=-1.0)
+        test = Test(Hedge(guardrail.tolerated * self.scale, guardrail.margin * self.scale), error, sign=-1.0)
         self.tests.append(test)
         return test
 

@@ -89,7 +89,7 @@ class Plan(Model):
     )
     guardrails: tuple[Guardrail, ...] = Field(
         default=(
-            Guardrail(metric="reward", margin=0.1, weight=6),
+            Guardrail(metric="reward", margin=0.1, weight=12),
             Guardrail(metric="missing", margin=0.1, weight=2),
             Guardrail(metric="tool_errors", margin=0.1),
             Guardrail(metric="loops", margin=0.1),
