@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,16 +27,16 @@ _WINDOW, _BAD_WINDOWS = 20, 5
 class Crossings:
     """The session, from 0, at which each test was first convinced; `NEVER`: it was not. By rollout."""
 
-    harm: dict[tuple[str, str], Indices] = field(default_factory=dict)
-    safe: dict[str, Indices] = field(default_factory=dict)
-    ratio: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
-    uncovered: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
+    harm: dict[tuple[str, str], Indices]
+    safe: dict[str, Indices]
+    ratio: Indices
+    uncovered: Indices
     """When the reward's confidence sequence first left out the true difference."""
-    naive_z: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
+    naive_z: Indices
     """A one-sided z-test at 5 % after each session, from 30 sessions an arm on."""
-    naive_windows: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
+    naive_windows: Indices
     """Five windows of 20 sessions an arm in a row in which the candidate was worse."""
-    candidates: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    candidates: NDArray[np.int32]
     """How many of the sessions so far were the candidate's: sessions by rollouts."""
 
     def harmed_at_s(self, plan: Plan, world: World) -> Floats:
@@ -140,8 +140,11 @@ class _Playing:
         self.found = Crossings(
             {name: self.harm[row] for row, name in enumerate(self.tests)},
             {one.metric: self.safe[row] for row, one in enumerate(plan.guardrails)},
-            *(np.full(runs, NEVER) for _ in range(4)),
-            np.zeros((sessions, runs), np.int32),
+            candidates=np.zeros((sessions, runs), np.int32),
+            ratio=np.full(runs, NEVER),
+            uncovered=np.full(runs, NEVER),
+            naive_z=np.full(runs, NEVER),
+            naive_windows=np.full(runs, NEVER),
         )
 
     def take(self, number: int, session: Sessions) -> None:
