@@ -29,6 +29,8 @@ class Crossings:
 
     harm: dict[tuple[str, str], Indices]
     safe: dict[str, Indices]
+    even: Indices
+    """When the arms were shown to be of one size."""
     ratio: Indices
     uncovered: Indices
     """When the reward's confidence sequence first left out the true difference."""
@@ -41,17 +43,20 @@ class Crossings:
 
     def harmed_at_s(self, plan: Plan, world: World) -> Floats:
         """Seconds from the rollout's begin to its rollback, infinite without."""
-        times = [
-            np.where(found < NEVER, found * world.every_s + plan.age_s(_look(look)), np.inf)
-            for (_, look), found in self.harm.items()
-        ]
+        times = [_at_s(found, plan.age_s(_look(look)), world) for (_, look), found in self.harm.items()]
         return np.asarray(np.min(times, axis=0), np.float64)
 
     def safe_at_s(self, plan: Plan, world: World) -> Floats:
-        """When the last guardrail was shown to be safe."""
+        """When the last guardrail was shown to be safe, and the arms to be even."""
         worst = np.max(list(self.safe.values()), axis=0)
-        age_s = plan.age_s(plan.last_look)
-        return np.asarray(np.where(worst < NEVER, worst * world.every_s + age_s, np.inf), np.float64)
+        return np.maximum(_at_s(worst, plan.age_s(plan.last_look), world), self.even_at_s(plan, world))
+
+    def even_at_s(self, plan: Plan, world: World) -> Floats:
+        return _at_s(self.even, plan.age_s("maturity"), world)
+
+    def uneven_at_s(self, plan: Plan, world: World) -> Floats:
+        """When the sample ratio was found broken."""
+        return _at_s(self.ratio, plan.age_s("maturity"), world)
 
     def exposed(self, at_s: Floats, world: World) -> Floats:
         """Sessions of the candidate that had begun by then, infinite for never."""
@@ -135,12 +140,15 @@ class _Playing:
         self.harm_needed = -np.log(np.array(errors))[:, None]
         self.harm, self.safe = (np.full((number, runs), NEVER) for number in (len(self.tests), len(plan.guardrails)))
         self.arms, self.ratio_log = np.zeros((2, runs)), np.zeros(runs)
+        self.sizes, self.even_log, self.uneven = _Gamblers(1, runs), np.zeros((2, runs)), np.full((1, 1), plan.uneven)
+        self.even_best = np.full((2, runs), -np.inf)
         self.chart = _Chart(plan.alpha, 0.5 - world.worse / 4, runs)
         self.naive = _Naive(runs)
         self.found = Crossings(
             {name: self.harm[row] for row, name in enumerate(self.tests)},
             {one.metric: self.safe[row] for row, one in enumerate(plan.guardrails)},
             candidates=np.zeros((sessions, runs), np.int32),
+            even=np.full(runs, NEVER),
             ratio=np.full(runs, NEVER),
             uncovered=np.full(runs, NEVER),
             naive_z=np.full(runs, NEVER),
@@ -161,6 +169,7 @@ class _Playing:
         _first(self.harm, wealth >= self.harm_needed, number)
         _first(self.safe, self.safe_log >= self.safe_needed, number)
         _first(found.ratio, self._ratio(candidate) >= -math.log(self.plan.sample_ratio_error), number)
+        _first(found.even, (self._even(candidate) >= self.safe_needed).all(axis=0), number)
         found.candidates[number] = self.arms[0]
         seen = known[self.reward]
         _first(found.uncovered, self.chart.see((contrast[self.reward] + 1) / 2, seen), number)
@@ -174,6 +183,16 @@ class _Playing:
         self.harm_log += np.nan_to_num(np.log1p(harm * (-contrast - self.harm_null)))
         safe = self.gamblers.stakes(self.safe_rows, 1.0, -self.safe_gap, self.safe_gap)
         self.safe_log += np.nan_to_num(np.log1p(safe * (contrast[self.safe_rows] + self.safe_gap)))
+
+    def _even(self, candidate: NDArray[np.bool_]) -> Floats:
+        """Each gambler's best so far: once convinced is convinced."""
+        arm = np.where(candidate, 1.0, -1.0)[None, :]
+        for row, sign in enumerate((1.0, -1.0)):
+            stake = self.sizes.stakes(slice(None), sign, -self.uneven, self.uneven)
+            self.even_log[row] += np.log1p(stake * (sign * arm + self.uneven))[0]
+        self.sizes.see(arm, np.ones_like(arm, bool))
+        self.even_best = np.maximum(self.even_best, self.even_log)
+        return self.even_best
 
     def _ratio(self, candidate: NDArray[np.bool_]) -> Floats:
         mine = np.where(candidate, self.arms[0], self.arms[1])
@@ -233,6 +252,10 @@ class _Naive:
 
 def _first(found: Indices, now: NDArray[np.bool_], number: int) -> None:
     found[now & (found == NEVER)] = number
+
+
+def _at_s(found: Indices, age_s: float, world: World) -> Floats:
+    return np.asarray(np.where(found < NEVER, found * world.every_s + age_s, np.inf), np.float64)
 
 
 def _look(name: str) -> Look:

@@ -3,9 +3,10 @@
 Writes `reports/bench-rollout.json`. Exit status 1 when one of these does not hold, of 2,000 canaries each with the
 default plan, looked at after every session: without an effect 5 % at most are rolled back, in each of four shapes of
 traffic; a drop of 20 points is found within 200 of the canary's sessions at p90, one of 10 points within 700; a version
-that is 10 points worse is promoted in 5 % at most; sound arms are called uneven in 1 % at most, arms of which 20 % are
-lost are found; 95 % of the confidence sequences hold the truth at all times. Beside them what a z-test after each
-session and a rule of five bad windows would have done. Some minutes of one core; numpy and no model.
+that is 10 points worse is promoted in 5 % at most; sound arms are called uneven in 1 % at most, those of a canary that
+loses a third of its sessions in 95 % at least, and it is promoted in 5 % at most; 95 % of the confidence sequences hold
+the truth at all times. Beside them what a z-test after each session and a rule of five bad windows would have done.
+A few minutes of one core; numpy and no model.
 """
 
 from __future__ import annotations
@@ -59,33 +60,31 @@ CASES = {
     "15 points more without a reward": Case(replace(SAME, missing_more=0.15), 600),
     "20 points more tool errors": Case(replace(SAME, tool_errors_more=0.2), 600),
     "5 points better": Case(replace(SAME, worse=-0.05), 1000),
-    "one canary session in five lost": Case(replace(SAME, lost=0.2), 1800),
+    "one canary session in five lost": Case(replace(SAME, lost=0.2), 1400),
+    "one canary session in three lost": Case(replace(SAME, lost=1 / 3), 1000),
 }
+LOST = "one canary session in three lost"
 NULLS = tuple(name for name in CASES if name.startswith("same"))
 
 
 def of_case(found: Crossings, plan: Plan, world: World) -> Numbers:
     """What became of its canaries. Sessions are the canary's own, until the decision took effect."""
     harmed_s, safe_s = found.harmed_at_s(plan, world), found.safe_at_s(plan, world)
+    uneven_s = found.uneven_at_s(plan, world)
     exposed = found.exposed(harmed_s, world)
     return {
         "rolled_back": share(np.isfinite(harmed_s)),
-        "promoted": share(safe_s < harmed_s),
-        "undecided": share(np.isinf(safe_s) & np.isinf(harmed_s)),
+        "promoted": share(safe_s < np.minimum(harmed_s, uneven_s)),
+        "undecided": share(np.isinf(np.minimum(np.minimum(safe_s, harmed_s), uneven_s))),
         "sessions_to_rollback_p50": quantile(exposed, 0.5),
         "sessions_to_rollback_p90": quantile(exposed, 0.9),
         "sessions_to_promotion_p50": quantile(found.exposed(safe_s, world), 0.5),
         "sample_ratio_broken": share(found.ratio < NEVER),
-        "sessions_to_sample_ratio_p90": quantile(found.exposed(_at_s(found, plan, world), world), 0.9),
+        "sessions_to_sample_ratio_p90": quantile(found.exposed(uneven_s, world), 0.9),
         "not_covered": share(found.uncovered < NEVER),
         "z_test_rolled_back": share(found.naive_z < NEVER),
         "five_bad_windows_rolled_back": share(found.naive_windows < NEVER),
     }
-
-
-def _at_s(found: Crossings, plan: Plan, world: World) -> Floats:
-    at_s = found.ratio * world.every_s + plan.age_s("maturity")
-    return np.asarray(np.where(found.ratio < NEVER, at_s, np.inf), np.float64)
 
 
 def share(flags: np.ndarray) -> float:
@@ -106,13 +105,13 @@ def failures(cases: Mapping[str, Numbers]) -> list[str]:
         at_most[f"{name}: arms called uneven"] = cases[name]["sample_ratio_broken"], RATIO_MAX
     for name, numbers in cases.items():
         at_most[f"{name}: truth left out"] = numbers["not_covered"], 1 - COVERED_MIN
-    for name in ("10 points worse", "10 points worse, binary rewards"):
+    for name in ("10 points worse", "10 points worse, binary rewards", LOST):
         at_most[f"{name}: promoted"] = cases[name]["promoted"], PROMOTED_MAX
     for points, limit in ((20, FOUND_20_MAX), (10, FOUND_10_MAX)):
         found = cases[f"{points} points worse"]["sessions_to_rollback_p90"]
         at_most[f"{points} points worse: sessions to the rollback, p90"] = found, limit
-    lost = cases["one canary session in five lost"]["sample_ratio_broken"]
-    at_most["one canary session in five lost: not noticed"] = 1 - (lost or 0.0), 1 - LOST_FOUND_MIN
+    lost = cases[LOST]["sample_ratio_broken"]
+    at_most[f"{LOST}: not noticed"] = 1 - (lost or 0.0), 1 - LOST_FOUND_MIN
     return [
         f"{name}: {'never' if value is None else f'{value:g}'}, at most {limit:g}"
         for name, (value, limit) in at_most.items()

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks._rollout_trials import NEVER, play
 from benchmarks._rollout_worlds import World
-from benchmarks.rollout import CASES, COVERED_MIN, NULLS, RATIO_MAX, ROLLED_BACK_MAX, Numbers, failures, of_case
+from benchmarks.rollout import CASES, COVERED_MIN, LOST, NULLS, RATIO_MAX, ROLLED_BACK_MAX, Numbers, failures, of_case
 from headrace_registry.rollouts.plan import Plan
 
 
@@ -45,7 +45,7 @@ GOOD: Numbers = {
 
 def good() -> dict[str, Numbers]:
     found = {name: dict(GOOD) for name in CASES}
-    found["one canary session in five lost"]["sample_ratio_broken"] = 0.95
+    found[LOST]["sample_ratio_broken"] = 0.95
     return found
 
 
@@ -62,7 +62,8 @@ def test_lines_hold_at_their_limits() -> None:
         ("10 points worse", "promoted", 0.06, "10 points worse: promoted: 0.06, at most 0.05"),
         ("20 points worse", "sessions_to_rollback_p90", 201.0, "p90: 201, at most 200"),
         ("10 points worse", "sessions_to_rollback_p90", None, "p90: never, at most 700"),
-        ("one canary session in five lost", "sample_ratio_broken", 0.9, "not noticed: 0.1, at most 0.05"),
+        (LOST, "promoted", 0.06, "three lost: promoted: 0.06, at most 0.05"),
+        (LOST, "sample_ratio_broken", 0.9, "not noticed: 0.1, at most 0.05"),
     ],
 )
 def test_each_line_fails_on_its_own(case: str, number: str, value: float | None, line: str) -> None:

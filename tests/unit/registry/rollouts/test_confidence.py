@@ -17,8 +17,9 @@ CONFSEQ = {
     0.05: ((0.0, 1.0), (0.0, 0.894), (0.216, 0.652), (0.266, 0.548), (0.297, 0.506), (0.323, 0.48)),
     0.2: ((0.0, 1.0), (0.063, 0.787), (0.254, 0.599), (0.291, 0.518), (0.316, 0.486), (0.337, 0.466)),
 }
-"""The ends after so many of `VALUES` as in `AFTER`, by the formulas of `betting_cs` with `lambda_predmix_eb(x, alpha=alpha / 2)` in the
-authors' package confseq (github.com/gostevehoward/confseq), on a grid of thousandths that it widens by one on each side."""
+"""The ends after so many of `VALUES` as in `AFTER`, by the formulas of `betting_cs` with
+`lambda_predmix_eb(x, alpha=alpha / 2)` in the authors' package confseq (github.com/gostevehoward/confseq), on a grid of
+thousandths that it widens by one on each side."""
 
 
 @pytest.mark.parametrize("alpha", sorted(CONFSEQ))

@@ -16,7 +16,7 @@ from benchmarks._rollout_trials import NEVER, play
 from benchmarks._rollout_worlds import Sessions, World, draw_sessions
 from headrace_registry import spending
 from headrace_registry.rollouts import metrics
-from headrace_registry.rollouts.evidence import Evidence
+from headrace_registry.rollouts.evidence import ARMS, Evidence
 from headrace_registry.rollouts.maturity import Reading, Unit, due, read
 from headrace_registry.rollouts.plan import Guardrail, Plan, Stage, Success
 from headrace_registry.rollouts.records import SessionRecord
@@ -111,7 +111,7 @@ def test_readings_out_of_order_are_refused() -> None:
 def test_what_an_improvement_shows() -> None:
     found = fed(SMALL, 400, 0.9, 0.5).findings()
     assert (found.shown, found.improved, found.harmed, found.open_guardrails) == (
-        ("reward improved", "missing not inferior"), True, (), (),
+        ("reward improved", "missing not inferior"), True, (), (ARMS,),
     )  # fmt: skip
     assert found.statistics["reward.difference"] == pytest.approx(0.4, abs=0.05)
     assert found.statistics["reward.lower"] < 0.4 < found.statistics["reward.upper"]
@@ -162,6 +162,7 @@ def test_arms_of_the_wrong_size_are_noticed_though_nothing_is_measured() -> None
     for number in range(400):
         evidence.take("maturity", Reading(unit(number, candidate=number % 3 == 0), {}))
     assert evidence.findings().sample_ratio_broken
+    assert ARMS in evidence.findings().open_guardrails
 
 
 def test_statistics_fit_an_event() -> None:
@@ -202,6 +203,8 @@ def test_the_registry_and_the_benchmark_agree(world: World, seed: int) -> None:
             for look in plan.looks:
                 evidence.take(look, readings(sessions, number, look, world.every_s)[run])
             now = evidence.findings(numbers=False)
+            if ARMS not in now.open_guardrails:
+                safe.setdefault(ARMS, number)
             for name in now.harmed:
                 harmed.setdefault(name, number)
             for one in plan.guardrails:
@@ -209,6 +212,7 @@ def test_the_registry_and_the_benchmark_agree(world: World, seed: int) -> None:
                     safe.setdefault(one.metric, number)
         theirs = {f"{name} at {look}": int(at[run]) for (name, look), at in found.harm.items() if at[run] < NEVER}
         assert harmed == theirs
-        assert safe == {name: int(at[run]) for name, at in found.safe.items() if at[run] < NEVER}
+        shown = {**found.safe, ARMS: found.even}
+        assert safe == {name: int(at[run]) for name, at in shown.items() if at[run] < NEVER}
         ratio = found.ratio[run] < NEVER
         assert evidence.findings(numbers=False).sample_ratio_broken == ratio

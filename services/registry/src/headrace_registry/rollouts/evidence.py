@@ -20,6 +20,9 @@ from headrace_registry.rollouts.metrics import Metric
 from headrace_registry.rollouts.plan import Guardrail, Look, Plan, Success
 from headrace_registry.rollouts.sample_ratio import SampleRatio
 
+ARMS = "arms of one size"
+"""What has to be shown beside the plan's guardrails."""
+
 
 class Wealth(Protocol):
     """A gambler, or several with common money."""
@@ -109,7 +112,7 @@ class Findings:
     harmed: tuple[str, ...] = ()
     """Guardrails, each with the look that found it."""
     open_guardrails: tuple[str, ...] = ()
-    """Those not shown to be less than their margin worse."""
+    """Those not shown to be less than their margin worse, and `ARMS`."""
     shown: tuple[str, ...] = ()
     """Success metrics, each with what was shown."""
     improved: bool = False
@@ -142,6 +145,7 @@ class Evidence:
         self._successes = [(one, self._claim(one, self._watch(one, last), error)) for one in plan.successes]
         self._ratio = SampleRatio()
         self._ratio_broken = False
+        self._even = [Test(Bets(null=-plan.uneven, gap=plan.uneven), self.alpha, sign) for sign in (1.0, -1.0)]
         self._shadow_units = 0
         self._last: dict[Look, Reading] = {}
 
@@ -164,6 +168,8 @@ class Evidence:
         if look == "maturity":
             self._ratio.see(candidate=reading.unit.candidate)
             self._ratio_broken = self._ratio_broken or self._ratio.broken(self.plan.sample_ratio_error)
+            for test in self._even:
+                test.see(1.0 if reading.unit.candidate else -1.0)
         for (name, at), watch in self._watches.items():
             if at == look and name in reading.values:
                 watch.take(reading.values[name], candidate=reading.unit.candidate)
@@ -180,7 +186,8 @@ class Evidence:
         shown = [one for one, test in self._successes if test.convinced]
         return Findings(
             harmed=tuple(name for name, test in self._harms if test.convinced),
-            open_guardrails=tuple(name for name, test in self._safe if not test.convinced),
+            open_guardrails=tuple(name for name, test in self._safe if not test.convinced)
+            + (() if all(test.convinced for test in self._even) else (ARMS,)),
             shown=tuple(f"{one.metric} {one.kind.replace('_', ' ')}" for one in shown),
             improved=any(one.kind == "improved" for one in shown),
             sample_ratio_broken=self._ratio_broken,

@@ -104,6 +104,9 @@ class Plan(Model):
     """Probability that a version without harm is rolled back."""
     sample_ratio_error: Probability = 0.01
     """Probability that sound traffic is held for arms of the wrong size."""
+    uneven: Annotated[Finite, Field(gt=0, le=1)] = 0.15
+    """A version whose arms differ by this share of both together is promoted with probability `alpha` at most: that of
+    candidates who lose a quarter of their sessions, say. What is lost cannot be compared."""
     maturity_s: Positive = 600.0
     """Age at which a unit is read first, with whatever rewards it has by then."""
     closing_s: Positive = 7200.0
