@@ -11,8 +11,8 @@ import numpy as np
 from benchmarks._rollout_worlds import Sessions, World, draw_sessions
 from headrace import drawing
 from headrace_registry.rollouts.evidence import Evidence
-from headrace_registry.rollouts.maturity import Reading, Unit
-from headrace_registry.rollouts.plan import Plan
+from headrace_registry.rollouts.maturity import Unit, UnitReading
+from headrace_registry.rollouts.plan import RolloutPlan
 
 WORLD = replace(World(), worse=0.1)
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -20,18 +20,18 @@ _SESSIONS = 2000
 _EVERY = 20
 
 
-def readings(sessions: Sessions, number: int, look: str, every_s: float) -> list[Reading]:
+def readings(sessions: Sessions, number: int, look: str, every_s: float) -> list[UnitReading]:
     """What the registry would read of the `number`-th session of each rollout."""
     at = BEGAN + timedelta(seconds=number * every_s)
     found = []
     for run, candidate in enumerate(sessions.candidate):
         here = {metric: float(values[run]) for (metric, when), values in sessions.values.items() if when == look}
         known = {metric: value for metric, value in here.items() if not np.isnan(value)}
-        found.append(Reading(Unit(f"{number:06}", bool(candidate), at), known))
+        found.append(UnitReading(Unit(f"{number:06}", bool(candidate), at), known))
     return found
 
 
-def draw_canary(plan: Plan, seed: int, path: Path) -> Path:
+def draw_canary(plan: RolloutPlan, seed: int, path: Path) -> Path:
     """A canary that is 10 points worse, until it is rolled back and a little further."""
     chance = np.random.default_rng([seed, 1_003])
     evidence, points, harmed, after = Evidence(plan), [], 0, 0
@@ -49,7 +49,7 @@ def draw_canary(plan: Plan, seed: int, path: Path) -> Path:
     return _draw(points, harmed, plan, path)
 
 
-def _draw(points: list[tuple[int, dict[str, float]]], harmed: int, plan: Plan, path: Path) -> Path:
+def _draw(points: list[tuple[int, dict[str, float]]], harmed: int, plan: RolloutPlan, path: Path) -> Path:
     plt = drawing.pyplot()
     figure, axes = plt.subplots(figsize=(8, 4), dpi=150)
     at = [number for number, _ in points]

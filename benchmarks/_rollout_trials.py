@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from benchmarks._rollout_worlds import LOOKS, Floats, Sessions, World, draw_sessions
 from headrace_registry import spending
 from headrace_registry.rollouts.hedge import PARTS
-from headrace_registry.rollouts.plan import Look, Plan
+from headrace_registry.rollouts.plan import Look, RolloutPlan
 
 Indices = NDArray[np.int64]
 NEVER = 2**40
@@ -41,20 +41,20 @@ class Crossings:
     candidates: NDArray[np.int32]
     """How many of the sessions so far were the candidate's: sessions by rollouts."""
 
-    def harmed_at_s(self, plan: Plan, world: World) -> Floats:
+    def harmed_at_s(self, plan: RolloutPlan, world: World) -> Floats:
         """Seconds from the rollout's begin to its rollback, infinite without."""
         times = [_at_s(found, plan.age_s(_look(look)), world) for (_, look), found in self.harm.items()]
         return np.asarray(np.min(times, axis=0), np.float64)
 
-    def safe_at_s(self, plan: Plan, world: World) -> Floats:
+    def safe_at_s(self, plan: RolloutPlan, world: World) -> Floats:
         """When the last guardrail was shown to be safe, and the arms to be even."""
         worst = np.max(list(self.safe.values()), axis=0)
         return np.maximum(_at_s(worst, plan.age_s(plan.last_look), world), self.even_at_s(plan, world))
 
-    def even_at_s(self, plan: Plan, world: World) -> Floats:
+    def even_at_s(self, plan: RolloutPlan, world: World) -> Floats:
         return _at_s(self.even, plan.age_s("maturity"), world)
 
-    def uneven_at_s(self, plan: Plan, world: World) -> Floats:
+    def uneven_at_s(self, plan: RolloutPlan, world: World) -> Floats:
         """When the sample ratio was found broken."""
         return _at_s(self.ratio, plan.age_s("maturity"), world)
 
@@ -71,7 +71,7 @@ class Crossings:
 
 def play(
     chance: np.random.Generator,
-    plan: Plan,
+    plan: RolloutPlan,
     world: World,
     sessions: int,
     runs: int,
@@ -113,7 +113,7 @@ class _Gamblers:
 
 
 class _Playing:
-    def __init__(self, plan: Plan, world: World, sessions: int, runs: int) -> None:
+    def __init__(self, plan: RolloutPlan, world: World, sessions: int, runs: int) -> None:
         self.plan = plan
         looks: dict[str, tuple[str, ...]] = {
             one.metric: ("maturity",)

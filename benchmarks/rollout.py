@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks._rollout_picture import draw_canary
 from benchmarks._rollout_trials import NEVER, Crossings, play
 from benchmarks._rollout_worlds import Floats, World
-from headrace_registry.rollouts.plan import Plan
+from headrace_registry.rollouts.plan import RolloutPlan
 
 ROLLED_BACK_MAX = PROMOTED_MAX = 0.05
 RATIO_MAX = 0.01
@@ -67,7 +67,7 @@ LOST = "one canary session in three lost"
 NULLS = tuple(name for name in CASES if name.startswith("same"))
 
 
-def of_case(found: Crossings, plan: Plan, world: World) -> Numbers:
+def of_case(found: Crossings, plan: RolloutPlan, world: World) -> Numbers:
     """What became of its canaries. Sessions are the canary's own, until the decision took effect."""
     harmed_s, safe_s = found.harmed_at_s(plan, world), found.safe_at_s(plan, world)
     uneven_s = found.uneven_at_s(plan, world)
@@ -119,7 +119,7 @@ def failures(cases: Mapping[str, Numbers]) -> list[str]:
     ]
 
 
-def measure(plan: Plan, runs: int, seed: int) -> dict[str, Numbers]:
+def measure(plan: RolloutPlan, runs: int, seed: int) -> dict[str, Numbers]:
     found: dict[str, Numbers] = {}
     columns = TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns) as progress:
@@ -138,7 +138,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("reports/bench-rollout.json"))
     options = parser.parse_args()
-    plan = Plan()
+    plan = RolloutPlan()
     began = time.process_time()
     cases = measure(plan, options.canaries, options.seed)
     missed = failures(cases)

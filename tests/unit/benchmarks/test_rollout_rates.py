@@ -10,12 +10,12 @@ import pytest
 from benchmarks._rollout_trials import NEVER, play
 from benchmarks._rollout_worlds import World
 from benchmarks.rollout import CASES, COVERED_MIN, LOST, NULLS, RATIO_MAX, ROLLED_BACK_MAX, Numbers, failures, of_case
-from headrace_registry.rollouts.plan import Plan
+from headrace_registry.rollouts.plan import RolloutPlan
 
 
 @pytest.mark.parametrize("world", [World(), World(binary=True, revised=0.3, missing=0.2)])
 def test_a_thousand_canaries_without_an_effect(world: World) -> None:
-    plan, seed = Plan(), 7
+    plan, seed = RolloutPlan(), 7
     print(f"seed {seed}")
     found = play(np.random.default_rng(seed), plan, world, 300, 1000)
     assert np.isfinite(found.harmed_at_s(plan, world)).mean() <= ROLLED_BACK_MAX
@@ -25,7 +25,7 @@ def test_a_thousand_canaries_without_an_effect(world: World) -> None:
 
 
 def test_a_drop_of_30_points_is_found_and_lost_sessions_too() -> None:
-    plan, world = Plan(), replace(World(), worse=0.3, lost=0.5)
+    plan, world = RolloutPlan(), replace(World(), worse=0.3, lost=0.5)
     found = play(np.random.default_rng(0), plan, world, 300, 100)
     numbers = of_case(found, plan, world)
     assert (numbers["rolled_back"], numbers["promoted"]) == (1.0, 0.0)

@@ -17,13 +17,13 @@ from benchmarks._rollout_worlds import Sessions, World, draw_sessions
 from headrace_registry import spending
 from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.evidence import ARMS, Evidence
-from headrace_registry.rollouts.maturity import Reading, Unit, due, read
-from headrace_registry.rollouts.plan import Guardrail, Plan, Stage, Success
+from headrace_registry.rollouts.maturity import Unit, UnitReading, due, read
+from headrace_registry.rollouts.plan import Guardrail, RolloutPlan, Stage, Success
 from headrace_registry.rollouts.records import SessionRecord
 from headrace_schemas import Reward
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-SMALL = Plan(
+SMALL = RolloutPlan(
     guardrails=(Guardrail(metric="reward", margin=0.2), Guardrail(metric="missing", margin=0.2)),
     successes=(Success(metric="reward", kind="improved", margin=0.2), Success(metric="missing", margin=0.2)),
 )
@@ -33,22 +33,22 @@ def unit(number: int, *, candidate: bool = True) -> Unit:
     return Unit(f"u{number:05}", candidate, NOW + timedelta(seconds=number))
 
 
-def fed(plan: Plan, count: int, candidate: float, control: float, *, look: Any = "closing") -> Evidence:
+def fed(plan: RolloutPlan, count: int, candidate: float, control: float, *, look: Any = "closing") -> Evidence:
     """Units in turn, each arm with always the same reward."""
     evidence = Evidence(plan)
     for number in range(count):
         mine = number % 2 == 0
-        reading = Reading(unit(number, candidate=mine), {"reward": candidate if mine else control, "missing": 0.0})
+        reading = UnitReading(unit(number, candidate=mine), {"reward": candidate if mine else control, "missing": 0.0})
         evidence.take(look, reading)
     return evidence
 
 
 def test_all_errors_of_a_version_add_up_to_beta_and_of_a_family_to_less_than_alpha() -> None:
-    for plan in (Plan(), Plan(shadow_units=50), Plan(maturity_s=60, closing_s=60)):
+    for plan in (RolloutPlan(), RolloutPlan(shadow_units=50), RolloutPlan(maturity_s=60, closing_s=60)):
         spent = sum(plan.harm_error(one, look) for one in plan.guardrails for look in plan.looks)
         assert spent == pytest.approx(plan.beta)
-    assert list(Plan(maturity_s=60, closing_s=60).looks) == ["maturity"]
-    assert list(Plan(shadow_units=1).looks) == ["shadow", "maturity", "closing"]
+    assert list(RolloutPlan(maturity_s=60, closing_s=60).looks) == ["maturity"]
+    assert list(RolloutPlan(shadow_units=1).looks) == ["shadow", "maturity", "closing"]
     claims = sum(3 * spending.success(0.05, number, 3) for number in range(1, 5000))
     assert 0.0399 < claims < 0.04
 
@@ -70,12 +70,12 @@ def test_all_errors_of_a_version_add_up_to_beta_and_of_a_family_to_less_than_alp
 )
 def test_a_plan_that_cannot_be_kept_is_refused(change: dict[str, Any], why: str) -> None:
     with pytest.raises(ValidationError, match=why):
-        Plan.model_validate(change)
+        RolloutPlan.model_validate(change)
 
 
 def test_a_plan_survives_json() -> None:
-    plan = Plan(stages=(Stage(share=Fraction(1, 3)),))
-    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+    plan = RolloutPlan(stages=(Stage(share=Fraction(1, 3)),))
+    assert RolloutPlan.model_validate_json(plan.model_dump_json()) == plan
 
 
 def test_a_unit_counts_at_an_age_and_in_the_order_of_arrival() -> None:
@@ -105,7 +105,7 @@ def test_a_reading_is_what_was_known_then_and_of_a_user_the_mean() -> None:
 def test_readings_out_of_order_are_refused() -> None:
     evidence = fed(SMALL, 3, 1.0, 1.0)
     with pytest.raises(ValueError, match="u00002 after u00002"):
-        evidence.take("closing", Reading(unit(2), {}))
+        evidence.take("closing", UnitReading(unit(2), {}))
 
 
 def test_what_an_improvement_shows() -> None:
@@ -121,7 +121,7 @@ def test_harm_is_found_at_the_first_reading_already_and_stays_found() -> None:
     evidence = fed(SMALL, 300, 0.4, 0.8, look="maturity")
     assert evidence.findings().harmed == ("reward at maturity",)
     for number in range(300, 2000):
-        evidence.take("maturity", Reading(unit(number, candidate=number % 2 == 0), {"reward": number % 2 == 0}))
+        evidence.take("maturity", UnitReading(unit(number, candidate=number % 2 == 0), {"reward": number % 2 == 0}))
     assert evidence.findings().harmed == ("reward at maturity",)
     assert "missing" in evidence.findings().open_guardrails  # nothing is closed yet
 
@@ -130,18 +130,18 @@ def test_a_revision_before_the_closing_age_moves_the_closing_reading() -> None:
     evidence = fed(SMALL, 300, 0.8, 0.8, look="maturity")
     for number in range(300):
         mine = number % 2 == 0
-        evidence.take("closing", Reading(unit(number, candidate=mine), {"reward": 0.3 if mine else 0.8}))
+        evidence.take("closing", UnitReading(unit(number, candidate=mine), {"reward": 0.3 if mine else 0.8}))
     assert evidence.findings().harmed == ("reward at closing",)
 
 
 def test_what_is_worse_when_higher_is_told_in_its_own_direction() -> None:
-    plan = Plan(
+    plan = RolloutPlan(
         guardrails=(Guardrail(metric="latency", margin=5.0),), successes=(Success(metric="latency", margin=5.0),)
     )
     evidence = Evidence(plan)
     for number in range(600):
         mine = number % 2 == 0
-        evidence.take("maturity", Reading(unit(number, candidate=mine), {"latency": 30.0 if mine else 10.0}))
+        evidence.take("maturity", UnitReading(unit(number, candidate=mine), {"latency": 30.0 if mine else 10.0}))
     found = evidence.findings()
     assert found.harmed == ("latency at maturity",)
     assert found.statistics["latency.difference"] == pytest.approx(20.0, abs=2.0)
@@ -160,7 +160,7 @@ def test_the_shadow_compares_two_answers_to_one_prompt() -> None:
 def test_arms_of_the_wrong_size_are_noticed_though_nothing_is_measured() -> None:
     evidence = Evidence(SMALL)
     for number in range(400):
-        evidence.take("maturity", Reading(unit(number, candidate=number % 3 == 0), {}))
+        evidence.take("maturity", UnitReading(unit(number, candidate=number % 3 == 0), {}))
     assert evidence.findings().sample_ratio_broken
     assert ARMS in evidence.findings().open_guardrails
 
@@ -168,14 +168,14 @@ def test_arms_of_the_wrong_size_are_noticed_though_nothing_is_measured() -> None
 def test_statistics_fit_an_event() -> None:
     names = [name for name in metrics_of_ours() if name not in ("reward", "missing")]
     guarded = ["reward", "missing", *names[:6]]
-    plan = Plan(
+    plan = RolloutPlan(
         shadow_units=1,
         guardrails=tuple(Guardrail(metric=name, margin=0.1) for name in guarded),
         successes=tuple(Success(metric=name, margin=0.1) for name in names[6:10]),
     )
     evidence = Evidence(plan)
     for number in range(4):
-        reading = Reading(unit(number, candidate=number % 2 == 0), dict.fromkeys(evidence.metrics, 0.5))
+        reading = UnitReading(unit(number, candidate=number % 2 == 0), dict.fromkeys(evidence.metrics, 0.5))
         evidence.take("maturity", reading)
         evidence.take("closing", reading)
     found = evidence.statistics()
@@ -193,7 +193,7 @@ def metrics_of_ours() -> list[str]:
 def test_the_registry_and_the_benchmark_agree(world: World, seed: int) -> None:
     """Two implementations, one draw: each test is convinced at the same session."""
     print(f"seed {seed}")
-    plan, runs, count = Plan(), 3, 250
+    plan, runs, count = RolloutPlan(), 3, 250
     chance = np.random.default_rng(seed)
     drawn: list[Sessions] = [draw_sessions(chance, world, number, runs) for number in range(count)]
     found = play(chance, plan, world, count, runs, source=lambda number: drawn[number])

@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from headrace_registry.rollouts import machine
 from headrace_registry.rollouts.evidence import Findings
 from headrace_registry.rollouts.machine import Book, Decision, NotAllowed, Phase, Rollout, judge
-from headrace_registry.rollouts.plan import Guardrail, Plan, Stage, Success
+from headrace_registry.rollouts.plan import Guardrail, RolloutPlan, Stage, Success
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-PLAN = Plan(
+PLAN = RolloutPlan(
     slots=2,
     shadow_units=10,
     stages=(Stage(share=Fraction(1, 10), units_min=20, duration_min_s=60), Stage(share=Fraction(1, 3), units_min=50)),
@@ -76,7 +76,7 @@ def test_a_plan_that_promotes_nobody_tells_and_holds() -> None:
     assert (found.kind, "leaves it to an operator" in found.reason) == ("hold", True)
 
 
-def book(*steps: Decision, parents: dict[str, str | None] | None = None, plan: Plan = PLAN) -> Book:
+def book(*steps: Decision, parents: dict[str, str | None] | None = None, plan: RolloutPlan = PLAN) -> Book:
     found = Book("m@a", parents or {"m@a": None, "m@b": "m@a", "m@c": "m@b", "m@d": "m@a"})
     for step in steps:
         found, _ = machine.apply(plan, found, step)

@@ -15,9 +15,9 @@ from headrace_registry.betting import Bets
 from headrace_registry.rollouts import confidence
 from headrace_registry.rollouts.contrast import Contrast
 from headrace_registry.rollouts.hedge import Hedge
-from headrace_registry.rollouts.maturity import Reading
+from headrace_registry.rollouts.maturity import UnitReading
 from headrace_registry.rollouts.metrics import Metric
-from headrace_registry.rollouts.plan import Guardrail, Look, Plan, Success
+from headrace_registry.rollouts.plan import Guardrail, Look, RolloutPlan, Success
 from headrace_registry.rollouts.sample_ratio import SampleRatio
 
 ARMS = "arms of one size"
@@ -128,7 +128,7 @@ class Findings:
 class Evidence:
     """Of one candidate against its control. `number`: its place in the family, from 1."""
 
-    def __init__(self, plan: Plan, number: int = 1) -> None:
+    def __init__(self, plan: RolloutPlan, number: int = 1) -> None:
         self.plan = plan
         self.alpha = spending.promotion(plan.alpha, number)
         self._watches: dict[tuple[str, Look], Watch] = {}
@@ -147,7 +147,7 @@ class Evidence:
         self._ratio_broken = False
         self._even = [Test(Bets(null=-plan.uneven, gap=plan.uneven), self.alpha, sign) for sign in (1.0, -1.0)]
         self._shadow_units = 0
-        self._last: dict[Look, Reading] = {}
+        self._last: dict[Look, UnitReading] = {}
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
@@ -157,7 +157,7 @@ class Evidence:
     def watch(self, metric: str, look: Look) -> Watch:
         return self._watches[metric, look]
 
-    def take(self, look: Look, reading: Reading) -> None:
+    def take(self, look: Look, reading: UnitReading) -> None:
         """The next unit at that look. Raises `ValueError` when it is not behind the one before."""
         before = self._last.get(look)
         if before is not None and reading.unit.place <= before.unit.place:

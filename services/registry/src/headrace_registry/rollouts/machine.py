@@ -16,7 +16,7 @@ from typing import Literal
 
 from headrace_registry.rollouts.assignment import Split
 from headrace_registry.rollouts.evidence import Findings
-from headrace_registry.rollouts.plan import Plan
+from headrace_registry.rollouts.plan import RolloutPlan
 from headrace_schemas.errors import HeadraceError
 
 Phase = Literal["shadow", "canary", "champion", "succeeded", "hold", "rolled_back"]
@@ -74,20 +74,20 @@ class Book:
     def under_way(self) -> tuple[Rollout, ...]:
         return tuple(one for one in self.rollouts.values() if one.phase in UNDER_WAY)
 
-    def split(self, plan: Plan, salt: str) -> Split:
+    def split(self, plan: RolloutPlan, salt: str) -> Split:
         """Who has which block of units."""
         slots: list[str | None] = [None] * plan.slots
         for one in self.under_way:
             slots[one.slot] = one.version
         return Split(salt, self.champion, tuple(slots))
 
-    def shares(self, plan: Plan) -> Mapping[str, Fraction]:
+    def shares(self, plan: RolloutPlan) -> Mapping[str, Fraction]:
         """Of the candidates with users: nothing for a version in the shadow, or whose rollout is over."""
         most = Fraction(1, plan.slots + 1)
         canaries = [one for one in self.under_way if one.phase == "canary"]
         return {one.version: min(plan.stages[one.stage].share, most) for one in canaries}
 
-    def free_slot(self, plan: Plan) -> int | None:
+    def free_slot(self, plan: RolloutPlan) -> int | None:
         taken = {one.slot for one in self.under_way}
         return next((slot for slot in range(plan.slots) if slot not in taken), None)
 
@@ -115,7 +115,7 @@ class Book:
             one = self.parents.get(one)
 
 
-def begin(plan: Plan, book: Book, version: str, now: datetime) -> Decision:
+def begin(plan: RolloutPlan, book: Book, version: str, now: datetime) -> Decision:
     """A version starts its rollout. Raises `NotAllowed`."""
     if version not in book.parents:
         raise NotAllowed(f"{version} is not registered; register it before its rollout")
@@ -146,7 +146,7 @@ def roll_back(book: Book, version: str, reason: str, now: datetime) -> Decision:
     return Decision("roll_back", version, now, reason)
 
 
-def judge(plan: Plan, rollout: Rollout, found: Findings, now: datetime) -> Decision | None:
+def judge(plan: RolloutPlan, rollout: Rollout, found: Findings, now: datetime) -> Decision | None:
     """What the evidence asks for; None: to go on."""
     if rollout.phase not in UNDER_WAY:
         return None
@@ -173,13 +173,13 @@ def _danger(found: Findings) -> _Step | None:
     return None
 
 
-def _from_shadow(plan: Plan, found: Findings) -> _Step | None:
+def _from_shadow(plan: RolloutPlan, found: Findings) -> _Step | None:
     if found.shadow_units < plan.shadow_units:
         return None
     return "advance", f"no harm in {found.shadow_units} answers beside the champion"
 
 
-def _from_canary(plan: Plan, rollout: Rollout, found: Findings, now: datetime) -> _Step | None:
+def _from_canary(plan: RolloutPlan, rollout: Rollout, found: Findings, now: datetime) -> _Step | None:
     stage = plan.stages[rollout.stage]
     last = rollout.stage + 1 == len(plan.stages)
     if found.candidates >= stage.units_min and (now - rollout.changed).total_seconds() >= stage.duration_min_s:
@@ -194,7 +194,7 @@ def _from_canary(plan: Plan, rollout: Rollout, found: Findings, now: datetime) -
     return None
 
 
-def apply(plan: Plan, book: Book, decision: Decision) -> tuple[Book, tuple[Decision, ...]]:
+def apply(plan: RolloutPlan, book: Book, decision: Decision) -> tuple[Book, tuple[Decision, ...]]:
     """The book after it, and every decision that this was: the given one, then what follows from it for others.
 
     Raises `NotAllowed` when the book has no such step.
@@ -238,7 +238,7 @@ def _follow(book: Book, decision: Decision, kind: Kind) -> tuple[Book, tuple[Dec
     return book, tuple(decisions)
 
 
-def _begun(plan: Plan, book: Book, decision: Decision) -> Book:
+def _begun(plan: RolloutPlan, book: Book, decision: Decision) -> Book:
     begin(plan, book, decision.version, decision.at)
     slot = book.free_slot(plan)
     assert slot is not None
@@ -248,7 +248,7 @@ def _begun(plan: Plan, book: Book, decision: Decision) -> Book:
     return _with(replace(book, family=number), started)
 
 
-def _advanced(plan: Plan, rollout: Rollout, now: datetime) -> Rollout:
+def _advanced(plan: RolloutPlan, rollout: Rollout, now: datetime) -> Rollout:
     if rollout.phase == "shadow":
         return replace(rollout, phase="canary", changed=now)
     if rollout.stage + 1 >= len(plan.stages):

@@ -36,7 +36,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class UnitReading:
     """What a unit was like at an age. A metric that abstained is not in `values`."""
 
     unit: Unit
@@ -49,7 +49,7 @@ def due(units: Iterable[Unit], now: datetime, age_s: float) -> list[Unit]:
     return sorted((unit for unit in units if unit.enrolled + age <= now), key=lambda unit: unit.place)
 
 
-def read(unit: Unit, sessions: Sequence[SessionRecord], metrics: Mapping[str, Metric], age_s: float) -> Reading:
+def read(unit: Unit, sessions: Sequence[SessionRecord], metrics: Mapping[str, Metric], age_s: float) -> UnitReading:
     """The unit as it was at that age: of a user the mean over the sessions that did not abstain."""
     moment = unit.enrolled + timedelta(seconds=age_s)
     known = [session.as_of(moment) for session in sessions]
@@ -58,4 +58,4 @@ def read(unit: Unit, sessions: Sequence[SessionRecord], metrics: Mapping[str, Me
         found = [value for value in map(metric.compute, known) if value is not None]
         if found:
             values[name] = fmean(found)
-    return Reading(unit, values)
+    return UnitReading(unit, values)

@@ -75,7 +75,7 @@ def _stages(*shares: Fraction) -> tuple[Stage, ...]:
     return tuple(Stage(share=share, units_min=20 * number) for number, share in enumerate(shares, 1))
 
 
-class Plan(Model):
+class RolloutPlan(Model):
     """A rollout's rules. A fixed split (A/B) is one stage; with `promotes` false its end changes nothing."""
 
     unit: Literal["session", "user"] = "session"
