@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_registry.rollouts.assignment import Placement, Split, place
+from headrace_registry.rollouts.assignment import Allotment, Split, place
 
 SPLIT = Split("rollout-1", "m@c", ("m@a", "m@b"))
 SHARES = st.integers(0, 1000).map(lambda part: Fraction(part, 3000))
@@ -67,7 +67,7 @@ def test_arms_are_as_large_as_their_shares_and_as_each_other() -> None:
 def test_everybody_is_in_an_arm_at_one_half() -> None:
     split, half = Split("s", "m@c", ("m@a",)), {"m@a": Fraction(1, 2)}
     assert {split.role(f"u{number}", "m@a", half) for number in range(100)} == {"candidate", "control"}
-    assert split.assign("u1", half) in (Placement("m@a", Fraction(1, 2)), Placement("m@c", Fraction(1, 2)))
+    assert split.assign("u1", half) in (Allotment("m@a", Fraction(1, 2)), Allotment("m@c", Fraction(1, 2)))
 
 
 def test_more_than_can_have_a_control_is_refused_with_what_can() -> None:

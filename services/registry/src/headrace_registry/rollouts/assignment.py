@@ -29,7 +29,7 @@ def place(salt: str, unit: str) -> Fraction:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class Allotment:
     """What a unit is served, and how probable that was: the propensity that its turns carry."""
 
     version: str
@@ -55,15 +55,15 @@ class Split:
         """The most that a candidate may get while there is a control of its size: 1/2 for a single one."""
         return Fraction(1, len(self.slots) + 1)
 
-    def assign(self, unit: str, shares: Mapping[str, Fraction]) -> Placement:
+    def assign(self, unit: str, shares: Mapping[str, Fraction]) -> Allotment:
         """Which version serves the unit. Candidates without a share serve nobody."""
         self._check(shares)
         where = place(self.salt, unit)
         for number, candidate in enumerate(self.slots):
             share = shares.get(candidate, Fraction(0)) if candidate else Fraction(0)
             if candidate and _inside(where, number * self.share_max, share):
-                return Placement(candidate, share)
-        return Placement(self.champion, 1 - sum(shares.values(), Fraction(0)))
+                return Allotment(candidate, share)
+        return Allotment(self.champion, 1 - sum(shares.values(), Fraction(0)))
 
     def role(self, unit: str, candidate: str, shares: Mapping[str, Fraction]) -> Role | None:
         """What the unit is in the comparison of `candidate` with the champion; None: no part of it."""
