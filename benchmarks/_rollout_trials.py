@@ -169,7 +169,7 @@ class _Playing:
         _first(self.harm, wealth >= self.harm_needed, number)
         _first(self.safe, self.safe_log >= self.safe_needed, number)
         _first(found.ratio, self._ratio(candidate) >= -math.log(self.plan.sample_ratio_error), number)
-        _first(found.even, (self._even(candidate) >= self.safe_needed).all(axis=0), number)
+        _first(found.even, np.min(self._even(candidate), axis=0) >= self.safe_needed, number)
         found.candidates[number] = self.arms[0]
         seen = known[self.reward]
         _first(found.uncovered, self.chart.see((contrast[self.reward] + 1) / 2, seen), number)
