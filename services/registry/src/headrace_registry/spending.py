@@ -30,5 +30,21 @@ def refusal(beta: float, opponents: int) -> float:
     return beta / 2.0 / opponents
 
 
+def success(alpha: float, number: int, metrics: int) -> float:
+    """How probable it may be that one of a rollout's success metrics is wrongly found good enough.
+
+    Any of them is enough for a promotion, so they share what the `number`-th version may spend on being promoted.
+    """
+    return promotion(alpha, number) / metrics
+
+
+def harm(beta: float, share: float) -> float:
+    """How probable it may be that a version without harm is rolled back by one test, which has that share of all.
+
+    All of β: a rollout that finds nothing in time ends in hold, and takes nothing back.
+    """
+    return beta * share
+
+
 def _share(number: int) -> float:
     return 1.0 / (number * (number + 1))

@@ -1,0 +1,101 @@
+"""Live sessions that exist on paper only, of many rollouts at once: what candidate and control are read as, and when.
+
+A session succeeds with a probability that moves over the day. A reward function says so after about a minute, a judge
+gives a grade in quarters after two, one user in four gives a thumb after about ten; the reward is the mean of what
+has come by then, as the scorer makes it. Half a percent of the functions' verdicts is corrected between the readings,
+and one session in twenty gets no reward at all. Delays do not know how the session went. `binary`: the function's
+verdict is all there is, which is the noisiest that a reward of that mean can be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+LOOKS = ("maturity", "closing")
+DAY_S = 86_400.0
+_FUNCTION_S, _JUDGE_S, _THUMB_S = 60.0, 120.0, 600.0
+_SPREAD = 1.0
+"""Of the delays' logarithms."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What is true. `worse` and the like are what the candidate adds to the control's."""
+
+    success: float = 0.7
+    worse: float = 0.0
+    swing: float = 0.1
+    """How far the probability of success moves up and down over a day."""
+    binary: bool = False
+    missing: float = 0.05
+    missing_more: float = 0.0
+    tool_errors: float = 0.08
+    tool_errors_more: float = 0.0
+    revised: float = 0.005
+    lost: float = 0.0
+    """Share of the candidate's sessions that leave no trace."""
+    every_s: float = 30.0
+    """Between two sessions of the comparison; half of them are the candidate's."""
+    maturity_s: float = 600.0
+    closing_s: float = 7200.0
+
+
+@dataclass
+class Sessions:
+    """One session of each rollout: the arms, and each metric's value at each look, NaN where it abstains."""
+
+    candidate: Flags
+    values: dict[tuple[str, str], Floats]
+
+
+def draw_sessions(chance: np.random.Generator, world: World, number: int, runs: int) -> Sessions:
+    """The `number`-th of each rollout, from 0. Rollouts begin at different hours, evenly over the day."""
+    began_s = np.arange(runs) * (DAY_S / runs)
+    hour = np.sin(2 * np.pi * (began_s + number * world.every_s) / DAY_S)
+    candidate = chance.random(runs) * (2 - world.lost) < 1 - world.lost
+    likely = np.clip(world.success + world.swing * hour - world.worse * candidate, 0.0, 1.0)
+    absent = chance.random(runs) < world.missing + world.missing_more * candidate
+    values: dict[tuple[str, str], Floats] = {}
+    total = {look: np.zeros(runs) for look in LOOKS}
+    count = {look: np.zeros(runs) for look in LOOKS}
+    for delay_s, verdict in _verdicts(chance, world, likely):
+        for look, age_s in zip(LOOKS, (world.maturity_s, world.closing_s), strict=True):
+            known = (delay_s <= age_s) & ~absent
+            said = verdict if look == "maturity" else _revised(chance, verdict, world.revised)
+            total[look] += known * said
+            count[look] += known
+    wrong = (chance.random(runs) < world.tool_errors + world.tool_errors_more * candidate).astype(np.float64)
+    wrong[chance.random(runs) < 0.4] = np.nan  # no tool was called
+    looped = (chance.random(runs) < 0.02).astype(np.float64)
+    for look in LOOKS:
+        values["reward", look] = np.where(count[look] > 0, total[look] / np.maximum(count[look], 1), np.nan)
+        values["missing", look] = (count[look] == 0).astype(np.float64)
+        values["tool_errors", look] = wrong
+        values["loops", look] = looped
+    return Sessions(candidate, values)
+
+
+def _verdicts(chance: np.random.Generator, world: World, likely: Floats) -> list[tuple[Floats, Floats]]:
+    """Delay and value of each source; a source that says nothing is infinitely late. The mean of each is `likely`."""
+    runs = len(likely)
+    good = (chance.random(runs) < likely).astype(np.float64)
+
+    def late(median_s: float) -> Floats:
+        found: Floats = median_s * np.exp(_SPREAD * chance.standard_normal(runs))
+        return found
+
+    if world.binary:
+        return [(late(_FUNCTION_S), good)]
+    grade = (good + chance.binomial(3, likely)) / 4
+    thumb_s = np.where(chance.random(runs) < 0.25, late(_THUMB_S), np.inf)
+    return [(late(_FUNCTION_S), good), (late(_JUDGE_S), grade), (thumb_s, good)]
+
+
+def _revised(chance: np.random.Generator, verdict: Floats, share: float) -> Floats:
+    found: Floats = np.where(chance.random(len(verdict)) < share, 1.0 - verdict, verdict)
+    return found

@@ -1,0 +1,74 @@
+"""`make bench-rollout` in small: 1,000 A/A canaries looked at after every session, and the lines that may not hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks._rollout_trials import NEVER, play
+from benchmarks._rollout_worlds import World
+from benchmarks.rollout import CASES, COVERED_MIN, LOST, NULLS, RATIO_MAX, ROLLED_BACK_MAX, Numbers, failures, of_case
+from headrace_registry.rollouts.plan import RolloutPlan
+
+
+@pytest.mark.parametrize("world", [World(), World(binary=True, revised=0.3, missing=0.2)])
+def test_a_thousand_canaries_without_an_effect(world: World) -> None:
+    plan, seed = RolloutPlan(), 7
+    print(f"seed {seed}")
+    found = play(np.random.default_rng(seed), plan, world, 300, 1000)
+    assert np.isfinite(found.harmed_at_s(plan, world)).mean() <= ROLLED_BACK_MAX
+    assert (found.ratio < NEVER).mean() <= RATIO_MAX
+    assert (found.uncovered < NEVER).mean() <= 1 - COVERED_MIN
+    assert (found.naive_z < NEVER).mean() > 2 * ROLLED_BACK_MAX
+
+
+def test_a_drop_of_30_points_is_found_and_lost_sessions_too() -> None:
+    plan, world = RolloutPlan(), replace(World(), worse=0.3, lost=0.5)
+    found = play(np.random.default_rng(0), plan, world, 300, 100)
+    numbers = of_case(found, plan, world)
+    assert (numbers["rolled_back"], numbers["promoted"]) == (1.0, 0.0)
+    assert (numbers["sample_ratio_broken"] or 0.0) > 0.95
+    at_s = found.harmed_at_s(plan, world)
+    assert (at_s >= plan.maturity_s).all()
+    begun = (at_s / world.every_s).astype(int) + 1
+    expected = found.candidates[begun - 1, np.arange(100)]
+    assert (found.exposed(at_s, world) == expected).all()
+
+
+GOOD: Numbers = {
+    "rolled_back": 0.05, "promoted": 0.05, "sample_ratio_broken": 0.01, "not_covered": 0.05,
+    "sessions_to_rollback_p90": 200.0,
+}  # fmt: skip
+
+
+def good() -> dict[str, Numbers]:
+    found = {name: dict(GOOD) for name in CASES}
+    found[LOST]["sample_ratio_broken"] = 0.95
+    return found
+
+
+def test_lines_hold_at_their_limits() -> None:
+    assert failures(good()) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "number", "value", "line"),
+    [
+        (NULLS[-1], "rolled_back", 0.051, "day swings by 25 points: rolled back: 0.051, at most 0.05"),
+        ("same", "sample_ratio_broken", 0.02, "same: arms called uneven: 0.02, at most 0.01"),
+        ("5 points better", "not_covered", 0.06, "5 points better: truth left out: 0.06, at most 0.05"),
+        ("10 points worse", "promoted", 0.06, "10 points worse: promoted: 0.06, at most 0.05"),
+        ("20 points worse", "sessions_to_rollback_p90", 201.0, "p90: 201, at most 200"),
+        ("10 points worse", "sessions_to_rollback_p90", None, "p90: never, at most 700"),
+        (LOST, "promoted", 0.06, "three lost: promoted: 0.06, at most 0.05"),
+        (LOST, "sample_ratio_broken", 0.9, "not noticed: 0.1, at most 0.05"),
+    ],
+)
+def test_each_line_fails_on_its_own(case: str, number: str, value: float | None, line: str) -> None:
+    cases = good()
+    cases[case][number] = value
+    found = failures(cases)
+    assert len(found) == 1
+    assert line in found[0]

@@ -1,0 +1,79 @@
+"""Who gets which version: sticky, of the right size, half and half between the arms."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_registry.rollouts.assignment import Allotment, Split, place
+
+SPLIT = Split("rollout-1", "m@c", ("m@a", "m@b"))
+SHARES = st.integers(0, 1000).map(lambda part: Fraction(part, 3000))
+
+
+def test_a_place_is_the_same_in_every_process_and_another_with_another_salt() -> None:
+    """The number was written down when this was first run."""
+    code = "from headrace_registry.rollouts.assignment import place; print(place('salt', 'session-1'))"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert other == str(place("salt", "session-1")) == "13685434627358417567/18446744073709551616"
+    assert place("salt", "session-1") != place("pepper", "session-1")
+
+
+@given(unit=st.text(), first=SHARES, second=SHARES, other=SHARES)
+def test_who_was_once_in_an_arm_stays_while_the_share_grows(
+    unit: str, first: Fraction, second: Fraction, other: Fraction
+) -> None:
+    small, large = sorted((first, second))
+    before, after = {"m@a": small, "m@b": other}, {"m@a": large, "m@b": Fraction(1, 3)}
+    for candidate in ("m@a", "m@b"):
+        if SPLIT.assign(unit, before).version == candidate:
+            assert SPLIT.assign(unit, after).version == candidate
+        role = SPLIT.role(unit, candidate, before)
+        assert role is None or SPLIT.role(unit, candidate, after) == role
+
+
+@given(unit=st.text(), a=SHARES, b=SHARES)
+def test_candidates_serve_their_own_arm_and_the_champion_every_control(unit: str, a: Fraction, b: Fraction) -> None:
+    shares = {"m@a": a, "m@b": b}
+    found = SPLIT.assign(unit, shares)
+    assert found.propensity == {**shares, "m@c": 1 - a - b}[found.version]
+    for candidate in shares:
+        role = SPLIT.role(unit, candidate, shares)
+        assert (role == "candidate") == (found.version == candidate)
+        assert role != "control" or found.version == "m@c"
+
+
+def test_a_version_that_leaves_moves_nobody_elses_units() -> None:
+    alone = Split("rollout-1", "m@c", (None, "m@b"))
+    third = Fraction(1, 3)
+    for number in range(300):
+        before = SPLIT.assign(f"u{number}", {"m@a": third, "m@b": third}).version
+        after = alone.assign(f"u{number}", {"m@b": third}).version
+        assert after == ("m@c" if before == "m@a" else before)
+
+
+def test_arms_are_as_large_as_their_shares_and_as_each_other() -> None:
+    split, share = Split("s", "m@c", ("m@a",)), Fraction(1, 10)
+    roles = [split.role(f"session-{number}", "m@a", {"m@a": share}) for number in range(20_000)]
+    for role in ("candidate", "control"):
+        assert roles.count(role) == pytest.approx(2000, abs=4 * (20_000 * 0.1 * 0.9) ** 0.5)
+
+
+def test_everybody_is_in_an_arm_at_one_half() -> None:
+    split, half = Split("s", "m@c", ("m@a",)), {"m@a": Fraction(1, 2)}
+    assert {split.role(f"u{number}", "m@a", half) for number in range(100)} == {"candidate", "control"}
+    assert split.assign("u1", half) in (Allotment("m@a", Fraction(1, 2)), Allotment("m@c", Fraction(1, 2)))
+
+
+def test_more_than_can_have_a_control_is_refused_with_what_can() -> None:
+    with pytest.raises(ValueError, match=r"share 2/5 for m@a: with 2 slots .* each may have 1/3 at most"):
+        SPLIT.assign("u", {"m@a": Fraction(2, 5)})
+    with pytest.raises(ValueError, match="m@x, which has no slot"):
+        SPLIT.role("u", "m@a", {"m@x": Fraction(1, 10)})
+    with pytest.raises(ValueError, match="each version once"):
+        Split("s", "m@c", ("m@c",))

@@ -1,0 +1,154 @@
+"""The e-processes of a rollout, against the sum over everything that can happen, in exact fractions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import pytest
+
+from headrace_registry.betting import Bets
+from headrace_registry.rollouts.contrast import Contrast
+from headrace_registry.rollouts.hedge import PARTS, Hedge
+from headrace_registry.rollouts.sample_ratio import SampleRatio
+
+HALF = Fraction(1, 2)
+OUTCOMES = [(candidate, good) for candidate in (True, False) for good in (1, 0)]
+"""Of one session: its arm, and whether it went well."""
+
+
+def exact_wealths(sessions: Sequence[tuple[bool, int]], null: Fraction, gaps: Sequence[Fraction]) -> list[Fraction]:
+    """Wealth after each session of gamblers who bet on harm, in fractions; only stakes, which may be anything that the
+    past says, are taken from floats.
+    """
+    contrast_count, contrast_total = 0, Fraction(0)
+    gamblers = [Bets(float(null), float(gap)) for gap in gaps]
+    wealths = [Fraction(part).limit_denominator(3) for _, part in PARTS][: len(gaps)]
+    found = []
+    for candidate, good in sessions:
+        centre = (contrast_total + HALF) / (contrast_count + 1)
+        contrast_count, contrast_total = contrast_count + 1, contrast_total + good
+        value = -(good - centre) if candidate else good - centre
+        for at, gambler in enumerate(gamblers):
+            wealths[at] *= 1 + Fraction(gambler.stake()) * (value - null)
+            gambler.see(float(value))
+        found.append(sum(wealths, Fraction(0)))
+    return found
+
+
+def probability(sessions: Sequence[tuple[bool, int]], candidate: Fraction, control: Fraction) -> Fraction:
+    chance = Fraction(1)
+    for arm, good in sessions:
+        success = candidate if arm else control
+        chance *= HALF * (success if good else 1 - success)
+    return chance
+
+
+@pytest.mark.parametrize(("candidate", "control"), [(Fraction(7, 10), Fraction(7, 10)), (HALF, HALF)])
+def test_without_harm_the_wealth_stays_one_on_average_and_rarely_grows(candidate: Fraction, control: Fraction) -> None:
+    """All 4^5 courses of five sessions: E[K] = 1 exactly, and P(max K ≥ 1/α) ≤ α."""
+    mean, ever = Fraction(0), dict.fromkeys((HALF, Fraction(7, 10), Fraction(4, 5)), Fraction(0))
+    total = Fraction(0)
+    for sessions in itertools.product(OUTCOMES, repeat=5):
+        chance = probability(sessions, candidate, control)
+        seen = exact_wealths(sessions, Fraction(0), (Fraction(1, 4), HALF))
+        total += chance
+        mean += chance * seen[-1]
+        for error in ever:
+            ever[error] += chance * (max(seen) >= 1 / error)
+    assert total == 1
+    assert mean == 1
+    assert all(0 < found <= error for error, found in ever.items())
+
+
+@pytest.mark.parametrize(
+    ("candidate", "control", "sign"), [(Fraction(8, 10), Fraction(7, 10), -1), (HALF, Fraction(9, 10), 1)]
+)
+def test_a_better_version_makes_the_wealth_shrink_and_a_worse_one_makes_it_grow(
+    candidate: Fraction, control: Fraction, sign: int
+) -> None:
+    mean = sum(
+        (
+            probability(sessions, candidate, control) * exact_wealths(sessions, Fraction(0), (HALF,))[-1]
+            for sessions in itertools.product(OUTCOMES, repeat=5)
+        ),
+        Fraction(0),
+    )
+    alone = Fraction(PARTS[0][1]).limit_denominator(3)
+    assert (mean - alone) * sign > 0
+
+
+def test_at_the_edge_of_what_is_tolerated_it_is_fair_whatever_the_hour_does() -> None:
+    """A tenth is tolerated and lost, while the control moves from 9/10 over 5/10 to 7/10 and 6/10."""
+    hours = [Fraction(9, 10), Fraction(5, 10), Fraction(7, 10), Fraction(6, 10)]
+    tenth, mean = Fraction(1, 10), Fraction(0)
+    for sessions in itertools.product(OUTCOMES, repeat=len(hours)):
+        chance = math.prod(
+            (probability([one], hour - tenth, hour) for one, hour in zip(sessions, hours, strict=True)),
+            start=Fraction(1),
+        )
+        mean += chance * exact_wealths(sessions, tenth / 2, (Fraction(1, 4), HALF))[-1]
+    assert mean == 1
+
+
+def test_the_registrys_wealth_is_the_exact_one() -> None:
+    for sessions in itertools.islice(itertools.product(OUTCOMES, repeat=6), 0, None, 97):
+        contrast, hedge = Contrast(), Hedge(0.0, 0.25)
+        for candidate, good in sessions:
+            hedge.see(-contrast.of(good, candidate=candidate))
+        exact = exact_wealths(sessions, Fraction(0), (Fraction(1, 4), HALF))[-1]
+        assert math.exp(hedge.log_wealth) == pytest.approx(float(exact))
+        assert hedge.convinced(float(1 / exact) * (1 + 1e-9))
+        assert not hedge.convinced(float(1 / exact) * (1 - 1e-9))
+
+
+def test_a_contrast_worked_by_hand() -> None:
+    """Centres 1/2, (1/2 + 1)/2 = 3/4, (1/2 + 1 + 0)/3 = 1/2."""
+    contrast = Contrast()
+    assert contrast.of(1.0, candidate=True) == pytest.approx(0.5)
+    assert contrast.of(0.0, candidate=True) == pytest.approx(-0.75)
+    assert contrast.of(1.0, candidate=False) == pytest.approx(-0.5)
+
+
+def exact_ratio(arms: Sequence[bool], planned: Sequence[Fraction]) -> list[Fraction]:
+    counts, evidence, found = {True: 0, False: 0}, Fraction(1), []
+    for arm, share in zip(arms, planned, strict=True):
+        chance = share if arm else 1 - share
+        evidence *= (100 * chance + counts[arm]) / (100 + sum(counts.values())) / chance
+        counts[arm] += 1
+        found.append(evidence)
+    return found
+
+
+def test_even_arms_leave_the_sample_ratio_alone_on_average() -> None:
+    """All 2^10 courses, also when the plan changes on the way: E = 1 exactly, P(max ≥ 1/α) ≤ α."""
+    for planned in ([HALF] * 10, [HALF] * 4 + [Fraction(1, 10)] * 6):
+        mean, ever, error = Fraction(0), Fraction(0), Fraction(9, 10)
+        for arms in itertools.product((True, False), repeat=10):
+            chance = math.prod(
+                (share if arm else 1 - share for arm, share in zip(arms, planned, strict=True)), start=Fraction(1)
+            )
+            evidence = exact_ratio(arms, planned)
+            mean += chance * evidence[-1]
+            ever += chance * (max(evidence) >= 1 / error)
+        assert mean == 1
+        assert 0 < ever <= error
+
+
+def test_the_registrys_sample_ratio_is_the_exact_one() -> None:
+    arms, planned = [True, True, False, True] * 30, [HALF] * 60 + [Fraction(3, 4)] * 60
+    ratio = SampleRatio()
+    for arm, share in zip(arms, planned, strict=True):
+        ratio.see(candidate=arm, planned=float(share))
+    assert ratio.log_evidence == pytest.approx(math.log(exact_ratio(arms, planned)[-1]))
+
+
+def test_three_to_one_is_no_even_split() -> None:
+    ratio = SampleRatio()
+    seen = 0
+    while not ratio.broken(0.01):
+        ratio.see(candidate=seen % 4 != 0)
+        seen += 1
+    assert 40 < seen < 150

@@ -1,0 +1,218 @@
+"""Plan, maturity and evidence: what is declared, when a unit counts, what its readings show."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, timedelta
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from benchmarks._rollout_picture import readings
+from benchmarks._rollout_trials import NEVER, play
+from benchmarks._rollout_worlds import Sessions, World, draw_sessions
+from headrace_registry import spending
+from headrace_registry.rollouts import metrics
+from headrace_registry.rollouts.evidence import ARMS, Evidence
+from headrace_registry.rollouts.maturity import Unit, UnitReading, due, read
+from headrace_registry.rollouts.plan import Guardrail, RolloutPlan, Stage, Success
+from headrace_registry.rollouts.records import SessionRecord
+from headrace_schemas import Reward
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+SMALL = RolloutPlan(
+    guardrails=(Guardrail(metric="reward", margin=0.2), Guardrail(metric="missing", margin=0.2)),
+    successes=(Success(metric="reward", kind="improved", margin=0.2), Success(metric="missing", margin=0.2)),
+)
+
+
+def unit(number: int, *, candidate: bool = True) -> Unit:
+    return Unit(f"u{number:05}", candidate, NOW + timedelta(seconds=number))
+
+
+def fed(plan: RolloutPlan, count: int, candidate: float, control: float, *, look: Any = "closing") -> Evidence:
+    """Units in turn, each arm with always the same reward."""
+    evidence = Evidence(plan)
+    for number in range(count):
+        mine = number % 2 == 0
+        reading = UnitReading(unit(number, candidate=mine), {"reward": candidate if mine else control, "missing": 0.0})
+        evidence.take(look, reading)
+    return evidence
+
+
+def test_all_errors_of_a_version_add_up_to_beta_and_of_a_family_to_less_than_alpha() -> None:
+    for plan in (RolloutPlan(), RolloutPlan(shadow_units=50), RolloutPlan(maturity_s=60, closing_s=60)):
+        spent = sum(plan.harm_error(one, look) for one in plan.guardrails for look in plan.looks)
+        assert spent == pytest.approx(plan.beta)
+    assert list(RolloutPlan(maturity_s=60, closing_s=60).looks) == ["maturity"]
+    assert list(RolloutPlan(shadow_units=1).looks) == ["shadow", "maturity", "closing"]
+    claims = sum(3 * spending.success(0.05, number, 3) for number in range(1, 5000))
+    assert 0.0399 < claims < 0.04
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"closing_s": 10.0}, "closing_s = 10 is before maturity_s = 600"),
+        ({"window_s": 5.0}, 'window_s = 5 is for unit = "user"'),
+        ({"stages": ({"share": "1/2"}, {"share": "1/10"})}, "each stage has more than the one before"),
+        ({"stages": ({"share": "2/3"},)}, "less than or equal to 1/2"),
+        ({"guardrails": ({"metric": "missing", "margin": 2.0},)}, "its bounds are only 1 apart"),
+        ({"guardrails": ({"metric": "reward", "margin": 0.1},)}, "without a guardrail on missing"),
+        ({"guardrails": ({"metric": "missing", "margin": 0.1},) * 2}, "name each metric once"),
+        ({"guardrails": ({"metric": "missing", "margin": 0.1, "tolerated": 0.1},)}, "keep it below the margin 0.1"),
+        ({"guardrails": ({"metric": "rewrad", "margin": 0.1},)}, "did you mean 'reward'"),
+        ({"successes": ({"metric": "reward", "margin": 0.1, "bounds": (0, 2)},)}, "other bounds as a guardrail"),
+    ],
+)
+def test_a_plan_that_cannot_be_kept_is_refused(change: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        RolloutPlan.model_validate(change)
+
+
+def test_a_plan_survives_json() -> None:
+    plan = RolloutPlan(stages=(Stage(share=Fraction(1, 3)),))
+    assert RolloutPlan.model_validate_json(plan.model_dump_json()) == plan
+
+
+def test_a_unit_counts_at_an_age_and_in_the_order_of_arrival() -> None:
+    units = [unit(5), unit(1), unit(3, candidate=False)]
+    assert due(units, NOW + timedelta(seconds=62), 60) == [unit(1)]
+    assert due(units, NOW + timedelta(seconds=63), 60) == [unit(1), unit(3, candidate=False)]
+    same = [Unit(name, name == "b", NOW) for name in ("c", "b", "a")]
+    assert [one.name for one in due(same, NOW, 0)] == ["a", "b", "c"]
+
+
+def test_a_reading_is_what_was_known_then_and_of_a_user_the_mean() -> None:
+    def rewarded(value: float, at: float, revision: int = 0) -> Reward:
+        when = NOW + timedelta(seconds=at)
+        return Reward(trajectory_id="t", session_key="a" * 16, source="f", time=when, value=value, revision=revision)
+
+    sessions = [
+        SessionRecord("a" * 16, rewards=(rewarded(0.0, 10), rewarded(1.0, 500, revision=1))),
+        SessionRecord("b" * 16, rewards=(rewarded(0.5, 100),)),
+        SessionRecord("c" * 16),
+    ]
+    wanted = {name: metrics.named(name) for name in ("reward", "missing", "loops")}
+    first = Unit("u", True, NOW)
+    assert read(first, sessions, wanted, 60).values == {"reward": 0.0, "missing": pytest.approx(2 / 3)}
+    assert read(first, sessions, wanted, 600).values == {"reward": 0.75, "missing": pytest.approx(1 / 3)}
+
+
+def test_readings_out_of_order_are_refused() -> None:
+    evidence = fed(SMALL, 3, 1.0, 1.0)
+    with pytest.raises(ValueError, match="u00002 after u00002"):
+        evidence.take("closing", UnitReading(unit(2), {}))
+
+
+def test_what_an_improvement_shows() -> None:
+    found = fed(SMALL, 400, 0.9, 0.5).findings()
+    assert (found.shown, found.improved, found.harmed, found.open_guardrails) == (
+        ("reward improved", "missing not inferior"), True, (), (ARMS,),
+    )  # fmt: skip
+    assert found.statistics["reward.difference"] == pytest.approx(0.4, abs=0.05)
+    assert found.statistics["reward.lower"] < 0.4 < found.statistics["reward.upper"]
+
+
+def test_harm_is_found_at_the_first_reading_already_and_stays_found() -> None:
+    evidence = fed(SMALL, 300, 0.4, 0.8, look="maturity")
+    assert evidence.findings().harmed == ("reward at maturity",)
+    for number in range(300, 2000):
+        evidence.take("maturity", UnitReading(unit(number, candidate=number % 2 == 0), {"reward": number % 2 == 0}))
+    assert evidence.findings().harmed == ("reward at maturity",)
+    assert "missing" in evidence.findings().open_guardrails  # nothing is closed yet
+
+
+def test_a_revision_before_the_closing_age_moves_the_closing_reading() -> None:
+    evidence = fed(SMALL, 300, 0.8, 0.8, look="maturity")
+    for number in range(300):
+        mine = number % 2 == 0
+        evidence.take("closing", UnitReading(unit(number, candidate=mine), {"reward": 0.3 if mine else 0.8}))
+    assert evidence.findings().harmed == ("reward at closing",)
+
+
+def test_what_is_worse_when_higher_is_told_in_its_own_direction() -> None:
+    plan = RolloutPlan(
+        guardrails=(Guardrail(metric="latency", margin=5.0),), successes=(Success(metric="latency", margin=5.0),)
+    )
+    evidence = Evidence(plan)
+    for number in range(600):
+        mine = number % 2 == 0
+        evidence.take("maturity", UnitReading(unit(number, candidate=mine), {"latency": 30.0 if mine else 10.0}))
+    found = evidence.findings()
+    assert found.harmed == ("latency at maturity",)
+    assert found.statistics["latency.difference"] == pytest.approx(20.0, abs=2.0)
+
+
+def test_the_shadow_compares_two_answers_to_one_prompt() -> None:
+    plan = SMALL.model_copy(update={"shadow_units": 20})
+    evidence = Evidence(plan)
+    for _ in range(60):
+        evidence.take_shadow({"reward": 0.2, "missing": 0.0}, {"reward": 0.7})
+    found = evidence.findings()
+    assert (found.harmed, found.shadow_units, found.candidates) == (("reward at shadow",), 60, 0)
+    assert found.statistics["reward.difference"] == pytest.approx(-0.5)
+
+
+def test_arms_of_the_wrong_size_are_noticed_though_nothing_is_measured() -> None:
+    evidence = Evidence(SMALL)
+    for number in range(400):
+        evidence.take("maturity", UnitReading(unit(number, candidate=number % 3 == 0), {}))
+    assert evidence.findings().sample_ratio_broken
+    assert ARMS in evidence.findings().open_guardrails
+
+
+def test_statistics_fit_an_event() -> None:
+    names = [name for name in metrics_of_ours() if name not in ("reward", "missing")]
+    guarded = ["reward", "missing", *names[:6]]
+    plan = RolloutPlan(
+        shadow_units=1,
+        guardrails=tuple(Guardrail(metric=name, margin=0.1) for name in guarded),
+        successes=tuple(Success(metric=name, margin=0.1) for name in names[6:10]),
+    )
+    evidence = Evidence(plan)
+    for number in range(4):
+        reading = UnitReading(unit(number, candidate=number % 2 == 0), dict.fromkeys(evidence.metrics, 0.5))
+        evidence.take("maturity", reading)
+        evidence.take("closing", reading)
+    found = evidence.statistics()
+    assert len(found) <= 64
+    assert all(math.isfinite(value) for value in found.values())
+
+
+def metrics_of_ours() -> list[str]:
+    from importlib.metadata import entry_points
+
+    return sorted(entry.name for entry in entry_points(group=metrics.GROUP))
+
+
+@pytest.mark.parametrize(("world", "seed"), [(World(), 0), (World(worse=0.25), 1), (World(missing_more=0.5), 2)])
+def test_the_registry_and_the_benchmark_agree(world: World, seed: int) -> None:
+    """Two implementations, one draw: each test is convinced at the same session."""
+    print(f"seed {seed}")
+    plan, runs, count = RolloutPlan(), 3, 250
+    chance = np.random.default_rng(seed)
+    drawn: list[Sessions] = [draw_sessions(chance, world, number, runs) for number in range(count)]
+    found = play(chance, plan, world, count, runs, source=lambda number: drawn[number])
+    for run in range(runs):
+        evidence, harmed, safe = Evidence(plan), dict[str, int](), dict[str, int]()
+        for number, sessions in enumerate(drawn):
+            for look in plan.looks:
+                evidence.take(look, readings(sessions, number, look, world.every_s)[run])
+            now = evidence.findings(numbers=False)
+            if ARMS not in now.open_guardrails:
+                safe.setdefault(ARMS, number)
+            for name in now.harmed:
+                harmed.setdefault(name, number)
+            for one in plan.guardrails:
+                if one.metric not in now.open_guardrails:
+                    safe.setdefault(one.metric, number)
+        theirs = {f"{name} at {look}": int(at[run]) for (name, look), at in found.harm.items() if at[run] < NEVER}
+        assert harmed == theirs
+        shown = {**found.safe, ARMS: found.even}
+        assert safe == {name: int(at[run]) for name, at in shown.items() if at[run] < NEVER}
+        ratio = found.ratio[run] < NEVER
+        assert evidence.findings(numbers=False).sample_ratio_broken == ratio
