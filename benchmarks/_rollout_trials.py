@@ -91,7 +91,7 @@ _READ_ONCE = ("tool_errors", "loops")
 
 
 class _Gamblers:
-    """`betting.Bets` on several sequences of each run, with several gamblers on each: they share what was seen."""
+    """`EProcess` on several sequences of each run, with several gamblers on each: they share what was seen."""
 
     def __init__(self, rows: int, runs: int) -> None:
         self.count, self.total, self.squares = (np.zeros((rows, runs)) for _ in range(3))

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 
-from headrace_registry.betting import Bets
+from headrace_registry.e_process import EProcess
 from headrace_registry.rollouts.contrast import Contrast
 from headrace_registry.rollouts.hedge import PARTS, Hedge
 from headrace_registry.rollouts.sample_ratio import SampleRatio
@@ -24,7 +24,7 @@ def exact_wealths(sessions: Sequence[tuple[bool, int]], null: Fraction, gaps: Se
     past says, are taken from floats.
     """
     contrast_count, contrast_total = 0, Fraction(0)
-    gamblers = [Bets(float(null), float(gap)) for gap in gaps]
+    gamblers = [EProcess(float(null), float(gap)) for gap in gaps]
     wealths = [Fraction(part).limit_denominator(3) for _, part in PARTS][: len(gaps)]
     found = []
     for candidate, good in sessions:

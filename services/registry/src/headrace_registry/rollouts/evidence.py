@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace_registry import spending
-from headrace_registry.betting import Bets
+from headrace_registry.e_process import EProcess
 from headrace_registry.rollouts import confidence
 from headrace_registry.rollouts.contrast import Contrast
 from headrace_registry.rollouts.hedge import Hedge
@@ -55,7 +55,7 @@ class Watch:
         self.metric, self.look = metric, look
         self.scale = (1.0 if look == "shadow" else 0.5) / metric.width
         self.tests: list[Test] = []
-        self.seen = Bets(null=0.0, gap=1.0)
+        self.seen = EProcess(null=0.0, gap=1.0)
         self._contrast = Contrast()
         self._sequence = confidence.Sequence(alpha)
 
@@ -66,12 +66,12 @@ class Watch:
 
     def not_inferior(self, margin: float, error: float) -> Test:
         gap = margin * self.scale
-        test = Test(Bets(null=-gap, gap=gap), error)
+        test = Test(EProcess(null=-gap, gap=gap), error)
         self.tests.append(test)
         return test
 
     def improved(self, margin: float, error: float) -> Test:
-        test = Test(Bets(null=0.0, gap=margin * self.scale), error)
+        test = Test(EProcess(null=0.0, gap=margin * self.scale), error)
         self.tests.append(test)
         return test
 
@@ -145,7 +145,7 @@ class Evidence:
         self._successes = [(one, self._claim(one, self._watch(one, last), error)) for one in plan.successes]
         self._ratio = SampleRatio()
         self._ratio_broken = False
-        self._even = [Test(Bets(null=-plan.uneven, gap=plan.uneven), self.alpha, sign) for sign in (1.0, -1.0)]
+        self._even = [Test(EProcess(null=-plan.uneven, gap=plan.uneven), self.alpha, sign) for sign in (1.0, -1.0)]
         self._shadow_units = 0
         self._last: dict[Look, UnitReading] = {}
 

@@ -1,6 +1,6 @@
 """Several gamblers share one unit of money: each expects another effect, and one of them about the right one.
 
-The sum of their wealth is again a non-negative supermartingale that begins with 1, so `betting`'s bound holds for it
+The sum of their wealth is again a non-negative supermartingale that begins with 1, so `EProcess`'s bound holds for it
 (diversified bets: Waudby-Smith & Ramdas 2023, section 5). A gambler who expects a small effect bets too little on a
 disaster, one who expects a disaster loses on a small effect.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from headrace_registry.betting import Bets
+from headrace_registry.e_process import EProcess
 
 PARTS = ((1.0, 2.0 / 3.0), (2.0, 1.0 / 3.0))
 """What a gambler expects, in gaps, and its part of the money."""
@@ -19,7 +19,7 @@ class Hedge:
     """Against "the mean is at most `null`", for values of [-1, 1]. `gap` is the effect that must not be missed."""
 
     def __init__(self, null: float, gap: float) -> None:
-        self._gamblers = [(Bets(null=null, gap=times * gap), math.log(part)) for times, part in PARTS]
+        self._gamblers = [(EProcess(null=null, gap=times * gap), math.log(part)) for times, part in PARTS]
 
     def see(self, value: float) -> None:
         for gambler, _ in self._gamblers:
