@@ -17,11 +17,11 @@ from headrace_schemas import (
     Sampling,
     Span,
     TrainingMetrics,
+    TrainingOutcome,
     Trajectory,
     Turn,
     Undone,
     Usage,
-    Verdict,
 )
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -68,13 +68,13 @@ def experience(name: str, *turn_ids: str, of: str = "T", revision: int = 0, rewa
     )  # fmt: skip
 
 
-def verdict(name: str, *turn_ids: str, revision: int = 0, dropped: str | None = None) -> Verdict:
-    return Verdict.model_validate(
+def verdict(name: str, *turn_ids: str, revision: int = 0, dropped: str | None = None) -> TrainingOutcome:
+    return TrainingOutcome.model_validate(
         {"experience_id": name, "revision": revision, "turn_ids": turn_ids, "dropped": dropped}
     )
 
 
-def report(*verdicts: Verdict, save: int = 0, lineage: str = "main", at_s: int = 0) -> TrainingMetrics:
+def report(*verdicts: TrainingOutcome, save: int = 0, lineage: str = "main", at_s: int = 0) -> TrainingMetrics:
     time = START + timedelta(seconds=at_s)
     return TrainingMetrics(time=time, model="m", lineage=lineage, step=save, account=save, verdicts=verdicts)
 

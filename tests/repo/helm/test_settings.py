@@ -12,12 +12,13 @@ import yaml
 
 from headrace_gateway.access import read_keys
 from headrace_gateway.settings import GatewaySettings
-from headrace_inference.settings import InferenceSettings
+from headrace_inference.settings import InferenceSettings, TorchSettings
 from headrace_judge.settings import JudgeSettings
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime.errors import SettingError
 from headrace_runtime.main import Service as Program
-from headrace_runtime.settings import CONFIG_VARIABLE, Common, ServiceSettings, load
+from headrace_runtime.settings import Common, ServiceSettings, load
+from headrace_runtime.settings_table import CONFIG_VARIABLE
 from headrace_runtime.topics import catalogue
 from headrace_trainer.settings import TrainerSettings
 from tests.repo.compose_files import ROOT, ours, services
@@ -148,6 +149,12 @@ def test_names_that_look_like_numbers_stay_names(tmp_path: Path) -> None:
     assert own.endpoint.api_key.get_secret_value() == SECRETS["judge-endpoint", "api-key"]
 
 
+def _torch(settings: InferenceSettings) -> TorchSettings:
+    found = settings.of("torch")
+    assert isinstance(found, TorchSettings)
+    return found
+
+
 def test_devices_follow_the_number_of_gpus(tmp_path: Path) -> None:
     for variant, device in (("default", "cpu"), ("gpu", "cuda"), ("production", "cuda")):
         for container in containers(objects(variant)):
@@ -157,7 +164,7 @@ def test_devices_follow_the_number_of_gpus(tmp_path: Path) -> None:
                 continue
             _, own = started(container, tmp_path)
             assert isinstance(own, InferenceSettings | TrainerSettings)
-            chosen = own.torch.device if isinstance(own, InferenceSettings) else own.compute.device
+            chosen = _torch(own).device if isinstance(own, InferenceSettings) else own.compute.device
             assert (chosen, limits.get("nvidia.com/gpu")) == (device, 1 if device == "cuda" else None)
             assert bool(container.pod.get("nodeSelector")) == (device == "cuda")
 

@@ -76,7 +76,7 @@ async def test_what_was_saved_comes_back(world: World, make: Make) -> None:
     assert saved.steps == 2
     assert LineageStore(world.blobs, "main").read() == saved
     again = open_lineage(make(), world.blobs, world.clock)
-    assert again.state.snapshot() == {name: getattr(saved, name) for name in again.state.picture()}
+    assert again.state.snapshot() == {name: getattr(saved, name) for name in again.state.snapshot()}
 
 
 @pytest.mark.parametrize("which", ["weights", "optimizer", "state"])
