@@ -15,7 +15,7 @@ from collections.abc import Callable
 from os.path import relpath
 from pathlib import Path
 
-from docs.site.pages import ROOT, Link, links, outside_code, pages, tracked
+from docs.site.pages import ROOT, Link, links, navigation, outside_code, pages, tracked
 
 _FENCE = re.compile(r"^( *)```(\w+)([^\n`]*)$", re.MULTILINE)
 _FILE = re.compile(r"file=([\w./-]+)")
@@ -37,6 +37,9 @@ def main() -> None:
         for link in links(page, text):
             shown[link.page] = link
         _write(target / page, page_text(page, text))
+    for page in navigation():
+        if page.endswith("/index.md"):
+            shown[page] = Link(page.removesuffix("/index.md"), "", 0, 0)
     for path, link in shown.items():
         if path not in pages():
             _show(target, path, link, shown)

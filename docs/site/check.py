@@ -1,6 +1,6 @@
-"""Looks at the site that was built: each page two clicks at most from the front page, and nothing that comes from elsewhere.
+"""Looks at the site that was built: each page is two clicks at most from the front page, and nothing comes from elsewhere.
 
-    python -m docs.site.check SITE REPORT
+python -m docs.site.check SITE REPORT
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from html.parser import HTMLParser
 from os.path import normpath
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from docs.site.pages import pages as documentation
 
 _CLICKS_MAX = 2
 _LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "video": "src"}
@@ -75,14 +77,29 @@ def main() -> None:
     site, report = map(Path, sys.argv[1:])
     pages = read(site)
     taken = clicks(pages)
-    far = sorted(name for name in pages if taken.get(name, _CLICKS_MAX + 1) > _CLICKS_MAX)
-    found = {"pages": len(pages), "clicks_max": max(taken.values()), "too_far": far, "elsewhere": elsewhere(pages)}
+    written = {_name(page) for page in documentation()}
+    far = sorted(name for name in written if taken.get(name, _CLICKS_MAX + 1) > _CLICKS_MAX)
+    lost = sorted(pages.keys() - taken.keys())
+    found = {
+        "pages": len(written),
+        "texts_of_files": len(pages) - len(written),
+        "clicks_max": max(taken[name] for name in written if name in taken),
+        "too_far": far,
+        "not_reachable": lost,
+        "elsewhere": elsewhere(pages),
+    }
     report.parent.mkdir(parents=True, exist_ok=True)
     report.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    wrong = far + elsewhere(pages)
-    sys.stdout.write(f"{len(pages)} pages, {max(taken.values())} clicks at most\n")
+    wrong = far + lost + elsewhere(pages)
+    sys.stdout.write(f"{len(written)} pages, each {found['clicks_max']} clicks at most from the front page\n")
     if wrong:
         sys.exit(f"further than {_CLICKS_MAX} clicks, or from elsewhere: {', '.join(wrong[:20])}")
+
+
+def _name(page: str) -> str:
+    """Where the generator puts a page of the repository."""
+    path = page.removesuffix(".md")
+    return (path.removesuffix("README") if path.endswith("README") else f"{path}/") + "index.html"
 
 
 if __name__ == "__main__":

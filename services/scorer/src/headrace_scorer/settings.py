@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,8 @@ class Settings(ServiceSettings):
     Sources are named `feedback` (or as the feedback says), `function:<name>`, `judge:<rubric>`, or as a third party
     chooses; where a source is expected here, a pattern such as `judge:*` may stand for it.
     """
+
+    COMMON: ClassVar = ("functions", "weights", "required", "expected", "settle_s")
 
     port: Port = 8032
     """Port of the service's HTTP; 0 lets the system choose."""
