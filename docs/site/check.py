@@ -1,4 +1,4 @@
-"""Looks at the site that was built: each page is two clicks at most from the front page, and nothing comes from elsewhere.
+"""Looks at the site that was built: a page is two clicks at most from the front page, and nothing comes from elsewhere.
 
 python -m docs.site.check SITE REPORT
 """

@@ -17,8 +17,8 @@ NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 _RATE_OF_SIZE, _RATE_OF_ADAPTERS = 0.13, 10
-"""Through 2e-4 at 0.4 million parameters, which the demo was measured with, and 1.5e-6 at 7 billion, as recipes for models
-of that size have it."""
+"""Through 2e-4 at 0.4 million parameters, which the demo was measured with, and 1.5e-6 at 7 billion, as recipes for
+models of that size have it."""
 
 
 class AdvantageSettings(Section):
