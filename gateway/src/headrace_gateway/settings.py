@@ -119,6 +119,7 @@ class GatewaySettings(ServiceSettings):
     COMMON: ClassVar = ("host", "port", "keys", "model_aliases")
 
     port: Port = 8000
+    """The port that agents call; 0 lets the system choose."""
     keys: tuple[KeySettings, ...] = ()
     """API keys. None at all: everything is open, tenant `default`, and only loopback may be listened on."""
     keys_file: str = ""

@@ -114,7 +114,7 @@ class BudgetSettings(Section):
     calls_per_hour: Limit = None
     """Calls to the endpoint, retries included."""
     calls_per_day: Limit = None
-    """As above, per day."""
+    """Calls to the endpoint per day, retries included."""
     tokens_per_hour: Limit = None
     """Prompt and completion tokens as the endpoint reports them (estimated where it does not)."""
     tokens_per_day: Limit = None
