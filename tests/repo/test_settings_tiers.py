@@ -37,8 +37,8 @@ def test_the_readme_names_the_common_ones(described: Described) -> None:
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     block = page.split("<!-- common settings -->")[1].split("<!-- end of common settings -->")[0]
     names: set[str] = set()
-    for prefix, listed in re.findall(r"^\| `([\w.]*)` \| (.+) \|$", block, re.MULTILINE):
-        names |= {".".join(filter(None, (prefix.strip("."), name))) for name in re.findall(r"`([\w.]+)`", listed)}
+    for prefix, listed in re.findall(r"^\| (?:shared|`(\w+\.)`) \| (.+) \|$", block, re.MULTILINE):
+        names |= {prefix + name for name in re.findall(r"`([\w.]+)`", listed)}
     common = {one.name for settings in described.values() for one in settings if one.tier == "common"}
     assert names == common
 
