@@ -72,7 +72,7 @@ class LossSettings(Section):
     """The ratio counts no further up than `1 + clip_high`."""
     clip_dual: Annotated[float, Field(gt=1)] | None = None
     """Bound on the ratio where the advantage is negative (dual clip), none by default."""
-    proximal: Literal["step", "behaviour"] = "behaviour"
+    proximal: Literal["step", "behaviour"] = "step"
     """What the ratio is taken against: the weights at the start of the step, with a truncated importance weight for
     what separates them from the engine (decoupled), or the engine's own logprobs (classical PPO)."""
     weight_max: Annotated[float, Field(ge=1)] = 2.0
