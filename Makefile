@@ -9,7 +9,7 @@ UV := $(BIN)/uv
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers install-helm lock schemas lint test test-long test-clients test-helm demo up attack chaos simulate mutants test-architectures test-learning bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer compose-test lock-images clean
+.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm demo up attack chaos simulate mutants test-architectures test-learning bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer compose-test lock-images clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -75,9 +75,21 @@ schemas: $(VENV)/installed ## write JSON Schema and AsyncAPI from the models
 lint: $(VENV)/installed ## ruff, mypy strict, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PACKAGES:%=-p %)
+	$(BIN)/mypy $(PACKAGES:%=-p %) -p docs.site
 	$(BIN)/mypy tests benchmarks examples
 	$(BIN)/lint-imports
+
+DOCS := .venv-docs
+
+$(DOCS)/installed: $(UV) requirements-docs.lock
+	$(PYTHON) -m venv $(DOCS)
+	$(UV) pip sync --quiet --require-hashes --python $(DOCS)/bin/python requirements-docs.lock
+	@touch $@
+
+docs: $(DOCS)/installed ## the documentation as a site in build/site: links strict, nothing from elsewhere (its environment takes 90 MB)
+	$(DOCS)/bin/python -m docs.site.assemble build/docs
+	$(DOCS)/bin/zensical build --clean --strict
+	$(DOCS)/bin/python -m docs.site.check build/site reports/docs.json
 
 demo: $(VENV)/installed ## an agent gets better from its own calls, in about five minutes (SEED=0)
 	$(BIN)/headrace demo --seed $(SEED)
@@ -165,6 +177,7 @@ lock: $(UV) ## resolve every dependency again, with hashes, for every platform
 	$(COMPILE) requirements.in -o requirements.lock \
 	  --no-emit-package headrace $(DISTRIBUTIONS:%=--no-emit-package headrace-%)
 	$(COMPILE) requirements-mutants.in -o requirements-mutants.lock
+	$(COMPILE) requirements-docs.in -o requirements-docs.lock
 
 IMAGES := gateway collector scorer judge registry trainer inference broker
 PART := $(COMPILE) --constraint requirements.lock --no-emit-package headrace-schemas --no-emit-package headrace-runtime

@@ -1,7 +1,8 @@
 """Finds the code fences of a page, so that what the page shows is what the tests run.
 
 What follows the language on a fence's first line says how it is run: `stack` against a running Headrace, `file=NAME` as
-a file of that name in the folder that the page's other fences run in.
+a file of that name in the folder that the page's other fences run in, `tutorial` one after the other as a reader would,
+on a page that is walked from its top to its end (`up` beside the others, until they are done).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = {"python", "bash", "sh"}
 PARSED = {"toml", "json", "yaml"}
 """TOML is read as Headrace's settings, too."""
-SHOWN = {"text", "console", "mermaid"}
+SHOWN = {"text", "console", "mermaid", "diff"}
 _FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-_HOW = re.compile(r"stack|file=[\w./-]+")
+_HOW = re.compile(r"stack|tutorial|up|file=[\w./-]+")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Fence:
     @property
     def needs_stack(self) -> bool:
         return "stack" in self.how
+
+    @property
+    def is_step(self) -> bool:
+        return "tutorial" in self.how
 
     @property
     def file(self) -> str | None:
@@ -61,7 +66,11 @@ def problem(fence: Fence) -> str | None:
         known = ", ".join(sorted(RUN | PARSED | SHOWN))
         return f"{fence.label}: fence language {fence.language!r} is none of {known}; name one"
     wrong = [word for word in fence.how if not _HOW.fullmatch(word)]
-    return f"{fence.label}: {wrong[0]!r} says nothing; a fence may have `stack` or `file=NAME`" if wrong else None
+    return (
+        f"{fence.label}: {wrong[0]!r} says nothing; a fence may have `stack`, `tutorial` or `file=NAME`"
+        if wrong
+        else None
+    )
 
 
 @cache
@@ -69,6 +78,12 @@ def pages() -> list[Path]:
     """Every page of the repository."""
     listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
     return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).exists()]
+
+
+@cache
+def tutorials() -> list[Path]:
+    """The pages that are walked."""
+    return [page for page in pages() if any(fence.is_step for fence in fences(page))]
 
 
 @cache

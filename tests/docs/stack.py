@@ -21,6 +21,7 @@ _SMALL = {
     "inference.heartbeat_s": 0.5,
     "trainer.batch_experiences": BATCH,
     "trainer.batch_experiences_min": BATCH,
+    "trainer.steps_per_version": 1,
     "trainer.optimizer.learning_rate": 0.003,
     "trainer.compute.device": "cpu",
 }

@@ -17,7 +17,7 @@ from typer.main import get_command
 
 from headrace_cli.app import app
 from headrace_runtime.errors import SettingError
-from tests.docs.fences import PARSED, ROOT, Fence, all_fences, fences, pages, problem
+from tests.docs.fences import PARSED, ROOT, Fence, all_fences, fences, pages, problem, tutorials
 from tests.docs.not_run import NOT_RUN, executed, key_of
 from tests.docs.settings import check
 from tests.docs.stack import Folder
@@ -43,7 +43,8 @@ def test_code_runs(fence: Fence, tmp_path: Path) -> None:
 def test_data_is_what_it_says(fence: Fence, tmp_path: Path) -> None:
     if fence.language == "toml":
         tomllib.loads(fence.text)
-        check(fence.text, tmp_path)
+        if ROOT / fence.page not in tutorials():  # there a service reads it that the page itself adds
+            check(fence.text, tmp_path)
     else:
         assert json.loads(fence.text) if fence.language == "json" else yaml.safe_load(fence.text)
 

@@ -95,6 +95,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 [trainer]
 base = {json.dumps(str(base))}
 model = "m"
+steps_per_version = 1
+max_staleness = 4
 [trainer.optimizer]
 learning_rate = 1e-2
 [registry.gate]

@@ -52,6 +52,7 @@ def _settings(base: Path, **overrides: object) -> TrainerSettings:
             "batch_experiences": 4,
             "batch_experiences_min": 1,
             "save_interval_s": 1e-9,
+            "steps_per_version": 1,
             "max_staleness": 50,
             **overrides,
         }

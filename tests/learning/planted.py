@@ -44,7 +44,8 @@ def caught(fault: Fault, folder: Path, base: Path) -> bool:
 
 def _learns(folder: Path, base: Path) -> None:
     def make(**overrides: Any) -> TrainerSettings:
-        settings = {"base": str(base), "model": "m", "batch_experiences_min": 1, "save_interval_s": 1e-9, **overrides}
+        settings = {"base": str(base), "model": "m", "batch_experiences_min": 1, "save_interval_s": 1e-9}
+        settings |= {"steps_per_version": 1, "max_staleness": 4, **overrides}
         return TrainerSettings.model_validate(settings)
 
     with contextlib.redirect_stdout(None):

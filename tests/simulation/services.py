@@ -58,6 +58,7 @@ TRAINER = TrainerSettings.model_validate(
         "batch_experiences": 3,
         "batch_experiences_min": 1,
         "batch_wait_s": 3.0,
+        "steps_per_version": 1,
         "max_staleness": MAX_STALENESS,
         "save_interval_s": 2.0,
         "retry_s": 10.0,

@@ -22,8 +22,14 @@ _HEADER = """# Headrace settings. Everything is optional: what is commented out 
 #
 # `headrace up --config FILE` reads this. An environment variable overrides a line (HEADRACE_GATEWAY__PORT=8100), and so
 # does `headrace up --set gateway.port=8100`. An unknown name stops the start.
+# In each table the first settings are those that users set, then follows what tunes, then what limits.
 # This file is the output of `headrace config reference`.
 """
+_BEGINNING = """# Headrace settings: those that users set. What is commented out shows the default.
+# `headrace config reference` has all settings.
+"""
+TIERS = ("common", "tuning", "limits")
+"""What a user sets; what changes how well or how fast it works; how much, how many or how long at most."""
 
 
 class Setting(BaseModel):
@@ -34,6 +40,7 @@ class Setting(BaseModel):
     default: JsonValue = None
     required: bool = False
     description: str = ""
+    tier: str = "tuning"
 
 
 Described = dict[str, list[Setting]]
@@ -65,31 +72,46 @@ def _sentences(name: str, result: subprocess.CompletedProcess[str]) -> list[str]
     return [line.removeprefix(f"headrace {name}: ") for line in said]
 
 
-def as_toml(described: Described, *, only: str | None = None) -> str:
-    """A settings file in which every setting stands with its meaning, commented out, with its default."""
+def as_toml(described: Described, *, only: str | None = None, tier: str | None = None) -> str:
+    """A settings file in which every setting (of a tier) stands with its meaning, commented out, with its default."""
     sections = [name for name in described if only is None or name == only]
-    parts = [_HEADER] if only is None else []
-    parts += [_section(described[section]) for section in sections]
+    parts = [_HEADER] if only is None and tier is None else []
+    parts += filter(None, (_section(described[section], tier) for section in sections))
     return "\n".join(parts)
 
 
-def _section(settings: Sequence[Setting]) -> str:
-    lines: list[str] = []
-    header = None
+def to_begin_with(described: Described, given: Mapping[str, JsonValue]) -> str:
+    """A file with the common settings: those that are `given` are set, the others commented out."""
+    sections = [_section(settings, "common", given) for settings in described.values()]
+    return "\n".join([_BEGINNING, *filter(None, sections)])
+
+
+def _section(settings: Sequence[Setting], tier: str | None, given: Mapping[str, JsonValue] | None = None) -> str:
+    """Its tables, in each the tiers in their order."""
+    tables: dict[str, list[Setting]] = {}
     for setting in settings:
-        table, _, key = setting.name.rpartition(".")
-        if table != header:
-            header = table
-            lines += [f"\n[{table}]"] if table else []
-        lines += _lines(key, setting)
-    return "\n".join(lines).lstrip("\n") + "\n"
+        if tier in (None, setting.tier):
+            tables.setdefault(setting.name.rpartition(".")[0], []).append(setting)
+    lines: list[str] = []
+    for table, inside in tables.items():
+        lines += [f"\n[{table}]"] if table else []
+        for each in TIERS:
+            found = [setting for setting in inside if setting.tier == each]
+            lines += [f"# --- {each}"] if found and tier is None else []
+            for setting in found:
+                lines += _lines(setting, given or {})
+    return "\n".join(lines).lstrip("\n") + "\n" if lines else ""
 
 
-def _lines(key: str, setting: Setting) -> list[str]:
+def _lines(setting: Setting, given: Mapping[str, JsonValue]) -> list[str]:
+    key = setting.name.rpartition(".")[2]
     text = f"{setting.description} ({setting.kind})" if setting.description else f"({setting.kind})"
     wrapped = textwrap.wrap(text, _WIDTH - 2, break_long_words=False, break_on_hyphens=False)
+    comment = [f"# {line}" for line in wrapped]
+    if setting.name in given:
+        return [*comment, f"{key} = {toml(given[setting.name])}"]
     value = "..." if setting.required or setting.default is None else toml(setting.default)
-    return [*(f"# {line}" for line in wrapped), f"#{key} = {value}"]
+    return [*comment, f"#{key} = {value}"]
 
 
 def _run_all(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,8 @@ Label = Annotated[str, Field(min_length=1, max_length=128)]
 
 class LimitSettings(Section):
     """What one caller, or all callers together, may ask for. Beyond it the answer is 429 (413 for the body)."""
+
+    TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
 
     requests_per_s: Positive = 500.0
     """Requests per second in the long run."""
@@ -70,6 +72,8 @@ class CaptureSettings(Section):
 class FeedbackSettings(Section):
     """Bounds of one feedback, which becomes an event for each session that it lists turns of."""
 
+    TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
+
     sessions_max: Annotated[int, Field(ge=1, le=4096)] = 64
     """Sessions that one feedback may list turns of; beyond it the answer is 422. Each counts as a request."""
     growth_max: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 9.0
@@ -112,6 +116,8 @@ class StickySettings(Section):
 
 class GatewaySettings(ServiceSettings):
     """Settings of the gateway."""
+
+    COMMON: ClassVar = ("host", "port", "keys", "model_aliases")
 
     port: Port = INFO.port
     keys: tuple[KeySettings, ...] = ()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, JsonValue, SecretStr, TypeAdapter
 from pydantic.fields import FieldInfo
 
+Tier = Literal["common", "tuning", "limits"]
+"""What a user sets; what changes how well or how fast it works; how much, how many or how long at most."""
+_LIMIT = re.compile(r"(^|_)(max|min|timeout|retention|lease|ttl)(_|$)")
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
@@ -19,6 +23,7 @@ class SettingDoc(BaseModel):
     default: JsonValue = None
     required: bool = False
     description: str = ""
+    tier: Tier = "tuning"
 
 
 def describe(model: type[BaseModel], prefix: str = "", instance: BaseModel | None = None) -> Iterator[SettingDoc]:
@@ -32,16 +37,23 @@ def describe(model: type[BaseModel], prefix: str = "", instance: BaseModel | Non
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             inner.append((name, field.annotation, value if isinstance(value, BaseModel) else None))
         else:
-            yield _doc(prefix + name, field, value)
+            yield _doc(prefix + name, field, value, tier_of(model, name))
     for name, section, starts_with in inner:
         yield from describe(section, f"{prefix}{name}.", starts_with)
+
+
+def tier_of(model: type[BaseModel], name: str) -> Tier:
+    """A section says what is common in it, and whether all of it is limits; names say it of single ones."""
+    if name in getattr(model, "COMMON", ()):
+        return "common"
+    return "limits" if _LIMIT.search(name) else getattr(model, "TIER", "tuning")
 
 
 def _default(field: FieldInfo) -> object:
     return None if field.is_required() else field.get_default(call_default_factory=True)
 
 
-def _doc(name: str, field: FieldInfo, value: object) -> SettingDoc:
+def _doc(name: str, field: FieldInfo, value: object, tier: Tier) -> SettingDoc:
     annotated: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
     adapter: TypeAdapter[Any] = TypeAdapter(annotated)
     return SettingDoc(
@@ -50,6 +62,7 @@ def _doc(name: str, field: FieldInfo, value: object) -> SettingDoc:
         default=None if value is None else _shown(adapter, value),
         required=field.is_required(),
         description=" ".join((field.description or "").split()),
+        tier=tier,
     )
 
 

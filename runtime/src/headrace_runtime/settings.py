@@ -17,7 +17,7 @@ import os
 from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, create_model, model_validator
@@ -36,6 +36,11 @@ class Section(BaseModel):
     """One table of the settings file. Field docstrings are the reference that `headrace config` prints."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    COMMON: ClassVar[tuple[str, ...]] = ()
+    """Names in this section that a user of Headrace sets (`headrace config init` writes them)."""
+    TIER: ClassVar[Literal["tuning", "limits"]] = "tuning"
+    """What the others are, but for those that are called bounds (`headrace_runtime.reference`)."""
 
     @classmethod
     def announced(cls) -> Mapping[str, type[Section]]:
@@ -89,6 +94,8 @@ def complete(model: type[M]) -> type[M]:
 class BusSettings(Section):
     """Where the bus is and how long to wait for it."""
 
+    COMMON: ClassVar = ("address", "replication")
+
     address: str = "127.0.0.1:9092"
     """Kafka bootstrap address, ours or Apache Kafka's: `host:port`, several separated by commas."""
     replication: Annotated[int, Field(ge=1)] = 1
@@ -107,6 +114,8 @@ class BusSettings(Section):
 class DatabaseSettings(Section):
     """Where a service's own state lives."""
 
+    COMMON: ClassVar = ("url",)
+
     url: SecretStr = SecretStr("sqlite")
     """`sqlite` for a file per service under `data_dir`, or `postgresql://user:password@host/database`."""
     pool_size: Annotated[int, Field(ge=1, le=100)] = 5
@@ -116,12 +125,16 @@ class DatabaseSettings(Section):
 class BlobSettings(Section):
     """Where large content lives."""
 
+    COMMON: ClassVar = ("url",)
+
     url: str = ""
     """An fsspec URL such as `s3://bucket/headrace`; empty for a folder under `data_dir`."""
 
 
 class LogSettings(Section):
     """What is written to standard error, and how."""
+
+    COMMON: ClassVar = ("level", "format")
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is written."""
@@ -132,12 +145,16 @@ class LogSettings(Section):
 class SecuritySettings(Section):
     """What services know about each other."""
 
+    COMMON: ClassVar = ("internal_key",)
+
     internal_key: SecretStr = SecretStr("")
     """Bearer token between services, and for their metrics; required as soon as one of them listens beyond loopback."""
 
 
 class DeadLetterSettings(Section):
     """When a consumer stops, because it refuses so much that it must be wrong itself; it goes on after a restart."""
+
+    TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
 
     run_max: Annotated[int, Field(ge=0)] = 100
     """Records refused in a row after which a stream service or the trainer pauses; 0 never pauses for this."""
@@ -153,6 +170,8 @@ class DeadLetterSettings(Section):
 
 class Common(Section):
     """What all services share."""
+
+    COMMON: ClassVar = ("data_dir",)
 
     data_dir: Path = Path(".headrace")
     """Everything that this machine keeps: databases, blobs, logs, the gateway's spool. For its owner alone."""

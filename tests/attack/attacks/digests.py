@@ -140,7 +140,14 @@ async def _overwritten(folder: Path, base: Path, rng: random.Random, rank: int) 
     shutil.copytree(base, copy)
     blobs = BlobStore((folder / "blobs").as_uri())
     settings = TrainerSettings.model_validate(
-        {"base": str(copy), "model": "m", "batch_experiences": 4, "batch_experiences_min": 1, "lora": {"rank": rank}}
+        {
+            "base": str(copy),
+            "model": "m",
+            "batch_experiences": 4,
+            "batch_experiences_min": 1,
+            "steps_per_version": 1,
+            "lora": {"rank": rank},
+        }
     )
     lineage = await asyncio.to_thread(open_lineage, settings, blobs, SystemClock())
     _overwrite(copy, rng)

@@ -210,7 +210,9 @@ def _opened(blobs: BlobStore) -> Lineage:
     store = LineageStore(blobs, "main")
     while not store.take():
         pass
-    settings = TrainerSettings(base="nowhere", model=_MODEL, batch_experiences=1, batch_experiences_min=1)
+    settings = TrainerSettings(
+        base="nowhere", model=_MODEL, batch_experiences=1, batch_experiences_min=1, steps_per_version=1
+    )
     return open_lineage(settings, blobs, SystemClock(), store)
 
 

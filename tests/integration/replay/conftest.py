@@ -83,7 +83,8 @@ class Town:
     async def headrace(self, *arguments: str, status: int = 0) -> str:
         """What `headrace replay ...` prints; its standard error is in the failure message."""
         program = "from headrace_cli.app import main; main()"
-        settings = {"trainer.base": self.base, "bus.address": self.bus, "data_dir": self.data_dir, **self.settings}
+        settings = {"trainer.base": self.base, "bus.address": self.bus, "data_dir": self.data_dir}
+        settings |= {"trainer.steps_per_version": 1, "trainer.max_staleness": 4, **self.settings}
         environ = {f"HEADRACE_{name.upper().replace('.', '__')}": str(value) for name, value in settings.items()}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", program, "replay", *arguments, env={**os.environ, **environ, "COLUMNS": "200"},

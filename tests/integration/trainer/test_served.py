@@ -77,6 +77,7 @@ async def test_versions_are_served_sampled_and_trained_on(
             "base": str(base),
             "model": "m",
             "batch_experiences": BATCH,
+            "steps_per_version": 1,
             "lora": lora,
             "optimizer": {"learning_rate": 2e-2 if lora else 5e-3},
         }

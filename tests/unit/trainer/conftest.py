@@ -32,6 +32,8 @@ def make(base: Path) -> Make:
             "model": "m",
             "batch_experiences": 4,
             "batch_experiences_min": 1,
+            "steps_per_version": 1,
+            "max_staleness": 4,
             "save_interval_s": 1e-9,
             "retry_s": 0.5,
             "optimizer": {"learning_rate": 1e-3},

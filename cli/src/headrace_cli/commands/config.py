@@ -84,30 +84,58 @@ def reference(
         str | None, typer.Argument(help="Only this service's section.", autocompletion=service_names)
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
+    tier: Annotated[str | None, typer.Option(help="Only these: common, tuning or limits.", metavar="TIER")] = None,
 ) -> None:
-    """Print every setting with its meaning and default, as a settings file in which everything is commented out."""
+    """Print every setting with its meaning and default, as a settings file in which everything is commented out.
+
+    In each table come first those that users set (common), then what tunes, then what limits.
+    """
     from headrace.errors import UsageError
-    from headrace_cli.settings_reference import as_toml, ask
+    from headrace_cli.settings_reference import TIERS, as_toml, ask
     from headrace_cli.supervisor.plan import installed
 
+    if tier not in (None, *TIERS):
+        raise UsageError(f"no tier {tier!r}; there are {', '.join(TIERS)}")
     services = installed()
     if service is not None and service not in services:
         raise UsageError(f"no service {service!r} is installed; there are {', '.join(services)}")
     with console(stderr=True).status("asking the services"):
-        text = as_toml(ask({service: services[service]} if service else services), only=service)
+        text = as_toml(ask({service: services[service]} if service else services), only=service, tier=tier)
     if output is not None:
         output.write_text(text, encoding="utf-8")
     else:
         typer.echo(text, nl=False)
 
 
+def init(
+    file: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("headrace.toml"),
+    base: Annotated[str, typer.Option(help="The Hugging Face folder to start from.")] = "models/base",
+    model: Annotated[str, typer.Option(help="The name that agents ask for.")] = "my-agent",
+) -> None:
+    """Write a settings file to begin with: what users set, with meanings and defaults. No file is overwritten."""
+    from headrace.errors import UsageError
+    from headrace_cli.settings_reference import ask, to_begin_with
+    from headrace_cli.supervisor.plan import installed
+
+    with console(stderr=True).status("asking the services"):
+        text = to_begin_with(ask(installed()), {"trainer.base": base, "trainer.model": model})
+    try:
+        with file.open("x", encoding="utf-8") as new:
+            new.write(text)
+    except FileExistsError:
+        raise UsageError(f"{file} exists; name another file, or remove it first") from None
+    typer.echo(f"{file} is written; `headrace config check {file}` says whether it can start")
+
+
 def add_to(parent: typer.Typer) -> None:
+    command(app, init, "headrace config init", "headrace config init headrace.toml --base models/base --model my-agent")
     command(app, check, "headrace config check headrace.toml")
     command(
         app,
         reference,
         "headrace config reference",
         "headrace config reference gateway",
+        "headrace config reference --tier common",
         "headrace config reference --output headrace.toml",
     )
     parent.add_typer(app, name="config")

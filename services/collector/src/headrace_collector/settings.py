@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -12,6 +12,8 @@ from headrace_runtime.settings import Port, ServiceSettings
 
 class CollectorSettings(ServiceSettings):
     """When sessions end, and how much is kept of them."""
+
+    COMMON: ClassVar = ("idle_s",)
 
     port: Port = INFO.port
     """Port of the service's HTTP; 0 lets the system choose."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -21,6 +21,8 @@ Seconds = Annotated[float, Field(gt=0)]
 
 class TorchSettings(Section):
     """The `torch` engine: transformers models on a CPU or a GPU."""
+
+    COMMON: ClassVar = ("device", "dtype")
 
     device: str = "auto"
     """`auto` (a GPU when there is one), or a torch device such as `cpu` or `cuda:1`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, JsonValue, SecretStr, ValidationInfo, field_validator
@@ -36,6 +36,8 @@ def _model(text: str) -> str:
 
 class EndpointSettings(Section):
     """The model that judges."""
+
+    COMMON: ClassVar = ("base_url", "model", "api_key_env")
 
     base_url: Annotated[str, AfterValidator(_address)] = Field(default="", validate_default=True)
     """Root of an OpenAI-compatible API, up to and including its `/v1`."""
@@ -84,6 +86,8 @@ class EndpointSettings(Section):
 class RetrySettings(Section):
     """What happens when the endpoint does not answer as it should. Retries survive a restart."""
 
+    TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
+
     attempts_max: Count = 20
     """How often a trajectory or pair is tried before its outcome is `failed`. With the other defaults it is given up
     after some 75 minutes, so an endpoint may be away for an hour. A try that a crash ended counts as well."""
@@ -105,10 +109,13 @@ class BudgetSettings(Section):
     what calls in progress were underestimated.
     """
 
+    COMMON: ClassVar = ("calls_per_day",)
+    TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
+
     calls_per_hour: Limit = None
     """Calls to the endpoint, retries included."""
     calls_per_day: Limit = None
-    """As above, per day."""
+    """Calls to the endpoint per day, retries included."""
     tokens_per_hour: Limit = None
     """Prompt and completion tokens as the endpoint reports them (estimated where it does not)."""
     tokens_per_day: Limit = None
@@ -135,6 +142,8 @@ class PairSettings(Section):
 
 class JudgeSettings(ServiceSettings):
     """All of `[judge]`."""
+
+    COMMON: ClassVar = ("rubrics", "sample_rate")
 
     port: Port = INFO.port
     """Port of `/health` and `/metrics`; 0 lets the system choose."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, field_validator
 
@@ -16,6 +16,8 @@ Margin = Annotated[float, Field(gt=0, le=1)]
 
 class GateSettings(Section):
     """The held-out evaluation that a candidate has to pass: a sequential paired test, see `docs/gate.md`."""
+
+    COMMON: ClassVar = ("command", "margin", "tasks_max", "audit_tasks")
 
     command: tuple[str, ...] = ()
     """Program and arguments that play held-out tasks; empty: a candidate is promoted once probed. `{base_url}`

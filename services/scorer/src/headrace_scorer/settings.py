@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,8 @@ class ScorerSettings(ServiceSettings):
     Sources are named `feedback` (or as the feedback says), `function:<name>`, `judge:<rubric>`, or as a third party
     chooses. A setting that takes sources also takes patterns such as `judge:*`.
     """
+
+    COMMON: ClassVar = ("functions", "weights", "required", "expected", "reward_wait_s")
 
     port: Port = INFO.port
     """Port of the service's HTTP; 0 lets the system choose."""

@@ -68,7 +68,9 @@ def open_lineage(
         _say(native.compare(policy))
         if settings.needs_base:
             policy.keep_reference(folder)
-    optimizer = Optimizer(policy.parameters, settings.optimizer, policy.hidden)
+    chosen = settings.optimizer.of_size(policy.size, adapters=policy.lora)
+    optimizer = Optimizer(policy.parameters, chosen, policy.hidden)
+    log.info("learning_rate", rate=chosen.rate, parameters=policy.size, adapters=policy.lora)
     if saved is None or first is None:
         first, saved = _begin(settings, blobs, store, contents, clock, policy, optimizer)
         log.info("lineage_begins", lineage=settings.lineage, version=first.version)

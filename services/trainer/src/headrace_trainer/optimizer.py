@@ -40,7 +40,7 @@ class Optimizer:
     @property
     def learning_rate(self) -> float:
         """Of the next update: linear up to the setting, then constant."""
-        return self._settings.learning_rate * self._warmth
+        return self._settings.rate * self._warmth
 
     @property
     def _warmth(self) -> float:
@@ -109,7 +109,7 @@ class Optimizer:
                 group["lr"] = self.learning_rate * min(1.0, weight)
             self._muon.step()  # type: ignore[no-untyped-call]
         mine = {name: gradient for name, gradient in given.items() if name in self._adam.parameters}
-        self._adam.step(self._settings.learning_rate, weight, mine)
+        self._adam.step(self._settings.rate, weight, mine)
         self.updates += 1
 
     def step(self, weight: float = 1.0) -> float | None:
@@ -167,7 +167,7 @@ def _total(norms: Iterable[Tensor]) -> Tensor:
 def _muon(matrices: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Muon:
     return torch.optim.Muon(
         matrices,
-        lr=settings.learning_rate,
+        lr=settings.rate,
         weight_decay=settings.weight_decay,
         momentum=settings.muon_momentum,
         adjust_lr_fn="match_rms_adamw",  # one learning rate then suits both parts (arXiv:2502.16982)

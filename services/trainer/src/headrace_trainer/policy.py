@@ -93,6 +93,11 @@ class Policy:
             self._reference = _load(folder, self._compute, frozen=True).to(self.device).eval()
 
     @property
+    def size(self) -> int:
+        """Parameters of the whole model, also where only adapters are trained."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
     def hidden(self) -> frozenset[str]:
         """Matrices between hidden layers: no table, no head, no router's or mixer's parameters that only look like one.
         Told by what a module is and where, and not by its name."""

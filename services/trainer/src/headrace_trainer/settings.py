@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -21,6 +22,9 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
+_RATE_OF_SIZE, _RATE_OF_ADAPTERS = 0.13, 10
+"""Through 2e-4 at 0.4 million parameters, which the demo was measured with, and 1.5e-6 at 7 billion, as recipes for
+models of that size have it."""
 
 
 class AdvantageSettings(Section):
@@ -102,11 +106,14 @@ class LossSettings(Section):
 class OptimizerSettings(Section):
     """AdamW, or Muon on the matrices with AdamW on the rest."""
 
+    COMMON: ClassVar = ("learning_rate",)
+
     kind: Literal["adamw", "muon"] = "adamw"
     """`muon` orthogonalises the updates of the matrices between hidden layers; embeddings, the output head and all
     that is no matrix have AdamW. A correction then takes back only what AdamW did (docs/algorithms.md)."""
-    learning_rate: Positive = 1e-5
-    """After the warm-up. LoRA usually wants ten times as much as full training."""
+    learning_rate: Positive | None = None
+    """After the warm-up. None: by the size of the model, 0.13 / √parameters, and ten times that for adapters; the
+    log says what that is (docs/guides/sizing.md)."""
     warmup_updates: Annotated[int, Field(ge=0)] = 0
     """Updates over which the learning rate rises linearly."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -120,9 +127,24 @@ class OptimizerSettings(Section):
     gradient_norm_max: Positive = 1.0
     """Gradients are scaled down to this global norm."""
 
+    @property
+    def rate(self) -> float:
+        """The learning rate, once there is a model whose size decides it (`of_size`)."""
+        assert self.learning_rate is not None, "of_size has not been asked"
+        return self.learning_rate
+
+    def of_size(self, parameters: int, *, adapters: bool) -> OptimizerSettings:
+        """These settings for a model of so many parameters, with a learning rate in any case."""
+        if self.learning_rate is not None:
+            return self
+        rate = _RATE_OF_SIZE / math.sqrt(parameters) * (_RATE_OF_ADAPTERS if adapters else 1)
+        return self.model_copy(update={"learning_rate": float(f"{rate:.2g}")})
+
 
 class LoraSettings(Section):
     """Low-rank adapters instead of full training."""
+
+    COMMON: ClassVar = ("rank",)
 
     rank: Annotated[int, Field(ge=0)] = 0
     """Rank of the adapters; 0 trains all weights."""
@@ -134,6 +156,8 @@ class LoraSettings(Section):
 
 class ComputeSettings(Section):
     """Where and how the model runs."""
+
+    COMMON: ClassVar = ("device", "dtype")
 
     device: str = "auto"
     """`auto` is the first GPU when there is one; or `cpu`, `cuda`, `cuda:1`."""
@@ -168,6 +192,8 @@ class HealthSettings(Section):
     """Limits of training that goes well. A measure that stays beyond its limit stops training: the weights go back to
     the last version, and nothing is trained until somebody says so. 0 turns a limit off."""
 
+    TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
+
     patience_steps: Count = 3
     """Steps in a row beyond a limit that stop training. Until then no version is made of them."""
     entropy_min: NotNegative = 0.0
@@ -188,6 +214,8 @@ class HealthSettings(Section):
 
 class MemorySettings(Section):
     """Bounds on what is kept, in memory and in each checkpoint."""
+
+    TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
 
     queue_experiences: Annotated[int, Field(ge=1, le=16_384)] = 1024
     """Experiences that may wait for a batch; when it is full the bus is not read."""
@@ -215,6 +243,8 @@ class MemorySettings(Section):
 
 class TrainerSettings(ServiceSettings):
     """All of `[trainer]`."""
+
+    COMMON: ClassVar = ("base", "model", "algorithm", "batch_experiences", "steps_per_version")
 
     port: Port = INFO.port
     """Port of `/health` and `/metrics`; 0 lets the system choose."""
@@ -251,9 +281,9 @@ class TrainerSettings(ServiceSettings):
     """Runs of one task that make a group (`grpo`, `rloo`)."""
     group_wait_s: Positive = 300.0
     """How long a group waits to be complete; then it is used as it is, and a single run is dropped."""
-    max_staleness: Annotated[int, Field(ge=0)] = 4
+    max_staleness: Annotated[int, Field(ge=0)] = 2
     """Versions that may lie between the one that sampled an experience and the one that is trained (P5)."""
-    steps_per_version: Count = 1
+    steps_per_version: Count = 3
     """Steps between two published versions."""
     max_steps: Count | None = None
     """Stop after this many steps in the lineage; none: go on for ever."""

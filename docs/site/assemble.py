@@ -1,0 +1,127 @@
+"""Writes the pages as the generator wants them, each under the path that it has in the repository.
+
+A page is also read where the repository is hosted, so it is plain Markdown with relative links. Here links to code lead
+to pages that show the code, fences lose what only the tests read, formulas become MathML and diagrams SVG.
+
+    python -m docs.site.assemble FOLDER
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from os.path import relpath
+from pathlib import Path
+
+from docs.site.pages import ROOT, Link, links, navigation, outside_code, pages, tracked
+
+_FENCE = re.compile(r"^( *)```(\w+)([^\n`]*)$", re.MULTILINE)
+_FILE = re.compile(r"file=([\w./-]+)")
+_DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^\$\$(.+?)\$\$", re.MULTILINE | re.DOTALL)
+_INLINE = re.compile(r"(?<![\\$\w])\$(?! )((?:(?!\n\n)[^$]){1,200}?)(?<! )\$(?![\w$])")
+_LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash"}
+_HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
+_LINES_MAX = 1500
+
+
+def main() -> None:
+    """Lay everything out in the folder that is named; what was there is replaced."""
+    target = Path(sys.argv[1])
+    shutil.rmtree(target, ignore_errors=True)
+    shown: dict[str, Link] = {}
+    for page in pages():
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for link in links(page, text):
+            shown[link.page] = link
+        _write(target / page, page_text(page, text))
+    for page in navigation():
+        if page.endswith("/index.md"):
+            shown[page] = Link(page.removesuffix("/index.md"), "", 0, 0)
+    for path, link in shown.items():
+        if path not in pages():
+            _show(target, path, link, shown)
+
+
+def page_text(page: str, text: str) -> str:
+    """One page as the generator gets it."""
+    for link in reversed(links(page, text)):
+        anchor = f"#{link.anchor}" if link.anchor else ""
+        text = text[: link.start] + relpath(link.page, Path(page).parent.as_posix()) + anchor + text[link.stop :]
+    text = _DIAGRAM.sub(lambda match: _diagram(match[1]), text)
+    text = _replaced(text, _BLOCK, lambda tex: _formula(tex, "block"))
+    text = _replaced(text, _INLINE, lambda tex: _formula(tex, "inline"))
+    return _FENCE.sub(_fence, text)
+
+
+def _fence(match: re.Match[str]) -> str:
+    """`stack` is for the tests; the name of a file is its title."""
+    file = _FILE.search(match[3])
+    return f"{match[1]}```{match[2]}" + (f' title="{file[1]}"' if file else "")
+
+
+def _replaced(text: str, pattern: re.Pattern[str], change: Callable[[str], str]) -> str:
+    for match in reversed(list(outside_code(text, pattern))):
+        text = text[: match.start()] + change(match[1]) + text[match.end() :]
+    return text
+
+
+def _formula(tex: str, display: str) -> str:
+    from latex2mathml.converter import convert
+
+    found: str = convert(tex, display=display)
+    return found
+
+
+def _diagram(source: str) -> str:
+    from mermaidx import render
+
+    return f'<div class="diagram">{render(source).svg()}</div>'
+
+
+def _show(target: Path, path: str, link: Link, shown: dict[str, Link]) -> None:
+    """What a link names that is no page: a picture, a folder, or the text of a file."""
+    place = ROOT / link.path
+    if link.is_picture:
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(place, target / path)
+    elif place.is_dir():
+        _write(target / path, _listing(link.path, target, shown))
+    else:
+        _write(target / path, _source(link.path))
+
+
+def _listing(folder: str, target: Path, shown: dict[str, Link]) -> str:
+    inside = [path for path in tracked() if path.startswith(f"{folder}/")]
+    lines = []
+    for path in inside:
+        link = Link(path, "", 0, 0)
+        if link.page not in pages() and link.page not in shown:
+            _show(target, link.page, link, shown)
+        lines.append(f"- [{_title(path, folder)}]({relpath(link.page, folder)})")
+    return "\n".join([_HIDDEN + f"# {folder}", "", *lines, ""])
+
+
+def _title(path: str, folder: str) -> str:
+    if not path.endswith(".md"):
+        return path.removeprefix(f"{folder}/")
+    return (ROOT / path).read_text(encoding="utf-8").split("\n", 1)[0].removeprefix("# ")
+
+
+def _source(path: str) -> str:
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    if len(lines) > _LINES_MAX:
+        lines = [*lines[:_LINES_MAX], f"... {len(lines) - _LINES_MAX} more lines"]
+    language = _LANGUAGES.get(Path(path).suffix, "text")
+    return _HIDDEN + "\n".join([f"# {path}", "", f"`````{language}", *lines, "`````", ""])
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Looks at the site that was built: a page is two clicks at most from the front page, and nothing comes from elsewhere.
+
+python -m docs.site.check SITE REPORT
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from html.parser import HTMLParser
+from os.path import normpath
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from docs.site.pages import pages as documentation
+
+_CLICKS_MAX = 2
+_LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "video": "src"}
+_ONLY_NAMED = {"canonical", "alternate", "next", "prev"}
+
+
+class Page(HTMLParser):
+    """What a page links to, and what it loads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Called by the parser for each element."""
+        given = dict(attrs)
+        if tag == "a" and (target := given.get("href")):
+            self.links.append(target)
+        target = given.get(_LOADED.get(tag, ""))
+        if target and given.get("rel") not in _ONLY_NAMED:
+            self.loads.append(target)
+
+
+def read(site: Path) -> dict[str, Page]:
+    """Path of each page, relative to the site, to what it says."""
+    found = {path.relative_to(site).as_posix(): path for path in site.rglob("*.html") if path.name != "404.html"}
+    return {name: Page(path.read_text(encoding="utf-8")) for name, path in found.items()}
+
+
+def clicks(pages: dict[str, Page]) -> dict[str, int]:
+    """Page to how many clicks it takes from the front page; whoever cannot be reached is missing."""
+    taken = {"index.html": 0}
+    waiting = ["index.html"]
+    while waiting:
+        page = waiting.pop(0)
+        for target in pages[page].links:
+            name = _target(page, target)
+            if name in pages and name not in taken:
+                taken[name] = taken[page] + 1
+                waiting.append(name)
+    return taken
+
+
+def _target(page: str, link: str) -> str:
+    """The page that a link leads to, as `read` names it; empty when it leaves the site."""
+    parts = urlsplit(link)
+    if parts.scheme or parts.netloc:
+        return ""
+    path = normpath(f"{page.rpartition('/')[0] or '.'}/{unquote(parts.path)}") if parts.path else page
+    return path if path.endswith(".html") else normpath(f"{path}/index.html")
+
+
+def elsewhere(pages: dict[str, Page]) -> list[str]:
+    """What pages load from another host."""
+    return sorted({target for page in pages.values() for target in page.loads if urlsplit(target).netloc})
+
+
+def main() -> None:
+    """Status 1 when a page is too far away or needs another host; the report says which."""
+    site, report = map(Path, sys.argv[1:])
+    pages = read(site)
+    taken = clicks(pages)
+    written = {_name(page) for page in documentation()}
+    far = sorted(name for name in written if taken.get(name, _CLICKS_MAX + 1) > _CLICKS_MAX)
+    lost = sorted(pages.keys() - taken.keys())
+    found = {
+        "pages": len(written),
+        "texts_of_files": len(pages) - len(written),
+        "clicks_max": max(taken[name] for name in written if name in taken),
+        "too_far": far,
+        "not_reachable": lost,
+        "elsewhere": elsewhere(pages),
+    }
+    report.parent.mkdir(parents=True, exist_ok=True)
+    report.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    wrong = far + lost + elsewhere(pages)
+    sys.stdout.write(f"{len(written)} pages, each {found['clicks_max']} clicks at most from the front page\n")
+    if wrong:
+        sys.exit(f"further than {_CLICKS_MAX} clicks, or from elsewhere: {', '.join(wrong[:20])}")
+
+
+def _name(page: str) -> str:
+    """Where the generator puts a page of the repository."""
+    path = page.removesuffix(".md")
+    return (path.removesuffix("README") if path.endswith("README") else f"{path}/") + "index.html"
+
+
+if __name__ == "__main__":
+    main()
