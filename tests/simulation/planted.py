@@ -131,7 +131,8 @@ PLANTED: Mapping[str, Planted] = {
         _bug("headrace_gateway.publisher.Publisher.publish", _past_the_spool), frozenset({"order"})
     ),
     "abstaining is zero": Planted(
-        _bug("headrace_scorer.reward_policy.Policy._values", _zero_for_nothing), frozenset({"p6_abstain", "p10_late"})
+        _bug("headrace_scorer.reward_policy.RewardPolicy._values", _zero_for_nothing),
+        frozenset({"p6_abstain", "p10_late"}),
     ),
     "the last word by clocks": Planted(
         _bug("headrace_scorer.feedback_matching.feedback_for", _by_the_clock), frozenset({"p10_late"})
@@ -140,10 +141,10 @@ PLANTED: Mapping[str, Planted] = {
         _bug("headrace_scorer.feedback_matching.target_trajectories", _next_by_the_clock), frozenset({"p10_late"})
     ),
     "weights come forward unsaid": Planted(
-        _bug("headrace_trainer.state.Ledger._restore", lambda *_: None), frozenset({"p4_once"})
+        _bug("headrace_trainer.state.LineageState._restore", lambda *_: None), frozenset({"p4_once"})
     ),
     "weights go back unsaid": Planted(
-        _bug("headrace_trainer.state.Ledger.undo", lambda *_: None), frozenset({"p4_once"})
+        _bug("headrace_trainer.state.LineageState.undo", lambda *_: None), frozenset({"p4_once"})
     ),
     "staleness unbounded": Planted(
         _bug("headrace_trainer.admission.stale", lambda *_: None, "headrace_trainer.prepare.stale"),
