@@ -111,7 +111,7 @@ class ReplayRange(RangeOptions):
 
 
 @dataclass(frozen=True)
-class Place:
+class SettingsOptions:
     """Where it happens: settings, the bus and the data directory."""
 
     config: Config = None
@@ -136,11 +136,11 @@ class ReplayBus:
 
         from headrace_cli.supervisor.overrides import Overrides
 
-        return Place(None, self.bus, self.data_dir).address(Overrides(None, {}, os.environ))
+        return SettingsOptions(None, self.bus, self.data_dir).address(Overrides(None, {}, os.environ))
 
 
 def plan(
-    lineage: Name = "replayed", *, changes: Changes, chosen: ReplayRange, place: Place, json: AsJson = False
+    lineage: Name = "replayed", *, changes: Changes, chosen: ReplayRange, place: SettingsOptions, json: AsJson = False
 ) -> None:
     """Say what `replay run` with the same options would do, and do nothing.
 
@@ -154,7 +154,7 @@ def plan(
     _shown(lambda tick: runner.plan(request, tick), json, planned=True)
 
 
-def run(lineage: Name, *, changes: Changes, chosen: ReplayRange, place: Place, json: AsJson = False) -> None:
+def run(lineage: Name, *, changes: Changes, chosen: ReplayRange, place: SettingsOptions, json: AsJson = False) -> None:
     """Train a new lineage from stored experiences, or from stored trajectories with another reward.
 
     With --rewards, --rescore or --judge the range is one of the topic trajectories, else of experiences. Everything
@@ -171,7 +171,7 @@ def resume(
     lineage: Known,
     *,
     settings: Set = None,
-    place: Place,
+    place: SettingsOptions,
     json: AsJson = False,
 ) -> None:
     """Go on with a replay whose training was interrupted, from its last saved state.
@@ -222,7 +222,7 @@ def remove(lineage: Known, *, place: ReplayBus) -> None:
         console().print(f"deleted {name}")
 
 
-def _request(lineage: str, changes: Changes, chosen: ReplayRange, place: Place) -> Request:
+def _request(lineage: str, changes: Changes, chosen: ReplayRange, place: SettingsOptions) -> Request:
     """The options of a command as a request. Settings of the command line win over the file's."""
     import os
 
