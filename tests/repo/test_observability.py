@@ -15,7 +15,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from tests.repo.compose_files import ROOT, ours, service_of, services
 
 FOLDER = ROOT / "deploy" / "observability"
-SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"], "info": ["_info"]}
 OF_PROMETHEUS: dict[str, set[str]] = {
     "up": set(),
     "process_resident_memory_bytes": set(),

@@ -15,9 +15,10 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
+from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, create_model, model_validator
@@ -75,20 +76,30 @@ M = TypeVar("M", bound=Section)
 
 def complete(model: type[M]) -> type[M]:
     """`model` with what is announced for it in it, at every depth. Raises `PluginError` for a name that is taken."""
-    fields: dict[str, Any] = {}
+    inner: dict[str, type[Section]] = {}
     for name, field in model.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, Section) and (whole := complete(inner)) is not inner:
-            default = field.default
-            given = {one: getattr(default, one) for one in default.model_fields_set}
-            fields[name] = (whole, whole(**given))
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section) and (whole := complete(section)) is not section:
+            inner[name] = whole
     for name, section in model.announced().items():
         if name in model.model_fields:
             raise PluginError(f"a package announces settings as {name!r}, which {model.__name__} has; uninstall it")
-        fields[name] = (section, section())
-    if not fields:
-        return model
+        inner[name] = section
+    return cast(type[M], _with(model, tuple(inner.items()))) if inner else model
+
+
+@cache
+def _with(model: type[Section], inner: tuple[tuple[str, type[Section]], ...]) -> type[Section]:
+    """One class for the same sections: settings are compared."""
+    fields: dict[str, Any] = {name: (section, _start(model, name, section)) for name, section in inner}
     return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields)
+
+
+def _start(model: type[Section], name: str, section: type[Section]) -> Section:
+    """What a section starts with, where that differs from its class."""
+    default = model.model_fields[name].default if name in model.model_fields else None
+    given = default.model_fields_set if isinstance(default, Section) else ()
+    return section(**{one: getattr(default, one) for one in given})
 
 
 class BusSettings(Section):
