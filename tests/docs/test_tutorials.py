@@ -14,12 +14,12 @@ from tests.support import tiny_model
 TUTORIALS = ROOT / "docs" / "tutorials"
 OWN_MODEL = TUTORIALS / "own-model.md"
 EVENT_FIELD = TUTORIALS / "add-an-event-field.md"
-STEP_S = 240.0
+STEP_S = 600.0
 RISE_MIN = 0.2
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", [one for one in tutorials() if one != OWN_MODEL], ids=lambda page: page.stem)
 def test_what_the_page_says_works(page: Path, tmp_path: Path) -> None:
     if page == EVENT_FIELD:
