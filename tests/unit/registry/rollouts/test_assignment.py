@@ -7,13 +7,15 @@ import sys
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace_registry.rollouts.assignment import Allotment, Split, place
 
 SPLIT = Split("rollout-1", "m@c", ("m@a", "m@b"))
 SHARES = st.integers(0, 1000).map(lambda part: Fraction(part, 3000))
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""What is tested is not how fast this machine is."""
 
 
 def test_a_place_is_the_same_in_every_process_and_another_with_another_salt() -> None:
@@ -24,6 +26,7 @@ def test_a_place_is_the_same_in_every_process_and_another_with_another_salt() ->
     assert place("salt", "session-1") != place("pepper", "session-1")
 
 
+@UNHURRIED
 @given(unit=st.text(), first=SHARES, second=SHARES, other=SHARES)
 def test_who_was_once_in_an_arm_stays_while_the_share_grows(
     unit: str, first: Fraction, second: Fraction, other: Fraction
@@ -37,6 +40,7 @@ def test_who_was_once_in_an_arm_stays_while_the_share_grows(
         assert role is None or SPLIT.role(unit, candidate, after) == role
 
 
+@UNHURRIED
 @given(unit=st.text(), a=SHARES, b=SHARES)
 def test_candidates_serve_their_own_arm_and_the_champion_every_control(unit: str, a: Fraction, b: Fraction) -> None:
     shares = {"m@a": a, "m@b": b}

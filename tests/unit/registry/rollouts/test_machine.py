@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -230,5 +230,7 @@ class Rollouts(RuleBasedStateMachine):
         assert again == self.book
 
 
-Rollouts.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+Rollouts.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 TestRollouts = Rollouts.TestCase
