@@ -202,7 +202,7 @@ class _Playing:
 
 
 class _Chart:
-    """`confidence.Sequence`, at the true mean alone: does the interval hold it?"""
+    """`confidence.ConfidenceSequence`, at the true mean alone: does the interval hold it?"""
 
     def __init__(self, alpha: float, true: float, runs: int) -> None:
         self.alpha, self.true = alpha, true

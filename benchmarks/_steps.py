@@ -59,7 +59,7 @@ def main() -> None:
     policy = Policy.open(options.model, compute, LoraSettings(), seed=0)
     if options.whole:
         policy.head = Head(policy.head.module, whole="for comparison")
-    optimizer = Optimizer(policy.parameters, OptimizerSettings())
+    optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=1e-5))
     batch = batch_of(**json.loads(options.data.read_text()))
     parameters = sum(parameter.numel() for parameter in policy.parameters.values())
     before, rate = peak_bytes(), matmul_rate()

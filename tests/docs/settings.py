@@ -10,7 +10,11 @@ from headrace_cli.supervisor.plan import installed
 from headrace_runtime.main import Service
 from headrace_runtime.settings import ServiceSettings, load
 
-_NEEDED = {"HEADRACE_TRAINER__BASE": "a-folder", "HEADRACE_JUDGE__ENDPOINT__BASE_URL": "http://127.0.0.1:1/v1"}
+_NEEDED = {
+    "HEADRACE_TRAINER__BASE": "a-folder",
+    "HEADRACE_JUDGE__ENDPOINT__BASE_URL": "http://127.0.0.1:1/v1",
+    "HEADRACE_JUDGE__ENDPOINT__MODEL": "judge",
+}
 """Settings without a default, for pages that show only others."""
 
 

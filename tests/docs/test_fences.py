@@ -43,7 +43,8 @@ def test_code_runs(fence: Fence, tmp_path: Path) -> None:
 def test_data_is_what_it_says(fence: Fence, tmp_path: Path) -> None:
     if fence.language == "toml":
         tomllib.loads(fence.text)
-        if ROOT / fence.page not in tutorials():  # there a service reads it that the page itself adds
+        settings = fence.file in (None, "headrace.toml")  # another file is another program's
+        if settings and ROOT / fence.page not in tutorials():  # there a service reads it that the page itself adds
             check(fence.text, tmp_path)
     else:
         assert json.loads(fence.text) if fence.language == "json" else yaml.safe_load(fence.text)

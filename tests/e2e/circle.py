@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 
 from email_agent.react import SYSTEM
 from email_agent.tools import DEFINITIONS
-from headrace.registry import Registry
+from headrace.registry import ModelRegistry
 from headrace.topics import Range, connected
 from headrace_cli.account import Account
 from headrace_cli.bookkeeping import account_of
@@ -177,7 +177,7 @@ async def agent(base_url: str, out: Path) -> AsyncIterator[asyncio.subprocess.Pr
 
 def versions(circle: HeadraceUp) -> tuple[VersionState, ...]:
     """What the registry knows, the newest first."""
-    with Registry(circle.state.services["registry"].url) as registry:
+    with ModelRegistry(circle.state.services["registry"].url) as registry:
         return registry.versions(MODEL)
 
 

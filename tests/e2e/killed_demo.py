@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import HeadraceError
-from headrace.registry import Registry
+from headrace.registry import ModelRegistry
 from headrace.topics import connected
 from headrace_cli.supervisor import RunState, read
 from tests.support.headrace_up import HEADRACE, as_toml
@@ -181,7 +181,7 @@ class KilledDemo:
     def _promoted(self) -> list[float]:
         """Held-out success of each version that was promoted, in order."""
         try:
-            with Registry(self._state().services["registry"].url) as registry:
+            with ModelRegistry(self._state().services["registry"].url) as registry:
                 (model,) = registry.models()
                 versions = registry.versions(model.id)
         except HeadraceError:

@@ -73,7 +73,8 @@ class Run:
     def __init__(self, base: Path, whole: int, seed: int, settings: OptimizerSettings | None = None) -> None:
         compute = ComputeSettings(device="cpu", packing="padded")  # one pass, and few of the blocks' many small ones
         self.policy = Policy.open(base, compute, LoraSettings(), seed=0)
-        self.optimizer = Optimizer(self.policy.parameters, settings or OptimizerSettings(), self.policy.hidden)
+        chosen = (settings or OptimizerSettings()).of_size(self.policy.size, adapters=False)
+        self.optimizer = Optimizer(self.policy.parameters, chosen, self.policy.hidden)
         self._whole = whole
         self._draw = np.random.default_rng(seed)
         self._number = 1000 * seed

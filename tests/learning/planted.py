@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from headrace_trainer import advantages, step
+from headrace_trainer import advantages, loss
 from headrace_trainer.baselines import Baselines, Decay, Mean
 from headrace_trainer.batch import Batch
 from headrace_trainer.loss import token_loss
@@ -71,7 +71,7 @@ def _flipped_loss() -> contextlib.AbstractContextManager[Any]:
         found = token_loss(*arguments)
         return replace(found, loss_N=-found.loss_N)
 
-    return mock.patch.object(step, "token_loss", flipped)
+    return mock.patch.object(loss, "token_loss", flipped)
 
 
 def _flipped_advantage() -> contextlib.AbstractContextManager[Any]:

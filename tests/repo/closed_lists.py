@@ -35,8 +35,8 @@ def _lists(node: ast.AST) -> Iterator[set[str]]:
         yield _names(node.slice)
     elif isinstance(node, ast.Module | ast.ClassDef):
         for statement in node.body:
-            if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
-                yield _names(statement.value)
+            if isinstance(statement, ast.Assign | ast.AnnAssign):
+                yield _assigned(statement)
     elif isinstance(node, ast.Compare) and any(isinstance(one, ast.In | ast.NotIn) for one in node.ops):
         yield _names(node.comparators[0])
     elif isinstance(node, _FUNCTIONS):
@@ -49,6 +49,13 @@ def _lists(node: ast.AST) -> Iterator[set[str]]:
                 values = [one.value for one in patterns if isinstance(one, ast.MatchValue)]
                 compared.setdefault(ast.dump(inner.subject), set()).update(*map(_names, values))
         yield from compared.values()
+
+
+def _assigned(statement: ast.Assign | ast.AnnAssign) -> set[str]:
+    """None for `COMMON`: there a section of settings says which of its own names users set, a package's section too."""
+    target = statement.target if isinstance(statement, ast.AnnAssign) else None
+    own = isinstance(target, ast.Name) and target.id == "COMMON"
+    return set() if own or statement.value is None else _names(statement.value)
 
 
 def _names(node: ast.expr) -> set[str]:

@@ -26,7 +26,7 @@ DEFAULT_URL = "http://127.0.0.1:8020"
 M = TypeVar("M", bound=Model)
 
 
-class Registry:
+class ModelRegistry:
     """Models and versions. Methods raise `ApiError` when the registry refuses and `Unreachable` without an answer.
 
     Everything may be asked twice, so a request that found nobody is made again. Close it or use `with`.

@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
     for one in fences(PAGE):
         if one.file:
             (tmp_path / one.file).write_text(one.text, encoding="utf-8")
-    (tmp_path / "headrace.toml").write_text("[scorer]\nsettle_s = 60.0\n", encoding="utf-8")
+    (tmp_path / "headrace.toml").write_text("[scorer]\nreward_wait_s = 60.0\n", encoding="utf-8")
     (tmp_path / "deploy").symlink_to(ROOT / "deploy")
     return tmp_path
 

@@ -30,7 +30,7 @@ COMMANDS = [
     ["models", "resume"], ["replay", "events"], ["replay", "plan"], ["replay", "run"],
     ["replay", "resume"], ["replay", "offer"], ["replay", "list"], ["replay", "remove"], ["dead-letters", "list"],
     ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"], ["mirror"], ["controls"],
-    ["config", "check"], ["config", "reference"],
+    ["config", "init"], ["config", "check"], ["config", "reference"],
 ]  # fmt: skip
 
 

@@ -93,9 +93,8 @@ def test_a_store_that_can_do_it_says_nothing(store: BlobStore) -> None:
 
 @pytest.mark.parametrize("protocol", ["zip", "dummy"])
 def test_a_store_that_cannot_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "protocol", protocol)
     store = BlobStore(f"memory://{tmp_path.name}")
-    monkeypatch.setattr(store, "_fs", fsspec.filesystem("memory", skip_instance_cache=True))
-    monkeypatch.setattr(store._fs, "protocol", protocol)
     with pytest.raises(SettingError, match=r"setting blobs\.url = 'memory://.*cannot write a file only if"):
         store.check_exclusive()
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from headrace_schemas import Branch, Experience, Span
-from headrace_trainer import advantages, step
+from headrace_trainer import advantages, loss
 from headrace_trainer.lineage import Lineage
 from headrace_trainer.loss import TokenLoss, token_loss
 from headrace_trainer.opening import open_lineage
@@ -114,7 +114,7 @@ def test_a_flipped_sign_in_the_loss_is_caught(tmp_path: Path, make: Make, monkey
         found = token_loss(*tensors)
         return dataclasses.replace(found, loss_N=-found.loss_N)
 
-    monkeypatch.setattr(step, "token_loss", flipped)
+    monkeypatch.setattr(loss, "token_loss", flipped)
     with pytest.raises(AssertionError, match="learn upwards"):
         check_learns(tmp_path, make)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from headrace_trainer import norms
-from headrace_trainer.norms import Form
+from headrace_trainer.norms import NormFormula
 from headrace_trainer.policy import Policy
 from headrace_trainer.settings import ComputeSettings, LoraSettings
 from tests.architectures.catalog import CATALOG
@@ -145,15 +145,15 @@ def test_the_norms_of_models_are_found(tmp_path: Path, name: str) -> None:
 
 NORMED = norms._normed
 FAULTS: list[Any] = [
-    lambda x, weight, form: NORMED(x, weight, Form(0.0, form.shift)),
-    lambda x, weight, form: NORMED(x, weight, Form(form.epsilon, 0.0)),
+    lambda x, weight, form: NORMED(x, weight, NormFormula(0.0, form.shift)),
+    lambda x, weight, form: NORMED(x, weight, NormFormula(form.epsilon, 0.0)),
 ]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_not_put_in(monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
     module = ShiftedRMSNorm()
-    assert norms.form_of(module) == Form(1e-6, 1.0)
+    assert norms.form_of(module) == NormFormula(1e-6, 1.0)
     monkeypatch.setattr(norms, "_normed", fault)
     assert norms.form_of(module) is None
 

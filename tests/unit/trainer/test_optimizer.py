@@ -49,13 +49,13 @@ def test_a_thawed_optimizer_goes_on_as_if_nothing_had_happened(base: Path, kind:
 
 def test_equal_tensors_give_equal_bytes(base: Path) -> None:
     policy = open_policy(base)
-    optimizer = Optimizer(policy.parameters, OptimizerSettings())
+    optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=1e-5))
     assert len({tensors.freeze(policy, optimizer, "main") for _ in range(20)}) == 1
 
 
 def test_lineages_share_no_blob(base: Path) -> None:
     policy = open_policy(base)
-    optimizer = Optimizer(policy.parameters, OptimizerSettings())
+    optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=1e-5))
     mine, theirs = (tensors.freeze(policy, optimizer, lineage) for lineage in ("a", "b"))
     assert not set(mine) & set(theirs)
 
@@ -75,7 +75,7 @@ def test_the_warm_up_is_linear_then_constant() -> None:
 
 def test_gradients_are_clipped_to_the_global_norm() -> None:
     weights = {name: nn.Parameter(torch.zeros(2)) for name in "ab"}
-    optimizer = Optimizer(weights, OptimizerSettings(gradient_norm_max=1.0, beta1=0.0))
+    optimizer = Optimizer(weights, OptimizerSettings(learning_rate=1e-5, gradient_norm_max=1.0, beta1=0.0))
     for weight in weights.values():
         weight.grad = torch.full((2,), 2.0)
     assert optimizer.step() == pytest.approx(4.0)
@@ -106,7 +106,7 @@ def test_muon_orthogonalises_matrices_and_leaves_tables_to_adamw() -> None:
 def test_without_a_gradient_nothing_moves() -> None:
     for kind in ("adamw", "muon"):
         weight = nn.Parameter(torch.ones(3, 3))
-        optimizer = Optimizer({"w": weight}, OptimizerSettings(kind=kind))
+        optimizer = Optimizer({"w": weight}, OptimizerSettings(kind=kind, learning_rate=1e-5))
         weight.grad = torch.zeros(3, 3)
         optimizer.step()
         assert torch.equal(weight.detach(), torch.ones(3, 3))
@@ -162,8 +162,8 @@ def test_the_state_of_torchs_adamw_is_taken_over() -> None:
 
 def test_a_state_of_the_other_kind_is_refused_by_name() -> None:
     weight = nn.Parameter(torch.zeros(3, 3))
-    muon = Optimizer({"w": weight}, OptimizerSettings(kind="muon"), {"w"})
+    muon = Optimizer({"w": weight}, OptimizerSettings(kind="muon", learning_rate=1e-5), {"w"})
     weight.grad = torch.ones(3, 3)
     muon.step()
     with pytest.raises(SettingError, match="'adamw': the saved lineage has another one for w"):
-        Optimizer({"w": weight}, OptimizerSettings()).load(muon.state())
+        Optimizer({"w": weight}, OptimizerSettings(learning_rate=1e-5)).load(muon.state())

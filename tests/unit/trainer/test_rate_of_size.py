@@ -15,7 +15,13 @@ from tests.unit.trainer.conftest import Make
 
 @pytest.mark.parametrize(
     ("parameters", "adapters", "rate"),
-    [(400_000, False, 2.1e-4), (400_000, True, 2.1e-3), (1_700_000_000, False, 3.2e-6), (7_000_000_000, False, 1.6e-6)],
+    [
+        (5_000, False, 2e-4),
+        (400_000, False, 2e-4),
+        (400_000, True, 2e-3),
+        (1_700_000_000, False, 3.2e-6),
+        (7_000_000_000, False, 1.6e-6),
+    ],
 )
 def test_it_falls_with_the_root_of_the_parameters(parameters: int, *, adapters: bool, rate: float) -> None:
     assert OptimizerSettings().of_size(parameters, adapters=adapters).rate == pytest.approx(rate)

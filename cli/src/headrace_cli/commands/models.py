@@ -12,7 +12,7 @@ from headrace.figures import figure
 from headrace_cli.commands.shared import AsJson, Commands, DataDir, command, console, running, table
 
 if TYPE_CHECKING:
-    from headrace.registry import Registry
+    from headrace.registry import ModelRegistry
     from headrace_schemas.registry_api import ModelState, VersionState
 
 
@@ -30,9 +30,9 @@ class RegistryOptions:
         typer.Option("--key", envvar="HEADRACE_SECURITY__INTERNAL_KEY", help="security.internal_key, when one is set."),
     ] = None
 
-    def open(self) -> Registry:
+    def open(self) -> ModelRegistry:
         """Raises `NotRunning`."""
-        from headrace.registry import Registry
+        from headrace.registry import ModelRegistry
         from headrace_cli.errors import NotRunning
 
         url = self.registry
@@ -41,7 +41,7 @@ class RegistryOptions:
             if service is None:
                 raise NotRunning("no registry was started here; name one with --registry URL")
             url = service.url
-        return Registry(url, key=self.key)
+        return ModelRegistry(url, key=self.key)
 
 
 def _models() -> list[str]:
@@ -192,7 +192,7 @@ def held(model: ModelState) -> str:
     return ", ".join([*words, *(["paused"] if model.paused else [])]) or "-"
 
 
-def _full(api: Registry, name: str, version: str) -> str:
+def _full(api: ModelRegistry, name: str, version: str) -> str:
     """The one version that is meant by a digest's first letters."""
     from headrace.errors import UsageError
 
@@ -205,11 +205,11 @@ def _full(api: Registry, name: str, version: str) -> str:
     return found[0]
 
 
-def _version(api: Registry, name: str, version: str) -> VersionState:
+def _version(api: ModelRegistry, name: str, version: str) -> VersionState:
     return next(one for one in api.versions(name, limit=1000) if one.id == version)
 
 
-def _decided(api: Registry, name: str, version: str, before: int, timeout_s: float) -> VersionState:
+def _decided(api: ModelRegistry, name: str, version: str, before: int, timeout_s: float) -> VersionState:
     from headrace.errors import Unreachable
 
     deadline = time.monotonic() + timeout_s

@@ -66,14 +66,14 @@ def status(
 
 def _models(state: RunState, key: str | None) -> tuple[ModelState, ...]:
     from headrace.errors import HeadraceError
-    from headrace.registry import Registry
+    from headrace.registry import ModelRegistry
     from headrace.retries import Retries
 
     service = state.services.get("registry")
     if service is None or service.status != "ready":
         return ()
     try:
-        with Registry(service.url, key=key, timeout_s=5, retries=Retries(attempts=1)) as registry:
+        with ModelRegistry(service.url, key=key, timeout_s=5, retries=Retries(attempts=1)) as registry:
             return registry.models()
     except HeadraceError as error:
         console(stderr=True).print(f"[yellow]the registry does not say who serves: {error}[/]")

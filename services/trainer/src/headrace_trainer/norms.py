@@ -25,7 +25,7 @@ _PLANTED_ROWS = 5
 
 
 @dataclass(frozen=True)
-class Form:
+class NormFormula:
     """`(weight + shift) * x / sqrt(mean(x^2) + epsilon)`. The shift is 1 in Gemma."""
 
     epsilon: float
@@ -44,7 +44,7 @@ def fuse(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def form_of(module: nn.Module) -> Form | None:
+def form_of(module: nn.Module) -> NormFormula | None:
     """What `module` computes, None where that is none of ours."""
     if not type(module).__name__.endswith("RMSNorm") or set(dict(module.named_parameters())) != {"weight"}:
         return None
@@ -57,7 +57,7 @@ def form_of(module: nn.Module) -> Form | None:
         own_NH = functional_call(module, {"weight": planted_H}, (rows_NH,))
     except Exception:  # noqa: BLE001 (whatever a module's code does with rows; it keeps that code)
         return None
-    for form in [Form(float(epsilon), shift) for epsilon in epsilons for shift in (0.0, 1.0)]:
+    for form in [NormFormula(float(epsilon), shift) for epsilon in epsilons for shift in (0.0, 1.0)]:
         if _alike(own_NH, _normed(rows_NH, planted_H, form)[0]):
             return form
     return None
@@ -66,7 +66,7 @@ def form_of(module: nn.Module) -> Form | None:
 class _Fused:
     """Stands before a module's forward."""
 
-    def __init__(self, module: nn.Module, form: Form) -> None:
+    def __init__(self, module: nn.Module, form: NormFormula) -> None:
         self._module = module
         self._form = form
         self._own: Callable[[Tensor], Tensor] = module.forward
@@ -81,7 +81,7 @@ class _Fused:
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_H: Tensor, form: Form) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, form: NormFormula) -> Tensor:
         normed, scale = _normed(x, weight_H, form)
         ctx.save_for_backward(x, weight_H, scale)
         ctx.form = form
@@ -102,14 +102,14 @@ class _Norm(torch.autograd.Function):
         return of_x, of_weight, None
 
 
-def _normed(x: Tensor, weight_H: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+def _normed(x: Tensor, weight_H: Tensor, form: NormFormula) -> tuple[Tensor, Tensor]:
     """And what each row was multiplied with."""
     square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
     scale = square.div_(x.shape[-1]).add_(form.epsilon).rsqrt_()
     return (x * scale).mul_(_shifted(weight_H, form)), scale
 
 
-def _shifted(weight_H: Tensor, form: Form) -> Tensor:
+def _shifted(weight_H: Tensor, form: NormFormula) -> Tensor:
     return weight_H + form.shift if form.shift else weight_H
 
 

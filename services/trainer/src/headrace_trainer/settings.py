@@ -22,9 +22,9 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
-_RATE_OF_SIZE, _RATE_OF_ADAPTERS = 0.13, 10
+_RATE_OF_SIZE, _RATE_MAX, _RATE_OF_ADAPTERS = 0.13, 2e-4, 10
 """Through 2e-4 at 0.4 million parameters, which the demo was measured with, and 1.5e-6 at 7 billion, as recipes for
-models of that size have it."""
+models of that size have it. No smaller model was measured, so none has a higher rate."""
 
 
 class AdvantageSettings(Section):
@@ -112,8 +112,8 @@ class OptimizerSettings(Section):
     """`muon` orthogonalises the updates of the matrices between hidden layers; embeddings, the output head and all
     that is no matrix have AdamW. A correction then takes back only what AdamW did (docs/algorithms.md)."""
     learning_rate: Positive | None = None
-    """After the warm-up. None: by the size of the model, 0.13 / √parameters, and ten times that for adapters; the
-    log says what that is (docs/guides/sizing.md)."""
+    """After the warm-up. None: by the size of the model, 0.13 / √parameters and at most 2e-4, and ten times that for
+    adapters; the log says what that is (docs/guides/sizing.md)."""
     warmup_updates: Annotated[int, Field(ge=0)] = 0
     """Updates over which the learning rate rises linearly."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -137,7 +137,7 @@ class OptimizerSettings(Section):
         """These settings for a model of so many parameters, with a learning rate in any case."""
         if self.learning_rate is not None:
             return self
-        rate = _RATE_OF_SIZE / math.sqrt(parameters) * (_RATE_OF_ADAPTERS if adapters else 1)
+        rate = min(_RATE_OF_SIZE / math.sqrt(parameters), _RATE_MAX) * (_RATE_OF_ADAPTERS if adapters else 1)
         return self.model_copy(update={"learning_rate": float(f"{rate:.2g}")})
 
 

@@ -15,6 +15,7 @@ from headrace_cli.replay.program import reason_of, started
 from headrace_cli.replay.report import Report
 from headrace_cli.replay.request import Request, make
 from headrace_cli.supervisor.overrides import Overrides
+from headrace_runtime.services import ServiceInfo
 from headrace_schemas.replay import DryRunBatch, DryRunLine
 
 
@@ -71,7 +72,9 @@ async def test_a_program_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tm
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "__init__.py").touch()
     (tmp_path / "broken" / "replay.py").write_text("import sys; sys.exit('headrace scorer: the remedy')")
-    monkeypatch.setattr("headrace_cli.replay.program.installed", lambda: {"scorer": "broken"})
+    monkeypatch.setattr(
+        "headrace_cli.replay.program.installed", lambda: {"scorer": ServiceInfo(module="broken", summary="Fails.")}
+    )
     async with started("scorer", {"PYTHONPATH": str(tmp_path), "PATH": str(Path(sys.executable).parent)}) as program:
         with pytest.raises(HeadraceError, match="scorer: the remedy"):
             await anext(program.lines())

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 
-from headrace_registry.rollouts.confidence import Sequence
+from headrace_registry.rollouts.confidence import ConfidenceSequence
 
 VALUES = [((7 * place * place + 3 * place) % 11) / 10 for place in range(200)]
 AFTER = (1, 5, 20, 50, 100, 200)
@@ -24,7 +24,7 @@ thousandths that it widens by one on each side."""
 
 @pytest.mark.parametrize("alpha", sorted(CONFSEQ))
 def test_the_same_as_the_authors_package(alpha: float) -> None:
-    sequence = Sequence(alpha)
+    sequence = ConfidenceSequence(alpha)
     for number, value in enumerate(VALUES, 1):
         sequence.see(value)
         if number in AFTER:
@@ -37,7 +37,7 @@ def test_worked_by_hand() -> None:
     """α = 0.8 and a single 1: λ = √(2 ln 2.5 / (ln 2 / 4)) = 3.25, and the limit is 2/α = 2.5. Left of m = 1/2 / 3.25 =
     0.154, K⁺ = 1 + 3.25 (1 - m), which is more than 2.5; right of it K⁺ = 1 + (1 - m) / 2m = 2.5 at m = 1/4.
     """
-    sequence = Sequence(0.8)
+    sequence = ConfidenceSequence(0.8)
     sequence.see(1.0)
     assert sequence.interval().lower == pytest.approx(0.25)
     assert sequence.interval().upper == 1.0
@@ -48,7 +48,7 @@ def test_it_covers_the_mean_at_all_times_in_every_course() -> None:
     for mean, alpha in ((Fraction(1, 2), 0.5), (Fraction(3, 4), 0.5), (Fraction(1, 5), 0.3)):
         missed = Fraction(0)
         for course in itertools.product((0, 1), repeat=9):
-            sequence, out = Sequence(alpha), False
+            sequence, out = ConfidenceSequence(alpha), False
             for toss in course:
                 sequence.see(toss)
                 found = sequence.interval()
@@ -61,7 +61,7 @@ def test_it_covers_the_mean_at_all_times_in_every_course() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_it_narrows_to_the_mean(seed: int) -> None:
     print(f"seed {seed}")
-    chance, sequence, widths = random.Random(seed), Sequence(0.05), []
+    chance, sequence, widths = random.Random(seed), ConfidenceSequence(0.05), []
     for number in range(1, 1001):
         sequence.see(chance.betavariate(6, 2))
         if number in (10, 100, 1000):

@@ -18,7 +18,7 @@ from headrace_registry import spending
 from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.evidence import ARMS, Evidence
 from headrace_registry.rollouts.maturity import Unit, UnitReading, due, read
-from headrace_registry.rollouts.plan import Guardrail, RolloutPlan, Stage, Success
+from headrace_registry.rollouts.plan import Guardrail, RolloutPlan, RolloutStage, Success
 from headrace_registry.rollouts.records import SessionRecord
 from headrace_schemas import Reward
 
@@ -74,7 +74,7 @@ def test_a_plan_that_cannot_be_kept_is_refused(change: dict[str, Any], why: str)
 
 
 def test_a_plan_survives_json() -> None:
-    plan = RolloutPlan(stages=(Stage(share=Fraction(1, 3)),))
+    plan = RolloutPlan(stages=(RolloutStage(share=Fraction(1, 3)),))
     assert RolloutPlan.model_validate_json(plan.model_dump_json()) == plan
 
 

@@ -13,14 +13,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from headrace_registry.rollouts import machine
 from headrace_registry.rollouts.evidence import Findings
-from headrace_registry.rollouts.machine import Book, Decision, NotAllowed, Phase, Rollout, judge
-from headrace_registry.rollouts.plan import Guardrail, RolloutPlan, Stage, Success
+from headrace_registry.rollouts.machine import Book, NotAllowed, Phase, Rollout, RolloutDecision, judge
+from headrace_registry.rollouts.plan import Guardrail, RolloutPlan, RolloutStage, Success
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 PLAN = RolloutPlan(
     slots=2,
     shadow_units=10,
-    stages=(Stage(share=Fraction(1, 10), units_min=20, duration_min_s=60), Stage(share=Fraction(1, 3), units_min=50)),
+    stages=(
+        RolloutStage(share=Fraction(1, 10), units_min=20, duration_min_s=60),
+        RolloutStage(share=Fraction(1, 3), units_min=50),
+    ),
     guardrails=(Guardrail(metric="reward", margin=0.1), Guardrail(metric="missing", margin=0.1)),
     successes=(Success(metric="reward", margin=0.1),),
     units_max=500,
@@ -76,15 +79,15 @@ def test_a_plan_that_promotes_nobody_tells_and_holds() -> None:
     assert (found.kind, "leaves it to an operator" in found.reason) == ("hold", True)
 
 
-def book(*steps: Decision, parents: dict[str, str | None] | None = None, plan: RolloutPlan = PLAN) -> Book:
+def book(*steps: RolloutDecision, parents: dict[str, str | None] | None = None, plan: RolloutPlan = PLAN) -> Book:
     found = Book("m@a", parents or {"m@a": None, "m@b": "m@a", "m@c": "m@b", "m@d": "m@a"})
     for step in steps:
         found, _ = machine.apply(plan, found, step)
     return found
 
 
-def step(kind: machine.Kind, version: str, *, improved: bool = False) -> Decision:
-    return Decision(kind, version, NOW, "because", improved=improved)
+def step(kind: machine.Kind, version: str, *, improved: bool = False) -> RolloutDecision:
+    return RolloutDecision(kind, version, NOW, "because", improved=improved)
 
 
 def test_from_the_shadow_to_champion_and_the_others_hold() -> None:
@@ -150,8 +153,8 @@ class Rollouts(RuleBasedStateMachine):
         self.book = Book("m@a", {})
         self.first = self.book
         self.now = NOW
-        self.told: list[Decision] = []
-        self.given: list[Decision] = []
+        self.told: list[RolloutDecision] = []
+        self.given: list[RolloutDecision] = []
         self.rolled_back: set[str] = set()
 
     @rule(parents=st.lists(st.sampled_from([None, *VERSIONS]), min_size=6, max_size=6))
@@ -193,7 +196,7 @@ class Rollouts(RuleBasedStateMachine):
                 if decision:
                     self._do(decision)
 
-    def _do(self, decision: Decision) -> None:
+    def _do(self, decision: RolloutDecision) -> None:
         self.book, told = machine.apply(PLAN, self.book, decision)
         self.given.append(decision)
         self.told += told

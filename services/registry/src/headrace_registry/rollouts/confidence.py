@@ -29,7 +29,7 @@ class Interval:
 
 
 @dataclass(slots=True)
-class Sequence:
+class ConfidenceSequence:
     """The values so far with the bets that were made on them. `alpha` is for both ends and all times together."""
 
     alpha: float

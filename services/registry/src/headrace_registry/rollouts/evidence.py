@@ -47,7 +47,7 @@ class Test:
         self.convinced = self.convinced or self.wealth.convinced(self.error)
 
 
-class Watch:
+class MetricWatch:
     """One metric at one look: its contrast, and the tests that look at it. In the shadow a contrast is a difference of
     two answers to one prompt; else half the difference of the arms, so margins are halved too."""
 
@@ -57,7 +57,7 @@ class Watch:
         self.tests: list[Test] = []
         self.seen = EProcess(null=0.0, gap=1.0)
         self._contrast = Contrast()
-        self._sequence = confidence.Sequence(alpha)
+        self._sequence = confidence.ConfidenceSequence(alpha)
 
     def harm(self, guardrail: Guardrail, error: float) -> Test:
         test = Test(Hedge(guardrail.tolerated * self.scale, guardrail.margin * self.scale), error, sign=-1.0)
@@ -131,7 +131,7 @@ class Evidence:
     def __init__(self, plan: RolloutPlan, number: int = 1) -> None:
         self.plan = plan
         self.alpha = spending.promotion(plan.alpha, number)
-        self._watches: dict[tuple[str, Look], Watch] = {}
+        self._watches: dict[tuple[str, Look], MetricWatch] = {}
         self._harms = [
             (f"{one.metric} at {look}", self._watch(one, look).harm(one, plan.harm_error(one, look)))
             for one in plan.guardrails
@@ -154,7 +154,7 @@ class Evidence:
         """What a reading has to hold."""
         return {name: watch.metric for (name, _), watch in self._watches.items()}
 
-    def watch(self, metric: str, look: Look) -> Watch:
+    def watch(self, metric: str, look: Look) -> MetricWatch:
         return self._watches[metric, look]
 
     def take(self, look: Look, reading: UnitReading) -> None:
@@ -221,10 +221,10 @@ class Evidence:
             found[f"{guardrail.metric}.harm_log_wealth"] = max(test.wealth.log_wealth for test in tests)
         return found
 
-    def _watch(self, one: Guardrail | Success, look: Look) -> Watch:
-        return self._watches.setdefault((one.metric, look), Watch(one.measured, look, self.plan.alpha))
+    def _watch(self, one: Guardrail | Success, look: Look) -> MetricWatch:
+        return self._watches.setdefault((one.metric, look), MetricWatch(one.measured, look, self.plan.alpha))
 
     @staticmethod
-    def _claim(success: Success, watch: Watch, error: float) -> Test:
+    def _claim(success: Success, watch: MetricWatch, error: float) -> Test:
         test = watch.improved if success.kind == "improved" else watch.not_inferior
         return test(success.margin, error)

@@ -2,8 +2,8 @@
 
     shadow → canary (stage by stage) → champion → succeeded,  or hold,  or rolled back
 
-`judge` says what the evidence asks for, `apply` does it. Each step is a `Decision` with its numbers, and `apply` of
-the same decisions in the same order gives the same book, so the decisions are all that has to be stored.
+`judge` says what the evidence asks for, `apply` does it. Each step is a `RolloutDecision` with its numbers, and `apply`
+of the same decisions in the same order gives the same book, so the decisions are all that has to be stored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class RolloutDecision:
     """One step, with what it rests on."""
 
     kind: Kind
@@ -115,7 +115,7 @@ class Book:
             one = self.parents.get(one)
 
 
-def begin(plan: RolloutPlan, book: Book, version: str, now: datetime) -> Decision:
+def begin(plan: RolloutPlan, book: Book, version: str, now: datetime) -> RolloutDecision:
     """A version starts its rollout. Raises `NotAllowed`."""
     if version not in book.parents:
         raise NotAllowed(f"{version} is not registered; register it before its rollout")
@@ -131,22 +131,22 @@ def begin(plan: RolloutPlan, book: Book, version: str, now: datetime) -> Decisio
         taken = ", ".join(one.version for one in book.under_way)
         raise NotAllowed(f"{version} finds no slot: {taken} are under way; wait for an end, or plan for more slots")
     number = book.family + 1
-    return Decision("begin", version, now, f"number {number} of its family", {"number": float(number)})
+    return RolloutDecision("begin", version, now, f"number {number} of its family", {"number": float(number)})
 
 
-def stop(book: Book, version: str, reason: str, now: datetime) -> Decision:
+def stop(book: Book, version: str, reason: str, now: datetime) -> RolloutDecision:
     """An operator ends a rollout without judging the version. Raises `NotAllowed`."""
     _running(book, version)
-    return Decision("hold", version, now, reason)
+    return RolloutDecision("hold", version, now, reason)
 
 
-def roll_back(book: Book, version: str, reason: str, now: datetime) -> Decision:
+def roll_back(book: Book, version: str, reason: str, now: datetime) -> RolloutDecision:
     """An operator takes a version back for good. Raises `NotAllowed`."""
     _running(book, version)
-    return Decision("roll_back", version, now, reason)
+    return RolloutDecision("roll_back", version, now, reason)
 
 
-def judge(plan: RolloutPlan, rollout: Rollout, found: Findings, now: datetime) -> Decision | None:
+def judge(plan: RolloutPlan, rollout: Rollout, found: Findings, now: datetime) -> RolloutDecision | None:
     """What the evidence asks for; None: to go on."""
     if rollout.phase not in UNDER_WAY:
         return None
@@ -158,7 +158,7 @@ def judge(plan: RolloutPlan, rollout: Rollout, found: Findings, now: datetime) -
     if step is None:
         return None
     kind, reason = step
-    return Decision(kind, rollout.version, now, reason, found.statistics, kind == "promote" and found.improved)
+    return RolloutDecision(kind, rollout.version, now, reason, found.statistics, kind == "promote" and found.improved)
 
 
 _Step = tuple[Kind, str]
@@ -194,7 +194,7 @@ def _from_canary(plan: RolloutPlan, rollout: Rollout, found: Findings, now: date
     return None
 
 
-def apply(plan: RolloutPlan, book: Book, decision: Decision) -> tuple[Book, tuple[Decision, ...]]:
+def apply(plan: RolloutPlan, book: Book, decision: RolloutDecision) -> tuple[Book, tuple[RolloutDecision, ...]]:
     """The book after it, and every decision that this was: the given one, then what follows from it for others.
 
     Raises `NotAllowed` when the book has no such step.
@@ -221,7 +221,7 @@ def apply(plan: RolloutPlan, book: Book, decision: Decision) -> tuple[Book, tupl
     return _follow(replace(ended, champion=rollout.version, family=family), decision, "hold")
 
 
-def _follow(book: Book, decision: Decision, kind: Kind) -> tuple[Book, tuple[Decision, ...]]:
+def _follow(book: Book, decision: RolloutDecision, kind: Kind) -> tuple[Book, tuple[RolloutDecision, ...]]:
     """Whom else it ends: after a rollback those who descend from the version, after a promotion all others."""
     decisions = [decision]
     for one in book.under_way:
@@ -234,11 +234,11 @@ def _follow(book: Book, decision: Decision, kind: Kind) -> tuple[Book, tuple[Dec
         )
         phase: Phase = "rolled_back" if kind == "roll_back" else "hold"
         book = _with(book, replace(one, phase=phase, changed=decision.at))
-        decisions.append(Decision(kind, one.version, decision.at, reason))
+        decisions.append(RolloutDecision(kind, one.version, decision.at, reason))
     return book, tuple(decisions)
 
 
-def _begun(plan: RolloutPlan, book: Book, decision: Decision) -> Book:
+def _begun(plan: RolloutPlan, book: Book, decision: RolloutDecision) -> Book:
     begin(plan, book, decision.version, decision.at)
     slot = book.free_slot(plan)
     assert slot is not None

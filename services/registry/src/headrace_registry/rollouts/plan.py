@@ -60,7 +60,7 @@ class Success(Model):
         return metrics.named(self.metric).within(self.bounds)
 
 
-class Stage(Model):
+class RolloutStage(Model):
     """A share of the units, and what has to have happened before the next stage (or, in the last one, the end)."""
 
     share: Annotated[Fraction, Field(gt=0, le=_SHARE_MAX)]
@@ -71,8 +71,8 @@ class Stage(Model):
     """In this stage."""
 
 
-def _stages(*shares: Fraction) -> tuple[Stage, ...]:
-    return tuple(Stage(share=share, units_min=20 * number) for number, share in enumerate(shares, 1))
+def _stages(*shares: Fraction) -> tuple[RolloutStage, ...]:
+    return tuple(RolloutStage(share=share, units_min=20 * number) for number, share in enumerate(shares, 1))
 
 
 class RolloutPlan(Model):
@@ -84,7 +84,7 @@ class RolloutPlan(Model):
     candidate gets 1 / (slots + 1) of them at most, whatever its stage says."""
     shadow_units: Annotated[int, Field(ge=0)] = 0
     """So many prompts the candidate answers beside the champion, unseen by users, before it gets any of them."""
-    stages: tuple[Stage, ...] = Field(
+    stages: tuple[RolloutStage, ...] = Field(
         default=_stages(Fraction(1, 100), Fraction(1, 10), Fraction(1, 2)), min_length=1, max_length=16
     )
     guardrails: tuple[Guardrail, ...] = Field(
