@@ -225,7 +225,7 @@ class Publisher:
 
 
 def _is_about_session(event: Event) -> bool:
-    """Whether an event is matched with a run of its session by offsets (docs/decisions/0025)."""
+    """Whether an event is matched with a run of its session by offsets (docs/decisions/0020)."""
     return isinstance(event, Feedback) and not event.msg_ids
 
 
