@@ -26,13 +26,18 @@ def test_something({fixtures}, tmp_path):
     thread.join()
     time.sleep(0.5)
     assert started[0].poll() is None
-    pathlib.Path({told!r}).write_text("up")
+    told = pathlib.Path({told!r})
+    told.write_text("up")
     {then}
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no /proc to find them in")
-@pytest.mark.parametrize(("then", "status"), [("time.sleep(600)", -9), ("return", 0)], ids=["killed", "forgotten"])
+@pytest.mark.parametrize(
+    ("then", "status"),
+    [("time.sleep(600)", -9), ("while told.exists(): time.sleep(0.05)", 0)],
+    ids=["killed", "forgotten"],
+)
 def test_nothing_remains(tmp_path: Path, then: str, status: int) -> None:
     fixtures = ["embedded_bus", *([] if postgres_node.missing() else ["postgres"])]
     told = tmp_path / "told"
@@ -52,6 +57,7 @@ def test_nothing_remains(tmp_path: Path, then: str, status: int) -> None:
         servers = " ".join(naming(name).values())
         assert "headrace_broker" in servers
         assert ("postgres" in fixtures) == ("initdb" in servers or "postgres" in servers)
+        told.unlink()
         if status:
             inner.kill()
         assert inner.wait(60) == status

@@ -71,6 +71,7 @@ class Policy:
     lora = False
     vocabulary = VOCABULARY
     context = CONTEXT
+    size = 1_000_000
     parameters: Mapping[str, object] = {}
     hidden: frozenset[str] = frozenset()
 

@@ -96,6 +96,9 @@ class Book:
 
         The champion and what it descends from earned their place since, and bar nobody behind them.
         """
+        own = self.rollouts.get(version)
+        if own is not None and own.phase == "rolled_back":
+            return version
         earned = set(self._line(self.champion))
         for one in self._line(version):
             if one in earned:
