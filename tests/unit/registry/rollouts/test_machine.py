@@ -114,7 +114,8 @@ def test_children_of_what_was_rolled_back_are_barred_and_taken_along() -> None:
 
 
 def test_a_champion_behind_a_rollback_earned_its_place() -> None:
-    """m@c became champion; then m@b, its parent, is tried and rolled back. What descends from m@c is not barred."""
+    """m@c became champion; then m@b, its parent, is tried and rolled back. What descends from m@c is not
+    barred; m@b itself is."""
     parents = {"m@a": None, "m@b": "m@a", "m@c": "m@b", "m@e": "m@c"}
     there = book(
         step("begin", "m@c"), *[step("advance", "m@c")] * 2, step("promote", "m@c"), step("begin", "m@b"),
@@ -122,6 +123,8 @@ def test_a_champion_behind_a_rollback_earned_its_place() -> None:
     )  # fmt: skip
     assert there.barred_by("m@e") is None
     assert machine.begin(PLAN, there, "m@e", NOW).kind == "begin"
+    with pytest.raises(NotAllowed, match="m@b is barred: it was rolled back"):
+        machine.begin(PLAN, there, "m@b", NOW)
 
 
 def test_what_there_is_no_step_for_is_refused_by_name() -> None:
