@@ -9,7 +9,7 @@ UV := $(BIN)/uv
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm demo up attack chaos simulate mutants test-architectures test-learning bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer compose-test lock-images clean
+.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer compose-test lock-images clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -109,7 +109,10 @@ test: $(VENV)/installed ## every test that does not play for minutes, fast ones 
 test-long: WORKERS = 2
 test-long: $(VENV)/installed ## the tests that kill and that play for minutes: the whole circle, Kafka with PostgreSQL, replays, docs on a running stack
 	mkdir -p reports
-	$(PYTEST) -m long tests/e2e tests/docs tests/contract tests/integration/replay tests/integration tests/repo tests/unit
+	$(PYTEST) -m long tests/e2e tests/docs tests/contract tests/integration/replay tests/integration tests/repo tests/unit --ignore=tests/docs/test_tutorials.py
+
+test-tutorials: $(VENV)/installed ## the tutorials, walked from top to end as a new user does; about 15 minutes
+	$(BIN)/pytest tests/docs/test_tutorials.py
 
 KILLS ?= 100
 chaos: $(VENV)/installed ## everything breaks at 50 turns/s, on each bus (SEED=, KILLS=strikes, BUS=embedded or kafka, NEMESIS=kill,stop,..., KEEP=folder)

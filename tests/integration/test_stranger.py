@@ -44,6 +44,7 @@ algorithm = "half"
 batch_experiences = 2
 batch_experiences_min = 1
 batch_wait_s = 1.0
+steps_per_version = 1
 [trainer.advantage.above]
 level = 0.25
 [registry]

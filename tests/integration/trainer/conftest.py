@@ -27,7 +27,7 @@ class TrainerProcess:
         self.data_dir = folder / "data"
         self.port = free_port()
         self.log = folder / "trainer.log"
-        own = {"BASE": base, "PORT": self.port, **settings}
+        own = {"BASE": base, "PORT": self.port, "STEPS_PER_VERSION": 1, **settings}
         self._environ = {
             **os.environ,
             "HEADRACE_DATA_DIR": str(self.data_dir),
