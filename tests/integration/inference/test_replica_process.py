@@ -215,7 +215,9 @@ async def test_04_the_async_package_with_many_at_once(town: Town) -> None:
 
         together = await asyncio.gather(*map(one, range(16)))
         assert together == [await one(number) for number in range(16)]
-        stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=9, stream=True)
+        stream = await client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=9, stream=True, extra_body={"ignore_eos": True}
+        )
         ends = [chunk.choices[0].finish_reason async for chunk in stream if chunk.choices]
     assert [end for end in ends if end] == ["length"]
 
