@@ -7,11 +7,13 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
 
-from pydantic import BaseModel, JsonValue, TypeAdapter
+from pydantic import JsonValue, TypeAdapter
 
 from headrace.errors import HeadraceError
 from headrace_cli.toml_text import toml
+from headrace_runtime.reference import SettingDoc, Tier
 from headrace_runtime.services import ServiceInfo
 
 _WIDTH = 120
@@ -28,22 +30,8 @@ _HEADER = """# Headrace settings. Everything is optional: what is commented out 
 _BEGINNING = """# Headrace settings: those that users set. What is commented out shows the default.
 # `headrace config reference` has all settings.
 """
-TIERS = ("common", "tuning", "limits")
-"""What a user sets; what changes how well or how fast it works; how much, how many or how long at most."""
-
-
-class Setting(BaseModel):
-    """One setting as its service describes it (`headrace_runtime.reference.SettingDoc`)."""
-
-    name: str
-    kind: str
-    default: JsonValue = None
-    required: bool = False
-    description: str = ""
-    tier: str = "tuning"
-
-
-Described = dict[str, list[Setting]]
+TIERS = get_args(Tier)
+Described = dict[str, list[SettingDoc]]
 _DESCRIBED = TypeAdapter(Described)
 
 
@@ -86,9 +74,9 @@ def to_begin_with(described: Described, given: Mapping[str, JsonValue]) -> str:
     return "\n".join([_BEGINNING, *filter(None, sections)])
 
 
-def _section(settings: Sequence[Setting], tier: str | None, given: Mapping[str, JsonValue] | None = None) -> str:
+def _section(settings: Sequence[SettingDoc], tier: str | None, given: Mapping[str, JsonValue] | None = None) -> str:
     """Its tables, in each the tiers in their order."""
-    tables: dict[str, list[Setting]] = {}
+    tables: dict[str, list[SettingDoc]] = {}
     for setting in settings:
         if tier in (None, setting.tier):
             tables.setdefault(setting.name.rpartition(".")[0], []).append(setting)
@@ -103,7 +91,7 @@ def _section(settings: Sequence[Setting], tier: str | None, given: Mapping[str, 
     return "\n".join(lines).lstrip("\n") + "\n" if lines else ""
 
 
-def _lines(setting: Setting, given: Mapping[str, JsonValue]) -> list[str]:
+def _lines(setting: SettingDoc, given: Mapping[str, JsonValue]) -> list[str]:
     key = setting.name.rpartition(".")[2]
     text = f"{setting.description} ({setting.kind})" if setting.description else f"({setting.kind})"
     wrapped = textwrap.wrap(text, _WIDTH - 2, break_long_words=False, break_on_hyphens=False)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from headrace_cli.settings_reference import Setting, as_toml
+from headrace_cli.settings_reference import as_toml
 from headrace_cli.supervisor.plan import installed
 from headrace_cli.toml_text import toml
 from headrace_runtime.main import Service
-from headrace_runtime.reference import describe
+from headrace_runtime.reference import SettingDoc, describe
 from headrace_runtime.settings import Common, complete, load
 
 CONFIG = Path(__file__).parents[3] / "configs" / "headrace.toml"
@@ -30,8 +30,8 @@ def service(name: str) -> Service[Any]:
     return found
 
 
-def described(model: type, prefix: str = "") -> list[Setting]:
-    return [Setting.model_validate(doc.model_dump()) for doc in describe(model, prefix)]
+def described(model: type, prefix: str = "") -> list[SettingDoc]:
+    return [SettingDoc.model_validate(doc.model_dump()) for doc in describe(model, prefix)]
 
 
 def uncommented(text: str) -> str:

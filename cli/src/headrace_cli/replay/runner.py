@@ -46,14 +46,14 @@ async def plan(request: Request, tick: Tick) -> Report:
     async with opened(request.bus, request.wanted) as merge:
         decide(request, report, told, merge)
         environ = request.environ(replays=request.of, lineage=request.lineage, cut=report.cut)
-        async with started("trainer", environ) as rehearsal:
+        async with started("trainer", environ) as dry_run:
 
             async def feed() -> None:
-                await Pipeline(request, report, lambda item: _rehearse(rehearsal, item), tick).run(merge, told)
-                rehearsal.close()
+                await Pipeline(request, report, lambda item: _feed(dry_run, item), tick).run(merge, told)
+                dry_run.close()
 
             async def drain() -> None:
-                async for _, value in rehearsal.lines():
+                async for _, value in dry_run.lines():
                     report.training = DryRunLine.model_validate_json(value)
 
             await side_by_side(feed(), drain())
@@ -122,7 +122,7 @@ async def _train(request: Request, report: Report, told: Journal, tick: Tick) ->
     return report
 
 
-async def _rehearse(program: Program, item: Item) -> None:
+async def _feed(program: Program, item: Item) -> None:
     if item.cut is not None:
         await program.feed("batch", str(item.cut).encode())
     await program.feed("experience", item.whole)

@@ -166,7 +166,7 @@ def test_arms_of_the_wrong_size_are_noticed_though_nothing_is_measured() -> None
 
 
 def test_statistics_fit_an_event() -> None:
-    names = [name for name in metrics_of_ours() if name not in ("reward", "missing")]
+    names = [name for name in metrics.METRICS.names() if name not in ("reward", "missing")]
     guarded = ["reward", "missing", *names[:6]]
     plan = RolloutPlan(
         shadow_units=1,
@@ -181,12 +181,6 @@ def test_statistics_fit_an_event() -> None:
     found = evidence.statistics()
     assert len(found) <= 64
     assert all(math.isfinite(value) for value in found.values())
-
-
-def metrics_of_ours() -> list[str]:
-    from importlib.metadata import entry_points
-
-    return sorted(entry.name for entry in entry_points(group=metrics.GROUP))
 
 
 @pytest.mark.parametrize(("world", "seed"), [(World(), 0), (World(worse=0.25), 1), (World(missing_more=0.5), 2)])

@@ -11,6 +11,7 @@ import pytest
 from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.records import SessionRecord
 from headrace_schemas import FunctionCall, Message, Reward, ToolCall, Turn
+from tests.support import plugins
 from tests.support.streams import START
 from tests.support.turns import after, ask, feedback, said, user
 
@@ -165,12 +166,8 @@ def test_goodness_turns_and_scales_and_cuts_off() -> None:
 
 @pytest.fixture
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = tmp_path / "foreign-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign\nVersion: 1.0\n", encoding="utf-8")
-    entries = "[headrace.rollout_metrics]\nforeign_turns = foreign_metrics:turns\nbroken = foreign_metrics:not_one\n"
-    (info / "entry_points.txt").write_text(entries, encoding="utf-8")
-    (tmp_path / "foreign_metrics.py").write_text(OWN, encoding="utf-8")
+    announces = {"foreign_turns": "foreign_metrics:turns", "broken": "foreign_metrics:not_one"}
+    plugins.install(tmp_path, "foreign", {"headrace.rollout_metrics": announces}, foreign_metrics=OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 

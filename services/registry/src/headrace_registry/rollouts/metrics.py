@@ -7,15 +7,13 @@ marked with `metric`; None abstains, and a session that abstains is no part of t
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.metadata import entry_points
 
 from headrace_registry.rollouts.records import SessionRecord
+from headrace_runtime.registries import Registry
 
-GROUP = "headrace.rollout_metrics"
 Compute = Callable[[SessionRecord], float | None]
 ComputeOfSource = Callable[[SessionRecord, str], float | None]
 
@@ -61,6 +59,9 @@ class MetricOfSource:
         return Metric(lambda record: self.compute(record, source), self.higher_is_better, self.bounds)
 
 
+METRICS: Registry[object] = Registry("rollout_metrics", object, "metric")
+
+
 def metric(*, higher_is_better: bool, bounds: tuple[float, float] = (0.0, 1.0)) -> Callable[[Compute], Metric]:
     """Marks a function as a metric and says what it lies between."""
     return lambda compute: Metric(compute, higher_is_better, bounds)
@@ -79,21 +80,14 @@ def named(name: str) -> Metric:
 
     Raises `ValueError` for a name that nobody announces, with those there are, and for what is no metric.
     """
-    announced = {entry.name: entry for entry in entry_points(group=GROUP)}
     stem, _, source = name.partition(":")
-    if stem not in announced:
-        close = difflib.get_close_matches(stem, announced, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+    found = METRICS.get(stem)
+    if isinstance(found, MetricOfSource):
+        return found.of(source)
+    if not isinstance(found, Metric):
         raise ValueError(
-            f"no installed package announces metric {stem!r}; {hint}there are {', '.join(sorted(announced))}"
-        )
-    loaded = announced[stem].load()
-    if isinstance(loaded, MetricOfSource):
-        return loaded.of(source)
-    if not isinstance(loaded, Metric):
-        raise ValueError(
-            f"{announced[stem].value} is no metric; mark it with headrace_registry.rollouts.metrics.metric"
+            f"{METRICS.point(stem).value} is no metric; mark it with headrace_registry.rollouts.metrics.metric"
         )
     if source:
         raise ValueError(f"metric {stem!r} knows no sources; leave {':' + source!r} out")
-    return loaded
+    return found
