@@ -64,7 +64,7 @@ KINDS: tuple[Bad, ...] = (_cut, _flipped, _empty, _no_usage, _no_reference, _mis
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
     async with small_stack(folder) as stack:
-        collector, scorer = stack.service("collector"), stack.service("scorer", SCORER__SETTLE_S=1)
+        collector, scorer = stack.service("collector"), stack.service("scorer", SCORER__REWARD_WAIT_S=1)
         for service in (collector, scorer):
             service.start()
         good, bad = await _send(stack, rng)

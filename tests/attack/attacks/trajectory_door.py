@@ -47,7 +47,7 @@ HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
     async with small_stack(folder) as stack:
         version = await _publish_model(stack)
-        gateway, scorer = stack.service("gateway"), stack.service("scorer", SCORER__SETTLE_S=1)
+        gateway, scorer = stack.service("gateway"), stack.service("scorer", SCORER__REWARD_WAIT_S=1)
         collector = stack.service("collector")
         for service in (gateway, scorer, collector):
             service.start(ready=service is not gateway)
