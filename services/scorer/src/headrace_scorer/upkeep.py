@@ -18,7 +18,7 @@ from headrace_scorer.schema import feedback, ledger, listed, trajectories, turn_
 from headrace_scorer.scores import ScoreStore
 
 _ENDED_AT_ONCE_MAX = 25
-_FORGOTTEN_AT_ONCE_MAX = 7
+_FORGOTTEN_AT_ONCE_MAX = 5
 
 
 async def end_waiting(tx: AsyncConnection, now: datetime, scores: ScoreStore, policy: RewardPolicy) -> Sequence[Event]:
