@@ -27,11 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace_trainer.batch import Batch, Row
-from headrace_trainer.optimizer import Optimizer
-from headrace_trainer.policy import Policy
+from headrace_trainer.batches.batch import Batch, Row
+from headrace_trainer.torch_learner.optimizer import Optimizer
+from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.settings import ComputeSettings, LoraSettings, LossSettings, OptimizerSettings
-from headrace_trainer.step import SHARE, train
+from headrace_trainer.torch_learner.step import SHARE, train
 from tests.unit.trainer.world import experience
 
 AFTER = 20

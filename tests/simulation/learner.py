@@ -20,10 +20,10 @@ from headrace_schemas import ModelEvent
 from headrace_schemas.base import Model
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import File, Fingerprint, Manifest
-from headrace_trainer.batch import Batch, Row
-from headrace_trainer.native import Compared
-from headrace_trainer.state import LineageState
-from headrace_trainer.step import SHARE, Taken
+from headrace_trainer.batches.batch import Batch, Row
+from headrace_trainer.torch_learner.native import Compared
+from headrace_trainer.experiences.state import LineageState
+from headrace_trainer.torch_learner.step import SHARE, Taken
 
 VOCABULARY = 4096
 CONTEXT = 4096
@@ -66,7 +66,7 @@ def _bytes(lessons: tuple[Lesson, ...]) -> bytes:
 
 
 class Policy:
-    """`headrace_trainer.policy.Policy`."""
+    """`headrace_trainer.torch_learner.model.policy.Policy`."""
 
     lora = False
     vocabulary = VOCABULARY
@@ -87,7 +87,7 @@ class Policy:
 
 
 class Native:
-    """`headrace_trainer.native.Native`: what has no attention is compared with nothing."""
+    """`headrace_trainer.torch_learner.native.Native`: what has no attention is compared with nothing."""
 
     def __init__(self, *_: object) -> None:
         """Asks nobody."""
@@ -97,7 +97,7 @@ class Native:
 
 
 class Optimizer:
-    """`headrace_trainer.optimizer.Optimizer`; it counts."""
+    """`headrace_trainer.torch_learner.optimizer.Optimizer`; it counts."""
 
     def __init__(self, *_: object) -> None:
         self.updates = 0
@@ -116,14 +116,14 @@ def train(
     *,
     from_base: bool = False,
 ) -> Taken:
-    """`headrace_trainer.step.train`."""
+    """`headrace_trainer.torch_learner.step.train`."""
     optimizer.updates += 1
     policy.lessons += tuple(Lesson.of(row, optimizer.updates) for row in batch.rows)
     return Taken({"loss": 0.0, SHARE: batch.token_weight, "step_seconds": 0.0, "tokens_per_second": 0.0})
 
 
 class Tensors:
-    """The functions of `headrace_trainer.tensors`."""
+    """The functions of `headrace_trainer.torch_learner.tensors`."""
 
     @staticmethod
     def freeze(policy: Policy, optimizer: Optimizer, lineage: str) -> tuple[bytes, bytes]:
@@ -138,7 +138,7 @@ class Tensors:
 
 
 class Versions:
-    """The functions of `headrace_trainer.versions`."""
+    """The functions of `headrace_trainer.lineage.versions`."""
 
     @staticmethod
     def check_base(_folder: Path) -> None:
@@ -215,13 +215,13 @@ class Silent:
 
 
 STANDS_FOR: Mapping[str, Any] = {
-    "headrace_trainer.opening.Policy": Policy,
-    "headrace_trainer.opening.Native": Native,
-    "headrace_trainer.opening.Optimizer": Optimizer,
-    "headrace_trainer.opening.tensors": Tensors,
-    "headrace_trainer.opening.versions": Versions,
-    "headrace_trainer.lineage.tensors": Tensors,
-    "headrace_trainer.lineage.versions": Versions,
-    "headrace_trainer.lineage.train": train,
+    "headrace_trainer.lineage.opening.Policy": Policy,
+    "headrace_trainer.lineage.opening.Native": Native,
+    "headrace_trainer.lineage.opening.Optimizer": Optimizer,
+    "headrace_trainer.lineage.opening.tensors": Tensors,
+    "headrace_trainer.lineage.opening.versions": Versions,
+    "headrace_trainer.lineage.lineage.tensors": Tensors,
+    "headrace_trainer.lineage.lineage.versions": Versions,
+    "headrace_trainer.lineage.lineage.train": train,
     "headrace_trainer.app.Reporter": Silent,
 }

@@ -24,10 +24,10 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import CorruptBlob, Unavailable
 from headrace_schemas.blobs import BlobRef
-from headrace_trainer.lineage import Lineage
-from headrace_trainer.opening import open_lineage
+from headrace_trainer.lineage.lineage import Lineage
+from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.store import LineageStore, LineageTaken
+from headrace_trainer.lineage.store import LineageStore, LineageTaken
 from tests.attack.line import Line, at_most, none_of
 from tests.simulation import learner
 from tests.support import tiny_model

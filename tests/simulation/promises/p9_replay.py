@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from headrace_schemas import Checkpoint, Experience, ModelEvent, TrainingMetrics
 from headrace_schemas.events.checkpoint import Read
-from headrace_trainer.dry_run import DryRun
+from headrace_trainer.offline.dry_run import DryRun
 from tests.simulation import learner
 from tests.simulation.services import TRAINER
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace_trainer.control import Course, follow
+from headrace_trainer.lineage.control import Course, follow
 from headrace_trainer.trainer import Trainer
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_history import chain, name, publish

@@ -10,10 +10,10 @@ import torch
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import load
-from headrace_trainer.baselines import Baselines, Decay
-from headrace_trainer.estimators import ESTIMATORS, Rewarded
-from headrace_trainer.losses import Sampled
-from headrace_trainer.needs import OFFERED, Needs
+from headrace_trainer.algorithms.baselines import Baselines, Decay
+from headrace_trainer.algorithms.estimators import ESTIMATORS, Rewarded
+from headrace_trainer.algorithms.losses import Sampled
+from headrace_trainer.algorithms.needs import OFFERED, Needs
 from headrace_trainer.settings import AdvantageSettings, TrainerSettings
 from tests.support import plugins
 
@@ -21,11 +21,11 @@ DECAY = Decay(task=0.9, model=0.99, tasks_max=100)
 BATCH = Rewarded([1.0, 0.0, 3.0], [1.0, 1.0, 1.0], ["a", "b", "c"], ["t", "t", None])
 FOREIGN = """
 from headrace_runtime.settings import Section
-from headrace_trainer.advantages import Advantages
-from headrace_trainer.algorithms import Algorithm
-from headrace_trainer.estimators import estimator
-from headrace_trainer.losses import Loss
-from headrace_trainer.needs import Needs
+from headrace_trainer.algorithms.advantages import Advantages
+from headrace_trainer.algorithms.presets import Algorithm
+from headrace_trainer.algorithms.estimators import estimator
+from headrace_trainer.algorithms.losses import Loss
+from headrace_trainer.algorithms.needs import Needs
 
 class Middle(Section):
     middle: float = 0.5
@@ -37,7 +37,7 @@ def plain(batch, past, decay, settings):
     return Advantages.of(rewards_B, [middle] * len(rewards_B), [1.0] * len(rewards_B)), past
 
 def _slope():
-    from headrace_trainer.loss import TokenLoss
+    from headrace_trainer.algorithms.loss import TokenLoss
 
     def slope(sampled, settings):
         no_N = sampled.current_N < -1e9

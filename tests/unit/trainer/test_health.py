@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from headrace_runtime.errors import SettingError
-from headrace_trainer import lineage as lineages
-from headrace_trainer.health import NORMS_MAX, NORMS_MIN, Health
-from headrace_trainer.loss import left_out
-from headrace_trainer.measures import effective_sample_size
+from headrace_trainer.lineage import lineage as lineages
+from headrace_trainer.lineage.health import NORMS_MAX, NORMS_MIN, Health
+from headrace_trainer.algorithms.loss import left_out
+from headrace_trainer.torch_learner.measures import effective_sample_size
 from headrace_trainer.settings import HealthSettings
-from headrace_trainer.step import NotFinite, Taken, train
+from headrace_trainer.torch_learner.step import NotFinite, Taken, train
 from headrace_trainer.trainer import TrainingStopped
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import Idle, World, experience

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from headrace_schemas import Branch, Experience, Span
-from headrace_trainer import advantages, loss
-from headrace_trainer.lineage import Lineage
-from headrace_trainer.loss import TokenLoss, token_loss
-from headrace_trainer.opening import open_lineage
+from headrace_trainer.algorithms import advantages, loss
+from headrace_trainer.lineage.lineage import Lineage
+from headrace_trainer.algorithms.loss import TokenLoss, token_loss
+from headrace_trainer.lineage.opening import open_lineage
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import START, VOCABULARY, World, experience
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from headrace_runtime.errors import SettingError
-from headrace_trainer import tensors
-from headrace_trainer.optimizer import Optimizer
-from headrace_trainer.policy import Policy
+from headrace_trainer.torch_learner import tensors
+from headrace_trainer.torch_learner.optimizer import Optimizer
+from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.settings import OptimizerSettings
 from tests.unit.trainer.test_forward import open_policy
 

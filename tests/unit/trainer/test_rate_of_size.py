@@ -8,7 +8,7 @@ import pytest
 
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
-from headrace_trainer.opening import open_lineage
+from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import OptimizerSettings
 from tests.unit.trainer.conftest import Make
 

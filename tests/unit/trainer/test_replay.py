@@ -10,8 +10,8 @@ import torch
 
 from headrace_runtime.errors import SettingError
 from headrace_schemas import Experience
-from headrace_trainer import lineage as lineages
-from headrace_trainer.step import train
+from headrace_trainer.lineage import lineage as lineages
+from headrace_trainer.torch_learner.step import train
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import World, experience
 

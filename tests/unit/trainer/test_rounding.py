@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace_trainer.opening import open_lineage
-from headrace_trainer.rounding import rounded
+from headrace_trainer.lineage.opening import open_lineage
+from headrace_trainer.torch_learner.rounding import rounded
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import World
 

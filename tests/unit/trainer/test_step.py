@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from headrace_schemas import Branch, Experience, Span
-from headrace_trainer import head
-from headrace_trainer.batch import Batch, Row
-from headrace_trainer.head import Head
-from headrace_trainer.loss import TokenLoss, clipped
-from headrace_trainer.losses import LOSSES, Loss, Sampled
-from headrace_trainer.measures import Measures
-from headrace_trainer.needs import Needs
-from headrace_trainer.optimizer import Optimizer
-from headrace_trainer.policy import Policy
+from headrace_trainer.torch_learner.model import head
+from headrace_trainer.batches.batch import Batch, Row
+from headrace_trainer.torch_learner.model.head import Head
+from headrace_trainer.algorithms.loss import TokenLoss, clipped
+from headrace_trainer.algorithms.losses import LOSSES, Loss, Sampled
+from headrace_trainer.torch_learner.measures import Measures
+from headrace_trainer.algorithms.needs import Needs
+from headrace_trainer.torch_learner.optimizer import Optimizer
+from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.settings import LossSettings, OptimizerSettings
-from headrace_trainer.step import Abandoned, NotFinite, train
+from headrace_trainer.torch_learner.step import Abandoned, NotFinite, train
 from tests.unit.trainer.test_forward import one_by_one, open_policy
 from tests.unit.trainer.world import experience
 

@@ -15,9 +15,9 @@ from headrace_runtime.versions import read_manifest
 from headrace_runtime.wire import encode
 from headrace_schemas import Event, Experience
 from headrace_schemas.blobs import BlobRef
-from headrace_trainer import lineage as lineages
-from headrace_trainer.step import NotFinite, Taken, train
-from headrace_trainer.store import LineageStore
+from headrace_trainer.lineage import lineage as lineages
+from headrace_trainer.torch_learner.step import NotFinite, Taken, train
+from headrace_trainer.lineage.store import LineageStore
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import World, experience
 

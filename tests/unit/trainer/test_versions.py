@@ -19,9 +19,9 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.versions import VersionCache
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import Fingerprint, Manifest
-from headrace_trainer import versions
-from headrace_trainer.opening import open_lineage
-from headrace_trainer.policy import FINGERPRINT_TOKENS, Policy, _fixed_tokens
+from headrace_trainer.lineage import versions
+from headrace_trainer.lineage.opening import open_lineage
+from headrace_trainer.torch_learner.model.policy import FINGERPRINT_TOKENS, Policy, _fixed_tokens
 from headrace_trainer.settings import ComputeSettings, LoraSettings
 from tests.support import tiny_model
 from tests.unit.trainer.conftest import Make

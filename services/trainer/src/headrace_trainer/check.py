@@ -59,7 +59,7 @@ async def check(_common: Common, settings: TrainerSettings) -> list[str]:
     folder = Path(settings.base)
     found = await asyncio.to_thread(lambda: list(_problems(folder)))
     if not found and settings.native.tokens and _weights_bytes(folder) <= _COMPARED_BYTES_MAX:
-        from headrace_trainer.native import examine  # seconds, for torch
+        from headrace_trainer.torch_learner.native import examine  # seconds, for torch
 
         await asyncio.to_thread(examine, settings)
     return [_said(folder, remedy) for remedy in found]

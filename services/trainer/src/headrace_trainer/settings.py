@@ -12,10 +12,10 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.registries import NameIn, PluginError
 from headrace_runtime.settings import Port, Section, ServiceSettings
 from headrace_schemas.base import ModelName
-from headrace_trainer.algorithms import ALGORITHMS
-from headrace_trainer.estimators import ESTIMATORS, Estimator
-from headrace_trainer.losses import LOSSES, Loss
-from headrace_trainer.needs import OFFERED, Needs
+from headrace_trainer.algorithms.presets import ALGORITHMS
+from headrace_trainer.algorithms.estimators import ESTIMATORS, Estimator
+from headrace_trainer.algorithms.losses import LOSSES, Loss
+from headrace_trainer.algorithms.needs import OFFERED, Needs
 from headrace_trainer.service import INFO
 
 Positive = Annotated[float, Field(gt=0)]

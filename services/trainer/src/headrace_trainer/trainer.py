@@ -23,16 +23,16 @@ from headrace_runtime.metrics import EVENTS_HANDLED, RETRIES
 from headrace_runtime.pausing import Refusing
 from headrace_runtime.wire import Patience, Record
 from headrace_schemas import Event, Experience, ModelEvent
-from headrace_trainer.cutting import mark_of
-from headrace_trainer.lease import Lease
-from headrace_trainer.lineage import Lineage
+from headrace_trainer.batches.cutting import mark_of
+from headrace_trainer.lineage.lease import Lease
+from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.metrics import OTHER_MODELS, UNCORRECTABLE
-from headrace_trainer.opening import check_start, open_lineage
+from headrace_trainer.lineage.opening import check_start, open_lineage
 from headrace_trainer.report import Reporter
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.source import Source
-from headrace_trainer.store import LineageStore
-from headrace_trainer.waiting import Waiting
+from headrace_trainer.lineage.store import LineageStore
+from headrace_trainer.experiences.waiting import Waiting
 
 log = get_logger(__name__)
 _BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
