@@ -21,8 +21,8 @@ from headrace_schemas import Event
 from headrace_scorer import feedback_matching
 from headrace_scorer.feedback_matching import ClosedTrajectory, FeedbackSet, PlacedFeedback
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
-from headrace_trainer.lineage import opening
 from headrace_trainer.experiences.state import LineageState
+from headrace_trainer.lineage import opening
 from tests.simulation.world import world
 
 
@@ -116,7 +116,9 @@ PLANTED: Mapping[str, Planted] = {
         _bug("headrace_runtime.faust_host.FaustHost._work", _acknowledge_first),
         frozenset({"account", "whole_runs", "p10_late", "p11_loud", "liveness"}),
     ),
-    "dedupe off": Planted(_bug("headrace_trainer.experiences.window.Entry.seen", lambda *_: False), frozenset({"p4_once"})),
+    "dedupe off": Planted(
+        _bug("headrace_trainer.experiences.window.Entry.seen", lambda *_: False), frozenset({"p4_once"})
+    ),
     "offsets outside the checkpoint": Planted(
         _bug("headrace_trainer.lineage.opening._state", _remembered_elsewhere), frozenset({"liveness", "account"})
     ),

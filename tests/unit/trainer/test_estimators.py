@@ -14,6 +14,7 @@ from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.estimators import ESTIMATORS, Rewarded
 from headrace_trainer.algorithms.losses import Sampled
 from headrace_trainer.algorithms.needs import OFFERED, Needs
+from headrace_trainer.backends import TORCH
 from headrace_trainer.settings import AdvantageSettings, TrainerSettings
 from tests.support import plugins
 
@@ -103,7 +104,7 @@ def test_what_is_no_algorithm_is_refused_with_its_package(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("foreign")
 def test_what_nobody_has_stops_the_start(tmp_path: Path) -> None:
-    said = r"trainer\.algorithm = 'ppo': advantages of kind plain and the loss valued need critic, which this trainer"
+    said = r"trainer\.algorithm = 'ppo': advantages of kind plain and the loss valued need critic, which the back end torch"
     with pytest.raises(SettingError, match=said):
         settings_of(tmp_path, 'algorithm = "ppo"')
 
@@ -111,8 +112,8 @@ def test_what_nobody_has_stops_the_start(tmp_path: Path) -> None:
 def test_needs_add_up() -> None:
     both = Needs(groups=True) | Needs(critic=True)
     assert (both.groups, both.critic, both.reference) == (True, True, False)
-    assert both.beyond(OFFERED) == ("critic",)
-    assert Needs(reference=True, logprobs=True).beyond(OFFERED) == ()
+    assert both.beyond(OFFERED | TORCH.offers) == ("critic",)
+    assert Needs(reference=True, logprobs=True).beyond(OFFERED | TORCH.offers) == ()
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from headrace_trainer.torch_learner.model import forward, head
 from headrace_trainer.batches.batch import Row
+from headrace_trainer.settings import ComputeSettings, LoraSettings
+from headrace_trainer.torch_learner.model import forward, head
 from headrace_trainer.torch_learner.model.head import Head, Tail
 from headrace_trainer.torch_learner.model.policy import Policy
-from headrace_trainer.settings import ComputeSettings, LoraSettings
 from tests.architectures.catalog import CATALOG
 from tests.unit.trainer.test_forward import open_policy, rows
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from headrace_runtime.errors import SettingError
-from headrace_trainer.lineage import lineage as lineages
-from headrace_trainer.lineage.health import NORMS_MAX, NORMS_MIN, Health
 from headrace_trainer.algorithms.loss import left_out
-from headrace_trainer.torch_learner.measures import effective_sample_size
+from headrace_trainer.learner import NotFinite, Taken
+from headrace_trainer.lineage.health import NORMS_MAX, NORMS_MIN, Health
 from headrace_trainer.settings import HealthSettings
-from headrace_trainer.torch_learner.step import NotFinite, Taken, train
+from headrace_trainer.torch_learner import learner as learners
+from headrace_trainer.torch_learner.measures import effective_sample_size
+from headrace_trainer.torch_learner.step import train
 from headrace_trainer.trainer import TrainingStopped
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import Idle, World, experience
@@ -109,7 +110,7 @@ def with_entropies(monkeypatch: pytest.MonkeyPatch, *entropies: float) -> None:
         value = given.pop(0) if len(given) > 1 else given[0]
         return replace(taken, measured={**taken.measured, "entropy": value})
 
-    monkeypatch.setattr(lineages, "train", measured)
+    monkeypatch.setattr(learners, "train", measured)
 
 
 async def test_the_steps_that_stop_training_are_undone_and_never_published(
@@ -181,7 +182,7 @@ async def test_gradients_that_are_never_finite_stop_training(
     def broken(*_args: Any, **_more: Any) -> Taken:
         raise NotFinite
 
-    monkeypatch.setattr(lineages, "train", broken)
+    monkeypatch.setattr(learners, "train", broken)
     trainer = await world.run(settings)
     assert trainer.stopped is not None
     assert len(world.bus.fates) == 8, "the third batch waits"

@@ -16,15 +16,15 @@ import torch
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Common
 from headrace_trainer import check
+from headrace_trainer.batches.batch import Row
+from headrace_trainer.lineage.opening import open_lineage
+from headrace_trainer.lineage.store import LineageStore
+from headrace_trainer.settings import ComputeSettings, LoraSettings, TrainerSettings
 from headrace_trainer.torch_learner import native, native_plan
 from headrace_trainer.torch_learner.model import attention, policy
-from headrace_trainer.batches.batch import Row
 from headrace_trainer.torch_learner.model.blocks import Block
-from headrace_trainer.torch_learner.native import Native, examine
-from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.torch_learner.model.policy import Policy
-from headrace_trainer.settings import ComputeSettings, LoraSettings, TrainerSettings
-from headrace_trainer.lineage.store import LineageStore
+from headrace_trainer.torch_learner.native import Native, examine
 from tests.architectures.catalog import CATALOG
 from tests.support import tiny_model
 from tests.unit.trainer.conftest import Make

@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 
 from headrace_runtime.errors import SettingError
 from headrace_trainer.experiences import admission
-from headrace_trainer.torch_learner.model import policy, sequence_bound
 from headrace_trainer.settings import ComputeSettings, TrainerSettings
+from headrace_trainer.torch_learner.model import policy, sequence_bound
 from tests.support import tiny_model
 from tests.unit.trainer.test_forward import open_policy, rows
 
@@ -29,7 +29,10 @@ def test_what_a_token_costs_does_not_depend_on_the_sequence(base: Path) -> None:
 def test_recomputed_layers_keep_less(tmp_path: Path) -> None:
     tiny_model.build(tmp_path, layers=8)
     ours, row = open_policy(tmp_path, gradient_checkpointing=True), rows()[3]
-    assert sequence_bound.token_bytes(ours, row, recomputed=True) < sequence_bound.token_bytes(ours, row, recomputed=False) / 1.5
+    assert (
+        sequence_bound.token_bytes(ours, row, recomputed=True)
+        < sequence_bound.token_bytes(ours, row, recomputed=False) / 1.5
+    )
     assert ours.model.training, "it is put back"
 
 
@@ -42,9 +45,9 @@ def test_tokens_are_what_is_left_of_the_memory() -> None:
 
 def test_the_bound_is_the_smallest_of_context_memory_and_queue(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_bound, "free_bytes", lambda _: GB)
-    plenty = open_policy(base).room()
+    plenty = open_policy(base).sequence_bound()
     monkeypatch.setattr(sequence_bound, "free_bytes", lambda _: GB // 2)
-    assert 0 < open_policy(base).room() < plenty
+    assert 0 < open_policy(base).sequence_bound() < plenty
     settings = TrainerSettings(base="x", memory={"queue_tokens": 5000})
     assert admission.limits_of(settings, 320, 9000).sequence_tokens == 5000
     assert admission.limits_of(settings, 320, 300).sequence_tokens == 300
@@ -55,7 +58,7 @@ def test_the_bound_is_the_smallest_of_context_memory_and_queue(base: Path, monke
 def test_no_room_at_all_is_a_setting_error(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_bound, "free_bytes", lambda _: 1000)
     with pytest.raises(SettingError, match=r"sequence_tokens = 'none': 0\.0 GB have room for 0 tokens"):
-        open_policy(base).room()
+        open_policy(base).sequence_bound()
 
 
 def test_a_container_has_less_than_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,10 @@ from headrace_runtime.versions import read_manifest
 from headrace_runtime.wire import encode
 from headrace_schemas import Event, Experience
 from headrace_schemas.blobs import BlobRef
-from headrace_trainer.lineage import lineage as lineages
-from headrace_trainer.torch_learner.step import NotFinite, Taken, train
+from headrace_trainer.learner import NotFinite, Taken
 from headrace_trainer.lineage.store import LineageStore
+from headrace_trainer.torch_learner import learner as learners
+from headrace_trainer.torch_learner.step import train
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import World, experience
 
@@ -308,7 +309,7 @@ async def test_the_loop_answers_while_a_step_runs_and_a_stop_abandons_it(
         assert stop.wait(20)
         return train(*args, **more)
 
-    monkeypatch.setattr(lineages, "train", slow)
+    monkeypatch.setattr(learners, "train", slow)
     trainer = world.trainer(make())
     task = asyncio.create_task(trainer.run())
     async with asyncio.timeout(20):
@@ -317,7 +318,7 @@ async def test_the_loop_answers_while_a_step_runs_and_a_stop_abandons_it(
         with pytest.raises(asyncio.CancelledError):
             await task
     assert world.bus.fates == {}
-    monkeypatch.setattr(lineages, "train", train)
+    monkeypatch.setattr(learners, "train", train)
     await world.run(make())
     assert set(world.bus.fates.values()) == {"trained"}, "and nothing was lost"
 
@@ -334,7 +335,7 @@ async def test_a_gradient_that_is_not_finite_costs_its_batch_only(
             raise NotFinite
         return train(policy, *args, **more)
 
-    monkeypatch.setattr(lineages, "train", broken)
+    monkeypatch.setattr(learners, "train", broken)
     await world.run(make())
     assert list(world.bus.fates.values()) == ["invalid"] * 4 + ["trained"] * 4
 

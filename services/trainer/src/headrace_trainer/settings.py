@@ -12,10 +12,11 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.registries import NameIn, PluginError
 from headrace_runtime.settings import Port, Section, ServiceSettings
 from headrace_schemas.base import ModelName
-from headrace_trainer.algorithms.presets import ALGORITHMS
 from headrace_trainer.algorithms.estimators import ESTIMATORS, Estimator
 from headrace_trainer.algorithms.losses import LOSSES, Loss
 from headrace_trainer.algorithms.needs import OFFERED, Needs
+from headrace_trainer.algorithms.presets import ALGORITHMS
+from headrace_trainer.backends import BACKENDS, Backend
 from headrace_trainer.service import INFO
 
 Positive = Annotated[float, Field(gt=0)]
@@ -271,6 +272,8 @@ class TrainerSettings(ServiceSettings):
     algorithm: Annotated[str, NameIn(ALGORITHMS)] = "reinforce++"
     """The kind of advantage, the loss, and what else goes with them; settings that are stated win over it. `grpo`,
     `dr-grpo` and `rloo` need several runs of each task."""
+    backend: Annotated[str, NameIn(BACKENDS)] = "torch"
+    """What holds weights and optimizer and takes the steps. `torch` does it in the trainer's process, on one device."""
     batch_experiences: Count = 64
     """Experiences in a step. A batch of fewer, cut by time, is that much less than a step."""
     batch_experiences_min: Count = 8
@@ -306,6 +309,10 @@ class TrainerSettings(ServiceSettings):
     health: HealthSettings = HealthSettings()
     memory: MemorySettings = MemorySettings()
 
+    @classmethod
+    def announced(cls) -> dict[str, type[Section]]:
+        return {name: one.settings for name, one in BACKENDS.all().items() if one.settings is not None}
+
     @property
     def needs_base(self) -> bool:
         """Whether the base's logprobs are asked for, at whatever interval."""
@@ -320,6 +327,27 @@ class TrainerSettings(ServiceSettings):
     def grouped(self) -> bool:
         """Whether advantages compare the runs of a group."""
         return self.needs.groups
+
+    def _check_backend(self, backend: Backend) -> None:
+        """What is asked for that nobody has, or this back end has not."""
+        offered = OFFERED | backend.offers
+        if missing := self.needs.beyond(offered):
+            raise SettingError(
+                "trainer.algorithm",
+                self.algorithm,
+                f"advantages of kind {self.advantage.kind} and the loss {self.loss.kind} need {' and '.join(missing)}, "
+                f"which the back end {self.backend} does not have; choose another one",
+            )
+        if self.needs_base and not offered.reference:
+            raise SettingError(
+                "trainer.backend",
+                self.backend,
+                "cannot ask the base: set loss.kl and health.kl_base_interval_steps to 0, or choose another one",
+            )
+        if self.lora.rank and not backend.adapters:
+            raise SettingError(
+                "trainer.lora.rank", self.lora.rank, f"the back end {self.backend} trains no adapters; set 0"
+            )
 
     @model_validator(mode="before")
     @classmethod
@@ -345,13 +373,7 @@ class TrainerSettings(ServiceSettings):
             )
         if self.replays == self.lineage:
             raise SettingError("trainer.replays", self.replays, "is this lineage itself; name a new trainer.lineage")
-        if missing := self.needs.beyond(OFFERED):
-            raise SettingError(
-                "trainer.algorithm",
-                self.algorithm,
-                f"advantages of kind {self.advantage.kind} and the loss {self.loss.kind} need {' and '.join(missing)}, "
-                "which this trainer does not have; choose another one",
-            )
+        self._check_backend(BACKENDS.get(self.backend))
         if self.grouped and self.group_size < 2:
             raise SettingError(
                 "trainer.group_size",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from headrace_runtime.settings import Section
 from headrace_trainer.algorithms.advantages import Advantages
-from headrace_trainer.algorithms.presets import Algorithm
 from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.estimators import Rewarded, estimator
+from headrace_trainer.algorithms.presets import Algorithm
 from headrace_trainer.settings import AdvantageSettings
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Declared by whoever is announced under `headrace.advantages` or `headrace.losses`."""
+    """Declared by whoever is announced under `headrace.advantages` or `headrace.losses`, and what a back end offers."""
 
     groups: bool = False
     """Several runs of a task in one batch: `trainer.group_size` is waited for, and single runs are dropped."""
@@ -27,5 +27,5 @@ class Needs:
 
 
 NOTHING = Needs()
-OFFERED = Needs(groups=True, logprobs=True, reference=True)
-"""What this trainer has. It has no critic."""
+OFFERED = Needs(groups=True, logprobs=True)
+"""What the trainer has whatever its back end; that one offers the rest (`headrace_trainer.backends.Backend.offers`)."""

@@ -8,9 +8,9 @@ from datetime import UTC, datetime, timedelta
 from headrace_runtime.wire import Record
 from headrace_schemas.replay import BATCH_HEADER
 from headrace_trainer.algorithms.baselines import Decay
-from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import Rules, Selection, Waiting, select
+from headrace_trainer.settings import TrainerSettings
 
 END_OF_TIME = datetime.max.replace(tzinfo=UTC)
 """Everything has waited for long enough by then."""

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from headrace_schemas import TrainingOutcome
+from headrace_trainer.batches.prepare import Prepared
 from headrace_trainer.experiences.admission import versions_of
 from headrace_trainer.experiences.history import History
-from headrace_trainer.batches.prepare import Prepared
 from headrace_trainer.experiences.waiting import run_of, task_of
 
 TASKS_MAX = 32

@@ -25,8 +25,8 @@ from typing import Literal
 from headrace_schemas import Experience
 from headrace_schemas.events.checkpoint import DropReason
 from headrace_trainer.experiences.history import History
-from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.experiences.window import Entry
+from headrace_trainer.settings import TrainerSettings
 
 
 @dataclass(frozen=True, slots=True)

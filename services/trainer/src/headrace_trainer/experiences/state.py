@@ -15,14 +15,14 @@ from datetime import datetime, timedelta
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import BatchRecord, Experience, Read, Restored, TrainingOutcome, Undone
 from headrace_schemas.events.checkpoint import DropReason
-from headrace_trainer.experiences.admission import AdmissionLimits, Decision, decide, expired, objection, versions_of
 from headrace_trainer.algorithms.baselines import Baselines
+from headrace_trainer.experiences.admission import AdmissionLimits, Decision, decide, expired, objection, versions_of
 from headrace_trainer.experiences.history import History
-from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, UNDONE, WAITING, WAITING_TOKENS
-from headrace_trainer.lineage.saved import Offsets
-from headrace_trainer.settings import MemorySettings
 from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.experiences.window import Contribution, Entry, Window
+from headrace_trainer.lineage.saved import Offsets
+from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, UNDONE, WAITING, WAITING_TOKENS
+from headrace_trainer.settings import MemorySettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """A lineage: weights, optimizer and state, and everything that may happen to them. No bus in here, and no event loop.
 
 `open_lineage` (in `opening`) finds the state that was saved last, or begins from the base. After that, experiences are
-admitted one by one, a step is taken when `next_batch` has one, and `save` makes all of it durable at once. What
-happened since the last save has not happened if the process dies.
+admitted one by one, a step is taken when `next_batch` has one, and `save` makes all of it durable at once. If the
+process dies, the next one goes on from the last save. Weights and optimizer are with a `Learner`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,17 @@ from headrace_schemas import Checkpoint, ModelEvent, TrainingMetrics
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import Manifest
 from headrace_trainer.batches import summary
-from headrace_trainer.lineage import control, versions
-from headrace_trainer.torch_learner import tensors
 from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay
-from headrace_trainer.experiences.history import History, Published
-from headrace_trainer.metrics import NOT_FINITE, REWINDS, SAVE_SECONDS
-from headrace_trainer.torch_learner.optimizer import Optimizer
-from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.batches.prepare import prepare
-from headrace_trainer.lineage.saved import Saved, Tensors
-from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.experiences.history import History, Published
 from headrace_trainer.experiences.state import LineageState
-from headrace_trainer.torch_learner.step import SHARE, NotFinite, train
-from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.experiences.waiting import Waiting
+from headrace_trainer.learner import GRADIENT_FACTOR, Frozen, Learner, LearnerLost, NotFinite
+from headrace_trainer.lineage import control, versions
+from headrace_trainer.lineage.saved import Saved, Tensors
+from headrace_trainer.lineage.store import LineageStore
+from headrace_trainer.metrics import NOT_FINITE, REWINDS, SAVE_SECONDS
+from headrace_trainer.settings import TrainerSettings
 
 log = get_logger(__name__)
 
@@ -48,8 +45,7 @@ class Lineage:
         blobs: BlobStore,
         store: LineageStore,
         first: Manifest,
-        policy: Policy,
-        optimizer: Optimizer,
+        learner: Learner,
         state: LineageState,
         saved: Saved,
     ) -> None:
@@ -58,8 +54,7 @@ class Lineage:
         self._blobs = blobs
         self._store = store
         self._first = first
-        self.policy = policy
-        self._optimizer = optimizer
+        self.learner = learner
         self.state = state
         self.saved = saved
         """What is durable."""
@@ -105,20 +100,13 @@ class Lineage:
 
     def step(self, items: Sequence[Waiting], stop: threading.Event) -> Mapping[str, float]:
         """Train on what `next_batch` returned; the measurements, empty when the gradient was not finite and the batch
-        was dropped as `invalid`. Raises `step.Abandoned`, with nothing changed that a later save would see."""
+        was dropped as `invalid`. Raises `Abandoned` or `LearnerLost`, with nothing changed that a later save would
+        see."""
         settings = self._settings
         prepared = prepare(items, self.state, settings.advantage, self._decay, settings.batch_experiences)
         digest = prepared.batch.digest()
         try:
-            taken = train(
-                self.policy,
-                self._optimizer,
-                prepared.batch,
-                settings.loss,
-                settings.compute.pack_tokens,
-                stop,
-                from_base=self._asks_base,
-            )
+            taken = self.learner.step(prepared.batch, stop, from_base=self._asks_base)
         except NotFinite:
             log.error("gradient_not_finite", batch=digest, experiences=len(items))
             NOT_FINITE.inc()
@@ -127,13 +115,13 @@ class Lineage:
             self.state.cut(digest, len(items))
             self.health = self.health.after({"gradient_norm": math.inf}, settings.health)
             return {}
-        found = summary.of_batch(prepared, self.state.history) | taken.measured
+        found = {**summary.of_batch(prepared, self.state.history), **taken.measured}
         # What the loss left out is trained, and the weights hold nothing of it: a correction has all of it to add.
         trained = [
             replace(one, advantage=0.0) if one.waiting.experience.experience_id in taken.left_out else one
             for one in prepared.trained
         ]
-        self.state.stepped(trained, prepared.baselines, found[SHARE])
+        self.state.stepped(trained, prepared.baselines, found[GRADIENT_FACTOR])
         self.state.cut(digest, len(items))
         self._tensors_moved = True
         self._measured.append(found)
@@ -170,12 +158,11 @@ class Lineage:
         REWINDS.inc()
         point = self.saved.restore_points.get(version)
         if point is not None:
-            pair = self._store.get(point.weights), self._store.get(point.optimizer)
-            tensors.thaw(self.policy, self._optimizer, *pair, with_random=False)
+            frozen = Frozen(self._store.get(point.weights), self._store.get(point.optimizer))
+            self.learner.thaw(frozen, with_random=False)
         else:
             log.warning("optimizer_starts_afresh", version=version, remedy="raise memory.restore_points")
-            versions.load(self._blobs, self._manifest(version), self.policy)
-            self._optimizer.reset()
+            versions.load(self._blobs, self._manifest(version), self.learner)
         self._tensors_moved = True
         self.health = self.health.rewound()
         return self.state.go_back(version)
@@ -201,11 +188,12 @@ class Lineage:
         return published is not None
 
     def _freeze(self) -> tuple[Tensors, Sequence[bytes]]:
-        """References to the tensors, and the bytes that are not stored yet."""
+        """References to weights and optimizer, and the bytes that are not stored yet."""
         if not self._tensors_moved:
             return self.saved.present, ()
-        weights, moments = tensors.freeze(self.policy, self._optimizer, self._settings.lineage)
-        return Tensors(weights=self._store.ref(weights), optimizer=self._store.ref(moments)), (weights, moments)
+        frozen = self.learner.freeze()
+        present = Tensors(weights=self._store.ref(frozen.weights), optimizer=self._store.ref(frozen.optimizer))
+        return present, (frozen.weights, frozen.optimizer)
 
     def _publish(self, present: Tensors) -> tuple[Manifest, BlobRef] | tuple[None, None]:
         """A new version, unless it would answer as its parent does."""
@@ -215,7 +203,7 @@ class Lineage:
             return None, None
         manifest, ref = versions.publish(
             self._blobs,
-            self.policy,
+            self.learner,
             first=self._first,
             lineage=self._settings.lineage,
             step=history.next_number,
@@ -293,6 +281,16 @@ class Lineage:
         for version in spare[: max(0, len(points) - self._settings.memory.restore_points)]:
             del points[version]
         return points
+
+    def check(self) -> None:
+        """Raises `LearnerLost` when what holds the weights has failed: nobody waits for a step to find it out."""
+        if (why := self.learner.failure) is not None:
+            name = self._settings.lineage
+            raise LearnerLost(f"lineage {name} has lost its weights: {why}; a new start goes on from the last save")
+
+    def close(self) -> None:
+        """Give back what the learner holds. Nothing may be asked afterwards, and closing again does nothing."""
+        self.learner.close()
 
     def _manifest(self, version: str) -> Manifest:
         return files.read_manifest(self._blobs, self.state.history[version].manifest)

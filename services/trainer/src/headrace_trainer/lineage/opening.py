@@ -11,23 +11,20 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.logs import get_logger
 from headrace_schemas import Checkpoint, TrainingMetrics
 from headrace_schemas.manifest import File, Manifest
-from headrace_trainer.lineage import versions
-from headrace_trainer.torch_learner import tensors
-from headrace_trainer.experiences.admission import limits_of
 from headrace_trainer.algorithms.baselines import Baselines
+from headrace_trainer.backends import BACKENDS
+from headrace_trainer.experiences.admission import limits_of
 from headrace_trainer.experiences.history import History, Published
-from headrace_trainer.lineage.lineage import Lineage
-from headrace_trainer.torch_learner.native import Compared, Native
-from headrace_trainer.torch_learner.optimizer import Optimizer
-from headrace_trainer.torch_learner.model.policy import Policy
-from headrace_trainer.lineage.saved import Saved, Tensors
-from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.experiences.state import LineageState
-from headrace_trainer.lineage.store import LineageStore, LineageTaken, replayed
 from headrace_trainer.experiences.window import Window
+from headrace_trainer.learner import Frozen, Learner
+from headrace_trainer.lineage import versions
+from headrace_trainer.lineage.lineage import Lineage
+from headrace_trainer.lineage.saved import Saved, Tensors
+from headrace_trainer.lineage.store import LineageStore, LineageTaken, replayed
+from headrace_trainer.settings import TrainerSettings
 
 log = get_logger(__name__)
-_NATIVE_REMEDY = "raise trainer.native.tokens"
 
 
 def check_start(settings: TrainerSettings, blobs: BlobStore) -> None:
@@ -64,32 +61,21 @@ def open_lineage(
     # From here on the folder is not read again: what is in the store under its digest is what the lineage started from.
     contents = first.files if first else versions.base_files(blobs, base)
     with versions.unpacked(blobs, contents) as folder:
-        native = Native(folder, settings)
-        policy = Policy.open(folder, settings.compute, settings.lora, settings.seed)
-        _say(native.compare(policy))
-        if settings.needs_base:
-            policy.keep_reference(folder)
-    chosen = settings.optimizer.of_size(policy.size, adapters=policy.lora)
-    optimizer = Optimizer(policy.parameters, chosen, policy.hidden)
-    log.info("learning_rate", rate=chosen.rate, parameters=policy.size, adapters=policy.lora)
-    if saved is None or first is None:
-        first, saved = _begin(settings, blobs, store, contents, clock, policy, optimizer)
-        log.info("lineage_begins", lineage=settings.lineage, version=first.version)
-    else:
-        pair = store.get(saved.present.weights), store.get(saved.present.optimizer)
-        tensors.thaw(policy, optimizer, *pair, with_random=True)
-        log.info("lineage_continues", lineage=settings.lineage, head=saved.head, steps=saved.steps)
-        saved = saved.model_copy(update={"health": saved.health.under(settings.health)})
-    state = _state(settings, policy, saved, replayed(settings, blobs))
-    return Lineage(settings, clock, blobs, store, first, policy, optimizer, state, saved)
-
-
-def _say(found: Compared) -> None:
-    """What was compared with the model's own attention, and what was not."""
-    if found.difference is not None:
-        log.info("native_compared", architecture=found.architecture, difference=found.difference, tokens=found.tokens)
-    for what in found.unseen:
-        log.warning("native_not_compared", architecture=found.architecture, what=what, remedy=_NATIVE_REMEDY)
+        learner = BACKENDS.get(settings.backend).open(folder, settings)
+    try:
+        if saved is None or first is None:
+            first, saved = _begin(settings, blobs, store, contents, clock, learner)
+            log.info("lineage_begins", lineage=settings.lineage, version=first.version)
+        else:
+            present = saved.present
+            learner.thaw(Frozen(store.get(present.weights), store.get(present.optimizer)), with_random=True)
+            log.info("lineage_continues", lineage=settings.lineage, head=saved.head, steps=saved.steps)
+            saved = saved.model_copy(update={"health": saved.health.under(settings.health)})
+        state = _state(settings, learner, saved, replayed(settings, blobs))
+    except BaseException:
+        learner.close()
+        raise
+    return Lineage(settings, clock, blobs, store, first, learner, state, saved)
 
 
 def _begin(
@@ -98,18 +84,17 @@ def _begin(
     store: LineageStore,
     contents: tuple[File, ...],
     clock: Clock,
-    policy: Policy,
-    optimizer: Optimizer,
+    learner: Learner,
 ) -> tuple[Manifest, Saved]:
     name, lineage, now = settings.model, settings.lineage, clock.now()
-    manifest, ref = versions.publish_base(blobs, contents, policy, name=name, lineage=lineage)
-    weights, moments = tensors.freeze(policy, optimizer, lineage)
-    present = Tensors(weights=store.ref(weights), optimizer=store.ref(moments))
+    manifest, ref = versions.publish_base(blobs, contents, learner, name=name, lineage=lineage)
+    frozen = learner.freeze()
+    present = Tensors(weights=store.ref(frozen.weights), optimizer=store.ref(frozen.optimizer))
     version = manifest.version
     saved = Saved(
         model=name,
         lineage=lineage,
-        kind="lora" if policy.lora else "full",
+        kind=learner.abilities.kind,
         offsets={},
         waiting=(),
         window={},
@@ -125,7 +110,7 @@ def _begin(
         checkpoint=Checkpoint(time=now, model=name, version=version, lineage=lineage, step=0, manifest=ref),
         metrics=TrainingMetrics(time=now, model=name, lineage=lineage, step=0, account=0, version=version),
     )
-    store.save(saved, (weights, moments))
+    store.save(saved, (frozen.weights, frozen.optimizer))
     return manifest, saved
 
 
@@ -147,12 +132,13 @@ def _check_settings(settings: TrainerSettings, saved: Saved) -> None:
         )
 
 
-def _state(settings: TrainerSettings, policy: Policy, saved: Saved, replayed: dict[str, int]) -> LineageState:
-    context = policy.context
+def _state(settings: TrainerSettings, learner: Learner, saved: Saved, replayed: dict[str, int]) -> LineageState:
+    abilities = learner.abilities
+    context = abilities.context
     if settings.memory.sequence_tokens is None:
-        context = min(context, policy.room())
-        log.info("sequence_bound", tokens=min(context, settings.memory.queue_tokens), context=policy.context)
-    limits = limits_of(settings, policy.vocabulary, context)
+        context = min(context, learner.sequence_bound())
+        log.info("sequence_bound", tokens=min(context, settings.memory.queue_tokens), context=abilities.context)
+    limits = limits_of(settings, abilities.vocabulary, context)
     return LineageState(
         History(saved.versions, saved.head, saved.head_step, replayed),
         limits,

@@ -10,10 +10,10 @@ from headrace_schemas import Checkpoint, TrainingMetrics
 from headrace_schemas.base import Model, ModelName, Sha256, Version
 from headrace_schemas.blobs import BlobRef
 from headrace_trainer.algorithms.baselines import Baselines
-from headrace_trainer.lineage.health import Health
 from headrace_trainer.experiences.history import Published
 from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.experiences.window import Entry
+from headrace_trainer.lineage.health import Health
 
 Offsets = dict[str, dict[int, int]]
 """Topic to partition to the offset of the next record to read."""
@@ -27,8 +27,8 @@ class Tensors(Model):
 
 
 class Saved(Model):
-    """A lineage between two steps. See `headrace_trainer.experiences.state` for what the fields mean and why they belong
-    together."""
+    """A lineage between two steps. See `headrace_trainer.experiences.state` for what the fields mean and why they
+    belong together."""
 
     format: Literal[1] = 1
     model: ModelName

@@ -24,14 +24,14 @@ from headrace_runtime.settings import Common
 from headrace_schemas import Branch, Experience
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.replay import DryRunBatch, DryRunLine
-from headrace_trainer.experiences.admission import limits_of
 from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay
-from headrace_trainer.experiences.history import History, Published
 from headrace_trainer.batches.prepare import prepare
-from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.experiences.admission import limits_of
+from headrace_trainer.experiences.history import History, Published
 from headrace_trainer.experiences.state import LineageState
-from headrace_trainer.lineage.store import replayed
 from headrace_trainer.experiences.waiting import Waiting
+from headrace_trainer.lineage.store import replayed
+from headrace_trainer.settings import TrainerSettings
 
 _START = datetime(1970, 1, 1, tzinfo=UTC)
 """The only time in a dry run."""

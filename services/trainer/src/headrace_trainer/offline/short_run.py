@@ -1,10 +1,11 @@
 """A short training without a bus: all experiences of a recording, from the base, into a lineage that nobody serves.
 
-As a filter (`python -m headrace_trainer.short_training`) it takes lines `experience` and writes one line `trained`. Admission,
-cutting, advantages, step and optimizer are those of training. One thing is not: versions of another lineage count as
-the newest, however old they are. Two such trainings shall differ by rewards alone, so nothing may be dropped in one for
-having been sampled long ago and trained in the other; what separates them from the weights is corrected by importance,
-as ever. What comes of it is compared and thrown away: no version of it is announced (P5 is about what serves).
+As a filter (`python -m headrace_trainer.short_training`) it takes lines `experience` and writes one line `trained`.
+Admission, cutting, advantages, step and optimizer are those of training. One thing is not: versions of another lineage
+count as the newest, however old they are. Two such trainings shall differ by rewards alone, so nothing may be dropped
+in one for having been sampled long ago and trained in the other; what separates them from the weights is corrected by
+importance, as ever. What comes of it is compared and thrown away: no version of it is announced (P5 is about what
+serves).
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class ShortTraining:
         stopped = lineage.health.stopped
         fates = Counter(outcome.dropped for outcome in lineage.state.outcomes)
         lineage.save(publish=lineage.state.steps > 0)
+        lineage.close()
         assert lineage.saved.checkpoint is not None
         return ShortRun(
             base=self._base,

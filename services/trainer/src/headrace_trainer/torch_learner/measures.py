@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from headrace_trainer.algorithms.loss import LOG_RATIO_MAX, TokenLoss, k3
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.torch_learner.model.forward import Pack
-from headrace_trainer.algorithms.loss import LOG_RATIO_MAX, TokenLoss, k3
 
 
 @dataclass

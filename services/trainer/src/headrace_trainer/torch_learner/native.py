@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from headrace_runtime.errors import SettingError
-from headrace_trainer.torch_learner.model import forward
 from headrace_trainer.batches.batch import pack
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.torch_learner.model import forward
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import (
     Policy,
@@ -33,7 +34,6 @@ from headrace_trainer.torch_learner.model.policy import (
     weights_dtype,
 )
 from headrace_trainer.torch_learner.native_plan import Plan, integers, plan
-from headrace_trainer.settings import TrainerSettings
 
 T = TypeVar("T")
 

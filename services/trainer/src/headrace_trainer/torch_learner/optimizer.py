@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from headrace_runtime.errors import SettingError
-from headrace_trainer.torch_learner.adam import Adam
 from headrace_trainer.settings import OptimizerSettings
+from headrace_trainer.torch_learner.adam import Adam
 
 _UPDATES = "updates"
 

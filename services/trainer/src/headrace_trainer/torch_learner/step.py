@@ -19,34 +19,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace_trainer.batches.batch import Batch, pack
-from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.algorithms.loss import TokenLoss, k3, left_out
 from headrace_trainer.algorithms.losses import Compute, Sampled
-from headrace_trainer.torch_learner.measures import Measures
-from headrace_trainer.torch_learner.optimizer import Optimizer
-from headrace_trainer.torch_learner.model.policy import Policy
+from headrace_trainer.batches.batch import Batch, pack
+from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, NotFinite, Taken
 from headrace_trainer.settings import LossSettings
-
-SHARE = "token_weight"
-"""The measurement: what the gradient of each token was multiplied with, clipping and all. A correction needs it."""
-
-
-class Abandoned(Exception):
-    """The step was told to stop. The process is ending; what is in memory is not to be saved."""
-
-
-class NotFinite(Exception):
-    """The gradient was infinite or not a number; nothing was changed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """What came of a step."""
-
-    measured: dict[str, float]
-    left_out: frozenset[str] = frozenset()
-    """Experiences that `loss.sequence_mask_max` left out of the loss: the weights hold nothing of them."""
+from headrace_trainer.torch_learner.measures import Measures
+from headrace_trainer.torch_learner.model.forward import Pack
+from headrace_trainer.torch_learner.model.policy import Policy
+from headrace_trainer.torch_learner.optimizer import Optimizer
 
 
 def train(
@@ -93,7 +74,7 @@ def train(
     measured = found | {
         "gradient_norm": norm or 0.0,
         "learning_rate": learning_rate,
-        SHARE: token_weight,
+        GRADIENT_FACTOR: token_weight,
         "step_seconds": seconds,
         "tokens_per_second": sum(row.length for row in batch.rows) / seconds,
     }

@@ -6,28 +6,29 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from headrace_trainer.torch_learner.optimizer import Optimizer
+from headrace_trainer.learner import Frozen
 from headrace_trainer.torch_learner.model.policy import Policy
+from headrace_trainer.torch_learner.optimizer import Optimizer
 
 _RANDOM = "random/"
 
 
-def freeze(policy: Policy, optimizer: Optimizer, lineage: str) -> tuple[bytes, bytes]:
-    """`(weights, optimizer)`. Equal tensors give equal bytes."""
+def freeze(policy: Policy, optimizer: Optimizer, lineage: str) -> Frozen:
+    """Equal tensors give equal bytes."""
     random = {f"{_RANDOM}cpu": torch.get_rng_state()}
     if policy.device.type == "cuda":
         random[f"{_RANDOM}cuda"] = torch.cuda.get_rng_state(policy.device)
     about = {
         "headrace": f"training state of lineage {lineage}"
     }  # one entry: safetensors writes several in random order
-    return _bytes(policy.tensors(), about), _bytes(optimizer.state() | random, about)
+    return Frozen(_bytes(policy.tensors(), about), _bytes(optimizer.state() | random, about))
 
 
-def thaw(policy: Policy, optimizer: Optimizer, weights: bytes, state: bytes, *, with_random: bool) -> None:
+def thaw(policy: Policy, optimizer: Optimizer, frozen: Frozen, *, with_random: bool) -> None:
     """Continue from `freeze`'s answer, optionally with the random state of that moment."""
-    tensors = load(state)
+    tensors = load(frozen.optimizer)
     random = {name.removeprefix(_RANDOM): tensors.pop(name) for name in list(tensors) if name.startswith(_RANDOM)}
-    policy.load(load(weights))
+    policy.load(load(frozen.weights))
     optimizer.load(tensors)
     if with_random:
         torch.set_rng_state(random["cpu"])

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace_trainer.torch_learner.model import attention, head
 from headrace_trainer.batches.batch import Row
+from headrace_trainer.torch_learner.model import attention, head
 from headrace_trainer.torch_learner.model.head import Head, Slope
 
 

@@ -25,12 +25,12 @@ from transformers.utils import logging as transformers_logging
 from headrace_runtime.errors import SettingError
 from headrace_runtime.logs import get_logger
 from headrace_schemas.manifest import Fingerprint
-from headrace_trainer.torch_learner.model import attention, forward, norms, sequence_bound, rope
 from headrace_trainer.batches.batch import Row
+from headrace_trainer.settings import ComputeSettings, LoraSettings
+from headrace_trainer.torch_learner.model import attention, forward, norms, rope, sequence_bound
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import Head, Slope
 from headrace_trainer.torch_learner.native_plan import context_of
-from headrace_trainer.settings import ComputeSettings, LoraSettings
 
 log = get_logger(__name__)
 
@@ -125,7 +125,7 @@ class Policy:
         """Longest sequence the model was made for, in tokens."""
         return context_of(self.model.config.get_text_config())
 
-    def room(self) -> int:
+    def sequence_bound(self) -> int:
         """Tokens of the longest sequence that a step has memory for. Asked before the first step. Raises `SettingError`
         when not even a short one fits."""
         free = sequence_bound.free_bytes(self.device)
