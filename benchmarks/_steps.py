@@ -14,8 +14,9 @@ import torch
 
 from benchmarks._memory import peak_bytes
 from benchmarks._shapes import PROMPT
+from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.batches.batch import Batch, Row
-from headrace_trainer.settings import ComputeSettings, LoraSettings, LossSettings, OptimizerSettings
+from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSettings
 from headrace_trainer.torch_learner.model.head import Head
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer

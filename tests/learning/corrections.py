@@ -27,9 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.learner import GRADIENT_FACTOR
-from headrace_trainer.settings import ComputeSettings, LoraSettings, LossSettings, OptimizerSettings
+from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSettings
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.step import train

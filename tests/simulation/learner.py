@@ -156,6 +156,6 @@ class Silent:
     def close(self) -> None: ...
 
 
-AS_TORCH: Mapping[str, Any] = {"headrace_trainer.backends.TORCH": BACKEND}
+AS_TORCH: Mapping[str, Any] = {"headrace_trainer.torch_learner.backend.TORCH": BACKEND}
 """Who names no back end gets this one."""
 STANDS_FOR: Mapping[str, Any] = {**AS_TORCH, "headrace_trainer.app.Reporter": Silent}

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from headrace_trainer.backends import BACKENDS, TORCH, Backend
+from headrace_trainer.backends import BACKENDS, Backend
 from headrace_trainer.learner import Learner
 from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.torch_learner.backend import TORCH
 from headrace_trainer.torch_learner.learner import TorchLearner
 from tests.contract.learner.planted import FAULTS
 from tests.contract.learner.promises import PROMISES, Opener, Promise

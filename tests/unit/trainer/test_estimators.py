@@ -14,8 +14,9 @@ from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.estimators import ESTIMATORS, Rewarded
 from headrace_trainer.algorithms.losses import Sampled
 from headrace_trainer.algorithms.needs import OFFERED, Needs
-from headrace_trainer.backends import TORCH
-from headrace_trainer.settings import AdvantageSettings, TrainerSettings
+from headrace_trainer.algorithms.settings import AdvantageSettings
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.torch_learner.backend import TORCH
 from tests.support import plugins
 
 DECAY = Decay(task=0.9, model=0.99, tasks_max=100)
@@ -104,7 +105,7 @@ def test_what_is_no_algorithm_is_refused_with_its_package(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("foreign")
 def test_what_nobody_has_stops_the_start(tmp_path: Path) -> None:
-    said = r"trainer\.algorithm = 'ppo': advantages of kind plain and the loss valued need critic, which the back end torch"
+    said = r"trainer\.algorithm = 'ppo': advantages of kind plain and the loss valued need critic, which the back end"
     with pytest.raises(SettingError, match=said):
         settings_of(tmp_path, 'algorithm = "ppo"')
 

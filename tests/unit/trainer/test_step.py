@@ -16,9 +16,10 @@ from headrace_schemas import Branch, Experience, Span
 from headrace_trainer.algorithms.loss import TokenLoss, clipped
 from headrace_trainer.algorithms.losses import LOSSES, Loss, Sampled
 from headrace_trainer.algorithms.needs import Needs
+from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.learner import Abandoned, NotFinite
-from headrace_trainer.settings import LossSettings, OptimizerSettings
+from headrace_trainer.settings import OptimizerSettings
 from headrace_trainer.torch_learner.measures import Measures
 from headrace_trainer.torch_learner.model import head
 from headrace_trainer.torch_learner.model.head import Head

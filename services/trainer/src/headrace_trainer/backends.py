@@ -37,20 +37,3 @@ class Backend:
 
 
 BACKENDS: Registry[Backend] = Registry("trainer_backends", Backend, "trainer back end")
-
-
-def _open_torch(folder: Path, settings: TrainerSettings) -> Learner:
-    from headrace_trainer.torch_learner.learner import TorchLearner  # seconds, for torch
-
-    return TorchLearner.open(folder, settings)
-
-
-def _check_torch(settings: TrainerSettings) -> None:
-    if settings.native.tokens:
-        from headrace_trainer.torch_learner.native import examine  # seconds, for torch
-
-        examine(settings)
-
-
-TORCH = Backend(_open_torch, offers=Needs(reference=True), adapters=True, check=_check_torch)
-"""Weights and optimizer in the trainer's own process, on one device."""

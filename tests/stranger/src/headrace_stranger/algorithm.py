@@ -7,7 +7,7 @@ from headrace_trainer.algorithms.advantages import Advantages
 from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.estimators import Rewarded, estimator
 from headrace_trainer.algorithms.presets import Algorithm
-from headrace_trainer.settings import AdvantageSettings
+from headrace_trainer.algorithms.settings import AdvantageSettings
 
 
 class AboveSettings(Section):

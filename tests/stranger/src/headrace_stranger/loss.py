@@ -8,7 +8,7 @@ from headrace_trainer.algorithms.losses import Compute, Loss, Sampled
 
 if TYPE_CHECKING:
     from headrace_trainer.algorithms.loss import TokenLoss
-    from headrace_trainer.settings import LossSettings
+    from headrace_trainer.algorithms.settings import LossSettings
 
 
 def _load() -> Compute:

@@ -18,7 +18,7 @@ from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.needs import NOTHING, Needs
 
 if TYPE_CHECKING:
-    from headrace_trainer.settings import AdvantageSettings
+    from headrace_trainer.algorithms.settings import AdvantageSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from headrace_trainer.algorithms.losses import Sampled
-from headrace_trainer.settings import LossSettings
+from headrace_trainer.algorithms.settings import LossSettings
 
 LOG_RATIO_MAX = 20.0
 """Log ratios are clamped to this before `exp`, so that one absurd token cannot make an infinity."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_trainer.algorithms.loss import TokenLoss
-    from headrace_trainer.settings import LossSettings
+    from headrace_trainer.algorithms.settings import LossSettings
 
 
 @dataclass(frozen=True, slots=True)

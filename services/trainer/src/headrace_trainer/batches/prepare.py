@@ -10,11 +10,11 @@ import numpy as np
 from headrace_trainer.algorithms.advantages import Advantages
 from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.estimators import Rewarded
+from headrace_trainer.algorithms.settings import AdvantageSettings
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.experiences.admission import missing_advantage, stale
 from headrace_trainer.experiences.state import LineageState, TrainedExperience
 from headrace_trainer.experiences.waiting import Waiting, run_of, task_of
-from headrace_trainer.settings import AdvantageSettings
 
 
 @dataclass(frozen=True)

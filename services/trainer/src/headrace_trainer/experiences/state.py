@@ -20,9 +20,11 @@ from headrace_trainer.experiences.admission import AdmissionLimits, Decision, de
 from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.experiences.window import Contribution, Entry, Window
-from headrace_trainer.lineage.saved import Offsets
 from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, UNDONE, WAITING, WAITING_TOKENS
 from headrace_trainer.settings import MemorySettings
+
+Offsets = dict[str, dict[int, int]]
+"""Topic to partition to the offset of the next record to read."""
 
 
 @dataclass(frozen=True, slots=True)

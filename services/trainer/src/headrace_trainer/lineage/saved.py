@@ -11,12 +11,10 @@ from headrace_schemas.base import Model, ModelName, Sha256, Version
 from headrace_schemas.blobs import BlobRef
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.experiences.history import Published
+from headrace_trainer.experiences.state import Offsets
 from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.experiences.window import Entry
 from headrace_trainer.lineage.health import Health
-
-Offsets = dict[str, dict[int, int]]
-"""Topic to partition to the offset of the next record to read."""
 
 
 class Tensors(Model):

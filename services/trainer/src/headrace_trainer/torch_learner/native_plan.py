@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from headrace_trainer.batches.batch import Row
 from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.torch_learner.model.sequence_bound import context_of
 
 _PLAIN = (24, 57, 200)
 """Tokens of sequences that every model gets."""
@@ -59,11 +60,6 @@ def plan(config: Any, settings: TrainerSettings) -> Plan:
     shown = [(point, name) for point, name in reached if any(length > point for length in lengths)]
     rows = tuple(_row(config, length, [point for point, _ in shown], seed) for seed, length in enumerate(lengths))
     return Plan(rows, _places(rows, shown), tuple(unseen))
-
-
-def context_of(config: Any) -> int:
-    """Longest sequence the model was made for, in tokens."""
-    return int(getattr(config, "max_position_embeddings", None) or 1 << 30)
 
 
 def turning_points(config: Any) -> dict[int, str]:

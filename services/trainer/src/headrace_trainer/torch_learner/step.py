@@ -21,9 +21,9 @@ from torch import Tensor
 
 from headrace_trainer.algorithms.loss import TokenLoss, k3, left_out
 from headrace_trainer.algorithms.losses import Compute, Sampled
+from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.batches.batch import Batch, pack
 from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, NotFinite, Taken
-from headrace_trainer.settings import LossSettings
 from headrace_trainer.torch_learner.measures import Measures
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy

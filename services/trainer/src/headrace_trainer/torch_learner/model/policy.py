@@ -30,7 +30,6 @@ from headrace_trainer.settings import ComputeSettings, LoraSettings
 from headrace_trainer.torch_learner.model import attention, forward, norms, rope, sequence_bound
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import Head, Slope
-from headrace_trainer.torch_learner.native_plan import context_of
 
 log = get_logger(__name__)
 
@@ -123,7 +122,7 @@ class Policy:
     @property
     def context(self) -> int:
         """Longest sequence the model was made for, in tokens."""
-        return context_of(self.model.config.get_text_config())
+        return sequence_bound.context_of(self.model.config.get_text_config())
 
     def sequence_bound(self) -> int:
         """Tokens of the longest sequence that a step has memory for. Asked before the first step. Raises `SettingError`

@@ -25,6 +25,11 @@ _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 _USED = (Path("/sys/fs/cgroup/memory.current"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"))
 
 
+def context_of(config: Any) -> int:
+    """Longest sequence that the model of this (text) configuration was made for, in tokens."""
+    return int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+
+
 def tokens(free: int, trained: int, token_bytes: float) -> int:
     """Of the longest sequence that fits, 0 when none does. `trained`: parameters."""
     left = free * SHARE - trained * _TRAINED_BYTES - _CHUNKS * CHUNK_BYTES
