@@ -87,6 +87,7 @@ def test_a_learner_has_every_member_of_the_protocol(kind: type[Any]) -> None:
             assert list(inspect.signature(ours).parameters) == list(inspect.signature(member).parameters), name
 
 
+@pytest.mark.long
 def test_a_missing_member_is_found_where_it_is_written(tmp_path: Path) -> None:
     """mypy holds each learner to the protocol where its back end opens it; here one lacks `failure`."""
     source = Path(simulated.__file__).read_text(encoding="utf-8")
