@@ -22,7 +22,7 @@ from headrace_schemas.manifest import Fingerprint, Manifest
 from headrace_trainer.backends import Backend
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.experiences.state import LineageState
-from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, Abilities, Frozen, Learner, NotFinite, Taken
+from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, Abilities, Frozen, Learner, NotFinite, StepResult
 from headrace_trainer.settings import TrainerSettings
 
 VOCABULARY = 4096
@@ -92,7 +92,7 @@ class RememberingLearner:
     def sequence_bound(self) -> int:
         return CONTEXT
 
-    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> Taken:
+    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         if stop.is_set():
             raise Abandoned
         if not all(math.isfinite(row.advantage) for row in batch.rows):
@@ -100,7 +100,7 @@ class RememberingLearner:
         self.updates += 1
         self.lessons += tuple(Lesson.of(row, self.updates) for row in batch.rows)
         measured = {"loss": 0.0, "gradient_norm": 0.0, "learning_rate": 0.0, GRADIENT_FACTOR: batch.token_weight}
-        return Taken(measured | {"step_seconds": 0.0, "tokens_per_second": 0.0})
+        return StepResult(measured | {"step_seconds": 0.0, "tokens_per_second": 0.0})
 
     def freeze(self) -> Frozen:
         about = f"training state of lineage {self._lineage}\n".encode()

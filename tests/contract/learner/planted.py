@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.batches.batch import Batch
-from headrace_trainer.learner import GRADIENT_FACTOR, Abilities, Frozen, Taken
+from headrace_trainer.learner import GRADIENT_FACTOR, Abilities, Frozen, StepResult
 from tests.contract.learner import promises
 from tests.contract.learner.promises import Promise
 from tests.simulation.learner import RememberingLearner
@@ -41,7 +41,7 @@ class Nameless(RememberingLearner):
 class LooksAfterwards(RememberingLearner):
     """Finds out too late that the gradient was not finite."""
 
-    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> Taken:
+    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         if len(batch.rows) == 3:
             self.updates += 1
         return super().step(batch, stop, from_base=from_base)
@@ -50,23 +50,23 @@ class LooksAfterwards(RememberingLearner):
 class Deaf(RememberingLearner):
     """Goes on when it is told to stop."""
 
-    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> Taken:
+    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         return super().step(batch, threading.Event(), from_base=from_base)
 
 
 class PassesOverCorrections(RememberingLearner):
     """Trains what is new alone."""
 
-    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> Taken:
+    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         return super().step(Batch(batch.first or batch.rows, batch.whole), stop, from_base=from_base)
 
 
 class Unmeasured(RememberingLearner):
     """Does not say what the gradient of a token was multiplied with."""
 
-    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> Taken:
+    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         taken = super().step(batch, stop, from_base=from_base)
-        return Taken({name: value for name, value in taken.measured.items() if name != GRADIENT_FACTOR})
+        return StepResult({name: value for name, value in taken.measured.items() if name != GRADIENT_FACTOR})
 
 
 class Random(RememberingLearner):
@@ -105,7 +105,7 @@ class Grows(RememberingLearner):
 class RandomWeights(RememberingLearner):
     """Learns something else each time."""
 
-    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> Taken:
+    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         taken = super().step(batch, stop, from_base=from_base)
         last = self.lessons[-1].model_copy(update={"tokens_sha256": secrets.token_hex(32)})
         self.lessons = (*self.lessons[:-1], last)

@@ -48,9 +48,10 @@ def row(number: int, advantage: float, token_weight: float | None = None) -> Row
     return Row.of(experience(number, VERSION), advantage, None, token_weight)
 
 
-def batch(first: int, advantage: float = 1.0) -> Batch:
-    """Three rows that no other `first` has."""
-    return Batch((row(first, advantage), row(first + 1, -0.5), row(first + 2, 0.25)))
+def batch(first: int, advantage: float | None = None) -> Batch:
+    """Three rows that no other `first` has, and that add up to something else."""
+    each = 1.0 + first / 8 if advantage is None else advantage
+    return Batch((row(first, each), row(first + 1, -0.5), row(first + 2, 0.25)))
 
 
 def files(folder: Path) -> Mapping[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import subprocess
@@ -19,6 +20,7 @@ from headrace_trainer.torch_learner.backend import TORCH
 from headrace_trainer.torch_learner.learner import TorchLearner
 from tests.contract.learner.planted import FAULTS
 from tests.contract.learner.promises import PROMISES, Opener, Promise
+from tests.docs.fences import ROOT, fences
 from tests.simulation import learner as simulated
 from tests.support import tiny_model
 
@@ -66,6 +68,18 @@ def test_the_simulations_learner(promise: Promise, tmp_path: Path) -> None:
     promise(opener(simulated.BACKEND, simulated.BASE), tmp_path)
 
 
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+def test_the_one_of_the_page(promise: Promise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`docs/add/backend.md` shows a learner that keeps all of it."""
+    (source,) = (one.text for one in fences(ROOT / "docs/add/backend.md") if one.file == "tally.py")
+    (tmp_path / "tally.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "tally", raising=False)
+    shown = importlib.import_module("tally")
+    (folder := tmp_path / "files").mkdir()
+    promise(Opener(simulated.BASE, lambda lineage: shown.Tally(lineage, 0.5)), folder)
+
+
 @pytest.mark.parametrize(("fault", "promise"), FAULTS, ids=lambda one: one.__name__)
 def test_a_planted_fault_is_found(fault: type[simulated.RememberingLearner], promise: Promise, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, AttributeError, pytest.fail.Exception)):
@@ -94,9 +108,8 @@ def test_a_missing_member_is_found_where_it_is_written(tmp_path: Path) -> None:
     broken, count = re.subn(r"    @property\n    def failure\(self\).*?return None\n\n", "", source, flags=re.DOTALL)
     assert count == 1
     (tmp_path / "broken.py").write_text(broken, encoding="utf-8")
-    root = Path(__file__).resolve().parents[3]
-    command = [sys.executable, "-m", "mypy", "--config-file", str(root / "pyproject.toml"), str(tmp_path / "broken.py")]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=110)
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(tmp_path / "broken.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "RememberingLearner" in done.stdout
     assert "failure" in done.stdout

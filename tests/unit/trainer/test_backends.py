@@ -19,7 +19,7 @@ from headrace_schemas import Checkpoint
 from headrace_trainer.backends import Backend
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.check import check
-from headrace_trainer.learner import Learner, LearnerLost, Taken
+from headrace_trainer.learner import Learner, LearnerLost, StepResult
 from headrace_trainer.lineage import opening
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trainer import Trainer
@@ -136,7 +136,7 @@ class MortalLearner(simulated.RememberingLearner):
     def failure(self) -> str | None:
         return self.why
 
-    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> Taken:
+    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         taken = super().step(batch, stop, from_base=from_base)
         if self._how is not None and self.updates == 2:
             self._how(self)

@@ -12,7 +12,7 @@ import torch
 
 from headrace_runtime.errors import SettingError
 from headrace_trainer.algorithms.loss import left_out
-from headrace_trainer.learner import NotFinite, Taken
+from headrace_trainer.learner import NotFinite, StepResult
 from headrace_trainer.lineage.health import NORMS_MAX, NORMS_MIN, Health
 from headrace_trainer.settings import HealthSettings
 from headrace_trainer.torch_learner import learner as learners
@@ -105,7 +105,7 @@ def with_entropies(monkeypatch: pytest.MonkeyPatch, *entropies: float) -> None:
     """Real steps that report these entropies, the last one for ever."""
     given = list(entropies)
 
-    def measured(*args: Any, **more: Any) -> Taken:
+    def measured(*args: Any, **more: Any) -> StepResult:
         taken = train(*args, **more)
         value = given.pop(0) if len(given) > 1 else given[0]
         return replace(taken, measured={**taken.measured, "entropy": value})
@@ -179,7 +179,7 @@ async def test_gradients_that_are_never_finite_stop_training(
     await world.run(settings)
     world.bus.produce(*(experience(n, world.bus.checkpoints[0].version, reward=n) for n in range(12)))
 
-    def broken(*_args: Any, **_more: Any) -> Taken:
+    def broken(*_args: Any, **_more: Any) -> StepResult:
         raise NotFinite
 
     monkeypatch.setattr(learners, "train", broken)

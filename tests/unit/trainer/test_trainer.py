@@ -15,7 +15,7 @@ from headrace_runtime.versions import read_manifest
 from headrace_runtime.wire import encode
 from headrace_schemas import Event, Experience
 from headrace_schemas.blobs import BlobRef
-from headrace_trainer.learner import NotFinite, Taken
+from headrace_trainer.learner import NotFinite, StepResult
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.torch_learner import learner as learners
 from headrace_trainer.torch_learner.step import train
@@ -303,7 +303,7 @@ async def test_the_loop_answers_while_a_step_runs_and_a_stop_abandons_it(
     running = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def slow(*args: Any, **more: Any) -> Taken:
+    def slow(*args: Any, **more: Any) -> StepResult:
         loop.call_soon_threadsafe(running.set)
         stop: threading.Event = args[-1]
         assert stop.wait(20)
@@ -330,7 +330,7 @@ async def test_a_gradient_that_is_not_finite_costs_its_batch_only(
     world.bus.produce(*(experience(n, version, reward=n) for n in range(8)))
     calls = iter(range(99))
 
-    def broken(policy: Any, *args: Any, **more: Any) -> Taken:
+    def broken(policy: Any, *args: Any, **more: Any) -> StepResult:
         if next(calls) == 0:
             raise NotFinite
         return train(policy, *args, **more)

@@ -22,7 +22,7 @@ from headrace_trainer.batches.batch import Batch
 GRADIENT_FACTOR = "token_weight"
 """The measurement: what the gradient of each token was multiplied with, clipping and all. A correction needs it."""
 MEASURED = ("gradient_norm", "learning_rate", "step_seconds", GRADIENT_FACTOR, "tokens_per_second")
-"""What every learner measures. The rest of `Taken.measured` is its own."""
+"""What every learner measures. The rest of `StepResult.measured` is its own."""
 
 
 class Abandoned(Exception):
@@ -51,7 +51,7 @@ class Abilities:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class StepResult:
     """What came of a step."""
 
     measured: Mapping[str, float]
@@ -91,7 +91,7 @@ class Learner(Protocol):
         """Tokens of the longest sequence that a step has memory for. Asked before the first step, and only where
         `memory.sequence_tokens` does not say it. Raises `SettingError` when not even a short one fits."""
 
-    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> Taken:
+    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         """Change the weights by `batch`: each of its rows once, first ones and corrections, with the loss that the
         settings name. `from_base`: measure the divergence from the base (`kl_base`) also where it has no part in the
         loss; only asked of a back end that offers `Needs.reference`.

@@ -8,7 +8,7 @@ from pathlib import Path
 from headrace_schemas.manifest import Fingerprint
 from headrace_stranger.metrics import ROWS
 from headrace_trainer.batches.batch import Batch
-from headrace_trainer.learner import Abilities, Frozen, Learner, Taken
+from headrace_trainer.learner import Abilities, Frozen, Learner, StepResult
 
 
 class CountedLearner:
@@ -29,7 +29,7 @@ class CountedLearner:
     def sequence_bound(self) -> int:
         return self._inner.sequence_bound()
 
-    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> Taken:
+    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         taken = self._inner.step(batch, stop, from_base=from_base)
         ROWS.inc(len(batch.rows))
         return taken

@@ -30,8 +30,7 @@ class Row:
     temperature_T: NDArray[np.float32]
     advantage: np.float32
     fresh_T: NDArray[np.bool_]
-    """Sampled by the version that the weights are still equal to: here engine and trainer can be compared (pitfall
-    6)."""
+    """Sampled by the version that the weights are still equal to: here engine and trainer can be compared."""
     correction: bool = False
     """The weights hold something of it, and the advantage is what is missing."""
     token_weight: float = 0.0

@@ -10,7 +10,7 @@ import torch
 from headrace_runtime.logs import get_logger
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.batches.batch import Batch
-from headrace_trainer.learner import Abilities, Frozen, Taken
+from headrace_trainer.learner import Abilities, Frozen, StepResult
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner import tensors, version_files
 from headrace_trainer.torch_learner.model.policy import Policy
@@ -59,7 +59,7 @@ class TorchLearner:
     def sequence_bound(self) -> int:
         return self.policy.sequence_bound()
 
-    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> Taken:
+    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         settings = self._settings
         return train(
             self.policy,

@@ -23,7 +23,7 @@ from headrace_trainer.algorithms.loss import TokenLoss, k3, left_out
 from headrace_trainer.algorithms.losses import Compute, Sampled
 from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.batches.batch import Batch, pack
-from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, NotFinite, Taken
+from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, NotFinite, StepResult
 from headrace_trainer.torch_learner.measures import Measures
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy
@@ -39,7 +39,7 @@ def train(
     stop: threading.Event,
     *,
     from_base: bool = False,
-) -> Taken:
+) -> StepResult:
     """Change the weights by `batch`. `from_base`: measure the divergence from the base also where it has no part in
     the loss. Blocks; runs in the training thread.
 
@@ -78,7 +78,7 @@ def train(
         "step_seconds": seconds,
         "tokens_per_second": sum(row.length for row in batch.rows) / seconds,
     }
-    return Taken(measured, left_out)
+    return StepResult(measured, left_out)
 
 
 def _packs(policy: Policy, batch: Batch, pack_tokens: int) -> tuple[list[Pack], list[Pack]]:
