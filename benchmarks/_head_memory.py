@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks._memory import peak_bytes
-from headrace_trainer import head
-from headrace_trainer.head import Head
+from headrace_trainer.torch_learner.model import head
+from headrace_trainer.torch_learner.model.head import Head
 
 
 def once(module: nn.Linear, hidden: Tensor, how: str) -> None:

@@ -22,8 +22,8 @@ from headrace_registry.trial import Trial
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_schemas import Experience
-from headrace_trainer.lineage import Lineage
-from headrace_trainer.opening import open_lineage
+from headrace_trainer.lineage.lineage import Lineage
+from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import TrainerSettings
 
 

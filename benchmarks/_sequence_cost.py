@@ -14,7 +14,7 @@ import torch
 from transformers import masking_utils
 
 from benchmarks._memory import peak_bytes
-from headrace_trainer import attention
+from headrace_trainer.torch_learner.model import attention
 
 
 def main() -> None:

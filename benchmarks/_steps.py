@@ -14,12 +14,13 @@ import torch
 
 from benchmarks._memory import peak_bytes
 from benchmarks._shapes import PROMPT
-from headrace_trainer.batch import Batch, Row
-from headrace_trainer.head import Head
-from headrace_trainer.optimizer import Optimizer
-from headrace_trainer.policy import Policy
-from headrace_trainer.settings import ComputeSettings, LoraSettings, LossSettings, OptimizerSettings
-from headrace_trainer.step import train
+from headrace_trainer.algorithms.settings import LossSettings
+from headrace_trainer.batches.batch import Batch, Row
+from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSettings
+from headrace_trainer.torch_learner.model.head import Head
+from headrace_trainer.torch_learner.model.policy import Policy
+from headrace_trainer.torch_learner.optimizer import Optimizer
+from headrace_trainer.torch_learner.step import train
 
 
 def batch_of(token_ids: list[list[int]], advantages: list[float], vocabulary: int) -> Batch:

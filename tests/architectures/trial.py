@@ -45,7 +45,7 @@ def play(architecture: Architecture) -> Trial:
 
 
 def _outcome(base: Path, packing: Literal["blocks", "padded"]) -> Outcome:
-    from headrace_trainer.native import examine  # torch, which the page's own test does without
+    from headrace_trainer.torch_learner.native import examine  # torch, which the page's own test does without
 
     settings = TrainerSettings.model_validate({"base": str(base), "compute": {"packing": packing, "device": "cpu"}})
     try:

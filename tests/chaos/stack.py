@@ -20,7 +20,7 @@ import aiohttp
 
 from headrace_cli.supervisor import Limits, Supervisor
 from headrace_runtime.blobs import BlobStore
-from headrace_trainer.store import LineageStore
+from headrace_trainer.lineage.store import LineageStore
 from tests.chaos import settings
 from tests.chaos.balancer import answers
 from tests.chaos.ledgers import TrainerLedger

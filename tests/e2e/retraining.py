@@ -18,15 +18,15 @@ import torch
 from headrace_runtime import versions as files
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import Branch, Experience, Span, TrainingMetrics, Turn
-from headrace_trainer import versions
-from headrace_trainer.batch import Batch, Row
-from headrace_trainer.history import Published
-from headrace_trainer.optimizer import Optimizer
-from headrace_trainer.policy import Policy
-from headrace_trainer.saved import Saved
+from headrace_trainer.batches.batch import Batch, Row
+from headrace_trainer.experiences.history import Published
+from headrace_trainer.lineage import versions
+from headrace_trainer.lineage.saved import Saved
+from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.step import train
-from headrace_trainer.store import LineageStore
+from headrace_trainer.torch_learner.model.policy import Policy
+from headrace_trainer.torch_learner.optimizer import Optimizer
+from headrace_trainer.torch_learner.step import train
 from tests.e2e.circle import Observed
 
 
@@ -62,7 +62,8 @@ class Retraining:
 
     def load(self, published: Published, policy: Policy) -> dict[str, torch.Tensor]:
         """Make the weights of `policy` those in a version's files, and return them by parameter."""
-        versions.load(self.blobs, files.read_manifest(self.blobs, published.manifest), policy)
+        with versions.unpacked(self.blobs, files.read_manifest(self.blobs, published.manifest).files) as folder:
+            policy.load_files(folder)
         return policy.tensors()
 
     def batch(self, step: int, *, tampered: bool = False) -> Batch:

@@ -157,7 +157,7 @@ def test_trained_batches_are_the_captured_turns_bit_for_bit(lineage: Retraining)
 
 def test_published_weights_follow_bit_for_bit_from_the_captured_turns(lineage: Retraining) -> None:
     """What no digest could get wrong: trained again on the turns, the base becomes each version in turn (P9)."""
-    from headrace_trainer.optimizer import Optimizer
+    from headrace_trainer.torch_learner.optimizer import Optimizer
 
     policy, reader = lineage.policy(), lineage.policy()
     optimizer = Optimizer(policy.parameters, lineage.settings.optimizer, policy.hidden)

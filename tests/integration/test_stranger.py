@@ -41,12 +41,15 @@ functions = ["calls"]
 base = "{base}"
 model = "bird"
 algorithm = "half"
+backend = "counted"
 batch_experiences = 2
 batch_experiences_min = 1
 batch_wait_s = 1.0
 steps_per_version = 1
 [trainer.advantage.above]
 level = 0.25
+[trainer.counted]
+already = 1000
 [registry]
 poll_s = 0.5
 """
@@ -91,8 +94,14 @@ def test_the_reference_knows_what_is_installed(environ: dict[str, str]) -> None:
     assert sections["echo"]["kept_max"] == 10
     assert sections["inference"]["parrot"] == {"says": "hello"}
     assert sections["trainer"]["advantage"]["above"] == {"level": 0.0}
-    for names in ('"parrot" or "torch"', '"brackets" or "hermes" or "none"', '"hmm" or "none" or "think"'):
-        assert names in text
+    assert sections["trainer"]["counted"] == {"already": 0}
+    names = (
+        '"counted" or "torch"',
+        '"parrot" or "torch"',
+        '"brackets" or "hermes" or "none"',
+        '"hmm" or "none" or "think"',
+    )
+    assert [name for name in names if name not in text] == []
     assert '"dr-grpo" or "grpo" or "half" or "reinforce++" or "rloo"' in " ".join(text.replace("\n#", "").split())
 
 
@@ -132,13 +141,14 @@ def test_up_runs_all_of_it(up: HeadraceUp, environ: dict[str, str]) -> None:
     assert "headrace_echo_heard_total 2.0" in get(f"{echo.url}/metrics")
     info = 'headrace_inference_engine_info{engine="parrot",reasoning_parser="hmm",tool_parser="brackets"} 1.0'
     assert info in get(f"{up.state.services['inference'].url}/metrics")
-    info = 'headrace_trainer_algorithm_info{advantage="above",algorithm="half",loss="slope"} 1.0'
+    info = 'headrace_trainer_algorithm_info{advantage="above",algorithm="half",backend="counted",loss="slope"} 1.0'
     assert info in get(f"{up.state.services['trainer'].url}/metrics")
 
     def trained() -> bool:
         return len(run(environ, "replay", "events", Checkpoint.topic, "--bus", up.state.bus).splitlines()) > 1
 
     wait_until(trained, 120, "a version was trained")
+    assert "headrace_counted_rows_total 1002.0" in get(f"{up.state.services['trainer'].url}/metrics")
     (experience, *_) = run(environ, "replay", "events", Experience.topic, "--bus", up.state.bus).splitlines()
     assert "function:calls" in experience
     table = run(environ, "status", "--data-dir", str(up.folder))

@@ -27,11 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace_trainer.batch import Batch, Row
-from headrace_trainer.optimizer import Optimizer
-from headrace_trainer.policy import Policy
-from headrace_trainer.settings import ComputeSettings, LoraSettings, LossSettings, OptimizerSettings
-from headrace_trainer.step import SHARE, train
+from headrace_trainer.algorithms.settings import LossSettings
+from headrace_trainer.batches.batch import Batch, Row
+from headrace_trainer.learner import GRADIENT_FACTOR
+from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSettings
+from headrace_trainer.torch_learner.model.policy import Policy
+from headrace_trainer.torch_learner.optimizer import Optimizer
+from headrace_trainer.torch_learner.step import train
 from tests.unit.trainer.world import experience
 
 AFTER = 20
@@ -92,7 +94,11 @@ class Run:
     def step(self, *rows: Row) -> float:
         """The weight of each token in it."""
         batch, stop = Batch(rows, self._whole), threading.Event()
-        return train(self.policy, self.optimizer, batch, LossSettings(), 1 << 20, stop).measured[SHARE] if rows else 0.0
+        return (
+            train(self.policy, self.optimizer, batch, LossSettings(), 1 << 20, stop).measured[GRADIENT_FACTOR]
+            if rows
+            else 0.0
+        )
 
     def full(self, batches: int) -> None:
         for _ in range(batches):

@@ -9,6 +9,7 @@ from headrace_schemas import Event, Experience
 from headrace_schemas.envelope import Envelope
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trainer import Trainer
+from tests.support.torch_learners import policy_of
 from tests.unit.trainer.world import Bus, World, experience
 
 _TAKEN_BACK = 5
@@ -66,4 +67,4 @@ def _difference(left: Trainer, right: Trainer) -> int:
 
 def _bytes(trainer: Trainer) -> Iterator[bytes]:
     assert trainer.lineage is not None
-    return (tensor.numpy().tobytes() for _, tensor in sorted(trainer.lineage.policy.tensors().items()))
+    return (tensor.numpy().tobytes() for _, tensor in sorted(policy_of(trainer.lineage).tensors().items()))

@@ -11,10 +11,10 @@ from unittest import mock
 
 import pytest
 
-from headrace_trainer import advantages, loss
-from headrace_trainer.baselines import Baselines, Decay, Mean
-from headrace_trainer.batch import Batch
-from headrace_trainer.loss import token_loss
+from headrace_trainer.algorithms import advantages, loss
+from headrace_trainer.algorithms.baselines import Baselines, Decay, Mean
+from headrace_trainer.algorithms.loss import token_loss
+from headrace_trainer.batches.batch import Batch
 from headrace_trainer.settings import TrainerSettings
 from tests.learning.corrections import Case, rest
 from tests.unit.trainer.test_advantages import plus_plus

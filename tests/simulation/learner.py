@@ -1,34 +1,35 @@
-"""A model that remembers instead of learning: its weights are the list of all that it was trained on.
+"""A learner that remembers instead of learning: its weights are the list of all that it was trained on.
 
-It takes the place of tensors, optimizer arithmetic and model files; everything around them (admission, batches, state,
-saves, versions, rewinding) is the trainer's own. An experience that was trained twice, or a row whose tokens changed on
-the way, is then something that can be read off the weights of any version.
+It is a back end like any other (`headrace_trainer.learner.Learner`, `tests/contract/learner`); everything around it
+(admission, batches, state, saves, versions, rewinding) is the trainer's own. An experience that was trained twice, or a
+row whose tokens changed on the way, is then something that can be read off the weights of any version.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
+import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import ModelEvent
 from headrace_schemas.base import Model
-from headrace_schemas.blobs import BlobRef
-from headrace_schemas.manifest import File, Fingerprint, Manifest
-from headrace_trainer.batch import Batch, Row
-from headrace_trainer.native import Compared
-from headrace_trainer.state import LineageState
-from headrace_trainer.step import SHARE, Taken
+from headrace_schemas.manifest import Fingerprint, Manifest
+from headrace_trainer.backends import Backend
+from headrace_trainer.batches.batch import Batch, Row
+from headrace_trainer.experiences.state import LineageState
+from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, Abilities, Frozen, Learner, NotFinite, StepResult
+from headrace_trainer.settings import TrainerSettings
 
 VOCABULARY = 4096
 CONTEXT = 4096
 WEIGHTS = "model.safetensors"
-_DIGEST = "0" * 64
+BASE = Path(__file__).parent / "base"
+"""A folder with the files that a model's has. Its weights remember nothing."""
 
 
 class Lesson(Model):
@@ -61,142 +62,81 @@ def read(data: bytes) -> tuple[Lesson, ...]:
     return tuple(Lesson.model_validate(one) for one in json.loads(data))
 
 
-def _bytes(lessons: tuple[Lesson, ...]) -> bytes:
-    return json.dumps([one.model_dump() for one in lessons]).encode()
-
-
-class Policy:
-    """`headrace_trainer.policy.Policy`."""
-
-    lora = False
-    vocabulary = VOCABULARY
-    context = CONTEXT
-    size = 1_000_000
-    parameters: Mapping[str, object] = {}
-    hidden: frozenset[str] = frozenset()
-
-    def __init__(self) -> None:
-        self.lessons: tuple[Lesson, ...] = ()
-
-    @classmethod
-    def open(cls, *_: object) -> Policy:
-        return cls()
-
-    def room(self) -> int:
-        return CONTEXT
-
-
-class Native:
-    """`headrace_trainer.native.Native`: what has no attention is compared with nothing."""
-
-    def __init__(self, *_: object) -> None:
-        """Asks nobody."""
-
-    def compare(self, _policy: Policy) -> Compared:
-        return Compared("remembering", None, "", 0, ())
-
-
-class Optimizer:
-    """`headrace_trainer.optimizer.Optimizer`; it counts."""
-
-    def __init__(self, *_: object) -> None:
-        self.updates = 0
-
-    def reset(self) -> None:
-        self.updates = 0
-
-
-def train(
-    policy: Policy,
-    optimizer: Optimizer,
-    batch: Batch,
-    _settings: object,
-    _tokens: int,
-    _stop: threading.Event,
-    *,
-    from_base: bool = False,
-) -> Taken:
-    """`headrace_trainer.step.train`."""
-    optimizer.updates += 1
-    policy.lessons += tuple(Lesson.of(row, optimizer.updates) for row in batch.rows)
-    return Taken({"loss": 0.0, SHARE: batch.token_weight, "step_seconds": 0.0, "tokens_per_second": 0.0})
-
-
-class Tensors:
-    """The functions of `headrace_trainer.tensors`."""
-
-    @staticmethod
-    def freeze(policy: Policy, optimizer: Optimizer, lineage: str) -> tuple[bytes, bytes]:
-        """With the lineage's name inside, as the real ones: a version's files must not be taken for a state's."""
-        about = f"training state of lineage {lineage}".encode()
-        return about + b"\n" + _bytes(policy.lessons), about + b"\n" + str(optimizer.updates).encode()
-
-    @staticmethod
-    def thaw(policy: Policy, optimizer: Optimizer, weights: bytes, state: bytes, *, with_random: bool) -> None:
-        policy.lessons = read(weights.partition(b"\n")[2])
-        optimizer.updates = int(state.partition(b"\n")[2])
-
-
-class Versions:
-    """The functions of `headrace_trainer.versions`."""
-
-    @staticmethod
-    def check_base(_folder: Path) -> None:
-        """There is none."""
-
-    @staticmethod
-    def check_same(_folder: Path, _first: Manifest, _lineage: str) -> None:
-        """There is none."""
-
-    @staticmethod
-    def base_files(_blobs: BlobStore, _folder: Path) -> tuple[File, ...]:
-        return ()
-
-    @staticmethod
-    @contextlib.contextmanager
-    def unpacked(_blobs: BlobStore, _files: object) -> Iterator[Path]:
-        yield Path("nowhere")
-
-    @staticmethod
-    def publish_base(
-        blobs: BlobStore, _files: object, policy: Policy, *, name: str, lineage: str
-    ) -> tuple[Manifest, BlobRef]:
-        return _stored(blobs, policy, name, lineage, 0, None)
-
-    @staticmethod
-    def publish(
-        blobs: BlobStore, policy: Policy, *, first: Manifest, lineage: str, step: int, parent: str
-    ) -> tuple[Manifest, BlobRef]:
-        return _stored(blobs, policy, first.name, lineage, step, parent)
-
-    @staticmethod
-    def load(blobs: BlobStore, manifest: Manifest, policy: Policy) -> None:
-        policy.lessons = lessons_of(blobs, manifest)
-
-    @staticmethod
-    def weight_digests(manifest: Manifest) -> frozenset[str]:
-        return frozenset(file.blob.sha256 for file in manifest.files)
+def read_frozen(weights: bytes) -> tuple[Lesson, ...]:
+    """The lessons in a lineage's saved weights."""
+    return read(weights.partition(b"\n")[2])
 
 
 def lessons_of(blobs: BlobStore, manifest: Manifest) -> tuple[Lesson, ...]:
     """What a published version was trained on, from its beginning."""
-    return read(blobs.get(manifest.files[0].blob))
+    (weights,) = (file for file in manifest.files if file.path == WEIGHTS)
+    return read(blobs.get(weights.blob))
 
 
-def _stored(
-    blobs: BlobStore, policy: Policy, name: str, lineage: str, step: int, parent: str | None
-) -> tuple[Manifest, BlobRef]:
-    manifest = Manifest(
-        name=name,
-        lineage=lineage,
-        step=step,
-        parent=parent,
-        files=(File(path=WEIGHTS, blob=blobs.put(_bytes(policy.lessons))),),
-        fingerprint=Fingerprint(token_ids=(1, 2), logprobs=(-1.0,)),
-        tokenizer_sha256=_DIGEST,
-        template_sha256=_DIGEST,
-    )
-    return manifest, blobs.put(manifest.canonical_json())
+class RememberingLearner:
+    """A `Learner`."""
+
+    def __init__(self, lineage: str) -> None:
+        self._lineage = lineage
+        self.lessons: tuple[Lesson, ...] = ()
+        self.updates = 0
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(kind="full", vocabulary=VOCABULARY, context=CONTEXT)
+
+    @property
+    def failure(self) -> str | None:
+        return None
+
+    def sequence_bound(self) -> int:
+        return CONTEXT
+
+    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
+        if stop.is_set():
+            raise Abandoned
+        if not all(math.isfinite(row.advantage) for row in batch.rows):
+            raise NotFinite
+        self.updates += 1
+        self.lessons += tuple(Lesson.of(row, self.updates) for row in batch.rows)
+        measured = {"loss": 0.0, "gradient_norm": 0.0, "learning_rate": 0.0, GRADIENT_FACTOR: batch.token_weight}
+        return StepResult(measured | {"step_seconds": 0.0, "tokens_per_second": 0.0})
+
+    def freeze(self) -> Frozen:
+        about = f"training state of lineage {self._lineage}\n".encode()
+        return Frozen(about + self._bytes(), about + str(self.updates).encode())
+
+    def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
+        self.lessons = read_frozen(frozen.weights)
+        self.updates = int(frozen.optimizer.partition(b"\n")[2])
+
+    def load(self, folder: Path) -> None:
+        self.lessons, self.updates = read((folder / WEIGHTS).read_bytes()), 0
+
+    def write(self, folder: Path, base: str) -> Fingerprint:
+        (folder / WEIGHTS).write_bytes(self._bytes())
+        return self._fingerprint(self._bytes())
+
+    def fingerprint_of_base(self) -> Fingerprint:
+        return self._fingerprint(b"[]")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _bytes(self) -> bytes:
+        return json.dumps([one.model_dump() for one in self.lessons]).encode()
+
+    @staticmethod
+    def _fingerprint(weights: bytes) -> Fingerprint:
+        share = int.from_bytes(hashlib.sha256(weights).digest()[:4]) / 2**32
+        return Fingerprint(token_ids=(1, 2), logprobs=(-1.0 - share,))
+
+
+def _open(_folder: Path, settings: TrainerSettings) -> Learner:
+    return RememberingLearner(settings.lineage)
+
+
+BACKEND = Backend(_open)
 
 
 class Silent:
@@ -209,19 +149,13 @@ class Silent:
 
     def published(self, version: str, number: int, step: int) -> None: ...
 
+    def stopped(self, reason: str | None, state: LineageState) -> None: ...
+
     def decided(self, event: ModelEvent, number: int, step: int) -> None: ...
 
     def close(self) -> None: ...
 
 
-STANDS_FOR: Mapping[str, Any] = {
-    "headrace_trainer.opening.Policy": Policy,
-    "headrace_trainer.opening.Native": Native,
-    "headrace_trainer.opening.Optimizer": Optimizer,
-    "headrace_trainer.opening.tensors": Tensors,
-    "headrace_trainer.opening.versions": Versions,
-    "headrace_trainer.lineage.tensors": Tensors,
-    "headrace_trainer.lineage.versions": Versions,
-    "headrace_trainer.lineage.train": train,
-    "headrace_trainer.app.Reporter": Silent,
-}
+AS_TORCH: Mapping[str, Any] = {"headrace_trainer.torch_learner.backend.TORCH": BACKEND}
+"""Who names no back end gets this one."""
+STANDS_FOR: Mapping[str, Any] = {**AS_TORCH, "headrace_trainer.app.Reporter": Silent}

@@ -21,8 +21,8 @@ from headrace_schemas import Event
 from headrace_scorer import feedback_matching
 from headrace_scorer.feedback_matching import ClosedTrajectory, FeedbackSet, PlacedFeedback
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
-from headrace_trainer import opening
-from headrace_trainer.state import LineageState
+from headrace_trainer.experiences.state import LineageState
+from headrace_trainer.lineage import opening
 from tests.simulation.world import world
 
 
@@ -116,9 +116,11 @@ PLANTED: Mapping[str, Planted] = {
         _bug("headrace_runtime.faust_host.FaustHost._work", _acknowledge_first),
         frozenset({"account", "whole_runs", "p10_late", "p11_loud", "liveness"}),
     ),
-    "dedupe off": Planted(_bug("headrace_trainer.window.Entry.seen", lambda *_: False), frozenset({"p4_once"})),
+    "dedupe off": Planted(
+        _bug("headrace_trainer.experiences.window.Entry.seen", lambda *_: False), frozenset({"p4_once"})
+    ),
     "offsets outside the checkpoint": Planted(
-        _bug("headrace_trainer.opening._state", _remembered_elsewhere), frozenset({"liveness", "account"})
+        _bug("headrace_trainer.lineage.opening._state", _remembered_elsewhere), frozenset({"liveness", "account"})
     ),
     "outbox in memory": Planted(
         _bug("headrace_runtime.outbox.Outbox.add", _only_in_memory),
@@ -141,13 +143,13 @@ PLANTED: Mapping[str, Planted] = {
         _bug("headrace_scorer.feedback_matching.target_trajectories", _next_by_the_clock), frozenset({"p10_late"})
     ),
     "weights come forward unsaid": Planted(
-        _bug("headrace_trainer.state.LineageState._restore", lambda *_: None), frozenset({"p4_once"})
+        _bug("headrace_trainer.experiences.state.LineageState._restore", lambda *_: None), frozenset({"p4_once"})
     ),
     "weights go back unsaid": Planted(
-        _bug("headrace_trainer.state.LineageState.undo", lambda *_: None), frozenset({"p4_once"})
+        _bug("headrace_trainer.experiences.state.LineageState.undo", lambda *_: None), frozenset({"p4_once"})
     ),
     "staleness unbounded": Planted(
-        _bug("headrace_trainer.admission.stale", lambda *_: None, "headrace_trainer.prepare.stale"),
+        _bug("headrace_trainer.experiences.admission.stale", lambda *_: None, "headrace_trainer.batches.prepare.stale"),
         frozenset({"p5_staleness"}),
     ),
 }

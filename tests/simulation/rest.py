@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from headrace_runtime.versions import read_manifest
 from headrace_schemas import Checkpoint, Experience, TrainingMetrics
-from headrace_trainer.saved import Saved
-from headrace_trainer.store import LineageStore
+from headrace_trainer.lineage.saved import Saved
+from headrace_trainer.lineage.store import LineageStore
 from tests.simulation.learner import Lesson, lessons_of
 
 if TYPE_CHECKING:

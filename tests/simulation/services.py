@@ -31,6 +31,7 @@ from headrace_runtime.versions import read_manifest
 from headrace_schemas import Event, LoadedVersion, Probe, Replica, Routing, ServedVersion
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
+from tests.simulation import learner
 from tests.simulation.loop import VirtualClock
 from tests.simulation.process import Place, current
 from tests.simulation.world import world
@@ -53,7 +54,7 @@ REGISTRY = RegistrySettings.model_validate(
 )
 TRAINER = TrainerSettings.model_validate(
     {
-        "base": "here",
+        "base": str(learner.BASE),
         "model": MODEL,
         "batch_experiences": 3,
         "batch_experiences_min": 1,

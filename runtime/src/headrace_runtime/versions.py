@@ -35,6 +35,11 @@ def model_files(folder: Path) -> list[Path]:
     return sorted(found)
 
 
+def is_weights(path: str) -> bool:
+    """Whether a version's file holds weights, or says which file holds which."""
+    return path.endswith((".safetensors", ".safetensors.index.json"))
+
+
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, of nothing when it does not exist."""
     return hashlib.sha256(path.read_bytes() if path.exists() else b"").hexdigest()

@@ -17,8 +17,8 @@ from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import SettingError
 from headrace_runtime.versions import VersionCache
 from headrace_schemas.manifest import Fingerprint, Manifest
-from headrace_trainer.lineage import Lineage
-from headrace_trainer.opening import open_lineage
+from headrace_trainer.lineage.lineage import Lineage
+from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import TrainerSettings
 from tests.attack.line import Line, none_of
 from tests.support import tiny_model

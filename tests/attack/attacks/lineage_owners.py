@@ -24,10 +24,10 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import CorruptBlob, Unavailable
 from headrace_schemas.blobs import BlobRef
-from headrace_trainer.lineage import Lineage
-from headrace_trainer.opening import open_lineage
+from headrace_trainer.lineage.lineage import Lineage
+from headrace_trainer.lineage.opening import open_lineage
+from headrace_trainer.lineage.store import LineageStore, LineageTaken
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.store import LineageStore, LineageTaken
 from tests.attack.line import Line, at_most, none_of
 from tests.simulation import learner
 from tests.support import tiny_model
@@ -156,9 +156,8 @@ def _overlaps(folder: Path, rng: random.Random) -> list[Line]:
 def _light_models() -> Iterator[None]:
     """Weights that are a list of what they were trained on; all around them is the trainer's own."""
     with contextlib.ExitStack() as stack:
-        for name, substitute in learner.STANDS_FOR.items():
-            if not name.endswith("Reporter"):
-                stack.enter_context(mock.patch(name, substitute))
+        for name, substitute in learner.AS_TORCH.items():
+            stack.enter_context(mock.patch(name, substitute))
         # A process that is killed leaves the page cache behind: nothing here waits for the disk.
         stack.enter_context(mock.patch("os.fsync"))
         yield
@@ -177,7 +176,7 @@ def _overlap(folder: Path, number: int, seed: int) -> Overlap:
         assert saved is not None
         for ref in saved.blobs().values():
             final.get(ref)
-        lessons = {one.experience_id for one in learner.read(final.get(saved.present.weights).partition(b"\n")[2])}
+        lessons = {one.experience_id for one in learner.read_frozen(final.get(saved.present.weights))}
         found.lost = len(found.acknowledged - lessons)
     except (CorruptBlob, Unavailable) as error:
         found.unreadable.append(f"overlap {number}: {error}")
@@ -211,7 +210,7 @@ def _opened(blobs: BlobStore) -> Lineage:
     while not store.take():
         pass
     settings = TrainerSettings(
-        base="nowhere", model=_MODEL, batch_experiences=1, batch_experiences_min=1, steps_per_version=1
+        base=str(learner.BASE), model=_MODEL, batch_experiences=1, batch_experiences_min=1, steps_per_version=1
     )
     return open_lineage(settings, blobs, SystemClock(), store)
 
@@ -225,9 +224,8 @@ def _train(lineage: Lineage, draw: random.Random) -> None:
 
 
 def _lessons(lineage: Lineage) -> tuple[learner.Lesson, ...]:
-    policy: Any = lineage.policy
-    lessons: tuple[learner.Lesson, ...] = policy.lessons
-    return lessons
+    assert isinstance(lineage.learner, learner.RememberingLearner)
+    return lineage.learner.lessons
 
 
 # As processes

@@ -15,7 +15,7 @@ from headrace_runtime.records import Records
 from headrace_schemas import Checkpoint, Experience, Feedback, TrainingMetrics, Trajectory
 from headrace_schemas.base import utcnow
 from headrace_schemas.ids import session_key
-from headrace_trainer.store import LineageStore
+from headrace_trainer.lineage.store import LineageStore
 from tests.integration.replay.conftest import LIVE, Town
 from tests.integration.trainer.conftest import TrainerProcess
 from tests.support.trajectories import closed

@@ -19,7 +19,7 @@ from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import Outgoing, decode
 from headrace_schemas import Checkpoint, DeadLetter, Event, Experience, TrainingMetrics
-from headrace_trainer.store import LineageStore
+from headrace_trainer.lineage.store import LineageStore
 from tests.integration.trainer.conftest import TrainerProcess
 from tests.unit.trainer.world import experience
 

@@ -22,8 +22,8 @@ from headrace_runtime.clock import SystemClock
 from headrace_runtime.versions import VersionCache
 from headrace_schemas import Branch, Experience, Span
 from headrace_schemas.base import utcnow
-from headrace_trainer.lineage import Lineage
-from headrace_trainer.opening import open_lineage
+from headrace_trainer.lineage.lineage import Lineage
+from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import TrainerSettings
 from tests.unit.trainer.world import experience
 

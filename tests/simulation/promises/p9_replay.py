@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace_schemas import Checkpoint, Experience, ModelEvent, TrainingMetrics
 from headrace_schemas.events.checkpoint import Read
-from headrace_trainer.dry_run import DryRun
-from tests.simulation import learner
+from headrace_trainer.offline.dry_run import DryRun
 from tests.simulation.services import TRAINER
 
 if TYPE_CHECKING:
@@ -26,14 +22,11 @@ def check(town: Town, that: Check) -> None:
     """
     batches = [batch for report in _reports(town) for batch in report.batches]
     straight = _straight_until(town)
-    with tempfile.TemporaryDirectory() as name:
-        shape = {"vocab_size": learner.VOCABULARY, "max_position_embeddings": learner.CONTEXT}
-        (Path(name) / "config.json").write_text(json.dumps(shape))
-        settings = TRAINER.model_copy(update={"base": name, "lineage": "again", "replays": "main", "cut": "recorded"})
-        dry_run = DryRun(settings, town.blobs)
-        for experience, mark in _journal(town):
-            dry_run.add(experience, mark)
-        again = dry_run.end().batches
+    settings = TRAINER.model_copy(update={"lineage": "again", "replays": "main", "cut": "recorded"})
+    dry_run = DryRun(settings, town.blobs)
+    for experience, mark in _journal(town):
+        dry_run.add(experience, mark)
+    again = dry_run.end().batches
     for batch, planned in zip(batches, again, strict=False):
         if batch.step < straight:
             that(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from headrace_schemas import Branch, Experience, Span
-from headrace_trainer.admission import AdmissionLimits, Decision, decide, missing_advantage
-from headrace_trainer.window import Contribution, Entry
+from headrace_trainer.experiences.admission import AdmissionLimits, Decision, decide, missing_advantage
+from headrace_trainer.experiences.window import Contribution, Entry
 from tests.unit.trainer.test_history import chain, name, publish
 from tests.unit.trainer.world import experience
 

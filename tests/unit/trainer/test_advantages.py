@@ -9,8 +9,8 @@ import random
 import numpy as np
 import pytest
 
-from headrace_trainer.advantages import EPSILON, Advantages, grpo, reinforce_pp, rloo
-from headrace_trainer.baselines import Baselines, Decay, Mean
+from headrace_trainer.algorithms.advantages import EPSILON, Advantages, grpo, reinforce_pp, rloo
+from headrace_trainer.algorithms.baselines import Baselines, Decay, Mean
 
 NUMBERS = itertools.count()
 DECAY = Decay(task=0.9, model=0.99, tasks_max=100)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace_schemas import Branch, Span
-from headrace_trainer.batch import Batch, Row, pack
+from headrace_trainer.batches.batch import Batch, Row, pack
 from tests.unit.trainer.world import experience
 
 V, W = "m@000000000000", "m@111111111111"

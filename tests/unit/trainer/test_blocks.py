@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
-from headrace_trainer import attention, blocks
+from headrace_trainer.torch_learner.model import attention, blocks
 from tests.unit.trainer.test_forward import open_policy, rows
 
 LENGTHS = (23, 23, 9, 1, 14)

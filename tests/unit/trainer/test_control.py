@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace_trainer.control import Course, follow
+from headrace_trainer.lineage.control import Course, follow
 from headrace_trainer.trainer import Trainer
+from tests.support.torch_learners import optimizer_of, policy_of
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_history import chain, name, publish
 from tests.unit.trainer.world import World, decision, experience
@@ -87,7 +88,7 @@ def world(tmp_path: Path) -> World:
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     assert trainer.lineage is not None
-    return trainer.lineage.policy.tensors()
+    return policy_of(trainer.lineage).tensors()
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -117,7 +118,7 @@ async def test_weights_and_optimizer_go_back_and_the_next_version_is_the_champio
     assert list(world.bus.fates.values()) == ["trained"] * 4 + ["queued"] * 8, "and they wait again"
     assert back.lineage is not None
     assert back.lineage.state.steps == 3, "what was read and trained stays on the account"
-    assert back.lineage._optimizer.updates == 1
+    assert optimizer_of(back.lineage).updates == 1
 
     world.bus.produce(*(experience(n, first, reward=n % 3) for n in range(20, 24)))
     await world.run(settings)
@@ -270,7 +271,7 @@ async def test_a_version_without_a_restore_point_is_taken_from_its_files(world: 
     assert kept is not None
     assert same(weights(back), kept)
     assert back.lineage is not None
-    assert back.lineage._optimizer.updates == 0, "its momentum is gone, and that is said in the log"
+    assert optimizer_of(back.lineage).updates == 0, "its momentum is gone, and that is said in the log"
 
 
 async def test_other_models_decisions_are_passed_over(world: World, make: Make) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from headrace_runtime.wire import Record
-from headrace_trainer.batch import Batch
-from headrace_trainer.store import LineageStore
+from headrace_trainer.batches.batch import Batch
+from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.trainer import Trainer
 from tests.learning.corrections import Case, rest
 from tests.unit.trainer.conftest import Make

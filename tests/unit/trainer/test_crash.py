@@ -19,11 +19,11 @@ from headrace_runtime.records import Records
 from headrace_runtime.versions import read_manifest
 from headrace_schemas import Event
 from headrace_schemas.blobs import BlobRef
-from headrace_trainer import opening
-from headrace_trainer.saved import Pointer
+from headrace_trainer.experiences.state import LineageState
+from headrace_trainer.lineage import opening
+from headrace_trainer.lineage.saved import Pointer
+from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.state import LineageState
-from headrace_trainer.store import LineageStore
 from headrace_trainer.trainer import Trainer
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import Bus, World, decision, experience

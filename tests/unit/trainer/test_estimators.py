@@ -10,22 +10,24 @@ import torch
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import load
-from headrace_trainer.baselines import Baselines, Decay
-from headrace_trainer.estimators import ESTIMATORS, Rewarded
-from headrace_trainer.losses import Sampled
-from headrace_trainer.needs import OFFERED, Needs
-from headrace_trainer.settings import AdvantageSettings, TrainerSettings
+from headrace_trainer.algorithms.baselines import Baselines, Decay
+from headrace_trainer.algorithms.estimators import ESTIMATORS, Rewarded
+from headrace_trainer.algorithms.losses import Sampled
+from headrace_trainer.algorithms.needs import OFFERED, Needs
+from headrace_trainer.algorithms.settings import AdvantageSettings
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.torch_learner.backend import TORCH
 from tests.support import plugins
 
 DECAY = Decay(task=0.9, model=0.99, tasks_max=100)
 BATCH = Rewarded([1.0, 0.0, 3.0], [1.0, 1.0, 1.0], ["a", "b", "c"], ["t", "t", None])
 FOREIGN = """
 from headrace_runtime.settings import Section
-from headrace_trainer.advantages import Advantages
-from headrace_trainer.algorithms import Algorithm
-from headrace_trainer.estimators import estimator
-from headrace_trainer.losses import Loss
-from headrace_trainer.needs import Needs
+from headrace_trainer.algorithms.advantages import Advantages
+from headrace_trainer.algorithms.presets import Algorithm
+from headrace_trainer.algorithms.estimators import estimator
+from headrace_trainer.algorithms.losses import Loss
+from headrace_trainer.algorithms.needs import Needs
 
 class Middle(Section):
     middle: float = 0.5
@@ -37,7 +39,7 @@ def plain(batch, past, decay, settings):
     return Advantages.of(rewards_B, [middle] * len(rewards_B), [1.0] * len(rewards_B)), past
 
 def _slope():
-    from headrace_trainer.loss import TokenLoss
+    from headrace_trainer.algorithms.loss import TokenLoss
 
     def slope(sampled, settings):
         no_N = sampled.current_N < -1e9
@@ -103,7 +105,7 @@ def test_what_is_no_algorithm_is_refused_with_its_package(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("foreign")
 def test_what_nobody_has_stops_the_start(tmp_path: Path) -> None:
-    said = r"trainer\.algorithm = 'ppo': advantages of kind plain and the loss valued need critic, which this trainer"
+    said = r"trainer\.algorithm = 'ppo': advantages of kind plain and the loss valued need critic, which the back end"
     with pytest.raises(SettingError, match=said):
         settings_of(tmp_path, 'algorithm = "ppo"')
 
@@ -111,8 +113,8 @@ def test_what_nobody_has_stops_the_start(tmp_path: Path) -> None:
 def test_needs_add_up() -> None:
     both = Needs(groups=True) | Needs(critic=True)
     assert (both.groups, both.critic, both.reference) == (True, True, False)
-    assert both.beyond(OFFERED) == ("critic",)
-    assert Needs(reference=True, logprobs=True).beyond(OFFERED) == ()
+    assert both.beyond(OFFERED | TORCH.offers) == ("critic",)
+    assert Needs(reference=True, logprobs=True).beyond(OFFERED | TORCH.offers) == ()
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import transformers
 from transformers import masking_utils
 
 from headrace_runtime.errors import SettingError
-from headrace_trainer import attention, forward
-from headrace_trainer.batch import Row
-from headrace_trainer.policy import Policy
+from headrace_trainer.batches.batch import Row
 from headrace_trainer.settings import ComputeSettings, LoraSettings
+from headrace_trainer.torch_learner.model import attention, forward
+from headrace_trainer.torch_learner.model.policy import Policy
 from tests.support import tiny_model
 from tests.unit.trainer.world import experience
 

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from headrace_trainer import forward, head
-from headrace_trainer.batch import Row
-from headrace_trainer.head import Head, Tail
-from headrace_trainer.policy import Policy
+from headrace_trainer.batches.batch import Row
 from headrace_trainer.settings import ComputeSettings, LoraSettings
+from headrace_trainer.torch_learner.model import forward, head
+from headrace_trainer.torch_learner.model.head import Head, Tail
+from headrace_trainer.torch_learner.model.policy import Policy
 from tests.architectures.catalog import CATALOG
 from tests.unit.trainer.test_forward import open_policy, rows
 
@@ -201,7 +201,7 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, where: str, f
         assert_close(found, textbook(module, hidden, targets, temperature, upstream, Tail(cap=5.0)))
 
     run()
-    monkeypatch.setattr(f"headrace_trainer.head.{where}", fault)
+    monkeypatch.setattr(f"headrace_trainer.torch_learner.model.head.{where}", fault)
     with pytest.raises((AssertionError, RuntimeError)):  # wrong numbers, or a chunk that there is no room for
         run()
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from headrace_runtime.errors import SettingError
-from headrace_trainer import lineage as lineages
-from headrace_trainer.health import NORMS_MAX, NORMS_MIN, Health
-from headrace_trainer.loss import left_out
-from headrace_trainer.measures import effective_sample_size
+from headrace_trainer.algorithms.loss import left_out
+from headrace_trainer.learner import NotFinite, StepResult
+from headrace_trainer.lineage.health import NORMS_MAX, NORMS_MIN, Health
 from headrace_trainer.settings import HealthSettings
-from headrace_trainer.step import NotFinite, Taken, train
+from headrace_trainer.torch_learner import learner as learners
+from headrace_trainer.torch_learner.measures import effective_sample_size
+from headrace_trainer.torch_learner.step import train
 from headrace_trainer.trainer import TrainingStopped
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import Idle, World, experience
@@ -104,12 +105,12 @@ def with_entropies(monkeypatch: pytest.MonkeyPatch, *entropies: float) -> None:
     """Real steps that report these entropies, the last one for ever."""
     given = list(entropies)
 
-    def measured(*args: Any, **more: Any) -> Taken:
+    def measured(*args: Any, **more: Any) -> StepResult:
         taken = train(*args, **more)
         value = given.pop(0) if len(given) > 1 else given[0]
         return replace(taken, measured={**taken.measured, "entropy": value})
 
-    monkeypatch.setattr(lineages, "train", measured)
+    monkeypatch.setattr(learners, "train", measured)
 
 
 async def test_the_steps_that_stop_training_are_undone_and_never_published(
@@ -178,10 +179,10 @@ async def test_gradients_that_are_never_finite_stop_training(
     await world.run(settings)
     world.bus.produce(*(experience(n, world.bus.checkpoints[0].version, reward=n) for n in range(12)))
 
-    def broken(*_args: Any, **_more: Any) -> Taken:
+    def broken(*_args: Any, **_more: Any) -> StepResult:
         raise NotFinite
 
-    monkeypatch.setattr(lineages, "train", broken)
+    monkeypatch.setattr(learners, "train", broken)
     trainer = await world.run(settings)
     assert trainer.stopped is not None
     assert len(world.bus.fates) == 8, "the third batch waits"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace_schemas.blobs import BlobRef
-from headrace_trainer.history import History, Published
+from headrace_trainer.experiences.history import History, Published
 
 REF = BlobRef(uri="file:///x", sha256="0" * 64, size=1)
 

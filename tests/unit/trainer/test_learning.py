@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from headrace_schemas import Branch, Experience, Span
-from headrace_trainer import advantages, loss
-from headrace_trainer.lineage import Lineage
-from headrace_trainer.loss import TokenLoss, token_loss
-from headrace_trainer.opening import open_lineage
+from headrace_trainer.algorithms import advantages, loss
+from headrace_trainer.algorithms.loss import TokenLoss, token_loss
+from headrace_trainer.lineage.lineage import Lineage
+from headrace_trainer.lineage.opening import open_lineage
+from tests.support.torch_learners import policy_of
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import START, VOCABULARY, World, experience
 
@@ -39,7 +40,7 @@ class Bandit:
 
     @torch.no_grad()
     def logprobs(self) -> torch.Tensor:
-        found: torch.Tensor = self.lineage.policy.model(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
+        found: torch.Tensor = policy_of(self.lineage).model(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
         return found
 
     def success(self) -> float:
@@ -134,7 +135,7 @@ def test_pitfall_12_two_tasks_with_constant_rewards_leave_the_weights_alone(tmp_
     world = World(tmp_path)
     settings = make(batch_experiences=4)
     lineage = open_lineage(settings, world.blobs, world.clock)
-    version, before = lineage.state.history.head, lineage.policy.tensors()
+    version, before = lineage.state.history.head, policy_of(lineage).tensors()
     norms = []
     for turn in range(4):
         for n in range(4):
@@ -142,4 +143,4 @@ def test_pitfall_12_two_tasks_with_constant_rewards_leave_the_weights_alone(tmp_
             lineage.state.admit(experience(10 * turn + n, version, reward, task=task), (0, n), START)
         norms.append(lineage.step(lineage.next_batch(), threading.Event())["gradient_norm"])
     assert norms == pytest.approx([0.0] * 4, abs=1e-6)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in lineage.policy.tensors().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy_of(lineage).tensors().items())

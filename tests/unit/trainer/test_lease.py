@@ -11,10 +11,10 @@ import pytest
 
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import SettingError, Unavailable
-from headrace_trainer.lease import Lease
-from headrace_trainer.opening import open_lineage
-from headrace_trainer.saved import Pointer, ShortPointer
-from headrace_trainer.store import LineageStore, LineageTaken
+from headrace_trainer.lineage.lease import Lease
+from headrace_trainer.lineage.opening import open_lineage
+from headrace_trainer.lineage.saved import Pointer, ShortPointer
+from headrace_trainer.lineage.store import LineageStore, LineageTaken
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_store import pointer_of, saved_of, stored, trained
 from tests.unit.trainer.world import HandClock, World, experience
@@ -217,7 +217,7 @@ async def test_a_trainer_that_loses_its_lineage_ends_by_name(
     world: World, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it waits for experiences and has nothing to save."""
-    monkeypatch.setattr("headrace_trainer.lease._BEATS_PER_LEASE", 1000.0)
+    monkeypatch.setattr("headrace_trainer.lineage.lease._BEATS_PER_LEASE", 1000.0)
     trainer = world.trainer(make())
     polls = 0
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace_trainer.loss import k3, token_loss
-from headrace_trainer.settings import LossSettings
+from headrace_trainer.algorithms.loss import k3, token_loss
+from headrace_trainer.algorithms.settings import LossSettings
 
 GRID = list(itertools.product([-1.5, -0.2, 0.0, 0.2, 0.9], [-1.0, -0.1, 0.0, 0.3, 2.0], [-2.0, -0.5, 0.0, 1.0]))
 """(current - start, start - behaviour, advantage)"""

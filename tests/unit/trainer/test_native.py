@@ -15,14 +15,16 @@ import torch
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Common
-from headrace_trainer import attention, check, native, policy, reach
-from headrace_trainer.batch import Row
-from headrace_trainer.blocks import Block
-from headrace_trainer.native import Native, examine
-from headrace_trainer.opening import open_lineage
-from headrace_trainer.policy import Policy
+from headrace_trainer import check
+from headrace_trainer.batches.batch import Row
+from headrace_trainer.lineage.opening import open_lineage
+from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import ComputeSettings, LoraSettings, TrainerSettings
-from headrace_trainer.store import LineageStore
+from headrace_trainer.torch_learner import native, native_plan
+from headrace_trainer.torch_learner.model import attention, policy
+from headrace_trainer.torch_learner.model.blocks import Block
+from headrace_trainer.torch_learner.model.policy import Policy
+from headrace_trainer.torch_learner.native import Native, examine
 from tests.architectures.catalog import CATALOG
 from tests.support import tiny_model
 from tests.unit.trainer.conftest import Make
@@ -73,7 +75,7 @@ def test_a_planted_fault_is_refused_with_its_place(
     assert found.difference is not None
     assert found.difference < 5e-5
     module, _, attribute = where.partition(".")
-    monkeypatch.setattr(f"headrace_trainer.{module}.{attribute}", fault)
+    monkeypatch.setattr(f"headrace_trainer.torch_learner.model.{module}.{attribute}", fault)
     setting = "compute.packing = 'blocks'" if packing == "blocks" else "base = "
     with pytest.raises(SettingError, match=rf"trainer\.{setting}.*answers otherwise than its own eager.*{said}"):
         examine(of_base)
@@ -232,29 +234,29 @@ class Config:
 
 def test_a_plan_reaches_beyond_what_may_be_trained_and_no_further() -> None:
     of_base = settings(Path("x"))
-    plain = reach.plan(Config(), of_base)
+    plain = native_plan.plan(Config(), of_base)
     assert [row.length for row in plain.rows] == [24, 57, 200]
     assert all(7 not in row.token_ids_T for row in plain.rows), "no token that means something to the model"
     long = Config(sliding_window=4096, rope_parameters={"full": {"original_max_position_embeddings": 2048}})
-    found = reach.plan(long, of_base)
+    found = native_plan.plan(long, of_base)
     assert [row.length for row in found.rows] == [24, 57, 200, 2081, 4129]
     assert found.unseen == ()
     beyond = found.places["beyond sliding_window = 4096"]
     assert beyond.sum() == 32, "what the last row predicts from position 4096 on"
     assert sum(row.loss_mask_T.sum() for row in found.rows) == sum(place.sum() for place in found.places.values())
     short = settings(Path("x"), memory={"sequence_tokens": 8192})
-    assert reach.plan(Config(sliding_window=8192), short).unseen == (), "nothing so long is trained"
+    assert native_plan.plan(Config(sliding_window=8192), short).unseen == (), "nothing so long is trained"
     budget = settings(Path("x"), memory={"sequence_tokens": 16_384})
-    assert reach.plan(Config(sliding_window=8192), budget).unseen == ("what lies beyond sliding_window = 8192",)
+    assert native_plan.plan(Config(sliding_window=8192), budget).unseen == ("what lies beyond sliding_window = 8192",)
 
 
 def test_a_row_of_several_sequences_is_as_wide_as_a_step_makes_it() -> None:
     """Some code counts positions along the row: short sequences then show nothing, and a wide row does."""
     config = Config(max_position_embeddings=256, floor_scale=1000)
-    lengths = [row.length for row in reach.plan(config, settings(Path("x"))).rows]
+    lengths = [row.length for row in native_plan.plan(config, settings(Path("x"))).rows]
     assert sum(lengths) > 1000
     assert max(lengths) == 256
-    padded = reach.plan(config, settings(Path("x"), compute={"packing": "padded"}))
+    padded = native_plan.plan(config, settings(Path("x"), compute={"packing": "padded"}))
     assert sum(row.length for row in padded.rows) < 300
 
 

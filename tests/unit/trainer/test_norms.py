@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from headrace_trainer import norms
-from headrace_trainer.norms import NormFormula
-from headrace_trainer.policy import Policy
 from headrace_trainer.settings import ComputeSettings, LoraSettings
+from headrace_trainer.torch_learner.model import norms
+from headrace_trainer.torch_learner.model.norms import NormFormula
+from headrace_trainer.torch_learner.model.policy import Policy
 from tests.architectures.catalog import CATALOG
 from tests.unit.trainer.test_forward import open_policy
 

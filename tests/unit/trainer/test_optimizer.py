@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from headrace_runtime.errors import SettingError
-from headrace_trainer import tensors
-from headrace_trainer.optimizer import Optimizer
-from headrace_trainer.policy import Policy
 from headrace_trainer.settings import OptimizerSettings
+from headrace_trainer.torch_learner import tensors
+from headrace_trainer.torch_learner.model.policy import Policy
+from headrace_trainer.torch_learner.optimizer import Optimizer
 from tests.unit.trainer.test_forward import open_policy
 
 
@@ -32,19 +32,19 @@ def test_a_thawed_optimizer_goes_on_as_if_nothing_had_happened(base: Path, kind:
     optimizer = Optimizer(policy.parameters, settings)
     for seed in range(2):
         push(policy, optimizer, seed)
-    weights, state = tensors.freeze(policy, optimizer, "main")
+    frozen = tensors.freeze(policy, optimizer, "main")
     drawn = torch.rand(3)
     push(policy, optimizer, 2)
 
     again = open_policy(base, rank)
     other = Optimizer(again.parameters, settings)
     push(again, other, 99)
-    tensors.thaw(again, other, weights, state, with_random=True)
+    tensors.thaw(again, other, frozen, with_random=True)
     assert torch.equal(torch.rand(3), drawn), "the random state too"
     assert other.updates == 2
     push(again, other, 2)
     assert all(torch.equal(tensor, policy.tensors()[name]) for name, tensor in again.tensors().items())
-    assert tensors.freeze(again, other, "main")[0] == tensors.freeze(policy, optimizer, "main")[0]
+    assert tensors.freeze(again, other, "main").weights == tensors.freeze(policy, optimizer, "main").weights
 
 
 def test_equal_tensors_give_equal_bytes(base: Path) -> None:
@@ -57,7 +57,7 @@ def test_lineages_share_no_blob(base: Path) -> None:
     policy = open_policy(base)
     optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=1e-5))
     mine, theirs = (tensors.freeze(policy, optimizer, lineage) for lineage in ("a", "b"))
-    assert not set(mine) & set(theirs)
+    assert not {mine.weights, mine.optimizer} & {theirs.weights, theirs.optimizer}
 
 
 def test_the_warm_up_is_linear_then_constant() -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
-from headrace_trainer.opening import open_lineage
+from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import OptimizerSettings
+from tests.support.torch_learners import optimizer_of, policy_of
 from tests.unit.trainer.conftest import Make
 
 
@@ -34,6 +35,6 @@ def test_what_is_set_stays() -> None:
 def test_a_lineage_trains_with_that_of_its_model(tmp_path: Path, make: Make) -> None:
     settings = make(optimizer={})
     lineage = open_lineage(settings, BlobStore((tmp_path / "blobs").as_uri()), SystemClock())
-    expected = settings.optimizer.of_size(lineage.policy.size, adapters=False).rate
-    assert lineage._optimizer.learning_rate == expected
+    expected = settings.optimizer.of_size(policy_of(lineage).size, adapters=False).rate
+    assert optimizer_of(lineage).learning_rate == expected
     assert expected > 1e-4

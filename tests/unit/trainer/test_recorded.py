@@ -11,7 +11,7 @@ from headrace_runtime.errors import SettingError
 from headrace_schemas import Experience, Read, TrainingMetrics
 from headrace_schemas.envelope import Envelope
 from headrace_schemas.replay import BATCH_HEADER, DryRunLine
-from headrace_trainer.dry_run import DryRun
+from headrace_trainer.offline.dry_run import DryRun
 from headrace_trainer.settings import TrainerSettings
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import Bus, World, experience

@@ -10,8 +10,9 @@ import torch
 
 from headrace_runtime.errors import SettingError
 from headrace_schemas import Experience
-from headrace_trainer import lineage as lineages
-from headrace_trainer.step import train
+from headrace_trainer.torch_learner import learner as learners
+from headrace_trainer.torch_learner.step import train
+from tests.support.torch_learners import policy_of
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import World, experience
 
@@ -33,7 +34,7 @@ def digests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(batch.digest())
         return train(policy, optimizer, batch, *rest, **more)
 
-    monkeypatch.setattr(lineages, "train", noting)
+    monkeypatch.setattr(learners, "train", noting)
     return found
 
 
@@ -84,8 +85,8 @@ async def test_a_replay_into_a_new_lineage_repeats_batches_and_weights(
     assert world.bus.fates == fates
     assert live.lineage is not None
     assert again.lineage is not None
-    theirs = again.lineage.policy.tensors()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in live.lineage.policy.tensors().items())
+    theirs = policy_of(again.lineage).tensors()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in policy_of(live.lineage).tensors().items())
 
 
 async def test_without_being_told_a_new_lineage_knows_no_versions_of_another(tmp_path: Path, make: Make) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace_trainer.opening import open_lineage
-from headrace_trainer.rounding import rounded
+from headrace_trainer.lineage.opening import open_lineage
+from headrace_trainer.torch_learner.rounding import rounded
+from tests.support.torch_learners import policy_of
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import World
 
@@ -71,7 +72,7 @@ def test_the_draws_are_even() -> None:
 
 
 def test_muon_is_for_matrices_between_hidden_layers(tmp_path: Path, make: Make) -> None:
-    policy = open_lineage(make(), World(tmp_path).blobs, World(tmp_path).clock).policy
+    policy = policy_of(open_lineage(make(), World(tmp_path).blobs, World(tmp_path).clock))
     assert {name.rsplit(".", 2)[-2] for name in policy.hidden} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     }  # fmt: skip

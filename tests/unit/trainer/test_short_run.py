@@ -9,9 +9,9 @@ from headrace_runtime import versions as files
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import Checkpoint, Experience
 from headrace_schemas.controls import ShortRun
+from headrace_trainer.lineage.versions import weight_digests
+from headrace_trainer.offline.short_run import ShortTraining
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.short_run import ShortTraining
-from headrace_trainer.versions import weight_digests
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import experience
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace_trainer.lineage import Lineage
-from headrace_trainer.opening import open_lineage
-from headrace_trainer.prepare import prepare
+from headrace_trainer.batches.prepare import prepare
+from headrace_trainer.lineage.lineage import Lineage
+from headrace_trainer.lineage.opening import open_lineage
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import World, decision, experience
 

@@ -10,13 +10,14 @@ from datetime import timedelta
 import pytest
 
 from headrace_schemas.blobs import BlobRef
-from headrace_trainer.admission import AdmissionLimits
-from headrace_trainer.baselines import Decay
-from headrace_trainer.history import History, Published
-from headrace_trainer.prepare import prepare
-from headrace_trainer.settings import AdvantageSettings, MemorySettings
-from headrace_trainer.state import LineageState
-from headrace_trainer.waiting import Waiting
+from headrace_trainer.algorithms.baselines import Decay
+from headrace_trainer.algorithms.settings import AdvantageSettings
+from headrace_trainer.batches.prepare import prepare
+from headrace_trainer.experiences.admission import AdmissionLimits
+from headrace_trainer.experiences.history import History, Published
+from headrace_trainer.experiences.state import LineageState
+from headrace_trainer.experiences.waiting import Waiting
+from headrace_trainer.settings import MemorySettings
 from tests.unit.trainer.test_history import chain, name, publish
 from tests.unit.trainer.world import START, experience
 

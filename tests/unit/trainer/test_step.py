@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,19 @@ import torch
 from torch import Tensor
 
 from headrace_schemas import Branch, Experience, Span
-from headrace_trainer import head
-from headrace_trainer.batch import Batch, Row
-from headrace_trainer.head import Head
-from headrace_trainer.loss import TokenLoss, clipped
-from headrace_trainer.losses import LOSSES, Loss, Sampled
-from headrace_trainer.measures import Measures
-from headrace_trainer.needs import Needs
-from headrace_trainer.optimizer import Optimizer
-from headrace_trainer.policy import Policy
-from headrace_trainer.settings import LossSettings, OptimizerSettings
-from headrace_trainer.step import Abandoned, NotFinite, train
+from headrace_trainer.algorithms.loss import TokenLoss, clipped
+from headrace_trainer.algorithms.losses import LOSSES, Loss, Sampled
+from headrace_trainer.algorithms.needs import Needs
+from headrace_trainer.algorithms.settings import LossSettings
+from headrace_trainer.batches.batch import Batch, Row
+from headrace_trainer.learner import Abandoned, NotFinite
+from headrace_trainer.settings import OptimizerSettings
+from headrace_trainer.torch_learner.measures import Measures
+from headrace_trainer.torch_learner.model import head
+from headrace_trainer.torch_learner.model.head import Head
+from headrace_trainer.torch_learner.model.policy import Policy
+from headrace_trainer.torch_learner.optimizer import Optimizer
+from headrace_trainer.torch_learner.step import train
 from tests.unit.trainer.test_forward import one_by_one, open_policy
 from tests.unit.trainer.world import experience
 
@@ -43,7 +45,7 @@ def step(
     rank: int = 0,
     stop: threading.Event | None = None,
     **loss: Any,
-) -> tuple[Policy, dict[str, float]]:
+) -> tuple[Policy, Mapping[str, float]]:
     policy = open_policy(base, rank)
     if loss.get("kl"):
         policy.keep_reference(base)
@@ -125,7 +127,7 @@ def test_a_gradient_of_each_chunk_is_that_of_the_whole(
 ) -> None:
     """The loss asked about a few tokens at a time, beside autograd's through the logits of all."""
 
-    def of(whole: str | None) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def of(whole: str | None) -> tuple[dict[str, Tensor], Mapping[str, float]]:
         policy = open_policy(base, rank)
         policy.keep_reference(base)
         policy.head = Head(policy.head.module, policy.head.tail, whole)

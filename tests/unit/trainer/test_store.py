@@ -11,9 +11,9 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import CorruptBlob, SettingError, Unavailable
 from headrace_runtime.records import Records
 from headrace_schemas.blobs import BlobRef
-from headrace_trainer.opening import open_lineage
-from headrace_trainer.saved import Pointer, Saved
-from headrace_trainer.store import LineageStore, LineageTaken
+from headrace_trainer.lineage.opening import open_lineage
+from headrace_trainer.lineage.saved import Pointer, Saved
+from headrace_trainer.lineage.store import LineageStore, LineageTaken
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import Bus, World, experience
 

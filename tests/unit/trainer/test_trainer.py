@@ -15,9 +15,10 @@ from headrace_runtime.versions import read_manifest
 from headrace_runtime.wire import encode
 from headrace_schemas import Event, Experience
 from headrace_schemas.blobs import BlobRef
-from headrace_trainer import lineage as lineages
-from headrace_trainer.step import NotFinite, Taken, train
-from headrace_trainer.store import LineageStore
+from headrace_trainer.learner import NotFinite, StepResult
+from headrace_trainer.lineage.store import LineageStore
+from headrace_trainer.torch_learner import learner as learners
+from headrace_trainer.torch_learner.step import train
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import World, experience
 
@@ -302,13 +303,13 @@ async def test_the_loop_answers_while_a_step_runs_and_a_stop_abandons_it(
     running = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def slow(*args: Any, **more: Any) -> Taken:
+    def slow(*args: Any, **more: Any) -> StepResult:
         loop.call_soon_threadsafe(running.set)
         stop: threading.Event = args[-1]
         assert stop.wait(20)
         return train(*args, **more)
 
-    monkeypatch.setattr(lineages, "train", slow)
+    monkeypatch.setattr(learners, "train", slow)
     trainer = world.trainer(make())
     task = asyncio.create_task(trainer.run())
     async with asyncio.timeout(20):
@@ -317,7 +318,7 @@ async def test_the_loop_answers_while_a_step_runs_and_a_stop_abandons_it(
         with pytest.raises(asyncio.CancelledError):
             await task
     assert world.bus.fates == {}
-    monkeypatch.setattr(lineages, "train", train)
+    monkeypatch.setattr(learners, "train", train)
     await world.run(make())
     assert set(world.bus.fates.values()) == {"trained"}, "and nothing was lost"
 
@@ -329,12 +330,12 @@ async def test_a_gradient_that_is_not_finite_costs_its_batch_only(
     world.bus.produce(*(experience(n, version, reward=n) for n in range(8)))
     calls = iter(range(99))
 
-    def broken(policy: Any, *args: Any, **more: Any) -> Taken:
+    def broken(policy: Any, *args: Any, **more: Any) -> StepResult:
         if next(calls) == 0:
             raise NotFinite
         return train(policy, *args, **more)
 
-    monkeypatch.setattr(lineages, "train", broken)
+    monkeypatch.setattr(learners, "train", broken)
     await world.run(make())
     assert list(world.bus.fates.values()) == ["invalid"] * 4 + ["trained"] * 4
 

@@ -19,11 +19,15 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.versions import VersionCache
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import Fingerprint, Manifest
-from headrace_trainer import versions
-from headrace_trainer.opening import open_lineage
-from headrace_trainer.policy import FINGERPRINT_TOKENS, Policy, _fixed_tokens
-from headrace_trainer.settings import ComputeSettings, LoraSettings
+from headrace_trainer.lineage import versions
+from headrace_trainer.lineage.opening import open_lineage
+from headrace_trainer.settings import ComputeSettings, LoraSettings, TrainerSettings
+from headrace_trainer.torch_learner import version_files
+from headrace_trainer.torch_learner.learner import TorchLearner
+from headrace_trainer.torch_learner.model.policy import FINGERPRINT_TOKENS, Policy, _fixed_tokens
+from headrace_trainer.torch_learner.optimizer import Optimizer
 from tests.support import tiny_model
+from tests.support.torch_learners import policy_of
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_forward import open_policy
 from tests.unit.trainer.world import World
@@ -44,20 +48,27 @@ def answers(model: Any, fingerprint: Fingerprint) -> torch.Tensor:
     return found
 
 
-def publish_base(blobs: BlobStore, base: Path, policy: Policy) -> tuple[Manifest, BlobRef]:
-    return versions.publish_base(blobs, versions.base_files(blobs, base), policy, name="m", lineage="main")
+def learner(base: Path, rank: int = 0) -> TorchLearner:
+    policy = open_policy(base, rank)
+    settings = TrainerSettings(base=str(base))
+    chosen = settings.optimizer.of_size(policy.size, adapters=policy.lora)
+    return TorchLearner(policy, Optimizer(policy.parameters, chosen), settings, version_files.dtype_of(base))
 
 
-def publish(blobs: BlobStore, policy: Policy, first: Manifest) -> tuple[Manifest, BlobRef]:
-    return versions.publish(blobs, policy, first=first, lineage="main", step=1, parent=first.version)
+def publish_base(blobs: BlobStore, base: Path, ours: TorchLearner) -> tuple[Manifest, BlobRef]:
+    return versions.publish_base(blobs, versions.base_files(blobs, base), ours, name="m", lineage="main")
+
+
+def publish(blobs: BlobStore, ours: TorchLearner, first: Manifest) -> tuple[Manifest, BlobRef]:
+    return versions.publish(blobs, ours, first=first, lineage="main", step=1, parent=first.version)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
 async def test_a_version_read_back_answers_as_its_fingerprint(base: Path, tmp_path: Path, rank: int) -> None:
-    blobs, policy = BlobStore((tmp_path / "blobs").as_uri()), open_policy(base, rank)
-    first, first_ref = publish_base(blobs, base, policy)
-    disturb(policy)
-    manifest, ref = publish(blobs, policy, first)
+    blobs, ours = BlobStore((tmp_path / "blobs").as_uri()), learner(base, rank)
+    first, first_ref = publish_base(blobs, base, ours)
+    disturb(ours.policy)
+    manifest, ref = publish(blobs, ours, first)
     cache = VersionCache(blobs, tmp_path / "cache")
     _, first_folder = await cache.fetch(first_ref)
     _, folder = await cache.fetch(ref)
@@ -80,10 +91,10 @@ async def test_a_version_read_back_answers_as_its_fingerprint(base: Path, tmp_pa
 def test_equal_weights_make_equal_versions_and_no_path_gets_in(base: Path, tmp_path: Path, rank: int) -> None:
     blobs, found = BlobStore(tmp_path.as_uri()), []
     for _ in range(2):
-        policy = open_policy(base, rank)
-        first, _ = publish_base(blobs, base, policy)
-        disturb(policy)
-        manifest, _ = publish(blobs, policy, first)
+        ours = learner(base, rank)
+        first, _ = publish_base(blobs, base, ours)
+        disturb(ours.policy)
+        manifest, _ = publish(blobs, ours, first)
         found.append(manifest.version)
         for file in manifest.files:
             assert str(base).encode() not in blobs.get(file.blob), file.path
@@ -94,16 +105,16 @@ def test_a_version_is_served_in_the_type_of_its_base(tmp_path: Path) -> None:
     """Trained in float32, published in bfloat16 when the base is; the fingerprint is of the rounded weights."""
     base = tiny_model.build(tmp_path / "base", layers=1)
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
-    blobs, policy = BlobStore((tmp_path / "blobs").as_uri()), open_policy(base)
-    first, _ = publish_base(blobs, base, policy)
-    disturb(policy)
-    manifest, _ = publish(blobs, policy, first)
+    blobs, ours = BlobStore((tmp_path / "blobs").as_uri()), learner(base)
+    first, _ = publish_base(blobs, base, ours)
+    disturb(ours.policy)
+    manifest, _ = publish(blobs, ours, first)
     (weights,) = (file for file in manifest.files if file.path.endswith(".safetensors"))
     (tmp_path / "w.safetensors").write_bytes(blobs.get(weights.blob))
     there = load_file(tmp_path / "w.safetensors")
     assert {tensor.dtype for tensor in there.values()} == {torch.bfloat16}
-    versions.load(blobs, manifest, policy)
-    assert policy.fingerprint().logprobs == pytest.approx(manifest.fingerprint.logprobs, abs=1e-5)
+    versions.load(blobs, manifest, ours)
+    assert ours.policy.fingerprint().logprobs == pytest.approx(manifest.fingerprint.logprobs, abs=1e-5)
 
 
 def test_an_untied_head_and_several_weight_files_survive(tmp_path: Path) -> None:
@@ -114,28 +125,28 @@ def test_an_untied_head_and_several_weight_files_survive(tmp_path: Path) -> None
     (base / "model.safetensors").unlink()
     model.save_pretrained(base, max_shard_size="40KB")
     assert len(list(base.glob("*.safetensors"))) > 1
-    blobs, policy = BlobStore((tmp_path / "blobs").as_uri()), open_policy(base)
-    first, _ = publish_base(blobs, base, policy)
-    disturb(policy)
-    manifest, _ = publish(blobs, policy, first)
+    blobs, ours = BlobStore((tmp_path / "blobs").as_uri()), learner(base)
+    first, _ = publish_base(blobs, base, ours)
+    disturb(ours.policy)
+    manifest, _ = publish(blobs, ours, first)
     assert [file.path for file in manifest.files if "safetensors" in file.path] == ["model.safetensors"]
-    mine = policy.tensors()
-    again = open_policy(base)
+    mine = ours.policy.tensors()
+    again = learner(base)
     versions.load(blobs, manifest, again)
     assert "lm_head.weight" in mine
-    assert all(torch.equal(tensor, mine[name]) for name, tensor in again.tensors().items())
+    assert all(torch.equal(tensor, mine[name]) for name, tensor in again.policy.tensors().items())
 
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_weights_can_be_taken_back_from_a_version(base: Path, tmp_path: Path, rank: int) -> None:
-    blobs, policy = BlobStore(tmp_path.as_uri()), open_policy(base, rank)
-    first, _ = publish_base(blobs, base, policy)
-    disturb(policy, 1)
-    manifest, _ = publish(blobs, policy, first)
-    then = policy.tensors()
-    disturb(policy, 2)
-    versions.load(blobs, manifest, policy)
-    assert all(torch.equal(tensor, then[name]) for name, tensor in policy.tensors().items())
+    blobs, ours = BlobStore(tmp_path.as_uri()), learner(base, rank)
+    first, _ = publish_base(blobs, base, ours)
+    disturb(ours.policy, 1)
+    manifest, _ = publish(blobs, ours, first)
+    then = ours.policy.tensors()
+    disturb(ours.policy, 2)
+    versions.load(blobs, manifest, ours)
+    assert all(torch.equal(tensor, then[name]) for name, tensor in ours.policy.tensors().items())
 
 
 @pytest.mark.parametrize("vocabulary", [2, 64, 320, 600, 151_936])
@@ -178,7 +189,7 @@ def test_a_base_that_does_not_load_is_a_setting_error(base: Path, tmp_path: Path
 
 def test_another_base_under_an_old_lineage_is_a_setting_error(base: Path, tmp_path: Path) -> None:
     blobs = BlobStore((tmp_path / "blobs").as_uri())
-    first, _ = publish_base(blobs, base, open_policy(base))
+    first, _ = publish_base(blobs, base, learner(base))
     versions.check_same(base, first, "main")
     copy = tmp_path / "copy"
     shutil.copytree(base, copy)
@@ -199,7 +210,7 @@ async def test_a_base_that_goes_away_once_training_has_begun_changes_nothing(
     (copy / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
     lineage = open_lineage(make(base=str(copy), lora={"rank": rank}), world.blobs, world.clock)
     shutil.rmtree(copy)
-    disturb(lineage.policy)
+    disturb(policy_of(lineage))
     lineage._tensors_moved = True
     assert lineage.save(publish=True)
     manifest, folder = await VersionCache(world.blobs, tmp_path / "cache").fetch(lineage.saved.checkpoint.manifest)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from headrace_runtime.clock import epoch_ms
-from headrace_trainer.waiting import Rules, Selection, Waiting, run_of, select
+from headrace_trainer.experiences.waiting import Rules, Selection, Waiting, run_of, select
 from tests.unit.trainer.world import START, experience
 
 V = "m@000000000000"

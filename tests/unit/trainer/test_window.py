@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from headrace_trainer.window import REVISIONS_MAX, Contribution, Entry, Window
+from headrace_trainer.experiences.window import REVISIONS_MAX, Contribution, Entry, Window
 from tests.unit.trainer.world import START
 
 VERSION = "m@000000000000"

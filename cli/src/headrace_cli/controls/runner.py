@@ -106,7 +106,7 @@ async def _train(request: Request, control: Control, seed: int) -> ShortRun:
     name = re.sub(r"[^a-z0-9]+", "-", control.name.lower()).strip("-")
     more = {"trainer.lineage": f"control-{name}-{seed}", "trainer.seed": seed, **control.settings}
     lines = [("experience", one.to_json()) for one in changed]
-    found = await _answers("trainer", "short", request.overrides(more), lines)
+    found = await _answers("trainer", "short_training", request.overrides(more), lines)
     if not found:
         raise HeadraceError(f"{control.name}: the trainer ended without a version")
     return ShortRun.model_validate_json(found[0])

@@ -37,6 +37,7 @@ class Announcer:
 async def run(common: Common, settings: TrainerSettings) -> None:
     """Train until `max_steps` or until cancelled."""
     kinds = {"algorithm": settings.algorithm, "advantage": settings.advantage.kind, "loss": settings.loss.kind}
+    kinds["backend"] = settings.backend
     ALGORITHM.info(kinds)
     log.info("algorithm", **kinds)
     blobs = BlobStore.open(common)
@@ -57,6 +58,7 @@ async def run(common: Common, settings: TrainerSettings) -> None:
         "bus": lambda: source.started or trainer.stands_by,
         "lineage": lambda: trainer.lineage is not None or trainer.stands_by,
         "consumer": lambda: refuse.paused is None,
+        "learner": lambda: trainer.learner_failure or True,
     }
     notes: dict[str, web.Check] = {"training": lambda: trainer.stopped or True}
     async with web.serve(web.app(checks, [resume_route(trainer, common)], common, notes=notes), settings) as port:

@@ -1,5 +1,5 @@
 """What would stop the trainer's start: the base folder, its tokenizer and its chat template, found without torch; and,
-where the base is small, whether we compute what it computes."""
+where the base is small, what the back end finds (`torch`: whether we compute what the model computes)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Common
 from headrace_runtime.versions import TEMPLATE_FILE, TOKENIZER_FILE
+from headrace_trainer.backends import BACKENDS
 from headrace_trainer.settings import TrainerSettings
 
 _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 _HEADER_BYTES_MAX = 100_000_000
 _COMPARED_BYTES_MAX = 256 << 20
-"""Weights of bases that are loaded to be compared; larger ones are compared by the start alone."""
+"""Weights of bases that are loaded to be examined; larger ones are examined by the start alone."""
 _MESSAGES = [
     {"role": "user", "content": "What is the weather in Paris?"},
     {"role": "assistant", "content": "Sunny."},
@@ -58,9 +59,8 @@ async def check(_common: Common, settings: TrainerSettings) -> list[str]:
     """Everything that is wrong with `trainer.base`, as `SettingError` says it. Raises one where the logprobs differ."""
     folder = Path(settings.base)
     found = await asyncio.to_thread(lambda: list(_problems(folder)))
-    if not found and settings.native.tokens and _weights_bytes(folder) <= _COMPARED_BYTES_MAX:
-        from headrace_trainer.native import examine  # seconds, for torch
-
+    examine = BACKENDS.get(settings.backend).check
+    if not found and examine and _weights_bytes(folder) <= _COMPARED_BYTES_MAX:
         await asyncio.to_thread(examine, settings)
     return [_said(folder, remedy) for remedy in found]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram, Info
 
-ALGORITHM = Info("headrace_trainer_algorithm", "What is trained with: algorithm, kind of advantage, loss")
+ALGORITHM = Info("headrace_trainer_algorithm", "What is trained with: algorithm, kind of advantage, loss, back end")
 WAITING = Gauge("headrace_trainer_waiting_experiences", "Admitted experiences that wait for a batch")
 WAITING_TOKENS = Gauge("headrace_trainer_waiting_tokens", "Their tokens")
 TRAINED = Counter("headrace_trainer_trained_total", "Experience revisions that changed the weights")

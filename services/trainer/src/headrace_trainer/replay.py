@@ -4,7 +4,10 @@ from headrace_runtime.main import Service
 from headrace_trainer.settings import TrainerSettings
 
 SERVICE = Service(
-    "trainer", "A dry run of training: experiences in, batches out.", TrainerSettings, "headrace_trainer.dry_run:run"
+    "trainer",
+    "A dry run of training: experiences in, batches out.",
+    TrainerSettings,
+    "headrace_trainer.offline.dry_run:run",
 )
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from torch.utils.tensorboard import SummaryWriter
 from headrace_runtime import disk
 from headrace_runtime.logs import get_logger
 from headrace_schemas import ModelEvent
+from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.metrics import MEASURES, STEP_SECONDS, STEPS, STOPPED, VERSION_NUMBER
-from headrace_trainer.state import LineageState
 
 log = get_logger(__name__)
 _LINE = {

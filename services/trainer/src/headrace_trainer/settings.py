@@ -12,95 +12,15 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.registries import NameIn, PluginError
 from headrace_runtime.settings import Port, Section, ServiceSettings
 from headrace_schemas.base import ModelName
-from headrace_trainer.algorithms import ALGORITHMS
-from headrace_trainer.estimators import ESTIMATORS, Estimator
-from headrace_trainer.losses import LOSSES, Loss
-from headrace_trainer.needs import OFFERED, Needs
+from headrace_trainer.algorithms.needs import OFFERED, Needs
+from headrace_trainer.algorithms.presets import ALGORITHMS
+from headrace_trainer.algorithms.settings import AdvantageSettings, Count, LossSettings, NotNegative, Positive
+from headrace_trainer.backends import BACKENDS, Backend
 from headrace_trainer.service import INFO
 
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(gt=0, lt=1)]
-Count = Annotated[int, Field(ge=1)]
 _RATE_OF_SIZE, _RATE_MAX, _RATE_OF_ADAPTERS = 0.13, 2e-4, 10
 """Through 2e-4 at 0.4 million parameters, which the demo was measured with, and 1.5e-6 at 7 billion, as recipes for
 models of that size have it. No smaller model was measured, so none has a higher rate."""
-
-
-class AdvantageSettings(Section):
-    """How a reward becomes an advantage; the formulas are in docs/algorithms.md."""
-
-    kind: Annotated[str, NameIn(ESTIMATORS)] = "reinforce++"
-    """What `algorithm` names, unless it is set here. `reinforce++` compares a run with a rolling baseline and works on
-    single runs; `grpo` and `rloo` compare the runs of one group and need several runs of each task."""
-    task_decay: Share = 0.9
-    """What a run's reward still weighs in its task's baseline after one more run of the task."""
-    model_decay: Share = 0.99
-    """The same for the baseline and the scale that all tasks share."""
-    history_min: Positive = 1.0
-    """Runs of a task (decayed, and those beside it in the batch) from which on it has a baseline; before that its runs
-    have no advantage."""
-    tasks_min: Count = 16
-    """When so many tasks are known and most of them were seen once, tasks do not repeat: then a task without runs to
-    compare with is compared with all tasks."""
-    scale: Literal["std", "none"] = "std"
-    """Divide by the running standard deviation (`grpo`: the group's), or leave rewards in their own unit."""
-    scale_min: NotNegative = 0.01
-    """A smaller standard deviation counts as this: differences below it are a judge's noise and no full advantage. In
-    the unit of rewards."""
-    reward_max: Positive = 1e6
-    """Rewards beyond plus or minus this are dropped as `invalid`: somebody's unit is wrong."""
-    limit: Positive = 10.0
-    """Advantages are clipped to plus and minus this: the first surprise after long monotony is worth no more."""
-    correction_min: NotNegative = 1e-3
-    """A revised reward that moves the advantage by less than this after training is dropped as `unchanged`."""
-
-    @property
-    def estimator(self) -> Estimator:
-        """What `kind` names."""
-        return ESTIMATORS.get(self.kind)
-
-    @classmethod
-    def announced(cls) -> dict[str, type[Section]]:
-        return {name: one.settings for name, one in ESTIMATORS.all().items() if one.settings is not None}
-
-
-class LossSettings(Section):
-    """The clipped, importance-weighted policy gradient; the formulas are in docs/algorithms.md."""
-
-    kind: Annotated[str, NameIn(LOSSES)] = "clipped"
-    """What `algorithm` names, unless it is set here. `clipped` is the clipped, importance-weighted policy gradient."""
-    clip_low: Share = 0.2
-    """The ratio counts no further down than `1 - clip_low`."""
-    clip_high: Positive = 0.28
-    """The ratio counts no further up than `1 + clip_high`."""
-    clip_dual: Annotated[float, Field(gt=1)] | None = None
-    """Bound on the ratio where the advantage is negative (dual clip), none by default."""
-    proximal: Literal["step", "behaviour"] = "step"
-    """What the ratio is taken against: the weights at the start of the step, with a truncated importance weight for
-    what separates them from the engine (decoupled), or the engine's own logprobs (classical PPO)."""
-    weight_max: Annotated[float, Field(ge=1)] = 2.0
-    """Where importance weights are truncated."""
-    mask_low: NotNegative = 0.0
-    """Tokens whose probability has fallen below this share of what the engine sampled from give no gradient."""
-    mask_high: Annotated[float, Field(gt=1)] = 1e4
-    """Tokens whose probability has grown beyond this multiple of what the engine sampled from give no gradient."""
-    sequence_mask_max: NotNegative = 0.0
-    """An experience is left out of the loss when the mean log ratio of its tokens, between the weights and what it was
-    sampled from, is beyond plus or minus this. In nats; 0 leaves none out."""
-    kl: NotNegative = 0.0
-    """Coefficient of the k3 divergence from the base model; above 0 the base is kept in memory too."""
-    updates_per_step: Count = 1
-    """Optimizer updates on one batch; above 1 the clip bounds how far they lead."""
-
-    @property
-    def function(self) -> Loss:
-        """What `kind` names."""
-        return LOSSES.get(self.kind)
-
-    @classmethod
-    def announced(cls) -> dict[str, type[Section]]:
-        return {name: one.settings for name, one in LOSSES.all().items() if one.settings is not None}
 
 
 class OptimizerSettings(Section):
@@ -271,6 +191,8 @@ class TrainerSettings(ServiceSettings):
     algorithm: Annotated[str, NameIn(ALGORITHMS)] = "reinforce++"
     """The kind of advantage, the loss, and what else goes with them; settings that are stated win over it. `grpo`,
     `dr-grpo` and `rloo` need several runs of each task."""
+    backend: Annotated[str, NameIn(BACKENDS)] = "torch"
+    """What holds weights and optimizer and takes the steps. `torch` does it in the trainer's process, on one device."""
     batch_experiences: Count = 64
     """Experiences in a step. A batch of fewer, cut by time, is that much less than a step."""
     batch_experiences_min: Count = 8
@@ -306,6 +228,10 @@ class TrainerSettings(ServiceSettings):
     health: HealthSettings = HealthSettings()
     memory: MemorySettings = MemorySettings()
 
+    @classmethod
+    def announced(cls) -> dict[str, type[Section]]:
+        return {name: one.settings for name, one in BACKENDS.all().items() if one.settings is not None}
+
     @property
     def needs_base(self) -> bool:
         """Whether the base's logprobs are asked for, at whatever interval."""
@@ -320,6 +246,27 @@ class TrainerSettings(ServiceSettings):
     def grouped(self) -> bool:
         """Whether advantages compare the runs of a group."""
         return self.needs.groups
+
+    def _check_backend(self, backend: Backend) -> None:
+        """What is asked for that nobody has, or this back end has not."""
+        offered = OFFERED | backend.offers
+        if missing := self.needs.beyond(offered):
+            raise SettingError(
+                "trainer.algorithm",
+                self.algorithm,
+                f"advantages of kind {self.advantage.kind} and the loss {self.loss.kind} need {' and '.join(missing)}, "
+                f"which the back end {self.backend} does not have; choose another one",
+            )
+        if self.needs_base and not offered.reference:
+            raise SettingError(
+                "trainer.backend",
+                self.backend,
+                "cannot ask the base: set loss.kl and health.kl_base_interval_steps to 0, or choose another one",
+            )
+        if self.lora.rank and not backend.adapters:
+            raise SettingError(
+                "trainer.lora.rank", self.lora.rank, f"the back end {self.backend} trains no adapters; set 0"
+            )
 
     @model_validator(mode="before")
     @classmethod
@@ -345,13 +292,7 @@ class TrainerSettings(ServiceSettings):
             )
         if self.replays == self.lineage:
             raise SettingError("trainer.replays", self.replays, "is this lineage itself; name a new trainer.lineage")
-        if missing := self.needs.beyond(OFFERED):
-            raise SettingError(
-                "trainer.algorithm",
-                self.algorithm,
-                f"advantages of kind {self.advantage.kind} and the loss {self.loss.kind} need {' and '.join(missing)}, "
-                "which this trainer does not have; choose another one",
-            )
+        self._check_backend(BACKENDS.get(self.backend))
         if self.grouped and self.group_size < 2:
             raise SettingError(
                 "trainer.group_size",

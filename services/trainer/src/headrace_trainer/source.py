@@ -14,8 +14,8 @@ from headrace_runtime.errors import HeadraceError, Unavailable
 from headrace_runtime.logs import get_logger
 from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import Record
+from headrace_trainer.experiences.state import Offsets
 from headrace_trainer.metrics import EXPIRED
-from headrace_trainer.saved import Offsets
 
 log = get_logger(__name__)
 _CLIENT = "headrace/trainer"

@@ -23,16 +23,16 @@ from headrace_runtime.metrics import EVENTS_HANDLED, RETRIES
 from headrace_runtime.pausing import Refusing
 from headrace_runtime.wire import Patience, Record
 from headrace_schemas import Event, Experience, ModelEvent
-from headrace_trainer.cutting import mark_of
-from headrace_trainer.lease import Lease
-from headrace_trainer.lineage import Lineage
+from headrace_trainer.batches.cutting import mark_of
+from headrace_trainer.experiences.waiting import Waiting
+from headrace_trainer.lineage.lease import Lease
+from headrace_trainer.lineage.lineage import Lineage
+from headrace_trainer.lineage.opening import check_start, open_lineage
+from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.metrics import OTHER_MODELS, UNCORRECTABLE
-from headrace_trainer.opening import check_start, open_lineage
 from headrace_trainer.report import Reporter
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.source import Source
-from headrace_trainer.store import LineageStore
-from headrace_trainer.waiting import Waiting
 
 log = get_logger(__name__)
 _BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -95,6 +95,11 @@ class Trainer:
         stop = self.lineage.health.stopped if self.lineage is not None else None
         return None if stop is None else f"training is stopped: {stop.reason}"
 
+    @property
+    def learner_failure(self) -> str | None:
+        """Why what holds the weights cannot go on; the process ends because of it. None while all is well."""
+        return self.lineage.learner.failure if self.lineage is not None else None
+
     def resume(self) -> None:
         """Go on with both; with training as soon as that is saved."""
         self._resume = self.stopped is not None
@@ -109,6 +114,8 @@ class Trainer:
             await self._as_owner()
         finally:
             await self._end_thread()
+            if self.lineage is not None:
+                await asyncio.to_thread(self.lineage.close)
 
     async def _as_owner(self) -> None:
         """Train and show that we do, until one of the two ends."""
@@ -127,9 +134,7 @@ class Trainer:
             await self._lease.release()
 
     async def _work(self) -> None:
-        self.lineage = lineage = await disk.with_room(
-            lambda: self._in_thread(lambda: open_lineage(self._settings, self._blobs, self._clock, self._store))
-        )
+        lineage = await disk.with_room(lambda: self._in_thread(self._open))
         reporter = await self._in_thread(self._open_reporter)
         try:
             await self._announce(lineage.saved.checkpoint, lineage.saved.metrics)  # again, with the same ids
@@ -147,6 +152,7 @@ class Trainer:
     async def _train(self, lineage: Lineage, reporter: Reporter) -> None:
         self._saved_at_s = self._clock.monotonic_s()
         while not lineage.finished():
+            lineage.check()
             for record in await self._source.poll(lineage.state.room):
                 if lineage.finished():  # what nobody will train here is left for whoever goes on
                     break
@@ -255,6 +261,11 @@ class Trainer:
         found = await self._read_again(state.places(lost))
         state.undo(lost, found, self._clock.now())
         log.info("undone", experiences=len(lost), queued=sum(one.queued for one in state.undone))
+
+    def _open(self) -> Lineage:
+        """Known at once, so that it is closed whatever becomes of who waits for it."""
+        self.lineage = open_lineage(self._settings, self._blobs, self._clock, self._store)
+        return self.lineage
 
     def _open_reporter(self) -> Reporter:
         self._reporter = self._make_reporter()

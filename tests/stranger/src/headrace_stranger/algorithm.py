@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from headrace_runtime.settings import Section
-from headrace_trainer.advantages import Advantages
-from headrace_trainer.algorithms import Algorithm
-from headrace_trainer.baselines import Baselines, Decay
-from headrace_trainer.estimators import Rewarded, estimator
-from headrace_trainer.settings import AdvantageSettings
+from headrace_trainer.algorithms.advantages import Advantages
+from headrace_trainer.algorithms.baselines import Baselines, Decay
+from headrace_trainer.algorithms.estimators import Rewarded, estimator
+from headrace_trainer.algorithms.presets import Algorithm
+from headrace_trainer.algorithms.settings import AdvantageSettings
 
 
 class AboveSettings(Section):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_trainer.losses import Compute, Loss, Sampled
+from headrace_trainer.algorithms.losses import Compute, Loss, Sampled
 
 if TYPE_CHECKING:
-    from headrace_trainer.loss import TokenLoss
-    from headrace_trainer.settings import LossSettings
+    from headrace_trainer.algorithms.loss import TokenLoss
+    from headrace_trainer.algorithms.settings import LossSettings
 
 
 def _load() -> Compute:
     import torch
 
-    from headrace_trainer.loss import TokenLoss
+    from headrace_trainer.algorithms.loss import TokenLoss
 
     def slope(sampled: Sampled, _settings: LossSettings) -> TokenLoss:
         none_N = torch.zeros_like(sampled.advantage_N, dtype=torch.bool)

@@ -1,0 +1,105 @@
+"""The loss of each sampled token. One entry per token of the loss (`_N`); formulas and sources in docs/algorithms.md.
+
+Three policies take part: the engine that sampled (`behaviour`, its own logprobs), the weights at the start of the step
+(`start`), and the weights now (`current`; equal to `start` in the first update of a step). With `proximal="step"`
+
+    loss = - min(start / behaviour, weight_max) * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+    r = current / start
+
+that is decoupled PPO (Hilton et al. 2021, arXiv:2110.00641) with truncated importance weights for what separates engine
+from trainer: numerics (Yao et al. 2025) and staleness (Espeholt et al. 2018, arXiv:1802.01561). With
+`proximal="behaviour"` the ratio is taken against the engine itself and there is no second weight: PPO as in Schulman et
+al. 2017, arXiv:1707.06347.
+
+`Experience.weight` is not in here, and must not be. Every sampled token of a run lies in exactly one branch, so a sum
+over tokens counts a run once however it was split; weighting the branches would make a run count less the
+more often it was split. The share belongs to statistics over runs: baselines, group means, mean rewards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace_trainer.algorithms.losses import Sampled
+from headrace_trainer.algorithms.settings import LossSettings
+
+LOG_RATIO_MAX = 20.0
+"""Log ratios are clamped to this before `exp`, so that one absurd token cannot make an infinity."""
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """`loss_N` has a gradient; the rest are observations of the same tokens."""
+
+    loss_N: Tensor
+    weight_N: Tensor
+    """Importance weight of start over behaviour, truncated."""
+    truncated_N: Tensor
+    masked_N: Tensor
+    """So far from what was sampled that the token gives no gradient."""
+    clipped_N: Tensor
+    """The clip, not the ratio, decided."""
+
+
+def clipped(sampled: Sampled, settings: LossSettings) -> TokenLoss:
+    """The loss of that name (`headrace.losses`)."""
+    return token_loss(
+        sampled.current_N,
+        sampled.start_N,
+        sampled.behaviour_N,
+        sampled.advantage_N,
+        settings,
+        sampled.left_out_N,
+    )
+
+
+def token_loss(
+    current_N: Tensor,
+    start_N: Tensor,
+    behaviour_N: Tensor,
+    advantage_N: Tensor,
+    settings: LossSettings,
+    left_out_N: Tensor | None = None,
+) -> TokenLoss:
+    """The first three are logprobs; a gradient flows through `current_N` alone. `left_out_N`: tokens of sequences that
+    have no part in the loss."""
+    start_N, behaviour_N = start_N.detach(), behaviour_N.detach()
+    drift_N = _ratio(start_N, behaviour_N)
+    proximal_N = start_N if settings.proximal == "step" else behaviour_N
+    importance_N = _ratio(proximal_N, behaviour_N)
+    weight_N = importance_N.clamp(max=settings.weight_max)
+    masked_N = (drift_N < settings.mask_low) | (drift_N > settings.mask_high)
+    if left_out_N is not None:
+        masked_N = masked_N | left_out_N
+    ratio_N = _ratio(current_N, proximal_N)
+    clipped_ratio_N = ratio_N.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    objective_N = torch.minimum(ratio_N * advantage_N, clipped_ratio_N * advantage_N)
+    clipped_N = clipped_ratio_N * advantage_N < ratio_N * advantage_N
+    if settings.clip_dual is not None:
+        floor_N = settings.clip_dual * advantage_N
+        bounded_N = (advantage_N < 0) & (objective_N < floor_N)
+        objective_N = torch.where(bounded_N, floor_N, objective_N)
+        clipped_N = clipped_N | bounded_N
+    loss_N = torch.where(masked_N, 0.0, -weight_N * objective_N)
+    return TokenLoss(loss_N, weight_N, importance_N > settings.weight_max, masked_N, clipped_N)
+
+
+def left_out(start_N: Tensor, behaviour_N: Tensor, row_N: Tensor, rows: int, limit: float) -> Tensor:
+    """Rows (`_R`) whose mean log ratio, in absolute value, is beyond `limit`. `row_N`: the row of each token."""
+    drift_N = (start_N.detach() - behaviour_N).double()
+    sums_R = torch.zeros(rows, dtype=torch.float64, device=drift_N.device).index_add_(0, row_N, drift_N)
+    return (sums_R / torch.bincount(row_N, minlength=rows)).abs() > limit
+
+
+def k3(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
+    """Schulman's low-variance estimate of KL(policy of `logprobs_N` || reference), from samples of the former:
+    exp(d) - 1 - d with d = reference - logprobs. Never negative (GRPO, arXiv:2402.03300, equation 4)."""
+    difference_N = (reference_N - logprobs_N).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
+    return difference_N.exp() - 1 - difference_N
+
+
+def _ratio(numerator_N: Tensor, denominator_N: Tensor) -> Tensor:
+    return (numerator_N - denominator_N).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()

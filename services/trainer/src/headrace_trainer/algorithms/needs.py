@@ -1,0 +1,31 @@
+"""What a kind of advantage or a loss cannot do without. Who has it says so too, and the start compares the two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Declared by whoever is announced under `headrace.advantages` or `headrace.losses`, and what a back end offers."""
+
+    groups: bool = False
+    """Several runs of a task in one batch: `trainer.group_size` is waited for, and single runs are dropped."""
+    logprobs: bool = False
+    """Those of the engine, of the tokens that it sampled."""
+    reference: bool = False
+    """Logprobs of the same tokens under the model that the lineage began with, which is kept in memory."""
+    critic: bool = False
+    """Values of a model that learns to predict rewards."""
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(**{one.name: getattr(self, one.name) or getattr(other, one.name) for one in fields(self)})
+
+    def beyond(self, offered: Needs) -> tuple[str, ...]:
+        """What is needed and not offered."""
+        return tuple(one.name for one in fields(self) if getattr(self, one.name) and not getattr(offered, one.name))
+
+
+NOTHING = Needs()
+OFFERED = Needs(groups=True, logprobs=True)
+"""What the trainer has whatever its back end; that one offers the rest (`headrace_trainer.backends.Backend.offers`)."""

@@ -1,0 +1,93 @@
+"""The sections `[trainer.advantage]` and `[trainer.loss]`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from headrace_runtime.registries import NameIn
+from headrace_runtime.settings import Section
+from headrace_trainer.algorithms.estimators import ESTIMATORS, Estimator
+from headrace_trainer.algorithms.losses import LOSSES, Loss
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class AdvantageSettings(Section):
+    """How a reward becomes an advantage; the formulas are in docs/algorithms.md."""
+
+    kind: Annotated[str, NameIn(ESTIMATORS)] = "reinforce++"
+    """What `algorithm` names, unless it is set here. `reinforce++` compares a run with a rolling baseline and works on
+    single runs; `grpo` and `rloo` compare the runs of one group and need several runs of each task."""
+    task_decay: Share = 0.9
+    """What a run's reward still weighs in its task's baseline after one more run of the task."""
+    model_decay: Share = 0.99
+    """The same for the baseline and the scale that all tasks share."""
+    history_min: Positive = 1.0
+    """Runs of a task (decayed, and those beside it in the batch) from which on it has a baseline; before that its runs
+    have no advantage."""
+    tasks_min: Count = 16
+    """When so many tasks are known and most of them were seen once, tasks do not repeat: then a task without runs to
+    compare with is compared with all tasks."""
+    scale: Literal["std", "none"] = "std"
+    """Divide by the running standard deviation (`grpo`: the group's), or leave rewards in their own unit."""
+    scale_min: NotNegative = 0.01
+    """A smaller standard deviation counts as this: differences below it are a judge's noise and no full advantage. In
+    the unit of rewards."""
+    reward_max: Positive = 1e6
+    """Rewards beyond plus or minus this are dropped as `invalid`: somebody's unit is wrong."""
+    limit: Positive = 10.0
+    """Advantages are clipped to plus and minus this: the first surprise after long monotony is worth no more."""
+    correction_min: NotNegative = 1e-3
+    """A revised reward that moves the advantage by less than this after training is dropped as `unchanged`."""
+
+    @property
+    def estimator(self) -> Estimator:
+        """What `kind` names."""
+        return ESTIMATORS.get(self.kind)
+
+    @classmethod
+    def announced(cls) -> dict[str, type[Section]]:
+        return {name: one.settings for name, one in ESTIMATORS.all().items() if one.settings is not None}
+
+
+class LossSettings(Section):
+    """The clipped, importance-weighted policy gradient; the formulas are in docs/algorithms.md."""
+
+    kind: Annotated[str, NameIn(LOSSES)] = "clipped"
+    """What `algorithm` names, unless it is set here. `clipped` is the clipped, importance-weighted policy gradient."""
+    clip_low: Share = 0.2
+    """The ratio counts no further down than `1 - clip_low`."""
+    clip_high: Positive = 0.28
+    """The ratio counts no further up than `1 + clip_high`."""
+    clip_dual: Annotated[float, Field(gt=1)] | None = None
+    """Bound on the ratio where the advantage is negative (dual clip), none by default."""
+    proximal: Literal["step", "behaviour"] = "step"
+    """What the ratio is taken against: the weights at the start of the step, with a truncated importance weight for
+    what separates them from the engine (decoupled), or the engine's own logprobs (classical PPO)."""
+    weight_max: Annotated[float, Field(ge=1)] = 2.0
+    """Where importance weights are truncated."""
+    mask_low: NotNegative = 0.0
+    """Tokens whose probability has fallen below this share of what the engine sampled from give no gradient."""
+    mask_high: Annotated[float, Field(gt=1)] = 1e4
+    """Tokens whose probability has grown beyond this multiple of what the engine sampled from give no gradient."""
+    sequence_mask_max: NotNegative = 0.0
+    """An experience is left out of the loss when the mean log ratio of its tokens, between the weights and what it was
+    sampled from, is beyond plus or minus this. In nats; 0 leaves none out."""
+    kl: NotNegative = 0.0
+    """Coefficient of the k3 divergence from the base model; above 0 the base is kept in memory too."""
+    updates_per_step: Count = 1
+    """Optimizer updates on one batch; above 1 the clip bounds how far they lead."""
+
+    @property
+    def function(self) -> Loss:
+        """What `kind` names."""
+        return LOSSES.get(self.kind)
+
+    @classmethod
+    def announced(cls) -> dict[str, type[Section]]:
+        return {name: one.settings for name, one in LOSSES.all().items() if one.settings is not None}

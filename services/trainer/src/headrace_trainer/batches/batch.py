@@ -1,0 +1,143 @@
+"""A batch: exactly what a step trains on, as arrays. The same experiences in the same order give the same bytes (P9).
+
+Token ids are those that were sampled (P2): they are copied from the event and never made from text. A position is
+trained when a span covers it; everything else is observation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace_schemas import Experience
+
+
+@dataclass(frozen=True)
+class Row:
+    """One branch. Arrays are as long as the sequence; `behaviour_T` is 0 and `temperature_T` 1 outside the loss."""
+
+    experience_id: str
+    revision: int
+    token_ids_T: NDArray[np.int32]
+    loss_mask_T: NDArray[np.bool_]
+    behaviour_T: NDArray[np.float32]
+    """The engine's logprobs of the sampled tokens, after temperature."""
+    temperature_T: NDArray[np.float32]
+    advantage: np.float32
+    fresh_T: NDArray[np.bool_]
+    """Sampled by the version that the weights are still equal to: here engine and trainer can be compared."""
+    correction: bool = False
+    """The weights hold something of it, and the advantage is what is missing."""
+    token_weight: float = 0.0
+    """What the gradient of each token is multiplied with. A correction has that of its first training, others get that
+    of the batch; 0: not known yet."""
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids_T)
+
+    @classmethod
+    def of(
+        cls, experience: Experience, advantage: float, current: str | None, token_weight: float | None = None
+    ) -> Row:
+        """`current` is the version that the weights equal now, None when they have moved on from it. A correction has
+        the `token_weight` of its first training."""
+        branch = experience.branch
+        assert branch is not None
+        length = len(branch.token_ids)
+        mask, fresh = np.zeros(length, np.bool_), np.zeros(length, np.bool_)
+        behaviour, temperature = np.zeros(length, np.float32), np.ones(length, np.float32)
+        for span in branch.spans:
+            place = slice(span.start, span.stop)
+            mask[place] = True
+            behaviour[place] = span.logprobs
+            temperature[place] = span.temperature
+            fresh[place] = span.version == current
+        return cls(
+            experience.experience_id,
+            experience.revision,
+            np.array(branch.token_ids, np.int32),
+            mask,
+            behaviour,
+            temperature,
+            np.float32(advantage),
+            fresh,
+            token_weight is not None,
+            token_weight or 0.0,
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows in order of arrival."""
+
+    rows: tuple[Row, ...]
+    whole: int | None = None
+    """Rows of a whole batch; None when this is one."""
+
+    @property
+    def first(self) -> tuple[Row, ...]:
+        """Those that correct nothing."""
+        return tuple(row for row in self.rows if not row.correction)
+
+    @property
+    def corrections(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.correction)
+
+    @cached_property
+    def loss_tokens(self) -> int:
+        return int(sum(row.loss_mask_T.sum() for row in self.rows))
+
+    @property
+    def weight(self) -> float:
+        """Its size as a share of a whole batch's: a batch that time has cut is no full step."""
+        return len(self.rows) / (self.whole or len(self.rows))
+
+    @property
+    def first_weight(self) -> float:
+        """The same of the rows that correct nothing."""
+        return len(self.first) / (self.whole or len(self.rows))
+
+    @cached_property
+    def token_weight(self) -> float:
+        """Of a token in a row that corrects nothing. The loss is a mean over these tokens, however the batch is cut
+        into forward passes, times the share of a whole batch that they are."""
+        tokens = sum(int(row.loss_mask_T.sum()) for row in self.first)
+        return self.first_weight / tokens if tokens else self.weight / max(1, self.loss_tokens)
+
+    def weighted(self, row: Row) -> Row:
+        """`row` with the weight of its tokens. A correction whose own is not known, because an earlier release trained
+        it, has that of this batch."""
+        return row if row.correction and row.token_weight else replace(row, token_weight=self.token_weight)
+
+    def digest(self) -> str:
+        """SHA-256 over ids, tokens, masks, behaviour, temperatures and advantages, little-endian, in order. Weights of
+        tokens follow from these, and from the batches before."""
+        digest = hashlib.sha256()
+        for row in self.rows:
+            digest.update(f"{row.experience_id}\0{row.revision}\0{row.length}\0".encode())
+            digest.update(row.token_ids_T.astype("<i4").tobytes())
+            digest.update(row.loss_mask_T.astype("<u1").tobytes())
+            for floats in (row.behaviour_T, row.temperature_T, row.advantage):
+                digest.update(np.asarray(floats).astype("<f4").tobytes())
+        return digest.hexdigest()
+
+
+def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Row numbers of each forward pass: first-fit decreasing, deterministic. A row longer than `budget` runs alone."""
+    packs: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fitting = next((place for place, free in enumerate(room) if free >= lengths[index]), None)
+        if fitting is None:
+            packs.append([index])
+            room.append(budget - lengths[index])
+        else:
+            packs[fitting].append(index)
+            room[fitting] -= lengths[index]
+    return packs

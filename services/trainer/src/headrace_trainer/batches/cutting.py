@@ -1,0 +1,77 @@
+"""When there is a batch and what is in it. Training and its dry run cut alike because both ask here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+from headrace_runtime.wire import Record
+from headrace_schemas.replay import BATCH_HEADER
+from headrace_trainer.algorithms.baselines import Decay
+from headrace_trainer.experiences.state import LineageState
+from headrace_trainer.experiences.waiting import Rules, Selection, Waiting, select
+from headrace_trainer.settings import TrainerSettings
+
+END_OF_TIME = datetime.max.replace(tzinfo=UTC)
+"""Everything has waited for long enough by then."""
+BEGINNING_OF_TIME = datetime.min.replace(tzinfo=UTC)
+"""Nothing has waited yet."""
+
+
+class Cutter:
+    """Asked after each record and now and then without one."""
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self._recorded = settings.cut == "recorded"
+        self._rules = Rules(
+            experiences=settings.batch_experiences,
+            experiences_min=settings.batch_experiences_min,
+            wait=timedelta(seconds=settings.batch_wait_s),
+            group_size=settings.group_size if settings.grouped else 0,
+            group_wait=timedelta(seconds=settings.group_wait_s),
+        )
+        self._swept: tuple[str, int] | None = None
+
+    def next(self, state: LineageState, now: datetime, mark: int | None = None) -> tuple[Waiting, ...]:
+        """What to train now, empty when it is not time. Drops what has become too old to be trained (P5), and runs
+        that waited for a group in vain. `mark` came with the record just read: a batch of so many was cut after it."""
+        head = (state.history.head, state.history.head_step)
+        if self._swept != head:
+            state.sweep()
+            self._swept = head
+        found = self._select(state, now, mark)
+        for item in found.singletons:
+            state.drop(item, "singleton")
+        return found.batch
+
+    def _select(self, state: LineageState, now: datetime, mark: int | None) -> Selection:
+        full = state.room == 0
+        if self._recorded and mark is not None:
+            return self._as_recorded(state, mark)
+        if self._recorded and not full:
+            return Selection()  # also at the end: what waits now waited then
+        return select(state.waiting, self._rules, now, full, state.is_correction)
+
+    def _as_recorded(self, state: LineageState, mark: int) -> Selection:
+        """The first `mark` of what was ready then. Of groups that time cut it is only known that there were some."""
+        rules = replace(self._rules, experiences=mark)
+        ready = select(state.waiting, rules, BEGINNING_OF_TIME, True, state.is_correction).batch
+        if len(ready) < mark:
+            ready = select(state.waiting, rules, END_OF_TIME, True, state.is_correction).batch
+        return Selection(ready[:mark])
+
+
+def decay(settings: TrainerSettings) -> Decay:
+    """How fast baselines forget."""
+    return Decay(
+        task=settings.advantage.task_decay,
+        model=settings.advantage.model_decay,
+        tasks_max=settings.memory.baseline_tasks,
+        runs_max=settings.memory.baseline_runs,
+    )
+
+
+def mark_of(record: Record) -> int | None:
+    """How many experiences the batch had that was cut after this record; None where there was none."""
+    value = next((value for name, value in record.headers if name == BATCH_HEADER), None)
+    return int(value) if value and value.isdigit() else None

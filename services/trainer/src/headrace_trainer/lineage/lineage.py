@@ -1,0 +1,296 @@
+"""A lineage: weights, optimizer and state, and everything that may happen to them. No bus in here, and no event loop.
+
+`open_lineage` (in `opening`) finds the state that was saved last, or begins from the base. After that, experiences are
+admitted one by one, a step is taken when `next_batch` has one, and `save` makes all of it durable at once. If the
+process dies, the next one goes on from the last save. Weights and optimizer are with a `Learner`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from headrace_runtime import versions as files
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import Clock
+from headrace_runtime.logs import get_logger
+from headrace_schemas import Checkpoint, ModelEvent, TrainingMetrics
+from headrace_schemas.blobs import BlobRef
+from headrace_schemas.manifest import Manifest
+from headrace_trainer.batches import summary
+from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay
+from headrace_trainer.batches.prepare import prepare
+from headrace_trainer.experiences.history import History, Published
+from headrace_trainer.experiences.state import LineageState
+from headrace_trainer.experiences.waiting import Waiting
+from headrace_trainer.learner import GRADIENT_FACTOR, Frozen, Learner, LearnerLost, NotFinite
+from headrace_trainer.lineage import control, versions
+from headrace_trainer.lineage.saved import Saved, Tensors
+from headrace_trainer.lineage.store import LineageStore
+from headrace_trainer.metrics import NOT_FINITE, REWINDS, SAVE_SECONDS
+from headrace_trainer.settings import TrainerSettings
+
+log = get_logger(__name__)
+
+
+class Lineage:
+    """Not safe for concurrent use: whoever owns it makes one call at a time. `step`, `save` and `control` block."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        clock: Clock,
+        blobs: BlobStore,
+        store: LineageStore,
+        first: Manifest,
+        learner: Learner,
+        state: LineageState,
+        saved: Saved,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._blobs = blobs
+        self._store = store
+        self._first = first
+        self.learner = learner
+        self.state = state
+        self.saved = saved
+        """What is durable."""
+        self.health = saved.health
+        self._measured: list[Mapping[str, float]] = []
+        self._tensors_moved = False
+        self._decay = decay(settings)
+        self._cutter = Cutter(settings)
+
+    @property
+    def version_due(self) -> bool:
+        due = self.state.steps - self.state.history.head_step >= self._settings.steps_per_version
+        return due and not self.health.doubtful
+
+    @property
+    def unpublished(self) -> bool:
+        """Whether the weights have had steps that no version holds, and that one may be made of."""
+        return self.state.current is None and not self.health.doubtful
+
+    def save_due(self, since_s: float) -> bool:
+        """`since_s`: seconds since the last save. A version that is due waits for the step that it is made of."""
+        stepped, outcomes = self.state.steps != self.saved.steps, len(self.state.outcomes)
+        if stepped and self.version_due:
+            return True
+        late = since_s >= self._settings.save_interval_s
+        full = max(outcomes, len(self.state.read)) >= self._settings.memory.outcomes
+        return full or (late and (stepped or outcomes > 0))
+
+    def finished(self) -> bool:
+        """Whether the lineage has taken all its steps. Each step may change it."""
+        return self._settings.max_steps is not None and self.state.steps >= self._settings.max_steps
+
+    def next_batch(self, mark: int | None = None, *, over: bool = False) -> tuple[Waiting, ...]:
+        """What to train now, empty when it is not time or training is stopped; see `Cutter.next`. `over`: nothing more
+        will come."""
+        if self.health.stopped is not None:
+            return ()
+        if over:
+            return self._cutter.next(self.state, END_OF_TIME, mark)
+        # What is complete from the start is not waited for: then no batch depends on how fast it is read.
+        now = BEGINNING_OF_TIME if self._settings.until_end else self._clock.now()
+        return self._cutter.next(self.state, now, mark)
+
+    def step(self, items: Sequence[Waiting], stop: threading.Event) -> Mapping[str, float]:
+        """Train on what `next_batch` returned; the measurements, empty when the gradient was not finite and the batch
+        was dropped as `invalid`. Raises `Abandoned` or `LearnerLost`, with nothing changed that a later save would
+        see."""
+        settings = self._settings
+        prepared = prepare(items, self.state, settings.advantage, self._decay, settings.batch_experiences)
+        digest = prepared.batch.digest()
+        try:
+            taken = self.learner.step(prepared.batch, stop, from_base=self._asks_base)
+        except NotFinite:
+            log.error("gradient_not_finite", batch=digest, experiences=len(items))
+            NOT_FINITE.inc()
+            for item in items:
+                self.state.drop(item, "invalid")
+            self.state.cut(digest, len(items))
+            self.health = self.health.after({"gradient_norm": math.inf}, settings.health)
+            return {}
+        found = {**summary.of_batch(prepared, self.state.history), **taken.measured}
+        # What the loss left out is trained, and the weights hold nothing of it: a correction has all of it to add.
+        trained = [
+            replace(one, advantage=0.0) if one.waiting.experience.experience_id in taken.left_out else one
+            for one in prepared.trained
+        ]
+        self.state.stepped(trained, prepared.baselines, found[GRADIENT_FACTOR])
+        self.state.cut(digest, len(items))
+        self._tensors_moved = True
+        self._measured.append(found)
+        self.health = self.health.after(found, settings.health)
+        return found
+
+    @property
+    def _asks_base(self) -> bool:
+        """Whether the next step measures how far the weights are from the base."""
+        interval = self._settings.health.kl_base_interval_steps
+        return interval > 0 and self.state.steps % interval == 0
+
+    def give_up(self) -> dict[str, tuple[int, ...]]:
+        """Training has stopped: go back to the last version, which has none of the steps that stopped it. Returns what
+        `control` does."""
+        return self._go_back(self.state.history.head)
+
+    def resume(self) -> None:
+        """Somebody wants training to go on."""
+        self.health = self.health.resumed()
+
+    def control(self, event: ModelEvent) -> dict[str, tuple[int, ...]]:
+        """Follow a decision of the registry; see `headrace_trainer.lineage.control`. Returns what that undid, see
+        `LineageState.go_back`; `LineageState.undo` is to be told."""
+        state = self.state
+        course = control.follow(event, state.history, state.promoted)
+        state.promoted = course.promoted
+        if course.rewind is None:
+            return {}
+        log.info("weights_go_back", version=course.rewind, decision=event.decision, about=event.version)
+        return self._go_back(course.rewind)
+
+    def _go_back(self, version: str) -> dict[str, tuple[int, ...]]:
+        REWINDS.inc()
+        point = self.saved.restore_points.get(version)
+        if point is not None:
+            frozen = Frozen(self._store.get(point.weights), self._store.get(point.optimizer))
+            self.learner.thaw(frozen, with_random=False)
+        else:
+            log.warning("optimizer_starts_afresh", version=version, remedy="raise memory.restore_points")
+            versions.load(self._blobs, self._manifest(version), self.learner)
+        self._tensors_moved = True
+        self.health = self.health.rewound()
+        return self.state.go_back(version)
+
+    def save(self, *, publish: bool) -> bool:
+        """Make everything durable, as a new version when `publish` and when the weights differ from their parent's.
+
+        Returns whether there is a new version. The bus is then to be told `saved.checkpoint`, if there is, and
+        `saved.metrics`. Raises what `LineageStore.save` does.
+        """
+        with SAVE_SECONDS.time():
+            present, new = self._freeze()
+            published, ref = self._publish(present) if publish else (None, None)
+            history = self._history_with(published, ref)
+            self.state.forget(self._clock.now())
+            saved = self._picture(history, present, published, ref)
+            self._store.save(saved, new)
+        self.saved = saved
+        self.state.history = history
+        self.state.saved()
+        self._measured.clear()
+        self._tensors_moved = False
+        return published is not None
+
+    def _freeze(self) -> tuple[Tensors, Sequence[bytes]]:
+        """References to weights and optimizer, and the bytes that are not stored yet."""
+        if not self._tensors_moved:
+            return self.saved.present, ()
+        frozen = self.learner.freeze()
+        present = Tensors(weights=self._store.ref(frozen.weights), optimizer=self._store.ref(frozen.optimizer))
+        return present, (frozen.weights, frozen.optimizer)
+
+    def _publish(self, present: Tensors) -> tuple[Manifest, BlobRef] | tuple[None, None]:
+        """A new version, unless it would answer as its parent does."""
+        history = self.state.history
+        point = self.saved.restore_points.get(history.head)
+        if point is not None and point.weights.sha256 == present.weights.sha256:
+            return None, None
+        manifest, ref = versions.publish(
+            self._blobs,
+            self.learner,
+            first=self._first,
+            lineage=self._settings.lineage,
+            step=history.next_number,
+            parent=history.head,
+        )
+        same = versions.weight_digests(manifest) == versions.weight_digests(self._manifest(history.head))
+        return (None, None) if same else (manifest, ref)
+
+    def _history_with(self, manifest: Manifest | None, ref: BlobRef | None) -> History:
+        old = self.state.history
+        if manifest is None or ref is None:
+            return old
+        published = Published(
+            version=manifest.version,
+            parent=manifest.parent,
+            number=manifest.step,
+            manifest=ref,
+            first_step=old.head_step + 1,
+            last_step=self.state.steps,
+        )
+        keep = {self._first.version, *self.state.promoted}
+        return old.published(published, keep, self._settings.memory.versions)
+
+    def _picture(self, history: History, present: Tensors, manifest: Manifest | None, ref: BlobRef | None) -> Saved:
+        settings, state, now = self._settings, self.state, self._clock.now()
+        measured = summary.between_saves(self._measured, state.outcomes)
+        checkpoint = self.saved.checkpoint
+        if manifest is not None and ref is not None:
+            checkpoint = Checkpoint(
+                time=now,
+                model=settings.model,
+                version=manifest.version,
+                lineage=settings.lineage,
+                step=manifest.step,
+                parent=manifest.parent,
+                manifest=ref,
+                metrics=measured,
+            )
+        account = self.saved.account + 1
+        metrics = TrainingMetrics(
+            time=now,
+            model=settings.model,
+            lineage=settings.lineage,
+            step=history[history.head].number,
+            account=account,
+            version=manifest.version if manifest else None,
+            metrics=measured,
+            verdicts=tuple(state.outcomes),
+            stopped=self.health.stopped.reason if self.health.stopped else None,
+            undone=tuple(state.undone),
+            restored=tuple(state.restored),
+            batches=tuple(state.batches),
+            read=tuple(state.read),
+        )
+        update = state.snapshot() | {
+            "versions": history.versions,
+            "head": history.head,
+            "head_step": history.head_step,
+            "health": self.health,
+            "present": present,
+            "restore_points": self._restore_points(history, present, manifest),
+            "account": account,
+            "checkpoint": checkpoint,
+            "metrics": metrics,
+        }
+        return self.saved.model_copy(update=update)
+
+    def _restore_points(self, history: History, present: Tensors, manifest: Manifest | None) -> dict[str, Tensors]:
+        """Those of base, head, champion and previous, and the newest of the rest."""
+        points = dict(self.saved.restore_points)
+        if manifest is not None:
+            points[manifest.version] = present
+        keep = {self._first.version, history.head, *self.state.promoted}
+        spare = [version for version in points if version not in keep]
+        for version in spare[: max(0, len(points) - self._settings.memory.restore_points)]:
+            del points[version]
+        return points
+
+    def check(self) -> None:
+        """Raises `LearnerLost` when what holds the weights has failed: nobody waits for a step to find it out."""
+        if (why := self.learner.failure) is not None:
+            name = self._settings.lineage
+            raise LearnerLost(f"lineage {name} has lost its weights: {why}; a new start goes on from the last save")
+
+    def close(self) -> None:
+        """Give back what the learner holds. Nothing may be asked afterwards, and closing again does nothing."""
+        self.learner.close()
+
+    def _manifest(self, version: str) -> Manifest:
+        return files.read_manifest(self._blobs, self.state.history[version].manifest)

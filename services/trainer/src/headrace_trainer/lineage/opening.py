@@ -1,0 +1,152 @@
+"""How a lineage is found or begun. Blocks; runs in the training thread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace_runtime import versions as files
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.clock import Clock
+from headrace_runtime.errors import SettingError
+from headrace_runtime.logs import get_logger
+from headrace_schemas import Checkpoint, TrainingMetrics
+from headrace_schemas.manifest import File, Manifest
+from headrace_trainer.algorithms.baselines import Baselines
+from headrace_trainer.backends import BACKENDS
+from headrace_trainer.experiences.admission import limits_of
+from headrace_trainer.experiences.history import History, Published
+from headrace_trainer.experiences.state import LineageState
+from headrace_trainer.experiences.window import Window
+from headrace_trainer.learner import Frozen, Learner
+from headrace_trainer.lineage import versions
+from headrace_trainer.lineage.lineage import Lineage
+from headrace_trainer.lineage.saved import Saved, Tensors
+from headrace_trainer.lineage.store import LineageStore, LineageTaken, replayed
+from headrace_trainer.settings import TrainerSettings
+
+log = get_logger(__name__)
+
+
+def check_start(settings: TrainerSettings, blobs: BlobStore) -> None:
+    """Raises `SettingError` for what would stop `open_lineage`, before a lineage that somebody owns is taken over."""
+    versions.check_base(Path(settings.base))
+    blobs.check_exclusive()
+    saved = LineageStore(blobs, settings.lineage).read()
+    if saved is not None:
+        _check_settings(settings, saved)
+        first = files.read_manifest(blobs, saved.versions[0].manifest)
+        versions.check_same(Path(settings.base), first, settings.lineage)
+
+
+def open_lineage(
+    settings: TrainerSettings, blobs: BlobStore, clock: Clock, store: LineageStore | None = None
+) -> Lineage:
+    """Continue where the last save was, or publish the base as version 0 and start from there. `store` has the lineage;
+    without one it is taken over at once, whoever has it.
+
+    Raises `SettingError` when the settings are not those of the saved lineage, `CorruptBlob` or `Unavailable` when its
+    state cannot be read. Nothing is guessed.
+    """
+    base = Path(settings.base)
+    versions.check_base(base)
+    if store is None:
+        store = LineageStore(blobs, settings.lineage)
+        if not store.take():
+            raise LineageTaken(f"lineage {settings.lineage} has just been taken over by another process")
+    saved = store.load()
+    first = files.read_manifest(blobs, saved.versions[0].manifest) if saved else None
+    if saved is not None and first is not None:
+        _check_settings(settings, saved)
+        versions.check_same(base, first, settings.lineage)
+    # From here on the folder is not read again: what is in the store under its digest is what the lineage started from.
+    contents = first.files if first else versions.base_files(blobs, base)
+    with versions.unpacked(blobs, contents) as folder:
+        learner = BACKENDS.get(settings.backend).open(folder, settings)
+    try:
+        if saved is None or first is None:
+            first, saved = _begin(settings, blobs, store, contents, clock, learner)
+            log.info("lineage_begins", lineage=settings.lineage, version=first.version)
+        else:
+            present = saved.present
+            learner.thaw(Frozen(store.get(present.weights), store.get(present.optimizer)), with_random=True)
+            log.info("lineage_continues", lineage=settings.lineage, head=saved.head, steps=saved.steps)
+            saved = saved.model_copy(update={"health": saved.health.under(settings.health)})
+        state = _state(settings, learner, saved, replayed(settings, blobs))
+    except BaseException:
+        learner.close()
+        raise
+    return Lineage(settings, clock, blobs, store, first, learner, state, saved)
+
+
+def _begin(
+    settings: TrainerSettings,
+    blobs: BlobStore,
+    store: LineageStore,
+    contents: tuple[File, ...],
+    clock: Clock,
+    learner: Learner,
+) -> tuple[Manifest, Saved]:
+    name, lineage, now = settings.model, settings.lineage, clock.now()
+    manifest, ref = versions.publish_base(blobs, contents, learner, name=name, lineage=lineage)
+    frozen = learner.freeze()
+    present = Tensors(weights=store.ref(frozen.weights), optimizer=store.ref(frozen.optimizer))
+    version = manifest.version
+    saved = Saved(
+        model=name,
+        lineage=lineage,
+        kind=learner.abilities.kind,
+        offsets={},
+        waiting=(),
+        window={},
+        versions=(Published(version=version, parent=None, number=0, manifest=ref),),
+        head=version,
+        head_step=0,
+        promoted=(version,),
+        baselines=Baselines(),
+        steps=0,
+        account=0,
+        present=present,
+        restore_points={version: present},
+        checkpoint=Checkpoint(time=now, model=name, version=version, lineage=lineage, step=0, manifest=ref),
+        metrics=TrainingMetrics(time=now, model=name, lineage=lineage, step=0, account=0, version=version),
+    )
+    store.save(saved, (frozen.weights, frozen.optimizer))
+    return manifest, saved
+
+
+def _check_settings(settings: TrainerSettings, saved: Saved) -> None:
+    if saved.model != settings.model:
+        raise SettingError("trainer.model", settings.model, f"lineage {saved.lineage} is of model {saved.model}")
+    if saved.offsets and settings.topic not in saved.offsets:
+        raise SettingError(
+            "trainer.topic",
+            settings.topic,
+            f"lineage {saved.lineage} reads {', '.join(sorted(saved.offsets))}; name a new trainer.lineage",
+        )
+    kind = "lora" if settings.lora.rank else "full"
+    if saved.kind != kind:
+        raise SettingError(
+            "trainer.lora.rank",
+            settings.lora.rank,
+            f"lineage {saved.lineage} is trained as {saved.kind}; choose another trainer.lineage",
+        )
+
+
+def _state(settings: TrainerSettings, learner: Learner, saved: Saved, replayed: dict[str, int]) -> LineageState:
+    abilities = learner.abilities
+    context = abilities.context
+    if settings.memory.sequence_tokens is None:
+        context = min(context, learner.sequence_bound())
+        log.info("sequence_bound", tokens=min(context, settings.memory.queue_tokens), context=abilities.context)
+    limits = limits_of(settings, abilities.vocabulary, context)
+    return LineageState(
+        History(saved.versions, saved.head, saved.head_step, replayed),
+        limits,
+        settings.memory,
+        baselines=saved.baselines,
+        window=Window(saved.window),
+        waiting=saved.waiting,
+        offsets={topic: dict(offsets) for topic, offsets in saved.offsets.items()},
+        promoted=saved.promoted,
+        steps=saved.steps,
+    )

@@ -1,0 +1,30 @@
+"""What is announced as the back end `torch`: light, so that settings can be read without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace_trainer.algorithms.needs import Needs
+from headrace_trainer.backends import Backend
+
+if TYPE_CHECKING:
+    from headrace_trainer.learner import Learner
+    from headrace_trainer.settings import TrainerSettings
+
+
+def _open(folder: Path, settings: TrainerSettings) -> Learner:
+    from headrace_trainer.torch_learner.learner import TorchLearner  # seconds, for torch
+
+    return TorchLearner.open(folder, settings)
+
+
+def _check(settings: TrainerSettings) -> None:
+    if settings.native.tokens:
+        from headrace_trainer.torch_learner.native import examine
+
+        examine(settings)
+
+
+TORCH = Backend(_open, offers=Needs(reference=True), adapters=True, check=_check)
+"""Weights and optimizer in the trainer's own process, on one device."""

@@ -1,0 +1,102 @@
+"""The back end `torch`: a `Learner` whose weights and optimizer are in this process, on one device."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import torch
+
+from headrace_runtime.logs import get_logger
+from headrace_schemas.manifest import Fingerprint
+from headrace_trainer.batches.batch import Batch
+from headrace_trainer.learner import Abilities, Frozen, StepResult
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.torch_learner import tensors, version_files
+from headrace_trainer.torch_learner.model.policy import Policy
+from headrace_trainer.torch_learner.native import Compared, Native
+from headrace_trainer.torch_learner.optimizer import Optimizer
+from headrace_trainer.torch_learner.step import train
+
+log = get_logger(__name__)
+_NATIVE_REMEDY = "raise trainer.native.tokens"
+
+
+class TorchLearner:
+    """See `headrace_trainer.learner.Learner`."""
+
+    def __init__(self, policy: Policy, optimizer: Optimizer, settings: TrainerSettings, served_as: torch.dtype) -> None:
+        """`served_as`: the type of the base's own weights, which a version's files have too."""
+        self.policy = policy
+        self.optimizer = optimizer
+        self._settings = settings
+        self._served_as = served_as
+
+    @classmethod
+    def open(cls, folder: Path, settings: TrainerSettings) -> TorchLearner:
+        """From the base's folder. The model's own answers come before ours, so the two are never in memory together.
+        Raises `SettingError`."""
+        native = Native(folder, settings)
+        policy = Policy.open(folder, settings.compute, settings.lora, settings.seed)
+        _say(native.compare(policy))
+        if settings.needs_base:
+            policy.keep_reference(folder)
+        chosen = settings.optimizer.of_size(policy.size, adapters=policy.lora)
+        log.info("learning_rate", rate=chosen.rate, parameters=policy.size, adapters=policy.lora)
+        optimizer = Optimizer(policy.parameters, chosen, policy.hidden)
+        return cls(policy, optimizer, settings, version_files.dtype_of(folder))
+
+    @property
+    def abilities(self) -> Abilities:
+        policy = self.policy
+        return Abilities("lora" if policy.lora else "full", vocabulary=policy.vocabulary, context=policy.context)
+
+    @property
+    def failure(self) -> str | None:
+        """It is this process: while that can be asked, nothing of it is missing."""
+        return None
+
+    def sequence_bound(self) -> int:
+        return self.policy.sequence_bound()
+
+    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
+        settings = self._settings
+        return train(
+            self.policy,
+            self.optimizer,
+            batch,
+            settings.loss,
+            settings.compute.pack_tokens,
+            stop,
+            from_base=from_base,
+        )
+
+    def freeze(self) -> Frozen:
+        return tensors.freeze(self.policy, self.optimizer, self._settings.lineage)
+
+    def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
+        tensors.thaw(self.policy, self.optimizer, frozen, with_random=with_random)
+
+    def load(self, folder: Path) -> None:
+        self.policy.load_files(folder)
+        self.optimizer.reset()
+
+    def write(self, folder: Path, base: str) -> Fingerprint:
+        if self.policy.lora:
+            return version_files.write_adapter(self.policy, folder, base)
+        return version_files.write_weights(self.policy, folder, self._served_as)
+
+    def fingerprint_of_base(self) -> Fingerprint:
+        with self.policy.as_base():
+            return self.policy.fingerprint()
+
+    def close(self) -> None:
+        """Its memory goes with the last reference to it."""
+
+
+def _say(found: Compared) -> None:
+    """What was compared with the model's own attention, and what was not."""
+    if found.difference is not None:
+        log.info("native_compared", architecture=found.architecture, difference=found.difference, tokens=found.tokens)
+    for what in found.unseen:
+        log.warning("native_not_compared", architecture=found.architecture, what=what, remedy=_NATIVE_REMEDY)

@@ -1,0 +1,117 @@
+"""The standing measurements of a step: how far engine and trainer are apart, what was clipped, how sure the
+policy is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headrace_trainer.algorithms.loss import LOG_RATIO_MAX, TokenLoss, k3
+from headrace_trainer.batches.batch import Batch
+from headrace_trainer.torch_learner.model.forward import Pack
+
+
+@dataclass
+class Measures:
+    """Collects observations pass by pass and update by update. Tensors are `_N`, tokens of the loss."""
+
+    drift: list[Tensor] = field(default_factory=list)
+    """Logprob at the start of the step minus the engine's."""
+    fresh: list[Tensor] = field(default_factory=list)
+    entropy: list[Tensor] = field(default_factory=list)
+    weight: list[Tensor] = field(default_factory=list)
+    truncated: list[Tensor] = field(default_factory=list)
+    masked: list[Tensor] = field(default_factory=list)
+    clipped: list[Tensor] = field(default_factory=list)
+    idle: list[Tensor] = field(default_factory=list)
+    """Tokens through which no gradient of the objective flows."""
+    left_out: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
+    """Which experiences of a pass have no part in the loss, by their names."""
+    base: list[Tensor] = field(default_factory=list)
+    """k3 from the base model, when it was asked."""
+    losses: list[Tensor] = field(default_factory=list)
+
+    def observe(self, one: Pack, start_N: Tensor, entropy_N: Tensor, tokens: TokenLoss, loss_N: Tensor) -> None:
+        """One pass of one update. Nothing is read: all stays where it was computed."""
+        self.drift.append(start_N - one.behaviour_N)
+        self.fresh.append(one.fresh_N)
+        self.entropy.append(entropy_N)
+        self.weight.append(tokens.weight_N)
+        self.truncated.append(tokens.truncated_N)
+        self.masked.append(tokens.masked_N)
+        self.clipped.append(tokens.clipped_N)
+        self.idle.append((one.advantage_N == 0) | tokens.masked_N | tokens.clipped_N)
+        self.losses.append(loss_N)
+
+    @torch.no_grad()
+    def numbers(self) -> Tensor:
+        """Everything that `values` is made of, as one tensor, so that it is read at once."""
+        drift_N, fresh_N = torch.cat(self.drift), torch.cat(self.fresh)
+        base = _mean(self.base) if self.base else torch.zeros((), dtype=torch.float64, device=drift_N.device)
+        means = [
+            _mean(self.losses),
+            k3(torch.zeros_like(drift_N), drift_N).double().mean(),
+            *(
+                _mean(each)
+                for each in (self.entropy, self.weight, self.truncated, self.masked, self.clipped, self.idle)
+            ),
+            effective_sample_size(drift_N),
+            base,
+            *_mismatch(drift_N.abs(), fresh_N),
+        ]
+        return torch.cat([torch.stack(means), *(out_R.double() for out_R in self.left_out.values())])
+
+    def values(self, batch: Batch, numbers: list[float]) -> tuple[dict[str, float], frozenset[str]]:
+        """Means over tokens and updates, from what `numbers` says, and the experiences that were left out of the loss.
+        `mismatch_*` is there only when the batch holds tokens sampled by the very weights of this step."""
+        loss, kl, entropy, weight, truncated, masked, clipped, idle, effective, base, *rest = numbers
+        mismatch_tokens, mismatch_mean, mismatch_p99, *out = rest
+        names = [name for several in self.left_out for name in several]
+        left_out = frozenset(name for name, flag in zip(names, out, strict=True) if flag)
+        advantages_B = torch.tensor([float(row.advantage) for row in batch.rows])
+        found = {
+            "loss": loss,
+            "loss_tokens": float(batch.loss_tokens),
+            "kl_behaviour": kl,
+            "entropy": entropy,
+            "weight_mean": weight,
+            "effective_sample_size": effective,
+            "truncated_fraction": truncated,
+            "masked_fraction": masked,
+            "sequence_masked_fraction": len(left_out) / len(batch.rows),
+            "clip_fraction": clipped,
+            "zero_gradient_fraction": idle,
+            "advantage_mean": float(advantages_B.double().mean()),
+            "advantage_std": float(advantages_B.std(correction=0)),
+            "advantage_min": float(advantages_B.min()),
+            "advantage_max": float(advantages_B.max()),
+        }
+        if self.base:
+            found["kl_base"] = base
+        if mismatch_tokens:
+            found["mismatch_mean"] = mismatch_mean
+            found["mismatch_p99"] = mismatch_p99
+            found["mismatch_tokens"] = mismatch_tokens
+        return found, left_out
+
+
+def effective_sample_size(log_ratio_N: Tensor) -> Tensor:
+    """Kish's, of importance weights, as a share of their number: (sum w)^2 / (n sum w^2). 1: all are equal; 1/n: one
+    outweighs the rest."""
+    weight_N = log_ratio_N.double().clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
+    return weight_N.sum() ** 2 / (len(weight_N) * (weight_N**2).sum())
+
+
+def _mismatch(size_N: Tensor, fresh_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """How many are fresh, and their mean and 99th percentile; without one, what the latter are says nothing."""
+    count = fresh_N.double().sum()
+    mean = size_N.double().where(fresh_N, 0.0).sum() / count
+    ordered_N = size_N.where(fresh_N, torch.inf).sort().values
+    place = (0.99 * (count - 1)).clamp(min=0).long()
+    return count, mean, ordered_N.gather(0, place[None])[0].double()
+
+
+def _mean(values: list[Tensor]) -> Tensor:
+    return torch.cat(values).double().mean()

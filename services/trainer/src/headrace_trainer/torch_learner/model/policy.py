@@ -1,0 +1,377 @@
+"""The model in training: all its weights, or LoRA adapters on frozen ones.
+
+Loaded from the folder that the lineage started from, which is compared with the stored first version at every start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from headrace_runtime.errors import SettingError
+from headrace_runtime.logs import get_logger
+from headrace_schemas.manifest import Fingerprint
+from headrace_trainer.batches.batch import Row
+from headrace_trainer.settings import ComputeSettings, LoraSettings
+from headrace_trainer.torch_learner.model import attention, forward, norms, rope, sequence_bound
+from headrace_trainer.torch_learner.model.forward import Pack
+from headrace_trainer.torch_learner.model.head import Head, Slope
+
+log = get_logger(__name__)
+
+FINGERPRINT_TOKENS = 48
+_PROBE_TOKENS = 12
+_WHOLE_REMEDY = "a pass holds loss tokens x vocabulary several times over; lower trainer.compute.pack_tokens"
+_PACKING_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
+"""Logprob difference that rounding may make between a packed and a single pass."""
+
+_KEPT = [
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+]
+"""What is not computed again: its cost grows with the square of a sequence, and what it keeps does not."""
+_RECOMPUTING = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, _KEPT)}
+
+
+class Policy:
+    """What is trained (`parameters`, float32) and how it answers. One thread at a time may use it."""
+
+    def __init__(self, model: Any, compute: ComputeSettings, device: torch.device, *, lora: bool) -> None:
+        self.model = model
+        self.lora = lora
+        self.device = device
+        self._compute = compute
+        self._reference: Any = None
+        self.parameters: dict[str, nn.Parameter] = {
+            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
+
+    @classmethod
+    def open(cls, folder: Path, compute: ComputeSettings, lora: LoraSettings, seed: int) -> Policy:
+        """Load the weights in `folder`. Raises `SettingError` when model and settings do not go together."""
+        torch.set_num_threads(compute.threads)
+        transformers_logging.disable_progress_bar()
+        device = device_of(compute.device)
+        compute = resolved(compute, device)
+        model = _load(folder, compute, frozen=bool(lora.rank)).to(device)
+        if compute.gradient_checkpointing:
+            _without_dropout(model)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_RECOMPUTING)
+        if lora.rank:
+            model = _with_adapters(model, lora, seed)
+            if compute.gradient_checkpointing:
+                model.enable_input_require_grads()
+        model.train(compute.gradient_checkpointing)
+        policy = cls(model, compute, device, lora=bool(lora.rank))
+        if compute.packing == "blocks":
+            policy.check_packing()
+        return policy
+
+    def keep_reference(self, folder: Path) -> None:
+        """Keep the first version's answers at hand, for the divergence from it. Adapters need no second copy."""
+        if not self.lora:
+            self._reference = _load(folder, self._compute, frozen=True).to(self.device).eval()
+
+    @property
+    def size(self) -> int:
+        """Parameters of the whole model, also where only adapters are trained."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def hidden(self) -> frozenset[str]:
+        """Matrices between hidden layers: no table, no head, no router's or mixer's parameters that only look like one.
+        Told by what a module is and where, and not by its name."""
+        tables = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+        outside = {id(part) for table in tables if table is not None for part in table.modules()}
+        layers = [part for part in self.model.modules() if isinstance(part, nn.ModuleList)]
+        inside = {id(part) for layer in layers for part in layer.modules()} - outside
+        maps = {
+            id(part.weight)
+            for part in self.model.modules()
+            if id(part) in inside and (isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D")
+        }
+        return frozenset(
+            name
+            for name, p in self.parameters.items()
+            if id(p) in maps and p.ndim == 2 and self.vocabulary not in p.shape
+        )
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model.get_input_embeddings().num_embeddings)
+
+    @property
+    def context(self) -> int:
+        """Longest sequence the model was made for, in tokens."""
+        return sequence_bound.context_of(self.model.config.get_text_config())
+
+    def sequence_bound(self) -> int:
+        """Tokens of the longest sequence that a step has memory for. Asked before the first step. Raises `SettingError`
+        when not even a short one fits."""
+        free = sequence_bound.free_bytes(self.device)
+        if free is None:
+            return self.context
+        recomputed = self._compute.gradient_checkpointing
+        row = _plain_row(_fixed_tokens(self.vocabulary))
+        trained = sum(parameter.numel() for parameter in self.parameters.values())
+        fitting = sequence_bound.tokens(free, trained, sequence_bound.token_bytes(self, row, recomputed=recomputed))
+        if fitting < row.length:
+            remedy = f"{free / 1e9:.1f} GB have room for {fitting} tokens; train adapters, or say how many it shall be"
+            raise SettingError("trainer.memory.sequence_tokens", "none", remedy)
+        return fitting
+
+    def collate(self, rows: list[Row]) -> Pack:
+        return forward.collate(rows, self.device, padded=self._compute.packing == "padded")
+
+    @torch.no_grad()
+    def check_packing(self) -> None:
+        """Raises `SettingError` when the model's layers let sequences of one row see each other."""
+        rows = [_plain_row(_fixed_tokens(self.vocabulary)[start : start + 12]) for start in (0, 12, 24)]
+        try:
+            together_N = self.logprobs(self.collate(rows))[0]
+            alone_N = torch.cat([self.logprobs(self.collate([row]))[0] for row in rows])
+            difference = float((together_N - alone_N).abs().max())
+        except Exception as error:  # noqa: BLE001 (whatever a model's code does with a mask that is not its own)
+            difference, reason = float("inf"), f"its code does not take our attention: {said(error)}"
+        else:
+            reason = f"packed logprobs differ by {difference:.2g} nats"
+        if not difference <= _PACKING_TOLERANCE[self._compute.dtype]:
+            raise _not_packed(self.model.config, reason)
+
+    def logprobs(self, pack: Pack) -> tuple[Tensor, Tensor]:
+        """`(logprobs_N, entropy_N)` of the present weights."""
+        with self._autocast():
+            return forward.logprobs(self.model, self.head, pack)
+
+    def backward(self, pack: Pack, slope: Slope) -> tuple[Tensor, Tensor]:
+        """The same, and the gradients of a loss with this `slope` added to those of the parameters."""
+        with self._autocast():
+            return forward.backward(self.model, self.head, pack, slope)
+
+    @cached_property
+    def head(self) -> Head:
+        """The output head, found out about when it is first needed."""
+        return self._head_of(self.model)
+
+    def _head_of(self, model: Any) -> Head:
+        found = Head.of(model, _fixed_tokens(self.vocabulary)[:_PROBE_TOKENS])
+        if found.whole is not None:
+            architecture = architecture_of(model.config)
+            log.warning("head_not_chunked", architecture=architecture, reason=found.whole, remedy=_WHOLE_REMEDY)
+        return found
+
+    @contextlib.contextmanager
+    def as_base(self) -> Iterator[None]:
+        """Without what was trained since; only adapters can be taken off."""
+        with self.model.disable_adapter() if self.lora else contextlib.nullcontext():
+            yield
+
+    @torch.no_grad()
+    def reference_logprobs(self, pack: Pack) -> Tensor:
+        """The same of the first version's weights. `keep_reference` comes first."""
+        with self._autocast(), self.as_base():
+            if self._reference is None:
+                return forward.logprobs(self.model, self.head, pack)[0]
+            return forward.logprobs(self._reference, self._reference_head, pack)[0]
+
+    @cached_property
+    def _reference_head(self) -> Head:
+        return self._head_of(self._reference)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of what is trained, on the CPU."""
+        return {name: parameter.detach().cpu().clone() for name, parameter in self.parameters.items()}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Back to what `tensors` returned. Raises `SettingError` when they are of another model or adapter shape."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        if shapes != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
+            raise SettingError(
+                "trainer.lora",
+                f"{len(shapes)} tensors",
+                "does not fit the saved lineage; choose another trainer.lineage",
+            )
+        for name, parameter in self.parameters.items():
+            parameter.copy_(tensors[name])
+
+    @torch.no_grad()
+    def load_files(self, folder: Path) -> None:
+        """Take the weights from a version's folder: a whole model, or an adapter where adapters are trained."""
+        if self.lora:
+            from peft import set_peft_model_state_dict
+
+            set_peft_model_state_dict(self.model, load_file(folder / "adapter_model.safetensors"))
+        else:
+            there = _load(folder, self._compute, frozen=False)
+            self.load({name: parameter.data for name, parameter in there.named_parameters()})
+
+    @torch.no_grad()
+    def fingerprint(self, published: Mapping[str, Tensor] | None = None) -> Fingerprint:
+        """Logprobs at temperature 1 of a fixed token sequence. `published` replaces weights by what the version's files
+        hold, where that is rounded. Computed here, in memory: an engine that loads the files checks them by it."""
+        token_ids = _fixed_tokens(self.vocabulary)
+        inputs = {"input_ids": torch.tensor([token_ids], device=self.device), "use_cache": False}
+        weights = {name: tensor.to(self.device, torch.float32) for name, tensor in (published or {}).items()}
+        logits_TV = functional_call(self.model, weights, (), inputs).logits[0, :-1].float()
+        targets_T = torch.tensor(token_ids[1:], device=self.device)
+        logprobs_T = logits_TV.log_softmax(-1).gather(-1, targets_T[:, None]).squeeze(-1)
+        return Fingerprint(token_ids=token_ids, logprobs=logprobs_T.tolist())
+
+    @contextlib.contextmanager
+    def _autocast(self) -> Iterator[None]:
+        enabled = self._compute.dtype == "bfloat16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):
+            yield
+
+
+def _plain_row(token_ids: Sequence[int]) -> Row:
+    """Every token but the first is trained, at temperature 1."""
+    length = len(token_ids)
+    mask, zeros = np.arange(length) > 0, np.zeros(length, np.float32)
+    return Row("", 0, np.array(token_ids, np.int32), mask, zeros, zeros + 1, np.float32(0), ~mask)
+
+
+def _fixed_tokens(vocabulary: int) -> tuple[int, ...]:
+    """The same for every model with this vocabulary: a full-period walk through the ids."""
+    stride = next(candidate for candidate in range(vocabulary * 5 // 8, 0, -1) if gcd(candidate, vocabulary) == 1)
+    return tuple((17 + index * stride) % vocabulary for index in range(FINGERPRINT_TOKENS))
+
+
+def device_of(name: str) -> torch.device:
+    """What `compute.device` names. Raises `SettingError`."""
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SettingError("trainer.compute.device", name, f"cannot be used: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def resolved(compute: ComputeSettings, device: torch.device) -> ComputeSettings:
+    """With the type that `auto` stands for on this device."""
+    if compute.dtype != "auto":
+        if compute.dtype == "bfloat16" and not multiplies_bfloat16(device):
+            log.warning("bfloat16_is_slow", device=str(device), remedy='set trainer.compute.dtype to "auto"')
+        return compute
+    dtype = "bfloat16" if multiplies_bfloat16(device) else "float32"
+    log.info("dtype_chosen", dtype=dtype, device=str(device))
+    return compute.model_copy(update={"dtype": dtype})
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether the device says that it does; others can, by way of float32, and slowly."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu":
+        return False
+    able = torch.cpu.get_capabilities()
+    return any(bool(able.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+
+
+def _load(folder: Path, compute: ComputeSettings, *, frozen: bool) -> Any:
+    for path in folder.glob("*.safetensors"):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError as error:
+            raise SettingError("trainer.base", str(path), f"is not a safetensors file: {error}") from None
+    implementation = attention.BLOCKS if compute.packing == "blocks" else _padded_attention(folder)
+    model = from_folder(folder, weights_dtype(compute, frozen=frozen), implementation)
+    rope.steady(model)
+    norms.fuse(model)
+    return model
+
+
+def weights_dtype(compute: ComputeSettings, *, frozen: bool) -> torch.dtype:
+    """What is trained is float32; what is not is kept as it is computed with."""
+    return torch.bfloat16 if frozen and compute.dtype == "bfloat16" else torch.float32
+
+
+def from_folder(folder: Path, dtype: torch.dtype, attn_implementation: str | None) -> Any:
+    """The model as transformers loads it. Raises `SettingError`."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if attn_implementation == attention.BLOCKS and attention.BLOCKS in str(error):
+            raise _not_packed(config_of(folder), "its code has a list of attentions of its own") from None
+        reason = said(error)
+        raise SettingError("trainer.base", str(folder), f"is no model that transformers can load: {reason}") from None
+
+
+def architecture_of(config: Any) -> str:
+    """The name of the model's class, as its configuration has it."""
+    return str((config.architectures or [type(config).__name__])[0])
+
+
+def _not_packed(config: Any, reason: str) -> SettingError:
+    remedy = f'{architecture_of(config)} cannot be packed ({reason}); set "padded"'
+    return SettingError("trainer.compute.packing", "blocks", remedy)
+
+
+def config_of(folder: Path) -> Any:
+    """The configuration of the model in `folder`. Raises `SettingError`."""
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise SettingError("trainer.base", str(folder), f"has no configuration to use: {said(error)}") from None
+
+
+def _padded_attention(folder: Path) -> str | None:
+    """None is the model's own choice: the fused attention, which takes no bound on scores and says nothing about it."""
+    softcap = getattr(config_of(folder).get_text_config(), "attn_logit_softcapping", None)
+    return "eager" if softcap else None
+
+
+def said(error: BaseException) -> str:
+    """The first line of what a library says, for a sentence of ours."""
+    return (str(error).splitlines() or [""])[0] or type(error).__name__
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Checkpointing needs training mode; a policy gradient needs the logprobs of the policy that acted."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def _with_adapters(model: Any, lora: LoraSettings, seed: int) -> Any:
+    from peft import LoraConfig, get_peft_model  # seconds that full training need not wait
+
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=sorted(lora.targets), lora_dropout=0.0, task_type="CAUSAL_LM"
+    )
+    torch.manual_seed(seed)
+    model.name_or_path = None  # the folder is gone by the time an adapter is saved; nobody shall look for it
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise SettingError("trainer.lora.targets", lora.targets, str(error).splitlines()[0]) from None

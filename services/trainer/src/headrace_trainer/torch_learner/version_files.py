@@ -1,0 +1,49 @@
+"""A version's own files, written from the model in memory: all weights in the base's type, or an adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headrace_runtime.versions import is_weights, model_files
+from headrace_schemas.manifest import Fingerprint
+from headrace_trainer.torch_learner.model.policy import Policy
+from headrace_trainer.torch_learner.rounding import rounded
+
+
+def dtype_of(folder: Path) -> torch.dtype:
+    """The type that the model's files in `folder` have, so that a version is served as its base is."""
+    config = json.loads((folder / "config.json").read_bytes())
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def write_weights(policy: Policy, folder: Path, dtype: torch.dtype) -> Fingerprint:
+    """All weights in `dtype`, and nothing else. Returns what they answer."""
+    weights = {key: rounded(tensor, dtype, key) for key, tensor in policy.tensors().items()}
+    _write(policy, folder, weights)
+    return policy.fingerprint(weights)
+
+
+def _write(policy: Policy, folder: Path, weights: dict[str, Tensor]) -> None:
+    parameters = {name for name, _ in policy.model.named_parameters(remove_duplicate=False)}
+    buffers = {name: tensor for name, tensor in policy.model.state_dict().items() if name not in parameters}
+    policy.model.save_pretrained(folder, state_dict=buffers | weights)  # a tied weight goes in once, as in the base
+    for path in model_files(folder):
+        if not is_weights(path.name):  # what the library has made of the configuration; the base's own counts
+            path.unlink()
+
+
+def write_adapter(policy: Policy, folder: Path, base: str) -> Fingerprint:
+    """PEFT's layout, which vLLM loads too. The configuration is made to hold no path and no order of a set. Returns
+    what the base with the adapter answers."""
+    policy.model.save_pretrained(folder)
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) | {"base_model_name_or_path": base}
+    config["target_modules"] = sorted(config["target_modules"])
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return policy.fingerprint()

@@ -1,0 +1,34 @@
+"""The trainer back end `counted`: what `torch` does, and a metric of how many rows were trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace_runtime.settings import Section
+from headrace_trainer.algorithms.needs import Needs
+from headrace_trainer.backends import Backend
+
+if TYPE_CHECKING:
+    from headrace_trainer.learner import Learner
+    from headrace_trainer.settings import TrainerSettings
+
+
+class CountedSettings(Section):
+    """The section `[trainer.counted]`."""
+
+    already: int = 0
+    """Rows that were counted elsewhere."""
+
+
+def _open(folder: Path, settings: TrainerSettings) -> Learner:
+    from headrace_stranger.counted import CountedLearner
+    from headrace_trainer.torch_learner.learner import TorchLearner
+
+    own = settings.of("counted")
+    assert isinstance(own, CountedSettings)
+    learner: Learner = CountedLearner(TorchLearner.open(folder, settings), own.already)
+    return learner
+
+
+COUNTED = Backend(_open, offers=Needs(reference=True), settings=CountedSettings)

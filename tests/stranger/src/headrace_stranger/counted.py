@@ -1,0 +1,53 @@
+"""A `headrace_trainer.learner.Learner` in front of another one."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from headrace_schemas.manifest import Fingerprint
+from headrace_stranger.metrics import ROWS
+from headrace_trainer.batches.batch import Batch
+from headrace_trainer.learner import Abilities, Frozen, Learner, StepResult
+
+
+class CountedLearner:
+    """Counts, and has the other one do the work."""
+
+    def __init__(self, inner: Learner, already: int) -> None:
+        self._inner = inner
+        ROWS.inc(already)
+
+    @property
+    def abilities(self) -> Abilities:
+        return self._inner.abilities
+
+    @property
+    def failure(self) -> str | None:
+        return self._inner.failure
+
+    def sequence_bound(self) -> int:
+        return self._inner.sequence_bound()
+
+    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
+        taken = self._inner.step(batch, stop, from_base=from_base)
+        ROWS.inc(len(batch.rows))
+        return taken
+
+    def freeze(self) -> Frozen:
+        return self._inner.freeze()
+
+    def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
+        self._inner.thaw(frozen, with_random=with_random)
+
+    def load(self, folder: Path) -> None:
+        self._inner.load(folder)
+
+    def write(self, folder: Path, base: str) -> Fingerprint:
+        return self._inner.write(folder, base)
+
+    def fingerprint_of_base(self) -> Fingerprint:
+        return self._inner.fingerprint_of_base()
+
+    def close(self) -> None:
+        self._inner.close()
