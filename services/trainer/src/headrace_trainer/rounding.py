@@ -22,12 +22,12 @@ _BITS = 24
 
 
 def rounded(weights: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """`weights`, float32 on the CPU, in `dtype`; `name` tells their draws from those of other tensors."""
+    """`weights`, float32, in `dtype`; `name` tells their draws from those of others. Every device rounds alike."""
     if dtype not in (torch.bfloat16, torch.float16):
         return weights.to(dtype)
     flat, seed = weights.reshape(-1), zlib.crc32(name.encode())
     parts = [
-        _rounded(flat[start : start + _CHUNK], dtype, _draws(start, min(_CHUNK, len(flat) - start), seed))
+        _rounded(flat[start : start + _CHUNK], dtype, _draws(start, min(_CHUNK, len(flat) - start), seed, flat.device))
         for start in range(0, len(flat), _CHUNK)
     ]
     return torch.cat(parts).reshape(weights.shape) if parts else weights.to(dtype)
@@ -45,9 +45,9 @@ def _rounded(exact: Tensor, dtype: torch.dtype, draws: Tensor) -> Tensor:
     return torch.where(exact.isfinite(), torch.where(up, above, below), nearest)
 
 
-def _draws(start: int, count: int, seed: int) -> Tensor:
+def _draws(start: int, count: int, seed: int, device: torch.device) -> Tensor:
     """Numbers in [0, 1) that only depend on the place: a bit mixer (the last step of MurmurHash3) over the index."""
-    mixed = torch.arange(start, start + count, dtype=torch.int64) + (seed << 20)
+    mixed = torch.arange(start, start + count, dtype=torch.int64, device=device) + (seed << 20)
     for shift, factor in ((33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53)):
         mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * (factor - (1 << 64))
     return ((mixed >> 32) & ((1 << _BITS) - 1)).float() / (1 << _BITS)

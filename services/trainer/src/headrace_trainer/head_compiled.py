@@ -1,0 +1,99 @@
+"""The plain output head of a training pass where operations can be fused: see `head` for what and why.
+
+Written out, a chunk's logits are read and written some twenty times in float32. Here they stay in the type that the
+product is computed in, and are read three times and written twice: once as they come, once as their gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from headrace_trainer import masters
+from headrace_trainer.compiled import fused
+
+CHUNK_BYTES = 256 << 20
+"""Of one chunk's logits. Twice as much is held at once. A smaller chunk waits for the gradient of the weight to be read
+and written, which each chunk adds to."""
+_ROWS = 64
+
+
+def backward(
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    hidden_NH: Tensor,
+    targets_N: Tensor,
+    temperature_N: Tensor,
+    slope: Callable[[Tensor, slice], Tensor],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `Head.backward`."""
+    tokens = len(hidden_NH)
+    logprobs_N, entropy_N = (hidden_NH.new_empty(tokens, dtype=torch.float32) for _ in range(2))
+    of_hidden_NH = torch.empty_like(hidden_NH) if hidden_NH.requires_grad else None
+    of_weight_VH, of_bias_V = _sum_of(weight_VH), _sum_of(bias_V)
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        matrix_VH, rounded_NH = weight_VH.to(dtype), hidden_NH.to(dtype)
+        added_V = None if bias_V is None else bias_V.to(dtype)
+        rows = rows_of(len(weight_VH), dtype)
+        for start in range(0, tokens, rows):
+            part = slice(start, min(start + rows, tokens))
+            at_N, heat_N = targets_N[part], temperature_N[part]
+            logits_NV = functional.linear(rounded_NH[part], matrix_VH, added_V)
+            logprobs_N[part], entropy_N[part], norm_N = fused(_read)(logits_NV, at_N, heat_N)
+            share_N = slope(logprobs_N[part], part) / heat_N
+            gradient_NV = fused(_gradient)(logits_NV, norm_N, at_N, heat_N, share_N)
+            if of_bias_V is not None:
+                of_bias_V.add_(gradient_NV.sum(0, dtype=torch.float32))
+            if of_hidden_NH is not None:
+                of_hidden_NH[part] = gradient_NV @ matrix_VH
+            if of_weight_VH is not None:
+                add_product(of_weight_VH, gradient_NV.T, rounded_NH[part])
+    return logprobs_N, entropy_N, of_hidden_NH
+
+
+def rows_of(vocabulary: int, dtype: torch.dtype) -> int:
+    """Tokens of a chunk."""
+    rows = CHUNK_BYTES // (dtype.itemsize * vocabulary)
+    return max(1, rows - rows % _ROWS if rows > _ROWS else rows)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right` to `total`, which may be wider: a GPU's product then adds up where it is computed."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda and total.dtype is torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(left @ right)
+
+
+def _sum_of(parameter: Tensor | None) -> Tensor | None:
+    """Where the gradient of `parameter` is added up, in float32: what is there already."""
+    if parameter is None or not parameter.requires_grad:
+        return None
+    home = masters.home(parameter)
+    if home.grad is None:
+        home.grad = torch.zeros_like(home)
+    return home.grad
+
+
+def _read(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprob and entropy of each token, and the logarithm of the sum that both are relative to."""
+    scaled_NV = logits_NV.float() / temperature_N[:, None]
+    top_N = scaled_NV.amax(-1)
+    shares_NV = (scaled_NV - top_N[:, None]).exp()
+    sums_N = shares_NV.sum(-1)
+    norm_N = sums_N.log() + top_N
+    chosen_N = scaled_NV.gather(-1, targets_N[:, None]).squeeze(-1)
+    return chosen_N - norm_N, norm_N - (shares_NV * scaled_NV).sum(-1) / sums_N, norm_N
+
+
+def _gradient(logits_NV: Tensor, norm_N: Tensor, targets_N: Tensor, temperature_N: Tensor, share_N: Tensor) -> Tensor:
+    """Of the logits, when that of each token's logprob, over its temperature, is `share_N`."""
+    shares_NV = (logits_NV.float() / temperature_N[:, None] - norm_N[:, None]).exp()
+    here_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device)[None] == targets_N[:, None]
+    return (share_N[:, None] * (here_NV.float() - shares_NV)).to(logits_NV.dtype)
