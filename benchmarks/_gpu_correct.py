@@ -7,6 +7,7 @@ Prints one line of JSON: the largest relative error, norm of the difference over
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,13 @@ from benchmarks._gpu_step import batch_of
 from headrace_trainer.policy import Policy
 from headrace_trainer.settings import ComputeSettings, LoraSettings
 
-LENGTHS = [700, 3, 515, 64, 1024, 129]
+LENGTHS = [2048, 2048, 1300, 700, 3, 515, 64, 1024, 129]
 SIZES: dict[str, Any] = {
-    "vocab_size": 1024, "hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 512,
+    "vocab_size": 1024, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 512,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
 }  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
-    "float32, compiled": {"dtype": "float32", "compile": True},
     "autocast": {"dtype": "bfloat16"},
     "masters": {"dtype": "bfloat16", "weights": "bfloat16"},
     "masters, compiled": {"dtype": "bfloat16", "weights": "bfloat16", "compile": True},
@@ -83,16 +83,19 @@ def main() -> None:
             on_cpu = ComputeSettings(device="cpu", threads=8)
             truth = {rank: asked(folder, on_cpu, rank, wide=True) for rank in (0, 8)}
             for way, given in WAYS.items():
+                if kind == "window" and given.get("compile"):
+                    continue  # what is compiled knows nothing of windows, and takes long
                 rank = 8 if "adapters" in way else 0
                 logprobs_N, gradients = asked(folder, ComputeSettings(device="cuda", **given), rank, wide=False)
                 expected_N, expected = truth[rank]
                 assert gradients.keys() == expected.keys(), gradients.keys() ^ expected.keys()
                 whole, of = (torch.cat([one[name].flatten() for name in expected]) for one in (gradients, expected))
-                report[f"{kind}, {way}"] = {
+                report[f"{kind}, {way}"] = found = {
                     "logprobs_max": float((logprobs_N - expected_N).abs().max()),
                     "gradients": error(whole, of),
                     "worst_gradient": max(error(gradients[name], expected[name]) for name in expected),
                 }
+                print(kind, way, found, file=sys.stderr, flush=True)
     print(json.dumps(report))
 
 

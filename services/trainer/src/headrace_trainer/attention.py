@@ -58,11 +58,12 @@ class Seen:
             self._blocks[length] = blocks.of(length, self._asked)
         return self._blocks[length]
 
-    def row(self, device: torch.device) -> flash.Row | None:
-        """How all of them are computed at once there; None where no kernel does that."""
-        if device not in self._rows:
-            self._rows[device] = flash.row_of(self.bounds, self._asked, device)
-        return self._rows[device]
+    def row(self, query: Tensor) -> flash.Row | None:
+        """How all of them are computed where `query` is; None where no kernel does that."""
+        if query.device not in self._rows:
+            long = flash.takes_long(query)
+            self._rows[query.device] = flash.row_of(self.bounds, self._asked, query.device, cudnn=long)
+        return self._rows[query.device]
 
 
 def _seen(**asked: Any) -> Seen:
@@ -89,7 +90,7 @@ def attend(
         raise NotImplementedError(f"{type(module).__name__} needs more than plain attention")
     by_hand = softcap is not None or s_aux is not None
     if not by_hand and flash.takes(query, key, value):
-        row = attention_mask.row(query.device)
+        row = attention_mask.row(query)
         if row is not None:
             return flash.attend(query, key, value, row, scaling), None
     how: blocks.Attention = partial(_by_hand, scaling=scaling, softcap=softcap) if by_hand else partial(_fused, scaling)

@@ -58,6 +58,13 @@ def eagerly() -> contextlib.AbstractContextManager[Any]:
 
 @cache
 def fused(function: Function) -> Function:
-    """`function` of tensors, compiled once for all shapes."""
+    """`function` of tensors, compiled for each shape that it is asked about: few, or see `fused_for_all`."""
+    found: Function = torch.compile(function, dynamic=False)
+    return found
+
+
+@cache
+def fused_for_all(function: Function) -> Function:
+    """The same, compiled once for all shapes."""
     found: Function = torch.compile(function, dynamic=True)
     return found

@@ -41,17 +41,22 @@ def backward(
         rows = rows_of(len(weight_VH), dtype)
         for start in range(0, tokens, rows):
             part = slice(start, min(start + rows, tokens))
-            at_N, heat_N = targets_N[part], temperature_N[part]
-            logits_NV = functional.linear(rounded_NH[part], matrix_VH, added_V)
-            logprobs_N[part], entropy_N[part], norm_N = fused(_read)(logits_NV, at_N, heat_N)
-            share_N = slope(logprobs_N[part], part) / heat_N
+            # All chunks have one shape, which is compiled for; what fills the last one has no slope.
+            count, missing = part.stop - start, rows - (part.stop - start)
+            here_NH = functional.pad(rounded_NH[part], (0, 0, 0, missing))
+            at_N = functional.pad(targets_N[part], (0, missing))
+            heat_N = functional.pad(temperature_N[part], (0, missing), value=1.0)
+            logits_NV = functional.linear(here_NH, matrix_VH, added_V)
+            found_N, spread_N, norm_N = fused(_read)(logits_NV, at_N, heat_N)
+            logprobs_N[part], entropy_N[part] = found_N[:count], spread_N[:count]
+            share_N = functional.pad(slope(logprobs_N[part], part), (0, missing)) / heat_N
             gradient_NV = fused(_gradient)(logits_NV, norm_N, at_N, heat_N, share_N)
             if of_bias_V is not None:
                 of_bias_V.add_(gradient_NV.sum(0, dtype=torch.float32))
             if of_hidden_NH is not None:
-                of_hidden_NH[part] = gradient_NV @ matrix_VH
+                of_hidden_NH[part] = (gradient_NV @ matrix_VH)[:count]
             if of_weight_VH is not None:
-                add_product(of_weight_VH, gradient_NV.T, rounded_NH[part])
+                add_product(of_weight_VH, gradient_NV.T, here_NH)
     return logprobs_N, entropy_N, of_hidden_NH
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from headrace_trainer.rounding import rounded
+from headrace_trainer.rounding import How, part, rounded
 
 _MASTER = "headrace_master"
 
@@ -39,11 +39,17 @@ def home(weight: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def renew(model: nn.Module, masters: Mapping[str, Tensor]) -> None:
+def renew(model: nn.Module, masters: Mapping[str, Tensor], *, compiled: bool) -> None:
     """Make the weights of `model` what their masters are by now."""
+    how: How | None = None
+    if compiled:
+        from headrace_trainer.compiled import fused_for_all  # seconds that others need not wait
+
+        how = fused_for_all(part)
+
     for name, weight in model.named_parameters():
         if name in masters:
-            weight.copy_(rounded(masters[name].detach(), weight.dtype, name))
+            weight.copy_(rounded(masters[name].detach(), weight.dtype, name, how))
 
 
 def _hand_over(weight: Tensor) -> None:

@@ -215,7 +215,7 @@ class Policy:
     def renew(self) -> None:
         """To be called when `parameters` have changed: what is computed with are they."""
         if self._rounds:
-            masters.renew(self.model, self.parameters)
+            masters.renew(self.model, self.parameters, compiled=self._compute.compile)
 
     @torch.no_grad()
     def load_files(self, folder: Path) -> None:
