@@ -19,7 +19,7 @@ For whole batches, and once the start is forgotten, the sums of the steps are Ad
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import exp, isfinite, sqrt
 
 import torch
@@ -34,9 +34,15 @@ CLOCK, SQUARES_CLOCK = "clock", "squares_clock"
 class Adam:
     """Owns the updates of `parameters`. Nothing in here is drawn at random."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, *, compiled: bool = False
+    ) -> None:
+        """`compiled`: a tensor's update is one operation, which reads and writes a third as much."""
         self.parameters = dict(parameters)
         self._settings = settings
+        self._note, self._pay = _in_one(note, pay) if compiled else (note, pay)
+        self._compiled = compiled
+        self._counted: tuple[tuple[str, ...], Tensor] | None = None
         self._unspent: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
         self.clock = 0.0
@@ -60,7 +66,10 @@ class Adam:
         kept = self._settings.beta2**weight
         for name, gradient in self._gradients():
             squares = self._of(self._squares, name)
-            squares.mul_(kept).addcmul_(gradient, gradient, value=(1 - kept) / weight)
+            if self._compiled:
+                self._note(squares, gradient, torch.tensor(kept), torch.tensor((1 - kept) / weight))
+            else:
+                squares.mul_(kept).addcmul_(gradient, gradient, value=(1 - kept) / weight)
         self.squares_clock += weight
 
     @property
@@ -95,10 +104,16 @@ class Adam:
         if not means:
             return torch.full((), -torch.inf, dtype=torch.float64)
         each = torch.stack([mean.double() for mean in means.values()])
-        sizes = torch.tensor([self.parameters[name].numel() for name in means], dtype=torch.float64).to(each.device)
-        sizes = sizes * (each > 0)
+        sizes = self._sizes(tuple(means), each.device) * (each > 0)
         sums = (each.log() * sizes).where(each > 0, 0.0).sum()
         return torch.where(sizes.sum() > 0, sums / sizes.sum(), -torch.inf)
+
+    def _sizes(self, names: tuple[str, ...], device: torch.device) -> Tensor:
+        """How many weights each has. Kept: who brings it to a device waits for it."""
+        if self._counted is None or self._counted[0] != names:
+            sizes = torch.tensor([self.parameters[name].numel() for name in names], dtype=torch.float64)
+            self._counted = names, sizes.to(device)
+        return self._counted[1]
 
     @property
     def _unknown(self) -> float:
@@ -112,6 +127,9 @@ class Adam:
         settings, scale = self._settings, self.scale if corrections else 1.0
         self.clock += weight
         share = weight / (weight + self._debt(self.clock))
+        if self._compiled and not corrections and self.squares_clock:
+            self._step_at_once(learning_rate, weight, share)
+            return
         for name, gradient in self._gradients() if self.squares_clock else ():  # before that they are zero
             self._of(self._unspent, name).addcdiv_(gradient, self._size(name))
         for name, gradient in corrections.items():
@@ -129,11 +147,28 @@ class Adam:
             parameter.add_(unspent, alpha=-learning_rate * share)
             unspent.mul_(1 - share)
 
+    def _step_at_once(self, learning_rate: float, weight: float, share: float) -> None:
+        """`step` without corrections, a tensor at a time."""
+        decay = torch.tensor(1 - learning_rate * self._settings.weight_decay * weight)
+        rate, left, before = torch.tensor(learning_rate * share), torch.tensor(1 - share), self._before
+        for name, gradient in self._gradients():
+            squares = self._of(self._squares, name)
+            unspent = self._of(self._unspent, name)
+            self._pay(self.parameters[name], unspent, gradient, squares, squares.mean() * before, decay, rate, left)
+        for name in self._unspent.keys() - {name for name, _ in self._gradients()}:
+            self.parameters[name].mul_(decay).sub_(self._unspent[name] * rate)
+            self._unspent[name].mul_(left)
+
+    @property
+    def _before(self) -> float:
+        """The squares before the first batch, as a multiple of what their mean is now."""
+        return self._unknown / (1 - self._unknown)
+
     def _size(self, name: str) -> Tensor:
         """What a gradient is divided by. Before the first batch nothing was known: that part of the squares is taken to
         be the same for all weights of a tensor, and not what the few batches since happened to show for each."""
         squares = self._of(self._squares, name)
-        return (squares + self._unknown / (1 - self._unknown) * squares.mean()).sqrt_().add_(EPSILON)
+        return (squares + self._before * squares.mean()).sqrt_().add_(EPSILON)
 
     def reset(self) -> None:
         self._unspent.clear()
@@ -173,3 +208,39 @@ class Adam:
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
+
+
+def note(squares: Tensor, gradient: Tensor, kept: Tensor, share: Tensor) -> None:
+    """What `Adam.observe` does to one tensor."""
+    squares.copy_(squares * kept + gradient * gradient * share)
+
+
+def pay(
+    parameter: Tensor,
+    unspent: Tensor,
+    gradient: Tensor,
+    squares: Tensor,
+    before: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    left: Tensor,
+) -> None:
+    """What `Adam.step` does to one tensor. `before`: what is added to all squares."""
+    owed = unspent + gradient / ((squares + before).sqrt() + EPSILON)
+    parameter.copy_(parameter * decay - owed * rate)
+    unspent.copy_(owed * left)
+
+
+def _in_one(*functions: Callable[..., None]) -> list[Callable[..., None]]:
+    from headrace_trainer.compiled import fused_for_all  # seconds that others need not wait
+
+    return [_flat(fused_for_all(function)) for function in functions]
+
+
+def _flat(function: Callable[..., None]) -> Callable[..., None]:
+    """Of tensors of all shapes as rows of numbers: then one compilation is for all of them."""
+
+    def call(*tensors: Tensor) -> None:
+        function(*(tensor.view(-1) if tensor.ndim else tensor for tensor in tensors))
+
+    return call

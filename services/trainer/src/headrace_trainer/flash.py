@@ -231,7 +231,8 @@ def attend(
     kernels: tuple[Kernel, Kernel] | None = None,
 ) -> Tensor:
     """`[1, heads, T, width]` in, `[1, T, heads, width]` out. `kernels`: of parts with bounds, and of those without."""
-    three = (cast(tensor)[0].transpose(0, 1) for tensor in (query, key, value))
+    three = (cast(tensor).squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    # Not `[0]`, whose gradient is written into zeros first.
     how = _How(row, scale, kernels or (FLASH, CUDNN))
     found: Tensor = _Attention.apply(*three, how, _kept.get())  # type: ignore[no-untyped-call]
     return found[None]

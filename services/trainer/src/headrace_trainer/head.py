@@ -287,7 +287,7 @@ class _Gradients:
         if self.hidden is not None:
             self.hidden[part] = rounded @ matrix.weight
         if self.weight is not None:
-            _add_product(self.weight, rounded.T, hidden.to(matrix.weight.dtype))
+            add_product(self.weight, rounded.T, hidden.to(matrix.weight.dtype))
 
 
 @dataclass(frozen=True)
@@ -334,9 +334,12 @@ def _rows(hidden_NH: Tensor, module: Any) -> int:
         return _rows_of(module(hidden_NH[:1]).shape[-1])
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right` to `total`, which may be wider: a GPU's product then adds up where it is computed."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif total.is_cuda and total.dtype is torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total.add_(left @ right)
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from headrace_trainer import masters
 from headrace_trainer.compiled import fused
+from headrace_trainer.head import add_product
 
 CHUNK_BYTES = 256 << 20
 """Of one chunk's logits. Twice as much is held at once. A smaller chunk waits for the gradient of the weight to be read
@@ -64,16 +65,6 @@ def rows_of(vocabulary: int, dtype: torch.dtype) -> int:
     """Tokens of a chunk."""
     rows = CHUNK_BYTES // (dtype.itemsize * vocabulary)
     return max(1, rows - rows % _ROWS if rows > _ROWS else rows)
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to `total`, which may be wider: a GPU's product then adds up where it is computed."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda and total.dtype is torch.float32:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total.add_(left @ right)
 
 
 def _sum_of(parameter: Tensor | None) -> Tensor | None:

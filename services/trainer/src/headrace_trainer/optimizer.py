@@ -22,13 +22,19 @@ class Optimizer:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, hidden: Collection[str] = ()
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        settings: OptimizerSettings,
+        hidden: Collection[str] = (),
+        *,
+        compiled: bool = False,
     ) -> None:
-        """`hidden`: the matrices between hidden layers, which Muon is made for."""
+        """`hidden`: the matrices between hidden layers, which Muon is made for. `compiled`: see `Adam`."""
         self._parameters = dict(parameters)
         self._settings = settings
         matrices = sorted(set(hidden) & self._parameters.keys()) if settings.kind == "muon" else []
-        self._adam = Adam({name: p for name, p in self._parameters.items() if name not in matrices}, settings)
+        others = {name: p for name, p in self._parameters.items() if name not in matrices}
+        self._adam = Adam(others, settings, compiled=compiled)
         self._muon = _muon([self._parameters[name] for name in matrices], settings) if matrices else None
         self._stashed: Tensor | None = None
         self.updates = 0

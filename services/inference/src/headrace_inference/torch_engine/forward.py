@@ -44,7 +44,7 @@ def _attention(
     if queries == 1:
         grouped = query.view(rows, key.shape[1], -1, size)
         output = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
-        return output.view(rows, 1, heads, size), None
+        return output.reshape(rows, 1, heads, size), None  # on a GPU it may stand otherwise
     if query.device.type == "cuda":  # no fused kernel there takes a mask and shared keys: theirs are one head's queries
         shared = key.shape[1]
         grouped = query.reshape(rows, shared, -1, size)
