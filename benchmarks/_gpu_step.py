@@ -68,7 +68,7 @@ def main() -> None:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as root:
         policy = Policy.open(shape.build(Path(root)), compute, LoraSettings(rank=rank), seed=0)
-        optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=1e-6), compiled=not options.plain)
+        optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=1e-6))
     opened_s = time.perf_counter() - began
     held = torch.cuda.memory_allocated()
     shares = np.linspace(0.125, 1, options.sequences) if options.mixed else np.ones(options.sequences)

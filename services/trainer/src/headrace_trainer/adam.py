@@ -19,7 +19,7 @@ For whole batches, and once the start is forgotten, the sums of the steps are Ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import exp, isfinite, sqrt
 
 import torch
@@ -28,23 +28,21 @@ from torch import Tensor, nn
 from headrace_trainer.settings import OptimizerSettings
 
 EPSILON = 1e-8
+_LIST_WEIGHTS_MAX = 1 << 27
+"""Of tensors that one operation is about, together: on a GPU each operation costs the host more than a small tensor
+costs the device. Where a list is computed, one more copy of it is held."""
 CLOCK, SQUARES_CLOCK = "clock", "squares_clock"
 
 
 class Adam:
     """Owns the updates of `parameters`. Nothing in here is drawn at random."""
 
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, *, compiled: bool = False
-    ) -> None:
-        """`compiled`: a tensor's update is one operation, which reads and writes a third as much."""
+    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> None:
         self.parameters = dict(parameters)
         self._settings = settings
-        self._note, self._pay = _in_one(note, pay) if compiled else (note, pay)
-        self._compiled = compiled
-        self._counted: tuple[tuple[str, ...], Tensor] | None = None
         self._unspent: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
+        self._counted: tuple[tuple[str, ...], Tensor] | None = None
         self.clock = 0.0
         """Whole batches so far, which is what momentum ages by."""
         self.squares_clock = 0.0
@@ -64,12 +62,10 @@ class Adam:
     def observe(self, weight: float) -> None:
         """Note the size of the gradients, those of a batch of `weight`."""
         kept = self._settings.beta2**weight
-        for name, gradient in self._gradients():
-            squares = self._of(self._squares, name)
-            if self._compiled:
-                self._note(squares, gradient, torch.tensor(kept), torch.tensor((1 - kept) / weight))
-            else:
-                squares.mul_(kept).addcmul_(gradient, gradient, value=(1 - kept) / weight)
+        for names in self._lists(name for name, _ in self._gradients()):
+            squares, gradients = [self._of(self._squares, name) for name in names], self._given(names)
+            torch._foreach_mul_(squares, kept)
+            torch._foreach_addcmul_(squares, gradients, gradients, value=(1 - kept) / weight)
         self.squares_clock += weight
 
     @property
@@ -103,7 +99,7 @@ class Adam:
         """The mean over weights of the logarithm of their tensor's mean square; without those that are zero."""
         if not means:
             return torch.full((), -torch.inf, dtype=torch.float64)
-        each = torch.stack([mean.double() for mean in means.values()])
+        each = torch.stack(list(means.values())).double()
         sizes = self._sizes(tuple(means), each.device) * (each > 0)
         sums = (each.log() * sizes).where(each > 0, 0.0).sum()
         return torch.where(sizes.sum() > 0, sums / sizes.sum(), -torch.inf)
@@ -127,11 +123,10 @@ class Adam:
         settings, scale = self._settings, self.scale if corrections else 1.0
         self.clock += weight
         share = weight / (weight + self._debt(self.clock))
-        if self._compiled and not corrections and self.squares_clock:
-            self._step_at_once(learning_rate, weight, share)
-            return
-        for name, gradient in self._gradients() if self.squares_clock else ():  # before that they are zero
-            self._of(self._unspent, name).addcdiv_(gradient, self._size(name))
+        known = [name for name, _ in self._gradients()] if self.squares_clock else []  # before that they are zero
+        for names in self._lists(known):
+            unspent = [self._of(self._unspent, name) for name in names]
+            torch._foreach_addcdiv_(unspent, self._given(names), self._sizes_by(names))
         for name, gradient in corrections.items():
             unspent = self._of(self._unspent, name)
             if self.squares_clock:
@@ -140,35 +135,42 @@ class Adam:
                 unspent.addcdiv_(gradient, torch.maximum(self._size(name), least), value=scale)
             else:
                 unspent.add_(gradient)
-        for name, unspent in self._unspent.items():
-            parameter = self.parameters[name]
+        for names in self._lists(self._unspent):
+            parameters, unspent = [self.parameters[name] for name in names], [self._unspent[name] for name in names]
             if settings.weight_decay:
-                parameter.mul_(1 - learning_rate * settings.weight_decay * weight)
-            parameter.add_(unspent, alpha=-learning_rate * share)
-            unspent.mul_(1 - share)
-
-    def _step_at_once(self, learning_rate: float, weight: float, share: float) -> None:
-        """`step` without corrections, a tensor at a time."""
-        decay = torch.tensor(1 - learning_rate * self._settings.weight_decay * weight)
-        rate, left, before = torch.tensor(learning_rate * share), torch.tensor(1 - share), self._before
-        for name, gradient in self._gradients():
-            squares = self._of(self._squares, name)
-            unspent = self._of(self._unspent, name)
-            self._pay(self.parameters[name], unspent, gradient, squares, squares.mean() * before, decay, rate, left)
-        for name in self._unspent.keys() - {name for name, _ in self._gradients()}:
-            self.parameters[name].mul_(decay).sub_(self._unspent[name] * rate)
-            self._unspent[name].mul_(left)
-
-    @property
-    def _before(self) -> float:
-        """The squares before the first batch, as a multiple of what their mean is now."""
-        return self._unknown / (1 - self._unknown)
+                torch._foreach_mul_(parameters, 1 - learning_rate * settings.weight_decay * weight)
+            torch._foreach_add_(parameters, unspent, alpha=-learning_rate * share)
+            torch._foreach_mul_(unspent, 1 - share)
 
     def _size(self, name: str) -> Tensor:
-        """What a gradient is divided by. Before the first batch nothing was known: that part of the squares is taken to
+        (found,) = self._sizes_by((name,))
+        return found
+
+    def _sizes_by(self, names: Sequence[str]) -> list[Tensor]:
+        """What gradients are divided by. Before the first batch nothing was known: that part of the squares is taken to
         be the same for all weights of a tensor, and not what the few batches since happened to show for each."""
-        squares = self._of(self._squares, name)
-        return (squares + self._before * squares.mean()).sqrt_().add_(EPSILON)
+        squares = [self._of(self._squares, name) for name in names]
+        found = [each + self._unknown / (1 - self._unknown) * each.mean() for each in squares]
+        torch._foreach_sqrt_(found)
+        torch._foreach_add_(found, EPSILON)
+        return found
+
+    def _lists(self, names: Iterable[str]) -> Iterator[list[str]]:
+        """Those that one operation is about. On a CPU each by itself: it stays in the cache then."""
+        found: list[str] = []
+        total = 0
+        for name in names:
+            parameter = self.parameters[name]
+            if found and (parameter.device.type == "cpu" or total + parameter.numel() > _LIST_WEIGHTS_MAX):
+                yield found
+                found, total = [], 0
+            found.append(name)
+            total += parameter.numel()
+        if found:
+            yield found
+
+    def _given(self, names: Iterable[str]) -> list[Tensor]:
+        return [gradient for name in names if (gradient := self.parameters[name].grad) is not None]
 
     def reset(self) -> None:
         self._unspent.clear()
@@ -208,39 +210,3 @@ class Adam:
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
-
-
-def note(squares: Tensor, gradient: Tensor, kept: Tensor, share: Tensor) -> None:
-    """What `Adam.observe` does to one tensor."""
-    squares.copy_(squares * kept + gradient * gradient * share)
-
-
-def pay(
-    parameter: Tensor,
-    unspent: Tensor,
-    gradient: Tensor,
-    squares: Tensor,
-    before: Tensor,
-    decay: Tensor,
-    rate: Tensor,
-    left: Tensor,
-) -> None:
-    """What `Adam.step` does to one tensor. `before`: what is added to all squares."""
-    owed = unspent + gradient / ((squares + before).sqrt() + EPSILON)
-    parameter.copy_(parameter * decay - owed * rate)
-    unspent.copy_(owed * left)
-
-
-def _in_one(*functions: Callable[..., None]) -> list[Callable[..., None]]:
-    from headrace_trainer.compiled import fused_for_all  # seconds that others need not wait
-
-    return [_flat(fused_for_all(function)) for function in functions]
-
-
-def _flat(function: Callable[..., None]) -> Callable[..., None]:
-    """Of tensors of all shapes as rows of numbers: then one compilation is for all of them."""
-
-    def call(*tensors: Tensor) -> None:
-        function(*(tensor.view(-1) if tensor.ndim else tensor for tensor in tensors))
-
-    return call

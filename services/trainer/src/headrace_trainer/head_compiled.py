@@ -16,9 +16,9 @@ from headrace_trainer import masters
 from headrace_trainer.compiled import fused
 from headrace_trainer.head import add_product
 
-CHUNK_BYTES = 256 << 20
-"""Of one chunk's logits. Twice as much is held at once. A smaller chunk waits for the gradient of the weight to be read
-and written, which each chunk adds to."""
+CHUNK_BYTES = 384 << 20
+"""Of one chunk's logits. A smaller chunk waits longer for the gradient of the weight to be read and written, which each
+chunk adds to."""
 _ROWS = 64
 
 
@@ -51,13 +51,14 @@ def backward(
             found_N, spread_N, norm_N = fused(_read)(logits_NV, at_N, heat_N)
             logprobs_N[part], entropy_N[part] = found_N[:count], spread_N[:count]
             share_N = functional.pad(slope(logprobs_N[part], part), (0, missing)) / heat_N
-            gradient_NV = fused(_gradient)(logits_NV, norm_N, at_N, heat_N, share_N)
+            gradient_NV = fused(_differentiate)(logits_NV, norm_N, at_N, heat_N, share_N)
             if of_bias_V is not None:
                 of_bias_V.add_(gradient_NV.sum(0, dtype=torch.float32))
             if of_hidden_NH is not None:
                 of_hidden_NH[part] = (gradient_NV @ matrix_VH)[:count]
             if of_weight_VH is not None:
                 add_product(of_weight_VH, gradient_NV.T, here_NH)
+            del logits_NV, gradient_NV  # before the next chunk's are there
     return logprobs_N, entropy_N, of_hidden_NH
 
 
@@ -88,8 +89,8 @@ def _read(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[
     return chosen_N - norm_N, norm_N - (shares_NV * scaled_NV).sum(-1) / sums_N, norm_N
 
 
-def _gradient(logits_NV: Tensor, norm_N: Tensor, targets_N: Tensor, temperature_N: Tensor, share_N: Tensor) -> Tensor:
-    """Of the logits, when that of each token's logprob, over its temperature, is `share_N`."""
+def _differentiate(logits_NV: Tensor, norm_N: Tensor, targets_N: Tensor, temperature_N: Tensor, share_N: Tensor) -> Tensor:
+    """Logits become their gradient, when that of each token's logprob, over its temperature, is `share_N`."""
     shares_NV = (logits_NV.float() / temperature_N[:, None] - norm_N[:, None]).exp()
     here_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device)[None] == targets_N[:, None]
-    return (share_N[:, None] * (here_NV.float() - shares_NV)).to(logits_NV.dtype)
+    return logits_NV.copy_(share_N[:, None] * (here_NV.float() - shares_NV))

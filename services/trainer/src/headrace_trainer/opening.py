@@ -69,7 +69,7 @@ def open_lineage(
         if settings.needs_base:
             policy.keep_reference(folder)
     chosen = settings.optimizer.of_size(policy.size, adapters=policy.lora)
-    optimizer = Optimizer(policy.parameters, chosen, policy.hidden, compiled=settings.compute.compile)
+    optimizer = Optimizer(policy.parameters, chosen, policy.hidden)
     log.info("learning_rate", rate=chosen.rate, parameters=policy.size, adapters=policy.lora)
     if saved is None or first is None:
         first, saved = _begin(settings, blobs, store, contents, clock, policy, optimizer)

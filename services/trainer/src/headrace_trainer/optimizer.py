@@ -22,19 +22,13 @@ class Optimizer:
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        settings: OptimizerSettings,
-        hidden: Collection[str] = (),
-        *,
-        compiled: bool = False,
+        self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, hidden: Collection[str] = ()
     ) -> None:
-        """`hidden`: the matrices between hidden layers, which Muon is made for. `compiled`: see `Adam`."""
+        """`hidden`: the matrices between hidden layers, which Muon is made for."""
         self._parameters = dict(parameters)
         self._settings = settings
         matrices = sorted(set(hidden) & self._parameters.keys()) if settings.kind == "muon" else []
-        others = {name: p for name, p in self._parameters.items() if name not in matrices}
-        self._adam = Adam(others, settings, compiled=compiled)
+        self._adam = Adam({name: p for name, p in self._parameters.items() if name not in matrices}, settings)
         self._muon = _muon([self._parameters[name] for name in matrices], settings) if matrices else None
         self._stashed: Tensor | None = None
         self.updates = 0
@@ -83,8 +77,8 @@ class Optimizer:
             nn.utils.clip_grads_with_norm_(self._parameters.values(), self._settings.gradient_norm_max, total)
         gain = self._warmth * self._adam.gain(weight)
         self._adam.observe(weight)
-        for gradient in given.values() if gain != 1.0 else ():
-            gradient.mul_(gain)
+        if gain != 1.0:
+            torch._foreach_mul_(list(given.values()), gain)
         self.gain = clip * gain / self._adam.scale_of(logarithm)
         return norm, more
 
