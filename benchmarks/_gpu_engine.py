@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--prefill", type=int, default=2048)
     parser.add_argument("--kv-mib", type=int, default=8192)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each phase, at least (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each phase, at least (%(default)s)")
     parser.add_argument("--compared", type=int, default=16, help="turns of each version (%(default)s)")
     parser.add_argument("--untraced", action="store_true")
     options = parser.parse_args()
