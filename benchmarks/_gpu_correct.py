@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks._gpu_step import batch_of
+from headrace_trainer.optimizer import Optimizer
 from headrace_trainer.policy import Policy
-from headrace_trainer.settings import ComputeSettings, LoraSettings
+from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSettings
 
 LENGTHS = [2048, 2048, 1300, 700, 3, 515, 64, 1024, 129]
 SIZES: dict[str, Any] = {
@@ -72,6 +73,23 @@ def asked(folder: Path, compute: ComputeSettings, rank: int, wide: bool) -> tupl
     return logprobs_N.double().cpu(), gradients
 
 
+def updated(device: str) -> Tensor:
+    """Weights after some updates, one of them with corrections."""
+    draw = torch.Generator().manual_seed(5)
+    sizes = {"a": (300, 70), "b": (64,), "c": (128, 33), "d": (7, 5, 3)}
+    weights = {name: nn.Parameter(torch.randn(size, generator=draw).to(device)) for name, size in sizes.items()}
+    optimizer = Optimizer(weights, OptimizerSettings(learning_rate=1e-2, weight_decay=0.1))
+    for number in range(6):
+        for weight in weights.values():
+            weight.grad = torch.randn(weight.shape, generator=draw).to(device)
+        stashed = optimizer.stash() if number == 3 else {}
+        for weight in weights.values() if stashed else ():
+            weight.grad = torch.randn(weight.shape, generator=draw).to(device)
+        optimizer.take(1.0)
+        optimizer.apply(1.0, stashed)
+    return torch.cat([weight.detach().flatten().double().cpu() for weight in weights.values()])
+
+
 def error(found: Tensor, reference: Tensor) -> float:
     return float((found - reference).norm() / reference.norm())
 
@@ -96,6 +114,7 @@ def main() -> None:
                     "worst_gradient": max(error(gradients[name], expected[name]) for name in expected),
                 }
                 print(kind, way, found, file=sys.stderr, flush=True)
+    report["optimizer, float32"] = {"gradients": error(updated("cuda"), updated("cpu"))}
     print(json.dumps(report))
 
 
