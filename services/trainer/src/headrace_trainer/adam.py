@@ -125,8 +125,8 @@ class Adam:
         share = weight / (weight + self._debt(self.clock))
         known = [name for name, _ in self._gradients()] if self.squares_clock else []  # before that they are zero
         for names in self._lists(known):
-            unspent = [self._of(self._unspent, name) for name in names]
-            torch._foreach_addcdiv_(unspent, self._given(names), self._sizes_by(names))
+            debts = [self._of(self._unspent, name) for name in names]
+            torch._foreach_addcdiv_(debts, self._given(names), self._sizes_by(names))
         for name, gradient in corrections.items():
             unspent = self._of(self._unspent, name)
             if self.squares_clock:
@@ -136,11 +136,12 @@ class Adam:
             else:
                 unspent.add_(gradient)
         for names in self._lists(self._unspent):
-            parameters, unspent = [self.parameters[name] for name in names], [self._unspent[name] for name in names]
+            parameters: list[Tensor] = [self.parameters[name] for name in names]
+            debts = [self._unspent[name] for name in names]
             if settings.weight_decay:
                 torch._foreach_mul_(parameters, 1 - learning_rate * settings.weight_decay * weight)
-            torch._foreach_add_(parameters, unspent, alpha=-learning_rate * share)
-            torch._foreach_mul_(unspent, 1 - share)
+            torch._foreach_add_(parameters, debts, alpha=-learning_rate * share)
+            torch._foreach_mul_(debts, 1 - share)
 
     def _size(self, name: str) -> Tensor:
         (found,) = self._sizes_by((name,))

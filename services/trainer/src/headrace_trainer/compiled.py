@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 from headrace_runtime.errors import SettingError
 from headrace_trainer import attention
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = Callable[..., Any]
 
 
 def check(device: torch.device) -> None:
@@ -37,7 +37,8 @@ def check(device: torch.device) -> None:
 
 def layers(model: nn.Module) -> int:
     """Have the layers of `model` compiled when they are first asked. Returns how many."""
-    AttentionInterface.register(attention.BLOCKS, torch.compiler.disable(attention.attend))
+    outside = torch.compiler.disable(attention.attend)  # type: ignore[no-untyped-call]
+    AttentionInterface.register(attention.BLOCKS, outside)
     found = [
         layer for several in model.modules() if isinstance(several, nn.ModuleList) for layer in several if _whole(layer)
     ]
@@ -53,18 +54,17 @@ def _whole(layer: nn.Module) -> bool:
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:
     """What is compiled runs as it is written."""
-    return torch.compiler.set_stance("force_eager")
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 @cache
 def fused(function: Function) -> Function:
     """`function` of tensors, compiled for each shape that it is asked about: few, or see `fused_for_all`."""
-    found: Function = torch.compile(function, dynamic=False)
-    return found
+    return torch.compile(function, dynamic=False)
 
 
 @cache
 def fused_for_all(function: Function) -> Function:
     """The same, compiled once for all shapes."""
-    found: Function = torch.compile(function, dynamic=True)
-    return found
+    return torch.compile(function, dynamic=True)

@@ -89,7 +89,9 @@ def _read(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[
     return chosen_N - norm_N, norm_N - (shares_NV * scaled_NV).sum(-1) / sums_N, norm_N
 
 
-def _differentiate(logits_NV: Tensor, norm_N: Tensor, targets_N: Tensor, temperature_N: Tensor, share_N: Tensor) -> Tensor:
+def _differentiate(
+    logits_NV: Tensor, norm_N: Tensor, targets_N: Tensor, temperature_N: Tensor, share_N: Tensor
+) -> Tensor:
     """Logits become their gradient, when that of each token's logprob, over its temperature, is `share_N`."""
     shares_NV = (logits_NV.float() / temperature_N[:, None] - norm_N[:, None]).exp()
     here_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device)[None] == targets_N[:, None]

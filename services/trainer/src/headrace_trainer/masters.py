@@ -28,7 +28,7 @@ def of(model: nn.Module) -> dict[str, nn.Parameter]:
             found[name] = nn.Parameter(weight.detach())
             weight.data = rounded(found[name], torch.bfloat16, name)
             setattr(weight, _MASTER, found[name])
-            weight.register_post_accumulate_grad_hook(_hand_over)
+            weight.register_post_accumulate_grad_hook(_hand_over)  # type: ignore[no-untyped-call]
     return found
 
 

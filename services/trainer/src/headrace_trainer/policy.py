@@ -250,7 +250,11 @@ class Policy:
 
     def eagerly(self) -> contextlib.AbstractContextManager[Any]:
         """What is asked once is worth no compilation."""
-        return torch.compiler.set_stance("force_eager") if self._compute.compile else contextlib.nullcontext()
+        if not self._compute.compile:
+            return contextlib.nullcontext()
+        from headrace_trainer import compiled
+
+        return compiled.eagerly()
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
