@@ -9,7 +9,7 @@ UV := $(BIN)/uv
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer compose-test lock-images clean
+.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -166,8 +166,11 @@ bench-learning: $(VENV)/installed ## controls of learning: shuffled, flipped and
 bench-trainer: $(VENV)/installed $(PEERS)/installed ## what a step holds, how it grows with a sequence, and tokens per CPU second beside TRL
 	@$(call MEASURE,trainer)
 
-bench: $(VENV)/installed ## every benchmark there is; each writes reports/bench-<name>.json
-	@$(call MEASURE,$(BENCHMARKS))
+bench-gpu: $(VENV)/installed ## on one GPU: steps' share of its peak, their memory, 64 streams through swaps; about 9 minutes
+	$(BIN)/python -m benchmarks.gpu
+
+bench: $(VENV)/installed ## every benchmark that needs no GPU; each writes reports/bench-<name>.json
+	@$(call MEASURE,$(filter-out gpu,$(BENCHMARKS)))
 
 DISTRIBUTIONS := schemas runtime cli gateway $(notdir $(wildcard services/*))
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-annotate --no-header

@@ -84,6 +84,14 @@ class ComputeSettings(Section):
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """What matrix products run in; `auto` is bfloat16 on a device that multiplies it. What is trained is kept in
     float32 either way."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """What the model holds where all weights are trained. `bfloat16`: weights as its versions have them, which the
+    optimizer moves by way of float32 masters: 18 bytes a weight and not 16, half the activations, and the layers
+    compute in the type that they are served in. Needs the dtype bfloat16. Adapters are float32 in any case, on frozen
+    weights in `dtype`."""
+    compile: bool = False
+    """Fuse what a layer does between its products by torch.compile, on a GPU above all. Needs a C compiler; the first
+    step waits for it, up to a minute."""
     threads: Count = 1
     """Threads of a CPU step; the other services of a small machine need the rest."""
     packing: Literal["blocks", "padded"] = "blocks"

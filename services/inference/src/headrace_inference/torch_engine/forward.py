@@ -44,7 +44,13 @@ def _attention(
     if queries == 1:
         grouped = query.view(rows, key.shape[1], -1, size)
         output = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
-        return output.view(rows, 1, heads, size), None
+        return output.reshape(rows, 1, heads, size), None  # on a GPU it may stand otherwise
+    if query.device.type == "cuda":  # no fused kernel there takes a mask and shared keys: theirs are one head's queries
+        shared = key.shape[1]
+        grouped = query.reshape(rows, shared, -1, size)
+        folded = mask.expand(-1, heads // shared, -1, -1).reshape(rows, 1, -1, mask.shape[3])
+        output = scaled_dot_product_attention(grouped, key, value, attn_mask=folded, scale=scaling)
+        return output.reshape(rows, heads, queries, size).transpose(1, 2), None
     output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
     return output.transpose(1, 2), None
 

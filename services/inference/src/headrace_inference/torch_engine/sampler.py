@@ -50,7 +50,8 @@ def draw(logits_RV: Tensor, temperature_R: Tensor, uniform_R: Tensor) -> tuple[T
     total_R = cumulated_RV[:, -1]
     # Strictly below the total, whatever the rounding, so that no token of probability zero is ever the answer.
     target_R = torch.minimum(uniform_R * total_R, torch.nextafter(total_R, torch.zeros_like(total_R)))
-    ids_R1 = torch.searchsorted(cumulated_RV, target_R[:, None], right=True).clamp(max=logits_RV.shape[1] - 1)
+    last = int(logits_RV.shape[1]) - 1  # a number also for the tracer, whose own lie on the CPU
+    ids_R1 = torch.searchsorted(cumulated_RV, target_R[:, None], right=True).clamp(max=last)
     ids_R1 = torch.where(sampled_R[:, None], ids_R1, logits_RV.argmax(1, keepdim=True))
     return ids_R1.squeeze(1), logprobs_RV.gather(1, ids_R1).squeeze(1), logprobs_RV
 

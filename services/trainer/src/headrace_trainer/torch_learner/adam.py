@@ -19,7 +19,7 @@ For whole batches, and once the start is forgotten, the sums of the steps are Ad
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import exp, isfinite, sqrt
 
 import torch
@@ -28,6 +28,9 @@ from torch import Tensor, nn
 from headrace_trainer.settings import OptimizerSettings
 
 EPSILON = 1e-8
+_LIST_WEIGHTS_MAX = 1 << 27
+"""Of tensors that one operation is about, together: on a GPU each operation costs the host more than a small tensor
+costs the device. Where a list is computed, one more copy of it is held."""
 CLOCK, SQUARES_CLOCK = "clock", "squares_clock"
 
 
@@ -39,6 +42,7 @@ class Adam:
         self._settings = settings
         self._unspent: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
+        self._counted: tuple[tuple[str, ...], Tensor] | None = None
         self.clock = 0.0
         """Whole batches so far, which is what momentum ages by."""
         self.squares_clock = 0.0
@@ -58,9 +62,10 @@ class Adam:
     def observe(self, weight: float) -> None:
         """Note the size of the gradients, those of a batch of `weight`."""
         kept = self._settings.beta2**weight
-        for name, gradient in self._gradients():
-            squares = self._of(self._squares, name)
-            squares.mul_(kept).addcmul_(gradient, gradient, value=(1 - kept) / weight)
+        for names in self._lists(name for name, _ in self._gradients()):
+            squares, gradients = [self._of(self._squares, name) for name in names], self._given(names)
+            torch._foreach_mul_(squares, kept)
+            torch._foreach_addcmul_(squares, gradients, gradients, value=(1 - kept) / weight)
         self.squares_clock += weight
 
     @property
@@ -94,11 +99,17 @@ class Adam:
         """The mean over weights of the logarithm of their tensor's mean square; without those that are zero."""
         if not means:
             return torch.full((), -torch.inf, dtype=torch.float64)
-        each = torch.stack([mean.double() for mean in means.values()])
-        sizes = torch.tensor([self.parameters[name].numel() for name in means], dtype=torch.float64).to(each.device)
-        sizes = sizes * (each > 0)
+        each = torch.stack(list(means.values())).double()
+        sizes = self._sizes(tuple(means), each.device) * (each > 0)
         sums = (each.log() * sizes).where(each > 0, 0.0).sum()
         return torch.where(sizes.sum() > 0, sums / sizes.sum(), -torch.inf)
+
+    def _sizes(self, names: tuple[str, ...], device: torch.device) -> Tensor:
+        """How many weights each has. Kept: who brings it to a device waits for it."""
+        if self._counted is None or self._counted[0] != names:
+            sizes = torch.tensor([self.parameters[name].numel() for name in names], dtype=torch.float64)
+            self._counted = names, sizes.to(device)
+        return self._counted[1]
 
     @property
     def _unknown(self) -> float:
@@ -112,8 +123,10 @@ class Adam:
         settings, scale = self._settings, self.scale if corrections else 1.0
         self.clock += weight
         share = weight / (weight + self._debt(self.clock))
-        for name, gradient in self._gradients() if self.squares_clock else ():  # before that they are zero
-            self._of(self._unspent, name).addcdiv_(gradient, self._size(name))
+        known = [name for name, _ in self._gradients()] if self.squares_clock else []  # before that they are zero
+        for names in self._lists(known):
+            debts = [self._of(self._unspent, name) for name in names]
+            torch._foreach_addcdiv_(debts, self._given(names), self._sizes_by(names))
         for name, gradient in corrections.items():
             unspent = self._of(self._unspent, name)
             if self.squares_clock:
@@ -122,18 +135,43 @@ class Adam:
                 unspent.addcdiv_(gradient, torch.maximum(self._size(name), least), value=scale)
             else:
                 unspent.add_(gradient)
-        for name, unspent in self._unspent.items():
-            parameter = self.parameters[name]
+        for names in self._lists(self._unspent):
+            parameters: list[Tensor] = [self.parameters[name] for name in names]
+            debts = [self._unspent[name] for name in names]
             if settings.weight_decay:
-                parameter.mul_(1 - learning_rate * settings.weight_decay * weight)
-            parameter.add_(unspent, alpha=-learning_rate * share)
-            unspent.mul_(1 - share)
+                torch._foreach_mul_(parameters, 1 - learning_rate * settings.weight_decay * weight)
+            torch._foreach_add_(parameters, debts, alpha=-learning_rate * share)
+            torch._foreach_mul_(debts, 1 - share)
 
     def _size(self, name: str) -> Tensor:
-        """What a gradient is divided by. Before the first batch nothing was known: that part of the squares is taken to
+        (found,) = self._sizes_by((name,))
+        return found
+
+    def _sizes_by(self, names: Sequence[str]) -> list[Tensor]:
+        """What gradients are divided by. Before the first batch nothing was known: that part of the squares is taken to
         be the same for all weights of a tensor, and not what the few batches since happened to show for each."""
-        squares = self._of(self._squares, name)
-        return (squares + self._unknown / (1 - self._unknown) * squares.mean()).sqrt_().add_(EPSILON)
+        squares = [self._of(self._squares, name) for name in names]
+        found = [each + self._unknown / (1 - self._unknown) * each.mean() for each in squares]
+        torch._foreach_sqrt_(found)
+        torch._foreach_add_(found, EPSILON)
+        return found
+
+    def _lists(self, names: Iterable[str]) -> Iterator[list[str]]:
+        """Those that one operation is about. On a CPU each by itself: it stays in the cache then."""
+        found: list[str] = []
+        total = 0
+        for name in names:
+            parameter = self.parameters[name]
+            if found and (parameter.device.type == "cpu" or total + parameter.numel() > _LIST_WEIGHTS_MAX):
+                yield found
+                found, total = [], 0
+            found.append(name)
+            total += parameter.numel()
+        if found:
+            yield found
+
+    def _given(self, names: Iterable[str]) -> list[Tensor]:
+        return [gradient for name in names if (gradient := self.parameters[name].grad) is not None]
 
     def reset(self) -> None:
         self._unspent.clear()

@@ -67,7 +67,8 @@ class Native:
         self._routed = any("expert" in name and count > 1 for name, count in integers(text.to_dict()))
         self._plan: Plan = plan(text, settings)
         compute = resolved(settings.compute, device_of(settings.compute.device))
-        self._dtype = weights_dtype(compute, frozen=bool(settings.lora.rank))
+        rounds = bool(settings.lora.rank) or compute.weights == "bfloat16"
+        self._dtype = weights_dtype(compute, frozen=rounds)
         self._coarse = self._dtype is not torch.float32
         self._own_N = self._answers(folder) if self._plan.rows else None
 
@@ -156,7 +157,8 @@ def examine(settings: TrainerSettings) -> Compared:
 
 def _logprobs(policy: Policy, one: Pack) -> Tensor:
     """Without autocast: what differs shall not hide in the rounding of a coarser type."""
-    return forward.logprobs(policy.model, policy.head, one)[0]
+    with policy.eagerly():
+        return forward.logprobs(policy.model, policy.head, one)[0]
 
 
 def _alone(model: Any, token_ids_T: Any, loss_mask_T: Any, device: torch.device) -> Tensor:

@@ -77,8 +77,8 @@ class Optimizer:
             nn.utils.clip_grads_with_norm_(self._parameters.values(), self._settings.gradient_norm_max, total)
         gain = self._warmth * self._adam.gain(weight)
         self._adam.observe(weight)
-        for gradient in given.values() if gain != 1.0 else ():
-            gradient.mul_(gain)
+        if gain != 1.0:
+            torch._foreach_mul_(list(given.values()), gain)
         self.gain = clip * gain / self._adam.scale_of(logarithm)
         return norm, more
 

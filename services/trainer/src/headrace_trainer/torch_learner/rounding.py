@@ -11,29 +11,33 @@ what it was. And the same weights always give the same bytes.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+How = Callable[[Tensor, torch.dtype, Tensor], Tensor]
 _CHUNK = 1 << 22
 """Weights at a time."""
 _BITS = 24
 """Of each draw; what float32 has."""
 
 
-def rounded(weights: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """`weights`, float32 on the CPU, in `dtype`; `name` tells their draws from those of other tensors."""
+def rounded(weights: Tensor, dtype: torch.dtype, name: str, how: How | None = None) -> Tensor:
+    """`weights`, float32, in `dtype`; `name` tells their draws from those of others. Every device rounds alike.
+    `how`: `part` in another form."""
     if dtype not in (torch.bfloat16, torch.float16):
         return weights.to(dtype)
     flat, seed = weights.reshape(-1), zlib.crc32(name.encode())
-    parts = [
-        _rounded(flat[start : start + _CHUNK], dtype, _draws(start, min(_CHUNK, len(flat) - start), seed))
-        for start in range(0, len(flat), _CHUNK)
-    ]
+    chunk = len(flat) if how else _CHUNK
+    starts = range(0, len(flat), max(1, chunk))
+    parts = [(how or part)(flat[at : at + chunk], dtype, torch.tensor(at + (seed << 20))) for at in starts]
     return torch.cat(parts).reshape(weights.shape) if parts else weights.to(dtype)
 
 
-def _rounded(exact: Tensor, dtype: torch.dtype, draws: Tensor) -> Tensor:
+def part(exact: Tensor, dtype: torch.dtype, place: Tensor) -> Tensor:
+    """`exact` in `dtype`; `place`, of the first of them, tells the draws."""
+    draws = _draws(torch.arange(len(exact), dtype=torch.int64, device=exact.device) + place)
     nearest = exact.to(dtype)
     bits = nearest.view(torch.int16)  # sign and magnitude: one more is the next value away from zero
     size = exact.abs()
@@ -45,9 +49,8 @@ def _rounded(exact: Tensor, dtype: torch.dtype, draws: Tensor) -> Tensor:
     return torch.where(exact.isfinite(), torch.where(up, above, below), nearest)
 
 
-def _draws(start: int, count: int, seed: int) -> Tensor:
+def _draws(mixed: Tensor) -> Tensor:
     """Numbers in [0, 1) that only depend on the place: a bit mixer (the last step of MurmurHash3) over the index."""
-    mixed = torch.arange(start, start + count, dtype=torch.int64) + (seed << 20)
     for shift, factor in ((33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53)):
         mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * (factor - (1 << 64))
     return ((mixed >> 32) & ((1 << _BITS) - 1)).float() / (1 << _BITS)

@@ -69,6 +69,7 @@ def train(
             token_weight *= optimizer.gain
         if norm > 0.0 or any(bool(gradient.any()) for gradient in stashed.values()):
             optimizer.apply(batch.weight, stashed)
+            policy.renew()
     found, left_out = measures.values(batch, numbers)
     seconds = time.perf_counter() - began
     measured = found | {

@@ -20,7 +20,7 @@ from torch.backends import cuda
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from headrace_trainer.torch_learner.model import blocks
+from headrace_trainer.torch_learner.model import blocks, flash
 from headrace_trainer.torch_learner.model.blocks import Block
 
 BLOCKS = "headrace_blocks"
@@ -50,12 +50,20 @@ class Seen:
         self.bounds = bounds or (0, asked["q_length"])
         self._asked = asked
         self._blocks: dict[int, tuple[Block, ...]] = {}
+        self._rows: dict[torch.device, flash.Row | None] = {}
 
     def of(self, length: int) -> tuple[Block, ...]:
         """How a sequence is computed."""
         if length not in self._blocks:
             self._blocks[length] = blocks.of(length, self._asked)
         return self._blocks[length]
+
+    def row(self, query: Tensor) -> flash.Row | None:
+        """How all of them are computed where `query` is; None where no kernel does that."""
+        if query.device not in self._rows:
+            long = flash.takes_long(query)
+            self._rows[query.device] = flash.row_of(self.bounds, self._asked, query.device, cudnn=long)
+        return self._rows[query.device]
 
 
 def _seen(**asked: Any) -> Seen:
@@ -81,6 +89,10 @@ def attend(
     if unused.get("position_bias") is not None:
         raise NotImplementedError(f"{type(module).__name__} needs more than plain attention")
     by_hand = softcap is not None or s_aux is not None
+    if not by_hand and flash.takes(query, key, value):
+        row = attention_mask.row(query)
+        if row is not None:
+            return flash.attend(query, key, value, row, scaling), None
     how: blocks.Attention = partial(_by_hand, scaling=scaling, softcap=softcap) if by_hand else partial(_fused, scaling)
     runs = [(length, len(list(same))) for length, same in groupby(b - a for a, b in pairwise(attention_mask.bounds))]
     parts = (_split(tensor, [length * count for length, count in runs]) for tensor in (query, key, value))

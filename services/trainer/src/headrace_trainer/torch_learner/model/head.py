@@ -23,6 +23,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from headrace_trainer.torch_learner.model import masters
+
 CHUNK_BYTES = 64 << 20
 """Of one chunk's logits in float32. About three times as much is held at once."""
 _PLANTED_MAX = 100.0
@@ -68,6 +70,8 @@ class Head:
     tail: Tail = Tail()
     whole: str | None = None
     """Why the logits of all loss tokens are made at once; None where they are not."""
+    compiled: bool = False
+    """What a pass does with a chunk's logits may be compiled (`head_compiled`)."""
 
     @classmethod
     @torch.no_grad()
@@ -127,6 +131,11 @@ class Head:
         """`(logprobs_N, entropy_N)` and the gradient of the hidden states, None where they need none; the head's own is
         added to its parameters'. For a `plain` head: each product is computed once."""
         weight_VH, bias_V = self.module.weight, self.module.bias
+        if self.compiled and self.tail == Tail() and _wide_dtype(hidden_NH) is torch.float32:
+            from headrace_trainer.torch_learner.model import head_compiled  # torch's compiler is loaded for it
+
+            given = (hidden_NH, targets_N, temperature_N, slope, _matrix_dtype(hidden_NH))
+            return head_compiled.backward(weight_VH, bias_V, *given)
         logprobs_N, entropy_N = (hidden_NH.new_empty(len(hidden_NH), dtype=_wide_dtype(hidden_NH)) for _ in range(2))
         weight, bias = _gradient_of(weight_VH), _gradient_of(bias_V)
         sums = _Gradients(torch.empty_like(hidden_NH) if hidden_NH.requires_grad else None, weight, bias)
@@ -149,7 +158,8 @@ class Head:
                 sums.add(matrix, part, hidden_NH[part], targets_N[part], shares, share, answer)
         for parameter, gradient in ((weight_VH, weight), (bias_V, bias)):
             if gradient is not None:
-                parameter.grad = gradient.to(parameter.dtype)
+                home = masters.home(parameter)
+                home.grad = gradient.to(home.dtype)
         return logprobs_N, entropy_N, sums.hidden
 
     @property
@@ -277,7 +287,7 @@ class _Gradients:
         if self.hidden is not None:
             self.hidden[part] = rounded @ matrix.weight
         if self.weight is not None:
-            _add_product(self.weight, rounded.T, hidden.to(matrix.weight.dtype))
+            add_product(self.weight, rounded.T, hidden.to(matrix.weight.dtype))
 
 
 @dataclass(frozen=True)
@@ -324,9 +334,12 @@ def _rows(hidden_NH: Tensor, module: Any) -> int:
         return _rows_of(module(hidden_NH[:1]).shape[-1])
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right` to `total`, which may be wider: a GPU's product then adds up where it is computed."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif total.is_cuda and total.dtype is torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total.add_(left @ right)
 
@@ -339,7 +352,8 @@ def _gradient_of(parameter: Tensor | None) -> Tensor | None:
     """What is added to: the gradient that there is. In float32, so where it is narrower, in a copy."""
     if parameter is None or not parameter.requires_grad:
         return None
-    return _zeros(parameter) if parameter.grad is None else _wide(parameter.grad)
+    there = masters.home(parameter).grad
+    return _zeros(parameter) if there is None else _wide(there)
 
 
 def _matrix_dtype(hidden: Tensor) -> torch.dtype:

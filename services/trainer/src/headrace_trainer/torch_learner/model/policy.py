@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -27,7 +27,7 @@ from headrace_runtime.logs import get_logger
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.batches.batch import Row
 from headrace_trainer.settings import ComputeSettings, LoraSettings
-from headrace_trainer.torch_learner.model import attention, forward, norms, rope, sequence_bound
+from headrace_trainer.torch_learner.model import attention, forward, masters, norms, recomputing, rope, sequence_bound
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import Head, Slope
 
@@ -39,18 +39,6 @@ _WHOLE_REMEDY = "a pass holds loss tokens x vocabulary several times over; lower
 _PACKING_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 """Logprob difference that rounding may make between a packed and a single pass."""
 
-_KEPT = [
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-]
-"""What is not computed again: its cost grows with the square of a sequence, and what it keeps does not."""
-_RECOMPUTING = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, _KEPT)}
-
 
 class Policy:
     """What is trained (`parameters`, float32) and how it answers. One thread at a time may use it."""
@@ -61,9 +49,8 @@ class Policy:
         self.device = device
         self._compute = compute
         self._reference: Any = None
-        self.parameters: dict[str, nn.Parameter] = {
-            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
-        }
+        self._rounds = compute.weights == "bfloat16" and not lora
+        self.parameters: dict[str, nn.Parameter] = masters.of(model) if self._rounds else _trained(model)
 
     @classmethod
     def open(cls, folder: Path, compute: ComputeSettings, lora: LoraSettings, seed: int) -> Policy:
@@ -72,15 +59,21 @@ class Policy:
         transformers_logging.disable_progress_bar()
         device = device_of(compute.device)
         compute = resolved(compute, device)
+        if compute.weights == "bfloat16":
+            _check_rounded(folder)
         model = _load(folder, compute, frozen=bool(lora.rank)).to(device)
         if compute.gradient_checkpointing:
-            _without_dropout(model)
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_RECOMPUTING)
+            recomputing.enable(model, device, compute.dtype)
         if lora.rank:
             model = _with_adapters(model, lora, seed)
             if compute.gradient_checkpointing:
                 model.enable_input_require_grads()
         model.train(compute.gradient_checkpointing)
+        if compute.compile:
+            from headrace_trainer.torch_learner.model import compiled  # seconds that others need not wait
+
+            compiled.check(device)
+            compiled.layers(model)
         policy = cls(model, compute, device, lora=bool(lora.rank))
         if compute.packing == "blocks":
             policy.check_packing()
@@ -111,7 +104,7 @@ class Policy:
         }
         return frozenset(
             name
-            for name, p in self.parameters.items()
+            for name, p in _trained(self.model).items()
             if id(p) in maps and p.ndim == 2 and self.vocabulary not in p.shape
         )
 
@@ -133,7 +126,8 @@ class Policy:
         recomputed = self._compute.gradient_checkpointing
         row = _plain_row(_fixed_tokens(self.vocabulary))
         trained = sum(parameter.numel() for parameter in self.parameters.values())
-        fitting = sequence_bound.tokens(free, trained, sequence_bound.token_bytes(self, row, recomputed=recomputed))
+        with self.eagerly():
+            fitting = sequence_bound.tokens(free, trained, sequence_bound.token_bytes(self, row, recomputed=recomputed))
         if fitting < row.length:
             remedy = f"{free / 1e9:.1f} GB have room for {fitting} tokens; train adapters, or say how many it shall be"
             raise SettingError("trainer.memory.sequence_tokens", "none", remedy)
@@ -147,8 +141,9 @@ class Policy:
         """Raises `SettingError` when the model's layers let sequences of one row see each other."""
         rows = [_plain_row(_fixed_tokens(self.vocabulary)[start : start + 12]) for start in (0, 12, 24)]
         try:
-            together_N = self.logprobs(self.collate(rows))[0]
-            alone_N = torch.cat([self.logprobs(self.collate([row]))[0] for row in rows])
+            with self.eagerly():
+                together_N = self.logprobs(self.collate(rows))[0]
+                alone_N = torch.cat([self.logprobs(self.collate([row]))[0] for row in rows])
             difference = float((together_N - alone_N).abs().max())
         except Exception as error:  # noqa: BLE001 (whatever a model's code does with a mask that is not its own)
             difference, reason = float("inf"), f"its code does not take our attention: {said(error)}"
@@ -173,11 +168,12 @@ class Policy:
         return self._head_of(self.model)
 
     def _head_of(self, model: Any) -> Head:
-        found = Head.of(model, _fixed_tokens(self.vocabulary)[:_PROBE_TOKENS])
+        with self.eagerly():
+            found = Head.of(model, _fixed_tokens(self.vocabulary)[:_PROBE_TOKENS])
         if found.whole is not None:
             architecture = architecture_of(model.config)
             log.warning("head_not_chunked", architecture=architecture, reason=found.whole, remedy=_WHOLE_REMEDY)
-        return found
+        return replace(found, compiled=self._compute.compile)
 
     @contextlib.contextmanager
     def as_base(self) -> Iterator[None]:
@@ -213,6 +209,12 @@ class Policy:
             )
         for name, parameter in self.parameters.items():
             parameter.copy_(tensors[name])
+        self.renew()
+
+    def renew(self) -> None:
+        """To be called when `parameters` have changed: what is computed with are they."""
+        if self._rounds:
+            masters.renew(self.model, self.parameters, compiled=self._compute.compile)
 
     @torch.no_grad()
     def load_files(self, folder: Path) -> None:
@@ -231,17 +233,31 @@ class Policy:
         hold, where that is rounded. Computed here, in memory: an engine that loads the files checks them by it."""
         token_ids = _fixed_tokens(self.vocabulary)
         inputs = {"input_ids": torch.tensor([token_ids], device=self.device), "use_cache": False}
-        weights = {name: tensor.to(self.device, torch.float32) for name, tensor in (published or {}).items()}
-        logits_TV = functional_call(self.model, weights, (), inputs).logits[0, :-1].float()
+        given = published or (dict(self.model.named_parameters()) if self._rounds else {})
+        weights = {name: tensor.to(self.device, torch.float32) for name, tensor in given.items()}
+        with self.eagerly():
+            logits_TV = functional_call(self.model, weights, (), inputs).logits[0, :-1].float()
         targets_T = torch.tensor(token_ids[1:], device=self.device)
         logprobs_T = logits_TV.log_softmax(-1).gather(-1, targets_T[:, None]).squeeze(-1)
         return Fingerprint(token_ids=token_ids, logprobs=logprobs_T.tolist())
 
     @contextlib.contextmanager
     def _autocast(self) -> Iterator[None]:
-        enabled = self._compute.dtype == "bfloat16"
+        enabled = self._compute.dtype == "bfloat16" and not self._rounds
         with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):
             yield
+
+    def eagerly(self) -> contextlib.AbstractContextManager[Any]:
+        """What is asked once is worth no compilation."""
+        if not self._compute.compile:
+            return contextlib.nullcontext()
+        from headrace_trainer.torch_learner.model import compiled
+
+        return compiled.eagerly()
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _plain_row(token_ids: Sequence[int]) -> Row:
@@ -269,13 +285,16 @@ def device_of(name: str) -> torch.device:
 
 def resolved(compute: ComputeSettings, device: torch.device) -> ComputeSettings:
     """With the type that `auto` stands for on this device."""
-    if compute.dtype != "auto":
-        if compute.dtype == "bfloat16" and not multiplies_bfloat16(device):
-            log.warning("bfloat16_is_slow", device=str(device), remedy='set trainer.compute.dtype to "auto"')
-        return compute
-    dtype = "bfloat16" if multiplies_bfloat16(device) else "float32"
-    log.info("dtype_chosen", dtype=dtype, device=str(device))
-    return compute.model_copy(update={"dtype": dtype})
+    if compute.dtype == "auto":
+        dtype = "bfloat16" if multiplies_bfloat16(device) else "float32"
+        log.info("dtype_chosen", dtype=dtype, device=str(device))
+        compute = compute.model_copy(update={"dtype": dtype})
+    elif compute.dtype == "bfloat16" and not multiplies_bfloat16(device):
+        log.warning("bfloat16_is_slow", device=str(device), remedy='set trainer.compute.dtype to "auto"')
+    if compute.weights == "bfloat16" and compute.dtype != "bfloat16":
+        remedy = f'products run in {compute.dtype} on {device}; set trainer.compute.dtype to "bfloat16"'
+        raise SettingError("trainer.compute.weights", compute.weights, remedy)
+    return compute
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
@@ -298,7 +317,8 @@ def _load(folder: Path, compute: ComputeSettings, *, frozen: bool) -> Any:
     implementation = attention.BLOCKS if compute.packing == "blocks" else _padded_attention(folder)
     model = from_folder(folder, weights_dtype(compute, frozen=frozen), implementation)
     rope.steady(model)
-    norms.fuse(model)
+    if not compute.compile:  # which fuses them with what stands beside them
+        norms.fuse(model)
     return model
 
 
@@ -323,6 +343,16 @@ def from_folder(folder: Path, dtype: torch.dtype, attn_implementation: str | Non
             raise _not_packed(config_of(folder), "its code has a list of attentions of its own") from None
         reason = said(error)
         raise SettingError("trainer.base", str(folder), f"is no model that transformers can load: {reason}") from None
+
+
+def _check_rounded(folder: Path) -> None:
+    """Versions have the type of the base's files. Raises `SettingError` where that is not bfloat16."""
+    dtype = config_of(folder).dtype
+    if dtype is not torch.bfloat16:
+        remedy = (
+            f'the files of trainer.base are {str(dtype).removeprefix("torch.")}, and so are its versions; set "float32"'
+        )
+        raise SettingError("trainer.compute.weights", "bfloat16", remedy)
 
 
 def architecture_of(config: Any) -> str:
@@ -352,15 +382,6 @@ def _padded_attention(folder: Path) -> str | None:
 def said(error: BaseException) -> str:
     """The first line of what a library says, for a sentence of ours."""
     return (str(error).splitlines() or [""])[0] or type(error).__name__
-
-
-def _without_dropout(model: nn.Module) -> None:
-    """Checkpointing needs training mode; a policy gradient needs the logprobs of the policy that acted."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
 def _with_adapters(model: Any, lora: LoraSettings, seed: int) -> Any:

@@ -1,0 +1,324 @@
+"""Attention over a row of sequences on a GPU, by kernels that keep no scores and need no mask.
+
+Sequences of up to `LONG` tokens that stand side by side are one call of flash attention, which is told where each of
+them starts: the host does as much for 2 of them as for 60. Longer ones go to cuDNN where the GPU is one that it is
+faster on (1.6 times as fast at 4,096 tokens, Hopper and after). It prepares a plan for each length that it meets, so lengths are
+rounded up to multiples of `STEP`: what is added stands behind the sequence, where its own tokens do not see it.
+
+Keys that several heads share are read where they are, and a sliding window is two numbers. That a mask is plain
+causality or such a window is not told by a name: transformers' own mask is asked about the queries where windows,
+chunks and plain causality differ. Where layers are computed again, `contexts` hands attention on from the first pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+LONG, STEP = 1024, 512
+_WIDTH_MAX, _WIDTH_STEP = 256, 8
+"""Numbers of a head that flash attention takes."""
+_CUDNN_WIDTH_MAX = 128
+_AMPERE, _HOPPER = (8, 0), (9, 0)
+
+More = tuple[Tensor | None, ...]
+Found = tuple[Tensor, More]
+"""What attention answers, `[tokens, heads, width]`, and what else its gradient needs."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Sequences of a row, side by side, that are one call."""
+
+    lengths: tuple[int, ...]
+    window: int | None
+    """Keys that a query sees, its own among them; None: all up to its own."""
+    bounds: Tensor | None
+    """int32 on the device: where each sequence starts in the part, and where the last one ends. None: each is computed
+    as if it had `rounded` tokens."""
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def rounded(self) -> int:
+        return _rounded(self.longest)
+
+
+@dataclass(frozen=True)
+class Row:
+    parts: tuple[Part, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of each part."""
+        return [sum(part.lengths) for part in self.parts]
+
+
+class Kernel(Protocol):
+    """Of `[tokens, heads, width]`."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> Found: ...
+
+    def backward(
+        self, of: Tensor, query: Tensor, key: Tensor, value: Tensor, found: Found, part: Part, scale: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class Flash:
+    """FlashAttention-2 (arXiv:2307.08691), torch's own."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> Found:
+        answer, norms, state, _, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, part.bounds, part.bounds, part.longest, part.longest, 0.0, part.window is None, False,
+            scale=scale, window_size_left=_left(part), window_size_right=0,
+        )  # fmt: skip
+        return answer, (norms, state)
+
+    def backward(
+        self, of: Tensor, query: Tensor, key: Tensor, value: Tensor, found: Found, part: Part, scale: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        answer, (norms, state) = found
+        three: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+            of, query, key, value, answer, norms, part.bounds, part.bounds, part.longest, part.longest, 0.0,
+            part.window is None, state, query.new_empty(0), scale=scale, window_size_left=_left(part),
+            window_size_right=0,
+        )  # fmt: skip
+        return three
+
+
+class Cudnn:
+    """cuDNN's, which computes a rectangle of equally long sequences."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> Found:
+        three = (_rectangle(tensor, part) for tensor in (query, key, value))
+        answer, norms, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *three, None, True, 0.0, True, False, scale=scale
+        )
+        return _strip(answer, part), (norms, seed, offset)
+
+    def backward(
+        self, of: Tensor, query: Tensor, key: Tensor, value: Tensor, found: Found, part: Part, scale: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        answer, (norms, seed, offset) = found
+        five = (_rectangle(tensor, part) for tensor in (of, query, key, value, answer))
+        of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *five, norms, seed, offset, None, None, None, part.rounded, part.rounded, 0.0, True, scale=scale
+        )
+        return _strip(of_query, part), _strip(of_key, part), _strip(of_value, part)
+
+
+FLASH: Kernel = Flash()
+CUDNN: Kernel = Cudnn()
+
+
+def row_of(bounds: tuple[int, ...], asked: Mapping[str, Any], device: torch.device, *, cudnn: bool) -> Row | None:
+    """How a row is computed under the mask that transformers asks for by `asked`; None where none of these can."""
+    lengths = [b - a for a, b in pairwise(bounds)]
+    seen = reach(max(lengths), asked)
+    if seen is None:
+        return None
+    window = seen if seen < max(lengths) else None
+    parts: list[Part] = []
+    for several in _neighbours(lengths, cudnn=cudnn and window is None):
+        if cudnn and window is None and several[0] > LONG:
+            parts.append(Part(tuple(several), None, None))
+        else:
+            parts.append(Part(tuple(several), window, _places(several, device)))
+    return Row(tuple(parts))
+
+
+def _neighbours(lengths: list[int], *, cudnn: bool) -> Iterator[list[int]]:
+    """Short ones together; long ones as those that are rounded to the same length, by 1, 2, 4 and so on: each other
+    number of them would have a plan of its own."""
+    for size, group in groupby(lengths, lambda length: _rounded(length) if cudnn and length > LONG else 0):
+        several = list(group)
+        while several:
+            count = 1 << (len(several).bit_length() - 1) if size else len(several)
+            yield several[:count]
+            several = several[count:]
+
+
+def _places(lengths: list[int], device: torch.device) -> Tensor:
+    places = functional.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+    return places.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else places
+
+
+def _rounded(length: int) -> int:
+    return -(-length // STEP) * STEP
+
+
+def _left(part: Part) -> int:
+    """Keys before a query's own that it sees; -1: no bound."""
+    return -1 if part.window is None else part.window - 1
+
+
+def _rectangle(tensor: Tensor, part: Part) -> Tensor:
+    """`[sequences, heads, rounded, width]`; a view where nothing is added."""
+    if all(length == part.rounded for length in part.lengths):
+        return tensor.reshape(len(part.lengths), part.rounded, *tensor.shape[1:]).transpose(1, 2)
+    whole = tensor.new_zeros(len(part.lengths), part.rounded, *tensor.shape[1:])
+    for target, source in zip(whole, torch.split(tensor, list(part.lengths)), strict=True):
+        target[: len(source)] = source
+    return whole.transpose(1, 2)
+
+
+def _strip(tensor: Tensor, part: Part) -> Tensor:
+    """Back again."""
+    rows = tensor.transpose(1, 2)
+    if all(length == part.rounded for length in part.lengths):
+        return rows.flatten(0, 1)
+    return torch.cat([row[:length] for row, length in zip(rows, part.lengths, strict=True)])
+
+
+def reach(longest: int, asked: Mapping[str, Any]) -> int | None:
+    """Keys that a query sees at most, its own among them; None where a mask is neither plain causality nor a window."""
+    if not asked.get("allow_is_causal_skip", True):
+        return None  # something was laid over the mask
+    local = asked.get("local_size")
+    if local is None or local >= longest:
+        return longest
+    edges = (0, local - 1, local, local + 1, 2 * local - 1, 2 * local, longest - 1)
+    queries = torch.tensor(sorted({edge for edge in edges if 0 <= edge < longest}))[:, None]
+    keys = torch.arange(longest)[None]
+    none = torch.zeros(1, 1, dtype=torch.int64)
+    try:
+        shown = asked["mask_function"](none, none, queries, keys)
+    except (RuntimeError, TypeError, IndexError):
+        return None  # it looks something up on the device; a window does not
+    window = (keys <= queries) & (keys > queries - local)
+    return int(local) if torch.equal(shown.expand_as(window), window) else None
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether there are kernels for these, as `cast` makes them."""
+    width = query.shape[-1]
+    fits = width == key.shape[-1] == value.shape[-1] and width <= _WIDTH_MAX and width % _WIDTH_STEP == 0
+    if query.device.type != "cuda" or not fits or cast(query).dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return torch.cuda.get_device_capability(query.device) >= _AMPERE
+
+
+def takes_long(query: Tensor) -> bool:
+    """Whether cuDNN's is there and worth it."""
+    able = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+    allowed = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    if not (able and allowed):
+        return False
+    return query.shape[-1] <= _CUDNN_WIDTH_MAX and torch.cuda.get_device_capability(query.device) >= _HOPPER
+
+
+def cast(tensor: Tensor) -> Tensor:
+    """In the type that products are computed in here."""
+    kind = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: Row,
+    scale: float | None,
+    kernels: tuple[Kernel, Kernel] | None = None,
+) -> Tensor:
+    """`[1, heads, T, width]` in, `[1, T, heads, width]` out. `kernels`: of parts with bounds, and of those without."""
+    three = (cast(tensor).squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    # Not `[0]`, whose gradient is written into zeros first.
+    how = _How(row, scale, kernels or (FLASH, CUDNN))
+    found: Tensor = _Attention.apply(*three, how, _kept.get())  # type: ignore[no-untyped-call]
+    return found[None]
+
+
+@dataclass(frozen=True)
+class _How:
+    row: Row
+    scale: float | None
+    kernels: tuple[Kernel, Kernel]
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, list[More]]:
+        three = (torch.split(tensor, self.row.sizes) for tensor in (query, key, value))
+        answers, more = [], []
+        for part, q, k, v in zip(self.row.parts, *three, strict=True):
+            answer, beside = self._kernel(part).forward(q, k, v, part, self.scale)
+            answers.append(answer)
+            more.append(beside)
+        return (answers[0] if len(answers) == 1 else torch.cat(answers)), more
+
+    def backward(
+        self,
+        of: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        answer: Tensor,
+        more: list[More],
+    ) -> tuple[Tensor, ...]:
+        five = (torch.split(tensor, self.row.sizes) for tensor in (of, query, key, value, answer))
+        parts = [
+            self._kernel(part).backward(of_part, q, k, v, (found, beside), part, self.scale)
+            for part, beside, of_part, q, k, v, found in zip(self.row.parts, more, *five, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else tuple(torch.cat(each) for each in zip(*parts, strict=True))
+
+    def _kernel(self, part: Part) -> Kernel:
+        return self.kernels[part.bounds is None]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, how: _How, kept: _Kept | None) -> Tensor:
+        if kept is not None and kept.again:
+            answer, more = kept.found.popleft()
+        else:
+            answer, more = how.forward(query, key, value)
+            if kept is not None:
+                kept.found.append((answer, more))
+        ctx.save_for_backward(query, key, value, answer, *(tensor for beside in more for tensor in beside))
+        ctx.how, ctx.counts = how, [len(beside) for beside in more]
+        return answer
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, answer, *flat = ctx.saved_tensors
+        rest = iter(flat)
+        more = [tuple(next(rest) for _ in range(count)) for count in ctx.counts]
+        return *ctx.how.backward(gradient.contiguous(), query, key, value, answer, more), None, None
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What attention found in a layer that will be computed again, in order."""
+
+    found: deque[tuple[Tensor, list[More]]]
+    again: bool
+
+
+_kept: ContextVar[_Kept | None] = ContextVar("attention that is kept", default=None)
+
+
+def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Of a layer's first pass and its second, for torch's checkpointing: attention is computed in the first alone."""
+    found: deque[tuple[Tensor, list[More]]] = deque()
+    return _inside(_Kept(found, again=False)), _inside(_Kept(found, again=True))
+
+
+@contextlib.contextmanager
+def _inside(kept: _Kept) -> Iterator[None]:
+    token = _kept.set(kept)
+    try:
+        yield
+    finally:
+        _kept.reset(token)

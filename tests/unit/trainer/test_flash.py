@@ -1,0 +1,164 @@
+"""Attention of a whole row by kernels of a GPU: what they are told, and that it is what the model's mask shows.
+
+The kernels themselves run on a GPU alone (`make bench-gpu` compares them with float64). Here an oracle takes their
+place that computes what they promise.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import masking_utils
+
+from headrace_trainer.torch_learner.model import attention, flash
+from headrace_trainer.torch_learner.model.flash import Found, Part
+
+WIDTH = 16
+CAUSAL: dict[str, Any] = {"mask_function": masking_utils.causal_mask_function}
+
+
+def window(size: int) -> dict[str, Any]:
+    return {"mask_function": masking_utils.sliding_window_causal_mask_function(size), "local_size": size}
+
+
+def chunks(size: int) -> dict[str, Any]:
+    start = torch.zeros(1, dtype=torch.int64)
+    return {"mask_function": masking_utils.chunked_causal_mask_function(size, start), "local_size": size}
+
+
+class Oracle:
+    """Scores of all pairs, in float64; counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Part] = []
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> Found:
+        self.asked.append(part)
+        return self._answer(query, key, value, part, scale), (torch.zeros(1), None)
+
+    def backward(
+        self, of: Tensor, query: Tensor, key: Tensor, value: Tensor, found: Found, part: Part, scale: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.enable_grad():
+            leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+            answer = self._answer(*leaves, part, scale)
+            torch.testing.assert_close(answer, found[0])
+            of_query, of_key, of_value = torch.autograd.grad(answer, leaves, of)
+        return of_query, of_key, of_value
+
+    @staticmethod
+    def _answer(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> Tensor:
+        if part.bounds is not None:
+            assert part.bounds.tolist() == [0, *torch.tensor(part.lengths).cumsum(0).tolist()]
+        three = (torch.split(tensor, list(part.lengths)) for tensor in (query, key, value))
+        return torch.cat([alone(*each, part.window, scale) for each in zip(*three, strict=True)])
+
+
+def alone(query: Tensor, key: Tensor, value: Tensor, seen: int | None, scale: float | None) -> Tensor:
+    """Of one sequence, `[tokens, heads, width]`."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * (query.shape[2] ** -0.5 if scale is None else scale)
+    at = torch.arange(len(query))
+    hidden = at[None] > at[:, None]
+    if seen is not None:
+        hidden |= at[None] <= at[:, None] - seen
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), value)
+
+
+def row(lengths: list[int], asked: dict[str, Any], *, cudnn: bool) -> flash.Row | None:
+    return flash.row_of(attention.bounds_of(lengths), asked, torch.device("cpu"), cudnn=cudnn)
+
+
+def drawn(tokens: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(1, heads, tokens, WIDTH, generator=draw, dtype=torch.float64) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("cudnn", [False, True])
+@pytest.mark.parametrize("asked", [CAUSAL, window(5), window(200)], ids=["causal", "narrow", "wide"])
+@pytest.mark.parametrize("lengths", [[7], [9, 30, 30, 1], [30, 9]])
+def test_a_row_answers_as_its_sequences_alone(
+    lengths: list[int], asked: dict[str, Any], cudnn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "LONG", 8)
+    monkeypatch.setattr(flash, "STEP", 10)
+    found = row(lengths, asked, cudnn=cudnn)
+    assert found is not None
+    query, key, value = (tensor.requires_grad_() for tensor in drawn(sum(lengths)))
+    answer = flash.attend(query, key, value, found, 0.3, (Oracle(), Oracle()))
+    local = asked.get("local_size")
+    expected = [
+        alone(*(tensor[0, :, a:b].transpose(0, 1) for tensor in (query, key, value)), local, 0.3)
+        for a, b in pairwise(attention.bounds_of(lengths))
+    ]
+    torch.testing.assert_close(answer[0], torch.cat(expected))
+    upstream = torch.randn(answer.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ours = torch.autograd.grad(answer, (query, key, value), upstream)
+    theirs = torch.autograd.grad(torch.cat(expected), (query, key, value), upstream[0])
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_mask_is_told_by_what_it_shows() -> None:
+    for longest in (1, 6, 7, 8, 13, 14, 15, 40):
+        assert flash.reach(longest, CAUSAL) == longest
+        assert flash.reach(longest, window(7)) == min(7, longest)
+        assert flash.reach(longest, chunks(7)) == (longest if longest <= 7 else None)
+        assert flash.reach(longest, {**window(7), "allow_is_causal_skip": False}) is None
+
+
+def test_a_mask_that_lies_on_another_device_is_none_of_ours() -> None:
+    def looks_up(*_: Any) -> Tensor:
+        raise RuntimeError("Expected all tensors to be on the same device")
+
+    assert flash.reach(20, {"mask_function": looks_up, "local_size": 7}) is None
+
+
+def test_short_neighbours_are_one_call_and_long_ones_have_few_shapes() -> None:
+    lengths = [5000, 4700, 4609, 2048, 900, 30, 1024, 1500]
+    found = row(lengths, CAUSAL, cudnn=True)
+    assert found is not None
+    assert [part.lengths for part in found.parts] == [(5000, 4700), (4609,), (2048,), (900, 30, 1024), (1500,)]
+    assert [part.rounded for part in found.parts if part.bounds is None] == [5120, 5120, 2048, 1536]
+    whole = row(lengths, CAUSAL, cudnn=False)
+    assert whole is not None
+    assert [part.lengths for part in whole.parts] == [tuple(lengths)]
+    windowed = row(lengths, window(100), cudnn=True)
+    assert windowed is not None
+    assert [part.window for part in windowed.parts] == [100]
+
+
+def test_what_is_added_to_a_rectangle_is_taken_off_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "STEP", 8)
+    for lengths in ((8, 8), (7, 6), (3,)):
+        part = Part(lengths, None, None)
+        tensor = torch.arange(sum(lengths) * 6.0).reshape(sum(lengths), 2, 3)
+        rectangle = flash._rectangle(tensor, part)
+        assert rectangle.shape == (len(lengths), 2, 8, 3)
+        assert float(rectangle.sum()) == float(tensor.sum())
+        torch.testing.assert_close(flash._strip(rectangle, part), tensor)
+
+
+def test_recomputed_layers_ask_the_kernel_once() -> None:
+    lengths = [9, 4]
+    found = row(lengths, CAUSAL, cudnn=False)
+    assert found is not None
+    oracle = Oracle()
+    leaves = [tensor.requires_grad_() for tensor in drawn(sum(lengths))]
+
+    def layer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        first = flash.attend(query.sin(), key, value, found, None, (oracle, oracle))
+        return flash.attend(first.transpose(1, 2).sin(), key, value, found, None, (oracle, oracle))
+
+    plain = torch.autograd.grad(layer(*leaves).sum(), leaves)
+    assert len(oracle.asked) == 2
+    oracle.asked.clear()
+    answer = checkpoint(layer, *leaves, use_reentrant=False, context_fn=flash.contexts)
+    kept = torch.autograd.grad(answer.sum(), leaves)
+    assert len(oracle.asked) == 2
+    torch.testing.assert_close(kept, plain)
