@@ -183,7 +183,8 @@ def compared(maker: Maker, turns: list[Turn], each: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def _beside(policy: Policy, made: list[Made], turns: list[Turn], each: int) -> dict[str, Any]:
-    right, wrong = [], []
+    right: list[torch.Tensor] = []
+    wrong: list[torch.Tensor] = []
     asked = 0
     for number, one in enumerate(made):
         policy.load_files(one.folder)
@@ -224,7 +225,8 @@ async def measured(maker: Maker, options: argparse.Namespace) -> dict[str, Any]:
     shape = GPU_SHAPES[options.shape]
     clients = Clients(engine, options.prompt, options.new, shape.vocabulary, base.manifest.version)
     tasks = [asyncio.create_task(clients.run(number)) for number in range(options.streams)]
-    keep, report = base.manifest.version, {}
+    keep = base.manifest.version
+    report: dict[str, Any] = {}
     await phase(clients, 3, [], keep)  # warm
     report["steady"] = await phase(clients, options.seconds, [], keep)
     report["lora_swaps"] = await phase(clients, options.seconds, maker.lora, keep)

@@ -60,7 +60,7 @@ def matmul_tflops(size: int = 8192, times: int = 20) -> float:
     left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     took = []
     for _ in range(times):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         torch.mm(left, right)
         end.record()

@@ -46,7 +46,7 @@ class Oracle:
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-            answer = self._answer(*leaves, part, scale)
+            answer = self._answer(leaves[0], leaves[1], leaves[2], part, scale)
             torch.testing.assert_close(answer, found[0])
             of_query, of_key, of_value = torch.autograd.grad(answer, leaves, of)
         return of_query, of_key, of_value
@@ -56,7 +56,7 @@ class Oracle:
         if part.bounds is not None:
             assert part.bounds.tolist() == [0, *torch.tensor(part.lengths).cumsum(0).tolist()]
         three = (torch.split(tensor, list(part.lengths)) for tensor in (query, key, value))
-        return torch.cat([alone(*each, part.window, scale) for each in zip(*three, strict=True)])
+        return torch.cat([alone(q, k, v, part.window, scale) for q, k, v in zip(*three, strict=True)])
 
 
 def alone(query: Tensor, key: Tensor, value: Tensor, seen: int | None, scale: float | None) -> Tensor:
@@ -93,10 +93,8 @@ def test_a_row_answers_as_its_sequences_alone(
     query, key, value = (tensor.requires_grad_() for tensor in drawn(sum(lengths)))
     answer = flash.attend(query, key, value, found, 0.3, (Oracle(), Oracle()))
     local = asked.get("local_size")
-    expected = [
-        alone(*(tensor[0, :, a:b].transpose(0, 1) for tensor in (query, key, value)), local, 0.3)
-        for a, b in pairwise(attention.bounds_of(lengths))
-    ]
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    expected = [alone(q[a:b], k[a:b], v[a:b], local, 0.3) for a, b in pairwise(attention.bounds_of(lengths))]
     torch.testing.assert_close(answer[0], torch.cat(expected))
     upstream = torch.randn(answer.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     ours = torch.autograd.grad(answer, (query, key, value), upstream)

@@ -128,10 +128,10 @@ def test_hidden_matrices_are_told_by_the_weights_that_masters_belong_to(narrow: 
 
 
 def test_it_is_refused_where_versions_are_float32(base: Path) -> None:
-    with pytest.raises(SettingError, match="trainer.compute.weights"):
+    with pytest.raises(SettingError, match=r"trainer\.compute\.weights"):
         opened(base)
 
 
 def test_it_is_refused_where_products_run_in_float32(narrow: Path) -> None:
-    with pytest.raises(SettingError, match="trainer.compute.dtype"):
+    with pytest.raises(SettingError, match=r"trainer\.compute\.dtype"):
         Policy.open(narrow, ComputeSettings(device="cpu", weights="bfloat16"), LoraSettings(), seed=0)

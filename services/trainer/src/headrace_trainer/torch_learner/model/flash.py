@@ -2,8 +2,8 @@
 
 Sequences of up to `LONG` tokens that stand side by side are one call of flash attention, which is told where each of
 them starts: the host does as much for 2 of them as for 60. Longer ones go to cuDNN where the GPU is one that it is
-faster on (1.6 times as fast at 4,096 tokens, Hopper and after). It prepares a plan for each length that it meets, so lengths are
-rounded up to multiples of `STEP`: what is added stands behind the sequence, where its own tokens do not see it.
+faster on (Hopper and after; 1.6 times at 4,096 tokens). It prepares a plan for each length that it meets, so lengths
+are rounded up to multiples of `STEP`: what is added stands behind the sequence, where its own tokens do not see it.
 
 Keys that several heads share are read where they are, and a sliding window is two numbers. That a mask is plain
 causality or such a window is not told by a name: transformers' own mask is asked about the queries where windows,
