@@ -67,6 +67,7 @@ def _turn(call: ChatCall, transcript: Transcript, delivered: bool) -> Turn:
             "choices": [_choice(index, choice) for index, choice in sorted(transcript.choices.items())],
             "usage": {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens},
             "started_at": call.started_at,
+            "assignment": transcript.assignment,
         }
     )
 

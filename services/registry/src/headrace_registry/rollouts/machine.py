@@ -14,9 +14,9 @@ from datetime import datetime
 from fractions import Fraction
 from typing import Literal
 
-from headrace_registry.rollouts.assignment import Split
 from headrace_registry.rollouts.evidence import Findings
 from headrace_registry.rollouts.plan import RolloutPlan
+from headrace_schemas.assignment import Split
 from headrace_schemas.errors import HeadraceError
 
 Phase = Literal["shadow", "canary", "champion", "succeeded", "hold", "rolled_back"]

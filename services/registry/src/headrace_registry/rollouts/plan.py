@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from headrace_registry import spending
 from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.metrics import Metric
+from headrace_runtime.settings import Section
 from headrace_schemas.base import Finite, Model, Text
 
 Look = Literal["shadow", "maturity", "closing"]
@@ -75,18 +76,21 @@ def _stages(*shares: Fraction) -> tuple[RolloutStage, ...]:
     return tuple(RolloutStage(share=share, units_min=20 * number) for number, share in enumerate(shares, 1))
 
 
-class RolloutPlan(Model):
+class RolloutPlan(Section):
     """A rollout's rules. A fixed split (A/B) is one stage; with `promotes` false its end changes nothing."""
 
     unit: Literal["session", "user"] = "session"
+    """Who is drawn into an arm: sessions, or users (the request's `user`, `X-User-Id` or `metadata.user_id`; a session
+    whose calls name nobody is a user of its own)."""
     slots: Annotated[int, Field(ge=1, le=8)] = 1
     """How many candidates there may be at a time. Each has a control of its own size within one block of units, so a
-    candidate gets 1 / (slots + 1) of them at most, whatever its stage says."""
+    candidate gets 1 / (slots + 1) of them at most, whatever its stage says. No larger while anything is under way."""
     shadow_units: Annotated[int, Field(ge=0)] = 0
     """So many prompts the candidate answers beside the champion, unseen by users, before it gets any of them."""
     stages: tuple[RolloutStage, ...] = Field(
         default=_stages(Fraction(1, 100), Fraction(1, 10), Fraction(1, 2)), min_length=1, max_length=16
     )
+    """The ramp: `share` of the units, then `units_min` of the candidate and `duration_min_s` before the next one."""
     guardrails: tuple[Guardrail, ...] = Field(
         default=(
             Guardrail(metric="reward", margin=0.1, weight=12),
@@ -97,7 +101,9 @@ class RolloutPlan(Model):
         min_length=1,
         max_length=8,
     )
+    """What must not get worse: `metric`, absolute `margin`, `tolerated`, `weight` of beta, `bounds`."""
     successes: tuple[Success, ...] = Field(default=(Success(metric="reward", margin=0.1),), min_length=1, max_length=4)
+    """What a version is promoted for, one of them: `metric`, `kind` "improved" or "not_inferior", `margin`, `bounds`."""
     alpha: Probability = 0.05
     """Probability of promoting wrongly, over all versions of a family together."""
     beta: Probability = 0.05
@@ -118,6 +124,7 @@ class RolloutPlan(Model):
     duration_max_s: Positive = 604_800.0
     """After so long it is held."""
     promotes: bool = True
+    """Whether what is shown good enough takes over by itself; else it ends in hold, for an operator to promote."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
