@@ -62,7 +62,7 @@ class _Registry:
         self._versions_seen: dict[str, object] = {}
         self._processor = Processor(
             service="registry",
-            handlers={Checkpoint.topic: CheckpointHandler(blobs, self._lease), **_live(self._lease, settings)},
+            handlers={Checkpoint.topic: CheckpointHandler(blobs, self._lease), **live(self._lease, settings)},
             database=database,
             tables=STREAM,
             outbox=Outbox(database, STREAM, producer, clock),
@@ -140,7 +140,7 @@ class _Registry:
             await disk.with_room(self._processor.prune)
 
 
-def _live(lease: LeaderLease, settings: RegistrySettings) -> dict[str, Handler]:
+def live(lease: LeaderLease, settings: RegistrySettings) -> dict[str, Handler]:
     """What is read of users' sessions while a rollout goes on."""
     said = WordHandler(lease, settings.rollout.events_per_unit_max)
     turns = TurnHandler(lease, settings.rollout.events_per_unit_max)

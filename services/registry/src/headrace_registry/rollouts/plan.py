@@ -103,7 +103,7 @@ class RolloutPlan(Section):
     )
     """What must not get worse: `metric`, absolute `margin`, `tolerated`, `weight` of beta, `bounds`."""
     successes: tuple[Success, ...] = Field(default=(Success(metric="reward", margin=0.1),), min_length=1, max_length=4)
-    """What a version is promoted for, one of them: `metric`, `kind` "improved" or "not_inferior", `margin`, `bounds`."""
+    """What a version is promoted for, one of them: `metric`, `kind` (improved, not_inferior), `margin`, `bounds`."""
     alpha: Probability = 0.05
     """Probability of promoting wrongly, over all versions of a family together."""
     beta: Probability = 0.05
