@@ -25,6 +25,9 @@ Version = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{
 
 ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
+AliasName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+"""An alias, a label or a tag of a version."""
+
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 Timestamp = Annotated[AwareDatetime, AfterValidator(lambda value: value.astimezone(UTC))]

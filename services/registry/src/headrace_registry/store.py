@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from sqlalchemy import RowMapping, Select, select
+from sqlalchemy import RowMapping, Select, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.records import ModelRecord, ModelView, Standing, TrialResult, VersionRecord
@@ -26,6 +26,11 @@ async def model(tx: AsyncConnection, name: str) -> ModelRecord | None:
 
 async def version(tx: AsyncConnection, name: str) -> VersionRecord | None:
     return (await _versions(tx, select(VERSIONS).where(VERSIONS.c.version == name))).get(name)
+
+
+async def every(tx: AsyncConnection) -> list[VersionRecord]:
+    """All versions of all models, in the order of arrival."""
+    return list((await _versions(tx, select(VERSIONS).order_by(VERSIONS.c.number))).values())
 
 
 async def newest(tx: AsyncConnection, name: str, limit: int) -> list[VersionRecord]:
@@ -57,13 +62,18 @@ async def ancestry(tx: AsyncConnection, name: str | None) -> set[str]:
     return set((await tx.execute(select(line.c.version))).scalars())
 
 
-async def view(tx: AsyncConnection, record: ModelRecord, gate_sha256: str) -> ModelView:
-    """What the next decision about one model depends on."""
+async def view(
+    tx: AsyncConnection, record: ModelRecord, gate_sha256: str, also: VersionRecord | None = None
+) -> ModelView:
+    """What the next decision about one model depends on; `also` a version that somebody asks about. What nobody trains
+    waits until somebody asks for it."""
     query = select(VERSIONS).where(VERSIONS.c.model == record.model, VERSIONS.c.state == "registered")
+    query = query.where(or_(VERSIONS.c.trained, VERSIONS.c.request != ""), VERSIONS.c.retired_ms.is_(None))
     waiting = await _versions(tx, query.order_by(VERSIONS.c.number))
     roles = [name for name in (record.champion, record.previous, record.candidate, record.anchor) if name]
     found = {**waiting, **await _named(tx, roles)}
-    found |= await _named(tx, [one.base for one in found.values() if one.base])
+    known = [*found.values(), *([also] if also is not None else [])]
+    found |= await _named(tx, [one.base for one in known if one.base])
     tried = await trial_result(tx, record.candidate, gate_sha256) if record.candidate else None
     return ModelView(record, found, tuple(waiting.values()), tried, await _audited(tx, roles, gate_sha256))
 
@@ -115,6 +125,11 @@ def _version(row: RowMapping) -> VersionRecord:
         replaced=row["replaced"],
         registered=from_epoch_ms(row["registered_ms"]),
         changed=from_epoch_ms(row["changed_ms"]),
+        trained=row["trained"],
+        label=row["label"],
+        served=row["served"],
+        retired_at=None if row["retired_ms"] is None else from_epoch_ms(row["retired_ms"]),
+        collected=row["collected_ms"] is not None,
     )
 
 

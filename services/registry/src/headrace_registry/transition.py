@@ -38,7 +38,19 @@ class Transition:
         self._touched.clear()
         return self.events
 
-    async def register(self, checkpoint: Checkpoint, manifest: Manifest | None, problem: str | None) -> None:
+    def touch(self, model: str) -> None:
+        """The model's routing may have changed."""
+        self._touched.add(model)
+
+    async def register(
+        self,
+        checkpoint: Checkpoint,
+        manifest: Manifest | None,
+        problem: str | None,
+        *,
+        trained: bool = True,
+        label: str | None = None,
+    ) -> None:
         """Add a version. With a `problem` it is rejected at once. A known version stays as it is."""
         if await store.version(self._tx, checkpoint.version) is not None:
             return
@@ -59,6 +71,8 @@ class Transition:
             "template_sha256": manifest.template_sha256 if manifest else "",
             "state": state,
             "request": "",
+            "trained": trained,
+            "label": label,
             "registered_ms": epoch_ms(self._now),
             "changed_ms": epoch_ms(self._now),
         }
@@ -172,6 +186,13 @@ class Transition:
         roles = {role: None for role in ("previous", "candidate", "pinned") if getattr(model, role) in gone}
         standing = asdict(ALONE) if model.anchor in gone else {}
         await self._set_roles(model, **roles, **standing)
+
+    async def vacate(self, model: ModelRecord) -> None:
+        """No version of this model serves any more."""
+        if model.candidate:
+            await self._set_state(model.candidate, "registered", request="")
+        roles = dict.fromkeys(("champion", "previous", "candidate", "pinned"))
+        await self._set_roles(model, **roles, **asdict(ALONE))
 
     async def release(self, model: ModelRecord, version: str) -> None:
         """The candidate waits again."""
