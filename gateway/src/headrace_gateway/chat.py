@@ -146,6 +146,9 @@ class Chat:
 
     async def _capture(self, call: ChatCall, transcript: Transcript, *, delivered: bool) -> None:
         size_bytes = len(call.core) + transcript.sampled * _ANSWERED_BYTES
+        untrained = self.catalog.untrained(call.target.model, transcript.version) if transcript.version else None
         with metrics.CAPTURE_SECONDS.time():
-            event = await self.aside.run(size_bytes, lambda: event_of(call, transcript, delivered=delivered))
+            event = await self.aside.run(
+                size_bytes, lambda: event_of(call, transcript, delivered=delivered, untrained=untrained)
+            )
             await self.admission.publish(event)

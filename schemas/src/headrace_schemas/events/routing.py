@@ -7,7 +7,18 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace_schemas.base import Event, Finite, LongText, Model, ModelName, Share, Text, Timestamp, Version
+from headrace_schemas.base import (
+    AliasName,
+    Event,
+    Finite,
+    LongText,
+    Model,
+    ModelName,
+    Share,
+    Text,
+    Timestamp,
+    Version,
+)
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.ids import derived_id
 
@@ -69,6 +80,10 @@ class Routing(Event):
     aliases: dict[Alias, Version]
     serve: tuple[ServedVersion, ...] = Field(max_length=64)
     withdrawn: tuple[Version, ...] = Field(default=(), max_length=1024)
+    names: dict[AliasName, Version] = Field(default_factory=dict, max_length=256)
+    """Further names of served versions: the aliases that operators set, and the versions' own labels."""
+    untrained: tuple[Version, ...] = Field(default=(), max_length=1024)
+    """Versions that nobody trains here, the last ones: what they answer is captured and never trained."""
     pinned: Version | None = None
     """The one version that may be champion until an operator unpins it."""
     paused: bool = False

@@ -81,6 +81,8 @@ class Turn(Event):
     """Which retry of the client's SDK this call was, 0 for the first attempt."""
     delivered: bool = True
     """False when the client disconnected before the response ended. Such turns are captured, but never trained."""
+    untrained: Text | None = None
+    """Why the version that answered is never trained on its turns, such as `registered`; None: it may be."""
 
     messages: tuple[Message, ...] = Field(min_length=1, max_length=8192)
     tools: tuple[Tool, ...] = Field(default=(), max_length=1024)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 
 from headrace_registry.api import RegistryApi
+from headrace_registry.catalog.api import CatalogApi
+from headrace_registry.changes import Changes
 from headrace_registry.director import Director
+from headrace_registry.garbage.collector import GarbageCollector
 from headrace_registry.gate import Gate
 from headrace_registry.handlers import CheckpointHandler
 from headrace_registry.leader import LeaderLease
 from headrace_registry.reader import CheckpointReader
 from headrace_registry.reconcile import Reconciler
+from headrace_registry.rollouts.api import RolloutApi
 from headrace_registry.rollouts.live import LiveReader
 from headrace_registry.rollouts.watching import TurnHandler, WordHandler
 from headrace_registry.settings import RegistrySettings
@@ -78,9 +82,12 @@ class _Registry:
             self._processor, self._lease, Gate(settings.gate), settings, self._replicas.rows.values, self._watch
         )
         self._reconciler = Reconciler(self._processor, self._lease, self._routings.rows, clock, settings.reconcile_s)
-        self._api = RegistryApi(
-            common, database, self._processor, self._lease, self._replicas.rows.values, self._director.wake.set
-        )
+        wake = self._director.wake.set
+        garbage = GarbageCollector(blobs, self._processor, self._lease, settings.retired_for_s)
+        made = Changes(self._processor, self._lease, wake)
+        self._api = RegistryApi(common, database, self._processor, self._lease, self._replicas.rows.values, wake)
+        self._rollouts = RolloutApi(common, settings.rollout, database, made)
+        self._catalog = CatalogApi(common, settings, blobs, database, made, garbage)
 
     async def run(self) -> None:
         checks: dict[str, web.Check] = {
@@ -88,7 +95,8 @@ class _Registry:
             "bus": self._connected,
             "consumer": self._reading,
         }
-        async with web.serve(web.app(checks, self._api.routes(), self._common), self._settings) as port:
+        pages = [*self._api.routes(), *self._catalog.routes(), *self._rollouts.routes()]
+        async with web.serve(web.app(checks, pages, self._common), self._settings) as port:
             log.info("listening", port=port)
             try:
                 await disk.with_room(self._lease.acquire)

@@ -119,7 +119,7 @@ class Director:
             await self._lease.check(tx)
             record = await store.model(tx, model)
             assert record is not None
-            view = await store.view(tx, record, self._gate.sha256, now)
+            view = await store.view(tx, record, self._gate.sha256, now=now)
             WAITING.labels(model).set(len(view.waiting))
             action = lifecycle.plan(view, self._situation(view, now))
             transition = Transition(tx, now)

@@ -164,6 +164,8 @@ def _full(view: ModelView, now: Situation) -> str:
 
 def objection(version: VersionRecord, view: ModelView) -> str | None:
     """Why `version` can never serve this model (P7), None when it can."""
+    if version.retired:
+        return "it is retired; register its files again to bring it back"
     champion = view.champion
     if champion and version.tokenizer_sha256 != champion.tokenizer_sha256:
         return f"its tokenizer differs from that of the champion {champion.version}; publish it as another model"
@@ -172,6 +174,8 @@ def objection(version: VersionRecord, view: ModelView) -> str | None:
     base = view.versions.get(version.base) if version.base else None
     if version.base and (base is None or base.state == "withdrawn"):
         return f"its base {version.base} is {'withdrawn' if base else 'not registered'}"
+    if base is not None and base.retired:
+        return f"its base {base.version} is retired; register its files again to bring it back"
     return None
 
 
@@ -259,7 +263,9 @@ def _to_measure(name: str, view: ModelView, now: Situation) -> bool:
 def _baseline(view: ModelView, now: Situation) -> Action:
     """No version waits: measure the champion if its score is not known yet."""
     champion = view.champion
-    if champion is None or not now.gate or champion.version in view.audited or champion.version in now.unmeasured:
+    if champion is None or not champion.trained:  # what nobody trains is no candidate for anything: no gate plays it
+        return Wait()
+    if not now.gate or champion.version in view.audited or champion.version in now.unmeasured:
         return Wait()
     if not probe.served_by_any(champion.version, now.replicas):
         return Wait(f"no replica serves the champion {champion.version}")

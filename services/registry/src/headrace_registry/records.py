@@ -38,6 +38,18 @@ class VersionRecord:
     changed: datetime
     rollout: str | None = None
     """The kind and share that an operator asked for, as `rollouts.wish.Wish` writes it."""
+    trained: bool = True
+    """By a trainer of ours."""
+    label: str | None = None
+    served: bool = False
+    """Somebody asked for it to be held ready."""
+    retired_at: datetime | None = None
+    """Since when it never serves again."""
+    collected: bool = False
+
+    @property
+    def retired(self) -> bool:
+        return self.retired_at is not None
 
 
 @dataclass(frozen=True, slots=True)

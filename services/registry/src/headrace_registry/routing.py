@@ -9,6 +9,7 @@ from sqlalchemy import update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry import store
+from headrace_registry.catalog import queries
 from headrace_registry.records import ModelRecord
 from headrace_registry.rollouts import kept
 from headrace_registry.rollouts.kept import KeptRollout
@@ -55,13 +56,17 @@ async def _wanted(tx: AsyncConnection, now: datetime, record: ModelRecord) -> Ro
     under_way = await kept.under_way(tx, record.model)
     if under_way:
         aliases["canary"] = under_way[0].version
+    serve = await _serve(tx, record, [one.version for one in under_way])
+    ready = {one.version for one in serve}
     return Routing(
         time=now,
         model=record.model,
         revision=record.revision + 1,
         aliases=aliases,
-        serve=await _serve(tx, record, [one.version for one in under_way]),
+        serve=serve,
+        names={name: one for name, one in (await queries.names(tx, record.model)).items() if one in ready},
         withdrawn=tuple(await store.withdrawn(tx, record.model, WITHDRAWN_MAX)),
+        untrained=tuple(await queries.untrained(tx, record.model, WITHDRAWN_MAX)),
         pinned=record.pinned,
         paused=record.paused,
         split=_split(under_way),
@@ -81,9 +86,11 @@ def _split(under_way: Sequence[KeptRollout]) -> TrafficSplit | None:
 
 
 async def _serve(tx: AsyncConnection, record: ModelRecord, under_way: Sequence[str]) -> tuple[ServedVersion, ...]:
-    """Champion, previous, those under way, candidate, anchor; before each adapter the base that it applies to."""
+    """Champion, previous, those under way, candidate, anchor, what somebody asked for, and before each adapter the base
+    that it applies to."""
     found: dict[str, ServedVersion] = {}
-    for name in (record.champion, record.previous, *under_way, record.candidate, record.anchor):
+    asked = await queries.asked_for(tx, record.model)
+    for name in (record.champion, record.previous, *under_way, record.candidate, record.anchor, *asked):
         version = await store.version(tx, name) if name else None
         base = await store.version(tx, version.base) if version and version.base else None
         for one in (base, version):
@@ -99,4 +106,5 @@ async def _save(tx: AsyncConnection, routing: Routing) -> Sequence[Routing]:
 
 
 def _content(routing: Routing) -> object:
-    return routing.aliases, routing.serve, routing.withdrawn, routing.pinned, routing.paused, routing.split
+    held = routing.pinned, routing.paused
+    return routing.aliases, routing.names, routing.serve, routing.withdrawn, routing.untrained, routing.split, held

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from datetime import datetime
 
-from sqlalchemy import RowMapping, Select, select
+from sqlalchemy import RowMapping, Select, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.records import ModelRecord, ModelView, Standing, TrialResult, VersionRecord
@@ -30,6 +30,11 @@ async def version(tx: AsyncConnection, name: str) -> VersionRecord | None:
     return (await _versions(tx, select(VERSIONS).where(VERSIONS.c.version == name))).get(name)
 
 
+async def every(tx: AsyncConnection) -> list[VersionRecord]:
+    """All versions of all models, in the order of arrival."""
+    return list((await _versions(tx, select(VERSIONS).order_by(VERSIONS.c.number))).values())
+
+
 async def newest(tx: AsyncConnection, name: str, limit: int) -> list[VersionRecord]:
     """A model's versions, the newest first."""
     query = select(VERSIONS).where(VERSIONS.c.model == name).order_by(VERSIONS.c.number.desc()).limit(limit)
@@ -48,12 +53,16 @@ async def withdrawn(tx: AsyncConnection, name: str, limit: int) -> list[str]:
 
 
 async def heir(tx: AsyncConnection, model: str, champion: str | None, gone: Iterable[str] = ()) -> str | None:
-    """The last champion before the present one that may serve again: neither withdrawn nor `gone`."""
+    """The last champion before the present one that may serve again: neither withdrawn, retired nor `gone`."""
     out = {champion, *gone}
     query = select(CHAMPIONS.c.version).where(CHAMPIONS.c.model == model).order_by(CHAMPIONS.c.id.desc())
     line = [name for name in dict.fromkeys((await tx.execute(query)).scalars()) if name not in out]
-    states = {name: one.state for name, one in (await _named(tx, line)).items()}
-    return next((name for name in line if states.get(name) == "promoted"), None)
+    known = await _named(tx, line)
+    return next((name for name in line if name in known and _may_serve(known[name])), None)
+
+
+def _may_serve(version: VersionRecord) -> bool:
+    return version.state == "promoted" and not version.retired
 
 
 async def children(tx: AsyncConnection, names: Iterable[str]) -> list[VersionRecord]:
@@ -68,13 +77,23 @@ async def ancestry(tx: AsyncConnection, name: str | None) -> set[str]:
     return set((await tx.execute(select(line.c.version))).scalars())
 
 
-async def view(tx: AsyncConnection, record: ModelRecord, gate_sha256: str, now: datetime | None = None) -> ModelView:
-    """What the next decision about one model depends on; without `now` not how many rollouts began lately."""
+async def view(
+    tx: AsyncConnection,
+    record: ModelRecord,
+    gate_sha256: str,
+    also: VersionRecord | None = None,
+    *,
+    now: datetime | None = None,
+) -> ModelView:
+    """What the next decision about one model depends on; `also` a version that somebody asks about. What nobody trains
+    waits until somebody asks for it. Without `now` it is not known how many rollouts began lately."""
     query = select(VERSIONS).where(VERSIONS.c.model == record.model, VERSIONS.c.state == "registered")
+    query = query.where(or_(VERSIONS.c.trained, VERSIONS.c.request != ""), VERSIONS.c.retired_ms.is_(None))
     waiting = await _versions(tx, query.order_by(VERSIONS.c.number))
     roles = [name for name in (record.champion, record.previous, record.candidate, record.anchor) if name]
     found = {**waiting, **await _named(tx, roles)}
-    found |= await _named(tx, [one.base for one in found.values() if one.base])
+    known = [*found.values(), *([also] if also is not None else [])]
+    found |= await _named(tx, [one.base for one in known if one.base])
     tried = await trial_result(tx, record.candidate, gate_sha256) if record.candidate else None
     audited = await _audited(tx, roles, gate_sha256)
     going_on = await kept.under_way(tx, record.model)
@@ -138,6 +157,11 @@ def _version(row: RowMapping) -> VersionRecord:
         registered=from_epoch_ms(row["registered_ms"]),
         changed=from_epoch_ms(row["changed_ms"]),
         rollout=row["rollout"],
+        trained=row["trained"],
+        label=row["label"],
+        served=row["served"],
+        retired_at=None if row["retired_ms"] is None else from_epoch_ms(row["retired_ms"]),
+        collected=row["collected_ms"] is not None,
     )
 
 

@@ -45,7 +45,19 @@ class Transition:
         self._touched.clear()
         return self.events
 
-    async def register(self, checkpoint: Checkpoint, manifest: Manifest | None, problem: str | None) -> None:
+    def touch(self, model: str) -> None:
+        """The model's routing may have changed."""
+        self._touched.add(model)
+
+    async def register(
+        self,
+        checkpoint: Checkpoint,
+        manifest: Manifest | None,
+        problem: str | None,
+        *,
+        trained: bool = True,
+        label: str | None = None,
+    ) -> None:
         """Add a version. With a `problem` it is rejected at once. A known version stays as it is."""
         if await store.version(self._tx, checkpoint.version) is not None:
             return
@@ -66,6 +78,8 @@ class Transition:
             "template_sha256": manifest.template_sha256 if manifest else "",
             "state": state,
             "request": "",
+            "trained": trained,
+            "label": label,
             "registered_ms": epoch_ms(self._now),
             "changed_ms": epoch_ms(self._now),
         }
@@ -192,6 +206,13 @@ class Transition:
         standing = asdict(ALONE) if model.anchor in gone else {}
         await self.set_roles(model, **roles, **standing)
 
+    async def vacate(self, model: ModelRecord) -> None:
+        """No version of this model serves any more."""
+        if model.candidate:
+            await self.set_state(model.candidate, "registered", request="")
+        roles = dict.fromkeys(("champion", "previous", "candidate", "pinned"))
+        await self.set_roles(model, **roles, **asdict(ALONE))
+
     async def release(self, model: ModelRecord, version: str) -> None:
         """The candidate waits again."""
         await self.set_state(version, "registered")
@@ -247,10 +268,6 @@ class Transition:
         await self._tx.execute(update(VERSIONS).where(VERSIONS.c.version == version).values(changed))
         if state == "withdrawn":
             await self._tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.version == version).values(phase="rolled_back"))
-
-    def touch(self, model: str) -> None:
-        """Its routing may have changed."""
-        self._touched.add(model)
 
     async def forget_result(self, version: str) -> None:
         await self._tx.execute(delete(VERDICTS).where(VERDICTS.c.version == version))

@@ -48,7 +48,7 @@ class _Seen:
     """The reading that they have come to."""
     shown_units: int = -1
     shown_s: float = 0.0
-    chart: list[dict[str, float | list[float]]] = field(default_factory=list)
+    chart: list[dict[str, object]] = field(default_factory=list)
 
 
 class Conductor:
@@ -159,8 +159,8 @@ class Conductor:
     async def _evidence(self, rollout: KeptRollout) -> _Seen:
         seen = self._seen.get(rollout.rollout_id)
         if seen is None:
-            chart = json.loads(rollout.chart)
-            seen = self._seen[rollout.rollout_id] = _Seen(Evidence(rollout.plan, rollout.number), chart=chart)
+            evidence = Evidence(rollout.plan, rollout.number)
+            seen = self._seen[rollout.rollout_id] = _Seen(evidence, chart=rollout.points)
         while True:
             async with self._processor.database.transaction() as tx:
                 found = await ledger.readings(tx, rollout.rollout_id, seen.last, _READINGS_MAX)
@@ -175,13 +175,7 @@ class Conductor:
         found = await asyncio.to_thread(seen.evidence.findings)
         seen.shown_units = found.candidates + found.controls
         seen.shown_s = self._processor.clock.monotonic_s()
-        point: dict[str, float | list[float]] = {"units": float(found.candidates)}
-        for metric in seen.evidence.metrics:
-            ends = [found.statistics.get(f"{metric}.{part}") for part in ("difference", "lower", "upper")]
-            known = [end for end in ends if end is not None]
-            if len(known) == len(ends):
-                point[metric] = known
-        seen.chart.append(point)
+        seen.chart.append({"units": float(found.candidates), "metrics": _intervals(found)})
         if len(seen.chart) > _POINTS_MAX:
             del seen.chart[1:-1:2]
 
@@ -205,6 +199,12 @@ class Conductor:
             going_on = {one.rollout_id for one in await kept.under_way(tx)}
         for gone in self._seen.keys() - going_on:
             del self._seen[gone]
+
+
+def _intervals(found: Findings) -> dict[str, list[float]]:
+    """Difference, lower and upper end of each metric that has any."""
+    names = [name.removesuffix(".lower") for name in found.statistics if name.endswith(".lower")]
+    return {name: [found.statistics[f"{name}.{part}"] for part in ("difference", "lower", "upper")] for name in names}
 
 
 def _reading(due: DueUnit, metrics: Mapping[str, Metric]) -> UnitReading:

@@ -48,6 +48,12 @@ class KeptRollout:
     stage_observed_ms: int
 
     @property
+    def points(self) -> list[dict[str, object]]:
+        """Of the chart."""
+        found: list[dict[str, object]] = json.loads(self.chart)
+        return found
+
+    @property
     def going_on(self) -> bool:
         return self.phase in UNDER_WAY
 

@@ -25,6 +25,10 @@ Kind = Literal["begin", "advance", "promote", "hold", "roll_back"]
 UNDER_WAY: tuple[Phase, ...] = ("shadow", "canary")
 
 
+LEFT_TO_OPERATOR = "the plan leaves it to an operator"
+"""How the reason of a hold ends whose version was shown good enough."""
+
+
 class NotAllowed(HeadraceError):
     """A step that this machine does not have: of a version that is barred, over, or already under way."""
 
@@ -188,7 +192,7 @@ def _from_canary(plan: RolloutPlan, rollout: Rollout, found: Findings, now: date
     if found.candidates >= stage.units_min and (now - rollout.changed).total_seconds() >= stage.duration_min_s:
         if last and found.shown and not found.open_guardrails:
             shown = f"{' and '.join(found.shown)}; every guardrail not inferior"
-            return ("promote", shown) if plan.promotes else ("hold", f"{shown}; the plan leaves it to an operator")
+            return ("promote", shown) if plan.promotes else ("hold", f"{shown}; {LEFT_TO_OPERATOR}")
         if not last:
             share = plan.stages[rollout.stage + 1].share
             return "advance", f"no harm in {found.candidates} units at {stage.share}; on to {share}"

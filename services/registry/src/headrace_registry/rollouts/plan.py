@@ -25,6 +25,8 @@ _SHADOW, _CLOSING = Fraction(1, 10), Fraction(1, 10)
 """Of β. Most is for the reading that comes first on live traffic: harm is to be found soon."""
 _REWARDS = ("reward", "success")
 _SHARE_MAX = Fraction(1, 2)
+_METRICS_MAX = 11
+"""Each may add five numbers to a decision, which has room for 64 with those of the whole."""
 
 
 class Guardrail(Model):
@@ -104,6 +106,8 @@ class RolloutPlan(Section):
     """What must not get worse: `metric`, absolute `margin`, `tolerated`, `weight` of beta, `bounds`."""
     successes: tuple[Success, ...] = Field(default=(Success(metric="reward", margin=0.1),), min_length=1, max_length=4)
     """What a version is promoted for, one of them: `metric`, `kind` (improved, not_inferior), `margin`, `bounds`."""
+    watched: tuple[Text, ...] = Field(default=("success", "latency", "satisfaction"), max_length=8)
+    """Metrics that are measured and shown beside these; they decide nothing."""
     alpha: Probability = 0.05
     """Probability of promoting wrongly, over all versions of a family together."""
     beta: Probability = 0.05
@@ -155,6 +159,11 @@ class RolloutPlan(Section):
         for names in (guarded, [one.metric for one in self.successes]):
             if len(set(names)) < len(names):
                 raise ValueError(f"{', '.join(names)}: name each metric once")
+        together = {*guarded, *(one.metric for one in self.successes), *self.watched}
+        if len(together) > _METRICS_MAX:
+            raise ValueError(f"{len(together)} metrics: {_METRICS_MAX} at most, so that a decision can say all of them")
+        for name in self.watched:
+            metrics.named(name)
         bounds = {one.metric: one.bounds for one in self.guardrails}
         for success in self.successes:
             if bounds.get(success.metric, success.bounds) != success.bounds:
