@@ -63,8 +63,8 @@ class RolloutList(Model):
 
 
 class RolloutRequest(Model):
-    """`POST /v1/models/{name}/rollouts`: the version goes through the gate and then gets a share of the traffic, whatever
-    `registry.rollout.kind` says."""
+    """`POST /v1/models/{name}/rollouts`: the version goes through the gate and then gets a share of the traffic,
+    whatever `registry.rollout.kind` says."""
 
     version: Version
     kind: RolloutKind = "canary"

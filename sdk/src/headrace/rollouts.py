@@ -111,8 +111,8 @@ class HotUpdater:
         return len(self.newer()) >= self.check_after_updates
 
     def test_canary(self, version: str | None = None) -> bool:
-        """Give `canary_ratio` of the traffic to a version (the newest) and wait for what its sessions show. The champion
-        stays: `rollout_update` is the next step."""
+        """Give `canary_ratio` of the traffic to a version (the newest) and wait for what its sessions show. The
+        champion stays: `rollout_update` is the next step."""
         wanted = version or next((one.id for one in self.newer()), None)
         if wanted is None:
             raise UsageError(f"{self.model} has no version that is newer than its champion")

@@ -81,8 +81,9 @@ def watch(
     *,
     at: RegistryOptions,
 ) -> None:
-    """Draw the confidence sequence as it grows, until the rollout is over. Where the output is no terminal, print a line
-    whenever something has changed. Exit status 0 for a promotion, 1 for any other end.
+    """Draw the confidence sequence as it grows, until the rollout is over. Exit status 0 for a promotion, else 1.
+
+    Where the output is no terminal, print a line whenever something has changed.
     """
     with at.open() as api:
         found = _get(api, rollout)
@@ -186,7 +187,8 @@ def in_a_line(found: RolloutState, metric: str | None) -> str:
 
     name = metric or chart.metric_of(found)
     ends = [found.statistics.get(f"{name}.{part}") for part in ("difference", "lower", "upper")]
-    shown = "not read yet" if None in ends else "{:+.3f} in [{:+.3f}, {:+.3f}]".format(*ends)
+    known = [end for end in ends if end is not None]
+    shown = "{:+.3f} in [{:+.3f}, {:+.3f}]".format(*known) if len(known) == len(ends) else "not read yet"
     arms = f"{found.statistics.get('candidate_units', 0):g}/{found.statistics.get('control_units', 0):g} units"
     over = f"  {found.reason}" if found.phase != "canary" else ""
     return f"{found.version}  {found.phase.replace('_', ' ')}  share {found.share}  {arms}  {name} {shown}{over}"

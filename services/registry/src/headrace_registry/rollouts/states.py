@@ -5,12 +5,14 @@ from __future__ import annotations
 from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.kept import KeptRollout
 from headrace_registry.rollouts.machine import LEFT_TO_OPERATOR
+from headrace_registry.rollouts.plan import Guardrail, Success
 from headrace_schemas import ModelEvent
 from headrace_schemas.rollout_api import ChartPoint, RolloutState
 
 
 def of(one: KeptRollout, decided: tuple[ModelEvent, ...] = (), *, chart: bool = False) -> RolloutState:
-    watched = {*one.plan.watched, *(name.metric for name in (*one.plan.guardrails, *one.plan.successes))}
+    declared: tuple[Guardrail | Success, ...] = (*one.plan.guardrails, *one.plan.successes)
+    watched = {*one.plan.watched, *(each.metric for each in declared)}
     return RolloutState(
         id=one.rollout_id,
         model=one.model,

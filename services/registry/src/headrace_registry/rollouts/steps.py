@@ -23,6 +23,11 @@ from headrace_schemas import RolloutStep
 from headrace_schemas.ids import uuid7
 
 
+def fresh_salt() -> str:
+    """A rollout's own, so that the same users are not first every time."""
+    return secrets.token_hex(16)
+
+
 async def begin(
     transition: Transition,
     model: ModelRecord,
@@ -50,7 +55,7 @@ async def begin(
         "control": model.champion,
         "kind": kind,
         "plan": plan.model_dump_json(),
-        "salt": others[0].salt if others else secrets.token_hex(16),
+        "salt": others[0].salt if others else fresh_salt(),
         "slots": plan.slots,
         "phase": rollout.phase,
         "stage": rollout.stage,
