@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from fractions import Fraction
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.unit.registry.rig import Rig
 
 @pytest.fixture(autouse=True)
 def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is drawn into which arm follows from the seed alone: an equal version may be taken back one time in twenty."""
+    """Who is drawn into which arm follows from the seed: an equal version may be taken back one time in twenty."""
     monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
 
 
@@ -148,8 +149,8 @@ async def test_what_is_said_after_the_closing_age_moves_nothing_and_before_it_th
         await rig.hear(street.reward(key, 0.0, revision=2))
         await street.watch(61)
         async with rig.database.transaction() as tx:
-            found = [row.found for row in await tx.execute(select(READINGS).order_by(READINGS.c.id))]
-        assert found == ['{"reward": 1.0, "missing": 0.0}', '{"reward": 0.25, "missing": 0.0}']
+            found = [json.loads(row.found) for row in await tx.execute(select(READINGS).order_by(READINGS.c.id))]
+        assert [(one["reward"], one["missing"]) for one in found] == [(1.0, 0.0), (0.25, 0.0)]
     finally:
         await rig.database.close()
 
