@@ -24,6 +24,7 @@ import aiohttp
 from benchmarks import _rollout_models
 from headrace.registry import ModelRegistry
 from headrace.rollouts import Rollouts
+from headrace_cli.commands.rollouts import in_a_line
 from headrace_cli.rollouts import chart
 from headrace_cli.supervisor import Supervisor
 from headrace_runtime.blobs import BlobStore
@@ -44,6 +45,7 @@ SHARE = "1/40"
 EXPOSED_MAX = 0.05
 WALL_S_MAX = 360.0
 _STEP_S_MAX = 150.0
+_TELL_S = 10.0
 GATE = (
     "import json, sys; print(json.dumps({'gate': ['a'], 'audit': ['b']}), flush=True)\n"
     "for line in sys.stdin: print(json.dumps(json.loads(line) | {'score': 0.5}), flush=True)\n"
@@ -125,13 +127,22 @@ class Street:
         return None
 
     async def settled(self, name: str) -> VersionState:
-        """Until the version has an end of its own."""
+        """Until the version has an end of its own. Says now and then how far it is."""
+        told_s = time.monotonic()
         async with asyncio.timeout(_STEP_S_MAX):
             while True:
                 found = await self.version(name)
                 if found is not None and found.state in ("promoted", "held", "rejected", "withdrawn"):
                     return found
+                if time.monotonic() - told_s >= _TELL_S:
+                    told_s = time.monotonic()
+                    await self._tell(name, found)
                 await asyncio.sleep(0.3)
+
+    async def _tell(self, name: str, found: VersionState | None) -> None:
+        rollout = await asyncio.to_thread(Rollouts(self.registry).of, MODEL, name)
+        where = in_a_line(rollout, "reward") if rollout else f"{name} is {found.state if found else 'on its way'}"
+        _say(f"  {self.seen.sessions.total()} sessions; {where}")
 
     async def rollout(self, version: str) -> RolloutState:
         found = await asyncio.to_thread(Rollouts(self.registry).of, MODEL, version)

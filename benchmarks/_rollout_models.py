@@ -21,6 +21,9 @@ def build(source: Path, folder: Path, *, right: float, seed: int) -> Path:
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     tiny_model.perturbed(source, folder, seed=seed, scale=0.01)
     tokenizer = AutoTokenizer.from_pretrained(folder)

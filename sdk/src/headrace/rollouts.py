@@ -142,7 +142,7 @@ class HotUpdater:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ABResult:
     """B less A, for each metric: the difference and the ends of its confidence sequence. `winner` None: undecided."""
 
     version: str
@@ -159,7 +159,7 @@ class ABTestFramework:
     registry: ModelRegistry
     timeout_s: float = 86_400.0
 
-    def run(self, version: str, *, share: str = "1/2") -> Comparison:
+    def run(self, version: str, *, share: str = "1/2") -> ABResult:
         """Wait until the sessions have shown something. Traffic stays as it was before; see `switch_traffic`."""
         rollouts = Rollouts(self.registry)
         before = rollouts.of(self.model, version)
@@ -167,7 +167,7 @@ class ABTestFramework:
         known = before.id if before else None
         found = rollouts.wait(self.model, version, lambda one: one.phase != "canary", self.timeout_s, known)
         winner = found.control if found.phase == "rolled_back" else found.version if found.good_enough else None
-        return Comparison(version, winner, found.reason, compared(found))
+        return ABResult(version, winner, found.reason, compared(found))
 
     def switch_traffic(self, version: str) -> None:
         """Everybody gets this version, past the gate, once replicas have probed it."""
