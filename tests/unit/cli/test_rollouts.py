@@ -28,7 +28,7 @@ def test_the_chart_has_its_size_zero_and_the_margin(points: int) -> None:
     assert max(map(len, lines)) <= 10 + max(60, len(lines[-1]))
     assert sum("●" in line for line in lines) >= 1
     assert any(line.strip().startswith("0 ┤") for line in lines)
-    assert any("-0.1" in line.split("┤")[0] for line in lines), "the margin has its label"
+    assert any(line.strip().startswith("-0.1 ┤") for line in lines) or points == 1, "the margin, once there is room"
 
 
 def test_where_less_is_better_the_margin_is_above() -> None:

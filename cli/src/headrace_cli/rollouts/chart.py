@@ -39,12 +39,11 @@ def drawn(rollout: RolloutState, metric: str, *, width: int = 72, height: int = 
     far = max(1e-9, *(abs(end) for one in found[len(found) // 4 :] for end in one[1:]), abs(limit or 0.0) * 1.2)
     rows = [far - 2 * far * row / (height - 1) for row in range(height)]
     step = 2 * far / (height - 1)
+    grounds = {} if limit is None else {_nearest(rows, limit): ("┄", f"{limit:+.3g}")}
+    grounds[_nearest(rows, 0.0)] = ("─", "0")
     lines = []
     for level in rows:
-        zero = abs(level) < step / 2
-        at_margin = limit is not None and abs(level - limit) < step / 2
-        label = "0" if zero else f"{level:+.3g}" if level in (rows[0], rows[-1]) or at_margin else ""
-        ground = "─" if zero else "┄" if at_margin else " "
+        ground, label = grounds.get(level, (" ", f"{level:+.3g}" if level in (rows[0], rows[-1]) else ""))
         lines.append(f"{label:>8} ┤" + "".join(_letter(one, level, step, ground) for one in found))
     lines.append(" " * 9 + "└" + "─" * len(found))
     lines.append(" " * 10 + f"{found[0][0]:g} … {found[-1][0]:g} units of {rollout.version}; {metric}, less champion")
@@ -56,6 +55,10 @@ def _letter(point: Point, level: float, step: float, ground: str) -> str:
     if abs(difference - level) < step / 2:
         return "●"
     return "│" if lower <= level + step / 2 and upper >= level - step / 2 else ground
+
+
+def _nearest(rows: list[float], level: float) -> float:
+    return min(rows, key=lambda row: abs(row - level))
 
 
 def _thinned(found: list[Point], most: int) -> list[Point]:
