@@ -42,6 +42,8 @@ USERS = 6
 QUESTIONS = 16
 """Answers that a session asks for; its verdict is the share of the right ones."""
 SHARE = "1/40"
+METRIC = "satisfaction"
+"""Users' verdicts, as they say them: nothing has to be collected and scored before a session is mature."""
 EXPOSED_MAX = 0.05
 WALL_S_MAX = 360.0
 _STEP_S_MAX = 150.0
@@ -61,15 +63,13 @@ SETTINGS: dict[str, object] = {
     "registry.gate.anchor_margin": 0.5,
     "registry.gate.audit_tasks": 4,
     "registry.rollout.kind": "canary",
-    "registry.rollout.stages": [{"share": SHARE, "units_min": 25}, {"share": "1/2", "units_min": 50}],
-    "registry.rollout.guardrails": [
-        {"metric": "reward", "margin": 0.2, "weight": 12},
-        {"metric": "missing", "margin": 0.3},
-    ],
-    "registry.rollout.successes": [{"metric": "reward", "margin": 0.2}],
+    "registry.rollout.stages": [{"share": SHARE, "units_min": 20}, {"share": "1/2", "units_min": 40}],
+    "registry.rollout.guardrails": [{"metric": METRIC, "margin": 0.2}],
+    "registry.rollout.successes": [{"metric": METRIC, "margin": 0.2}],
+    "registry.rollout.watched": ["reward", "latency"],
     "registry.rollout.uneven": 0.5,
-    "registry.rollout.maturity_s": 6,
-    "registry.rollout.closing_s": 6,
+    "registry.rollout.maturity_s": 3,
+    "registry.rollout.closing_s": 3,
     "registry.rollout.read_s": 0.2,
 }
 
@@ -141,7 +141,7 @@ class Street:
 
     async def _tell(self, name: str, found: VersionState | None) -> None:
         rollout = await asyncio.to_thread(Rollouts(self.registry).of, MODEL, name)
-        where = in_a_line(rollout, "reward") if rollout else f"{name} is {found.state if found else 'on its way'}"
+        where = in_a_line(rollout, METRIC) if rollout else f"{name} is {found.state if found else 'on its way'}"
         _say(f"  {self.seen.sessions.total()} sessions; {where}")
 
     async def rollout(self, version: str) -> RolloutState:
@@ -216,16 +216,16 @@ async def play(folder: Path) -> tuple[list[Line], dict[str, object]]:
 
 
 async def _acts(street: Street) -> tuple[list[Line], dict[str, object]]:
-    first = await street.publish(0.7, None)
+    first = await street.publish(0.9, None)
     await street.settled(first)
     lines: list[Line] = []
     numbers: dict[str, object] = {}
-    _say(f"{first} serves; its answers are right in 70 %")
+    _say(f"{first} serves; its answers are right in 90 %")
     async with street.users():
-        poisoned = await street.publish(0.5, first)
+        poisoned = await street.publish(0.7, first)
         before = Counter(street.seen.sessions)
         state = await street.settled(poisoned)
-        child = await street.publish(0.6, poisoned)
+        child = await street.publish(0.8, poisoned)
         seen = street.seen.sessions - before
         exposed = seen[poisoned] / max(1, seen.total())
         rollout = await street.rollout(poisoned)
@@ -237,12 +237,12 @@ async def _acts(street: Street) -> tuple[list[Line], dict[str, object]]:
             Line("of the sessions 5 % at most were exposed", exposed <= EXPOSED_MAX, f"{exposed:.2%}"),
             Line("it had passed the gate", bool(gate and gate[0]), f"{gate[0] if gate else None} tasks"),
         ]
-        better = await street.publish(0.9, first)
+        better = await street.publish(0.98, first)
         lines.append(Line("a better one becomes champion by itself", *_ended(await street.settled(better), "promoted")))
         rollout = await street.rollout(better)
-        _tell(rollout, "its answers are right in 90 %")
+        _tell(rollout, "its answers are right in 98 %")
         numbers["better"] = rollout.statistics
-        equal = await street.publish(0.9, better)
+        equal = await street.publish(0.98, better)
         state = await street.settled(equal)
         rollout = await street.rollout(equal)
         _tell(rollout, "as good as the champion")
@@ -271,7 +271,7 @@ def _say(text: str) -> None:
 
 def _tell(rollout: RolloutState, remark: str) -> None:
     _say(f"\n{rollout.version}: {rollout.phase.replace('_', ' ')}, {rollout.reason}; {remark}")
-    _say("\n".join(chart.drawn(rollout, "reward")))
+    _say("\n".join(chart.drawn(rollout, METRIC)))
 
 
 def main() -> int:

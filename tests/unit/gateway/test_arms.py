@@ -34,7 +34,7 @@ class Streets(Rig):
     def at(self, share: str | None, **changes: Any) -> None:
         self.revision += 1
         wanted = split(share) if share else None
-        self.route(V1, self.revision, **{"split": wanted, **changes})
+        self.route(V1, self.revision, split=wanted, **changes)
 
     def served(self, call: ChatCall) -> Upstream:
         found = self.placement.place(call)
@@ -156,7 +156,12 @@ async def test_each_turn_says_what_its_unit_was_drawn_into(tmp_path: Path) -> No
         arm = Arm(rollout_id="rollout-1", version=new, slot=0, share="1/2")
         wanted = TrafficSplit(unit="user", salt="s", slots=1, arms=(arm,))
         made.route(old, serve=(old, new), revision=2, split=wanted)
-        for run, fields in enumerate(({"user": "ada"}, {"metadata": {"user_id": "ada"}}, {"safety_identifier": "ada"})):
+        named: list[dict[str, Any]] = [
+            {"user": "ada"},
+            {"metadata": {"user_id": "ada"}},
+            {"safety_identifier": "ada"},
+        ]
+        for run, fields in enumerate(named):
             answer = await made.chat(headers={"X-Session-Id": f"run-{run}"}, **fields)
             assert answer.status_code == 200
         streamed = await made.chat(headers={"X-Session-Id": "run-4", "X-User-Id": "ada"}, stream=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, text
@@ -33,9 +34,9 @@ async def test_a_model_of_before_has_a_history_of_champions(
         if database_url != "sqlite":
             async with rig.database.transaction() as tx:
                 await tx.execute(text("DROP SCHEMA IF EXISTS registry CASCADE"))
-        real = migrations.command.upgrade
+        real = command.upgrade
         with monkeypatch.context() as patched:
-            patched.setattr(migrations.command, "upgrade", lambda config, _: real(config, "0003"))
+            patched.setattr(command, "upgrade", lambda config, _: real(config, "0003"))
             await migrations.upgrade(rig.database, "headrace_registry")
         line = [f"{MODEL}@{step:012x}" for step in range(4)]
         async with rig.database.transaction() as tx:

@@ -131,18 +131,19 @@ class Conductor:
     async def _judge(self, rollout: KeptRollout) -> bool:
         seen = await self._evidence(rollout)
         found = seen.evidence.findings(numbers=False)
-        decision = await self._decision(rollout, found)
+        decision = await self._decision(rollout, seen, found)
         now_s = self._processor.clock.monotonic_s()
         if decision is None:
             if found.candidates + found.controls != seen.shown_units and now_s - seen.shown_s >= _LOOK_EVERY_S:
                 await self._show(rollout, seen)
             return False
         full = await self._show(rollout, seen)
-        decision = await self._decision(rollout, full)
+        decision = await self._decision(rollout, seen, full)
         return decision is not None and await self._take(rollout, decision)
 
-    async def _decision(self, rollout: KeptRollout, found: Findings) -> RolloutDecision | None:
-        """By the machine, unless an operator's hold or the replicas say something else."""
+    async def _decision(self, rollout: KeptRollout, seen: _Seen, found: Findings) -> RolloutDecision | None:
+        """By the machine, unless an operator's hold or the replicas say something else. A share does not grow while
+        sessions say nothing of what the version is promoted for: then no harm is no evidence."""
         now = self._processor.clock.now()
         async with self._processor.database.transaction() as tx:
             model = await store.model(tx, rollout.model)
@@ -153,9 +154,10 @@ class Conductor:
         if error:
             return RolloutDecision("hold", rollout.version, now, f"no replica can serve it: {error}", found.statistics)
         decision = machine.judge(rollout.plan, rollout.rollout(), found, rollout.now)
-        if decision is not None and model.paused and decision.kind in ("advance", "promote"):
-            return None
-        return decision
+        if decision is None or decision.kind not in ("advance", "promote"):
+            return decision
+        silent = decision.kind == "advance" and seen.evidence.measured < rollout.plan.stages[rollout.stage].units_min
+        return None if model.paused or silent else decision
 
     async def _take(self, rollout: KeptRollout, decision: RolloutDecision) -> bool:
         """In one transaction, if the rollout is still where it was when it was looked at."""
@@ -230,7 +232,8 @@ def _intervals(found: Findings) -> dict[str, list[float]]:
 
 def _reading(due: DueUnit, metrics: Mapping[str, Metric]) -> UnitReading:
     """Raises `MetricFailed`."""
-    sessions, values = ledger.sessions(due.sessions), {}
+    sessions = ledger.sessions(due.sessions)
+    values: dict[str, float] = {}
     for name, metric in metrics.items():
         try:
             found = maturity.measure(due.unit, sessions, {name: metric}).values

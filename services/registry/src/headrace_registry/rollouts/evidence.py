@@ -200,6 +200,12 @@ class Evidence:
             statistics=self.statistics() if numbers else {},
         )
 
+    @property
+    def measured(self) -> int:
+        """Units of both arms whose reading said something of a success metric."""
+        successes = {success.metric for success, _ in self._successes}
+        return max(watch.seen.count for (name, _), watch in self._watches.items() if name in successes)
+
     def statistics(self) -> dict[str, float]:
         """Of the whole, and of each metric: as first read when there is harm, else as read last, which promotions rest
         on. A guardrail's evidence for harm is the log of a wealth; its tests need -ln of their errors."""
