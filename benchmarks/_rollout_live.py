@@ -46,7 +46,7 @@ METRIC = "satisfaction"
 """Users' verdicts, as they say them: nothing has to be collected and scored before a session is mature."""
 EXPOSED_MAX = 0.05
 WALL_S_MAX = 360.0
-_STEP_S_MAX = 150.0
+_STEP_S_MAX = 300.0
 _TELL_S = 10.0
 GATE = (
     "import json, sys; print(json.dumps({'gate': ['a'], 'audit': ['b']}), flush=True)\n"
