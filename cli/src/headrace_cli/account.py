@@ -66,6 +66,8 @@ class _Turn:
     eval: bool = False
     trajectory: str | None = None
     left_out: str | None = None
+    untrained: str | None = None
+    """Why no version is trained on it, although it was no evaluation."""
     experiences: list[str] = field(default_factory=list)
 
 
@@ -82,6 +84,7 @@ class _Trajectory:
     model: str
     turn_ids: tuple[str, ...]
     left_out: Mapping[str, str]
+    untrained: str | None
     eval: bool
     ingested: bool
 
@@ -137,6 +140,7 @@ class Books:
                 turn = self._turns[event.tenant, event.turn_id]
                 turn.captured, turn.model = True, event.model
                 turn.eval = turn.eval or event.purpose == "eval"
+                turn.untrained = turn.untrained or event.untrained
             case Trajectory():
                 self._add_trajectory(event)
             case Experience():
@@ -160,6 +164,7 @@ class Books:
             event.model,
             event.turn_ids,
             left_out,
+            event.untrained,
             eval=event.purpose == "eval",
             ingested=event.end_reason == "ingest",
         )
@@ -177,6 +182,7 @@ class Books:
                     continue
                 turn.trajectory = name
                 turn.left_out = one.left_out.get(turn_id)
+                turn.untrained = turn.untrained or one.untrained
                 turn.eval = turn.eval or one.eval
                 if one.ingested or (name in refused and not turn.captured):  # made elsewhere, and captured here
                     turn.captured, turn.model = True, one.model
@@ -280,7 +286,9 @@ class Books:
         shown = []
         if turn.eval:
             shown.append(("dropped", "eval"))
-        if turn.left_out is not None:
+        if turn.untrained is not None and not turn.eval:
+            shown.append(("dropped", turn.untrained))
+        elif turn.left_out is not None:
             shown.append(("dropped", turn.left_out))
         if fates:
             trained, waits = ("trained", "") in fates, ("waiting", "training") in fates

@@ -14,6 +14,7 @@ from headrace_cli.commands import (
     mirror,
     models,
     replay,
+    rollouts,
     status,
     up,
 )
@@ -34,6 +35,7 @@ demo.add_to(app)
 status.add_to(app)
 logs.add_to(app)
 models.add_to(app)
+rollouts.add_to(app)
 feedback.add_to(app)
 replay.add_to(app)
 controls.add_to(app)

@@ -20,13 +20,15 @@ _RAW_BYTES_MAX = 1_500_000
 """What fits into a dead letter's value after base64."""
 
 
-def event_of(call: ChatCall, transcript: Transcript, *, delivered: bool) -> Turn | DeadLetter:
+def event_of(
+    call: ChatCall, transcript: Transcript, *, delivered: bool, untrained: str | None = None
+) -> Turn | DeadLetter:
     """The turn of a finished call, or what goes to `dead-letters` in its place."""
     disagreement = transcript.disagreement()
     if disagreement:
         return _refused(call, transcript, "token_mismatch", disagreement)
     try:
-        turn = _turn(call, transcript, delivered)
+        turn = _turn(call, transcript, delivered, untrained)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(str(part) for part in problem["loc"])
@@ -39,7 +41,7 @@ def event_of(call: ChatCall, transcript: Transcript, *, delivered: bool) -> Turn
     return turn
 
 
-def _turn(call: ChatCall, transcript: Transcript, delivered: bool) -> Turn:
+def _turn(call: ChatCall, transcript: Transcript, delivered: bool, untrained: str | None) -> Turn:
     identity = call.identity
     usage = transcript.usage
     assert usage is not None
@@ -60,6 +62,7 @@ def _turn(call: ChatCall, transcript: Transcript, delivered: bool) -> Turn:
             "request_digest": call.digest,
             "retry": call.retry,
             "delivered": delivered,
+            "untrained": untrained,
             "messages": call.messages,
             "tools": call.request.tools or (),
             "sampling": call.sampling,
@@ -67,6 +70,7 @@ def _turn(call: ChatCall, transcript: Transcript, delivered: bool) -> Turn:
             "choices": [_choice(index, choice) for index, choice in sorted(transcript.choices.items())],
             "usage": {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens},
             "started_at": call.started_at,
+            "assignment": transcript.assignment,
         }
     )
 

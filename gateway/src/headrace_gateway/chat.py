@@ -66,7 +66,7 @@ class Chat:
         messages = tuple(message.event() for message in request.messages)
         sampling = request.sampling
         metadata = RequestMetadata(admitted.headers, request.metadata or {})
-        identity = identify(admitted.caller, scope, metadata, target.model, messages)
+        identity = identify(admitted.caller, scope, metadata, target.model, messages, request.user)
         asked_json = asked(request, messages, sampling)
         retry = admitted.headers.get(b"x-stainless-retry-count", b"")
         return ChatCall(
@@ -146,6 +146,9 @@ class Chat:
 
     async def _capture(self, call: ChatCall, transcript: Transcript, *, delivered: bool) -> None:
         size_bytes = len(call.core) + transcript.sampled * _ANSWERED_BYTES
+        untrained = self.catalog.untrained(call.target.model, transcript.version) if transcript.version else None
         with metrics.CAPTURE_SECONDS.time():
-            event = await self.aside.run(size_bytes, lambda: event_of(call, transcript, delivered=delivered))
+            event = await self.aside.run(
+                size_bytes, lambda: event_of(call, transcript, delivered=delivered, untrained=untrained)
+            )
             await self.admission.publish(event)

@@ -6,10 +6,14 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from headrace_gateway.identity import CallIdentity
 from headrace_gateway.refusals import ApiError
-from headrace_schemas import Routing
+from headrace_schemas import Routing, UnitAssignment
+from headrace_schemas.assignment import draw
 
 CHAMPION = "champion"
+REGISTERED = "registered"
+"""`Turn.untrained` of a version that was registered: no trainer of ours made it."""
 
 
 def _anything(_model: str) -> bool:
@@ -60,7 +64,7 @@ class ModelCatalog:
             return Target(model, version=name)
         model, _, alias = name.partition(":")
         routing = self._rows.get(model)
-        if routing is None or (alias and alias not in routing.aliases) or not may_use(model):
+        if routing is None or (alias and alias not in _aliases(routing)) or not may_use(model):
             raise self._unknown(requested, may_use)
         return Target(model, alias or CHAMPION)
 
@@ -69,7 +73,29 @@ class ModelCatalog:
         if target.version is not None:
             return target.version
         routing = self._rows.get(target.model)
-        return next((v for name, v in routing.aliases.items() if name == target.alias), None) if routing else None
+        return _aliases(routing).get(target.alias) if routing else None
+
+    def untrained(self, model: str, version: str) -> str | None:
+        """Why what `version` answers is never trained, None when it may be."""
+        routing = self._rows.get(model)
+        return REGISTERED if routing is not None and version in routing.untrained else None
+
+    def draw(self, model: str, identity: CallIdentity) -> tuple[str | None, UnitAssignment | None]:
+        """The version for a session that begins now, by the split of the routing; without one it is the champion."""
+        routing = self._rows.get(model)
+        if routing is None or routing.champion is None:
+            return None, None
+        split = routing.split
+        if split is None or identity.purpose != "train":
+            return routing.champion, None
+        by_user = identity.user_key if split.unit == "user" else None
+        return draw(split, routing.champion, by_user or identity.session_key)
+
+    def under_way(self, model: str, assignment: UnitAssignment | None) -> bool:
+        """Whether one of its rollouts goes on."""
+        routing = self._rows.get(model)
+        arms = routing.split.arms if routing and routing.split else ()
+        return assignment is not None and any(arm.rollout_id in assignment.rollouts for arm in arms)
 
     def usable(self, model: str, version: str) -> bool:
         """Whether routing still knows `version` and has not withdrawn it."""
@@ -82,7 +108,7 @@ class ModelCatalog:
         for model in sorted(filter(may_use, self._rows)):
             routing = self._rows[model]
             usable = [version for version in _versions(routing) if version not in routing.withdrawn]
-            listed += [(name, routing) for name in (model, *(f"{model}:{a}" for a in routing.aliases), *usable)]
+            listed += [(name, routing) for name in (model, *(f"{model}:{a}" for a in _aliases(routing)), *usable)]
         known = dict(listed)
         return listed + [(foreign, known[ours]) for foreign, ours in self._aliases.items() if ours in known]
 
@@ -91,6 +117,11 @@ class ModelCatalog:
         close = difflib.get_close_matches(requested, names, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "GET /v1/models lists what is served"
         return ApiError(404, "model_not_found", f"the model {requested!r} does not exist here; {hint}", "model")
+
+
+def _aliases(routing: Routing) -> dict[str, str]:
+    """Roles first: no name that an operator sets can stand for one."""
+    return routing.names | {str(role): version for role, version in routing.aliases.items()}
 
 
 def _versions(routing: Routing) -> dict[str, None]:

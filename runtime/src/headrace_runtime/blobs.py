@@ -73,6 +73,15 @@ class BlobStore:
             raise CorruptBlob(f"blob {path}: {len(data)} bytes do not hash to {ref.sha256}; restore it from a backup")
         return data
 
+    def holds(self, ref: BlobRef) -> bool:
+        """Whether the store has bytes of this name and size; they are not read. Raises `Unavailable`."""
+        try:
+            return bool(self._fs.info(self._path(ref.sha256))["size"] == ref.size)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise Unavailable(f"blob store {self.url}: {error}") from error
+
     def delete(self, ref: BlobRef) -> None:
         """Remove the bytes; removing what is not there is fine. Raises `Unavailable`."""
         self._remove(self._path(ref.sha256))

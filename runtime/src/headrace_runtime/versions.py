@@ -11,6 +11,7 @@ import json
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping
+from math import gcd
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -21,12 +22,19 @@ from headrace_runtime.errors import CorruptBlob
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import File, Fingerprint, Manifest
 
+FINGERPRINT_TOKENS = 48
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
 _MORE_TEMPLATES = "additional_chat_templates"
 _PROCESSOR_TEMPLATE = "chat_template.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", f"{_MORE_TEMPLATES}/*.jinja")
+
+
+def fingerprint_tokens(vocabulary: int) -> tuple[int, ...]:
+    """The tokens of a fingerprint, the same for every model with this vocabulary: a full-period walk through the ids."""
+    stride = next(candidate for candidate in range(vocabulary * 5 // 8, 0, -1) if gcd(candidate, vocabulary) == 1)
+    return tuple((17 + index * stride) % vocabulary for index in range(FINGERPRINT_TOKENS))
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -139,6 +147,15 @@ def read_manifest(blobs: BlobStore, ref: BlobRef) -> Manifest:
         raise CorruptBlob(f"blob {ref.sha256} is no manifest: {error.error_count()} errors") from None
 
 
+def unpack(blobs: BlobStore, manifest: Manifest, folder: Path) -> Path:
+    """Write a version's files into `folder`, each checked against its digest. Blocks. Raises `CorruptBlob`."""
+    for file in manifest.files:
+        path = folder / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(blobs.get(file.blob))
+    return folder
+
+
 class VersionCache:
     """Versions as folders on this machine, each file checked against its digest on the way in (P7)."""
 
@@ -163,10 +180,7 @@ class VersionCache:
         if not target.exists():
             draft = self._folder / f".{uuid.uuid4().hex}"
             try:
-                for file in manifest.files:
-                    path = draft / file.path
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(self._blobs.get(file.blob))
+                unpack(self._blobs, manifest, draft)
                 draft.rename(target)
             except OSError as error:
                 if disk.is_full(error):

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headrace_schemas.base import Model, ModelName, Text, Timestamp, Version
+from headrace_schemas.base import AliasName, Model, ModelName, Text, Timestamp, Version
+from headrace_schemas.blobs import BlobRef
 from headrace_schemas.events.model_event import ModelEvent
 
 
@@ -26,6 +27,8 @@ class ModelState(Model):
     paused: bool = False
     anchor: Version | None = None
     trials: Annotated[int, Field(ge=0)] = 0
+    aliases: dict[AliasName, Version] = Field(default_factory=dict)
+    """Those that operators set."""
     revision: int
 
 
@@ -46,8 +49,21 @@ class VersionState(Model):
     step: Annotated[int, Field(ge=0)]
     parent: Version | None = None
     base: Version | None = None
-    state: Literal["registered", "probing", "evaluating", "promoted", "rejected", "skipped", "withdrawn"]
+    state: Literal[
+        "registered", "probing", "evaluating", "canary", "promoted", "held", "rejected", "skipped", "withdrawn"
+    ]
     registered_at: Timestamp
+    trained: bool = True
+    """Whether a trainer of ours made it. What others answer is captured and never trained."""
+    label: AliasName | None = None
+    served: bool = False
+    """Held ready because somebody asked for it, besides the roles."""
+    retired: bool = False
+    """It never serves again, and its files may be collected."""
+    collected: bool = False
+    """Its files are gone."""
+    tags: tuple[AliasName, ...] = ()
+    manifest: BlobRef | None = None
     decisions: tuple[ModelEvent, ...] = ()
 
 

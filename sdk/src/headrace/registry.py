@@ -10,6 +10,7 @@ import httpx2
 
 from headrace.retries import Retries, checked
 from headrace_schemas.base import Model
+from headrace_schemas.catalog import WHO_HEADER
 from headrace_schemas.registry_api import (
     HoldRequest,
     ModelList,
@@ -37,6 +38,7 @@ class ModelRegistry:
         url: str = DEFAULT_URL,
         *,
         key: str | None = None,
+        who: str = "",
         timeout_s: float = 30.0,
         retries: Retries | None = None,
         transport: httpx2.BaseTransport | None = None,
@@ -44,17 +46,18 @@ class ModelRegistry:
         self._url = url.rstrip("/")
         self._retries = retries or Retries(attempts=3)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers |= {WHO_HEADER: who.encode("ascii", "replace").decode()} if who else {}
         self._http = httpx2.Client(base_url=self._url, headers=headers, timeout=timeout_s, transport=transport)
 
     def models(self) -> tuple[ModelState, ...]:
-        return self._ask("GET", "/v1/models", ModelList).data
+        return self.ask("GET", "/v1/models", ModelList).data
 
     def model(self, name: str) -> ModelState:
-        return self._ask("GET", f"/v1/models/{name}", ModelState)
+        return self.ask("GET", f"/v1/models/{name}", ModelState)
 
     def versions(self, name: str, *, limit: int = 100) -> tuple[VersionState, ...]:
         """The newest first, each with its decisions."""
-        return self._ask("GET", f"/v1/models/{name}/versions?limit={limit}", VersionList).data
+        return self.ask("GET", f"/v1/models/{name}/versions?limit={limit}", VersionList).data
 
     def promote(self, name: str, version: str, *, force: bool = False) -> ModelState:
         """Ask for a version's promotion; the decision comes later. `force` skips the gate, never the probe."""
@@ -96,9 +99,10 @@ class ModelRegistry:
         self.close()
 
     def _change(self, name: str, what: str, body: Model) -> ModelState:
-        return self._ask("POST", f"/v1/models/{name}/{what}", ModelState, body)
+        return self.ask("POST", f"/v1/models/{name}/{what}", ModelState, body)
 
-    def _ask(self, method: str, path: str, model: type[M], body: Model | None = None) -> M:
+    def ask(self, method: str, path: str, model: type[M], body: Model | None = None) -> M:
+        """Any page of the interface; `headrace_schemas.catalog` and `registry_api` have what they take and answer."""
         attempt = 0
         while True:
             attempt += 1

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import SettingError
-from headrace_runtime.versions import VersionCache
+from headrace_runtime.versions import FINGERPRINT_TOKENS, VersionCache, fingerprint_tokens
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import Fingerprint, Manifest
 from headrace_trainer.lineage import versions
@@ -24,7 +24,7 @@ from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import ComputeSettings, LoraSettings, TrainerSettings
 from headrace_trainer.torch_learner import version_files
 from headrace_trainer.torch_learner.learner import TorchLearner
-from headrace_trainer.torch_learner.model.policy import FINGERPRINT_TOKENS, Policy, _fixed_tokens
+from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from tests.support import tiny_model
 from tests.support.torch_learners import policy_of
@@ -151,8 +151,8 @@ def test_weights_can_be_taken_back_from_a_version(base: Path, tmp_path: Path, ra
 
 @pytest.mark.parametrize("vocabulary", [2, 64, 320, 600, 151_936])
 def test_the_fingerprint_walks_through_the_vocabulary(vocabulary: int) -> None:
-    token_ids = _fixed_tokens(vocabulary)
-    assert token_ids == _fixed_tokens(vocabulary)
+    token_ids = fingerprint_tokens(vocabulary)
+    assert token_ids == fingerprint_tokens(vocabulary)
     assert len(token_ids) == FINGERPRINT_TOKENS
     assert all(0 <= token < vocabulary for token in token_ids)
     assert len(set(token_ids)) == min(vocabulary, FINGERPRINT_TOKENS)

@@ -3,61 +3,21 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace.figures import figure
-from headrace_cli.commands.shared import AsJson, Commands, DataDir, command, console, running, table
+from headrace_cli.commands import model_catalog
+from headrace_cli.commands.model_options import Name, Reason, RegistryOptions, VersionName, full_name
+from headrace_cli.commands.shared import AsJson, Commands, command, console, table
 
 if TYPE_CHECKING:
     from headrace.registry import ModelRegistry
     from headrace_schemas.registry_api import ModelState, VersionState
 
 
-@dataclass(frozen=True)
-class RegistryOptions:
-    """Which registry is asked: one that is named, or that of what runs here."""
-
-    data_dir: DataDir = None
-    registry: Annotated[
-        str | None,
-        typer.Option("--registry", help="URL of the registry, when it was not started by `up`.", metavar="URL"),
-    ] = None
-    key: Annotated[
-        str | None,
-        typer.Option("--key", envvar="HEADRACE_SECURITY__INTERNAL_KEY", help="security.internal_key, when one is set."),
-    ] = None
-
-    def open(self) -> ModelRegistry:
-        """Raises `NotRunning`."""
-        from headrace.registry import ModelRegistry
-        from headrace_cli.errors import NotRunning
-
-        url = self.registry
-        if url is None:
-            service = running(self.data_dir).services.get("registry")
-            if service is None:
-                raise NotRunning("no registry was started here; name one with --registry URL")
-            url = service.url
-        return ModelRegistry(url, key=self.key)
-
-
-def _models() -> list[str]:
-    from headrace.errors import HeadraceError
-
-    try:
-        with RegistryOptions().open() as registry:
-            return [model.id for model in registry.models()]
-    except HeadraceError:
-        return []
-
-
-Name = Annotated[str, typer.Argument(help="The model's name.", metavar="MODEL", autocompletion=_models)]
-VersionName = Annotated[str, typer.Argument(help="MODEL@DIGEST; the digest's first letters do.", metavar="VERSION")]
-app = typer.Typer(cls=Commands, no_args_is_help=True, help="Versions and who serves: list, promote, roll back, pin.")
-Reason = Annotated[str, typer.Option(help="Kept with the decision.")]
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="All models, their versions, and who serves.")
 
 
 def list_models(*, at: RegistryOptions, json: AsJson = False) -> None:
@@ -110,7 +70,7 @@ def promote(
 ) -> None:
     """Put a version up for promotion: it is loaded, probed, played by the gate, and then takes over or is rejected."""
     with at.open() as api:
-        full = _full(api, name, version)
+        full = full_name(api, name, version)
         before = len(_version(api, name, full).decisions)
         api.promote(name, full, force=force)
         if not wait:
@@ -145,7 +105,7 @@ def withdraw(
 ) -> None:
     """Let no turn go to a version any more. For the champion, roll back instead."""
     with at.open() as api:
-        full = _full(api, name, version)
+        full = full_name(api, name, version)
         api.withdraw(name, full, reason=reason)
     console().print(f"{full} is withdrawn")
 
@@ -161,7 +121,7 @@ def pin(
 ) -> None:
     """Keep a version as champion, whatever is trained, until `unpin`. Another one than the champion is probed first."""
     with at.open() as api:
-        model = api.pin(name, _full(api, name, version) if version else None, reason=reason)
+        model = api.pin(name, full_name(api, name, version) if version else None, reason=reason)
     console().print(f"{name} is pinned to [bold]{model.pinned or model.champion}[/]")
 
 
@@ -190,19 +150,6 @@ def held(model: ModelState) -> str:
     """What keeps candidates from taking over, in words."""
     words = [f"pinned to {model.pinned}"] if model.pinned else []
     return ", ".join([*words, *(["paused"] if model.paused else [])]) or "-"
-
-
-def _full(api: ModelRegistry, name: str, version: str) -> str:
-    """The one version that is meant by a digest's first letters."""
-    from headrace.errors import UsageError
-
-    wanted = version if version.startswith(f"{name}@") else f"{name}@{version}"
-    found = [one.id for one in api.versions(name, limit=1000) if one.id.startswith(wanted)]
-    if len(found) != 1:
-        raise UsageError(
-            f"{version}: {len(found)} versions of {name} begin like this; see `headrace models show {name}`"
-        )
-    return found[0]
 
 
 def _version(api: ModelRegistry, name: str, version: str) -> VersionState:
@@ -277,4 +224,5 @@ def add_to(parent: typer.Typer) -> None:
     command(app, unpin, "headrace models unpin email-agent")
     command(app, pause, 'headrace models pause email-agent --reason "a demonstration until Friday"')
     command(app, resume, "headrace models resume email-agent")
+    model_catalog.add_to(app)
     parent.add_typer(app, name="models")

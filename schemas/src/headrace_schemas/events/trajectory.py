@@ -105,6 +105,8 @@ class Trajectory(Event):
     """One for each branch, in the same order, then those without trainable tokens."""
     tools: tuple[Tool, ...] = Field(default=(), max_length=1024)
     left_out: tuple[LeftOut, ...] = Field(default=(), max_length=4096)
+    untrained: Text | None = None
+    """Why none of its turns is trained, although its purpose is `train`: a version spoke that nobody trains."""
     parts: Annotated[int, Field(ge=1)] = 1
     end_reason: EndReason
     started_at: Timestamp

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace_schemas.arrays import Logprobs, TokenIds
-from headrace_schemas.base import Event, Model, ModelName, SessionKey, Sha256, Text, Timestamp, Version
+from headrace_schemas.base import Event, Model, ModelName, SessionKey, Sha256, Share, Text, Timestamp, Version
 from headrace_schemas.events.chat import FinishReason, Message, Sampling, Tool
 
 SessionSource = Literal["header", "metadata", "path", "key", "implicit"]
@@ -40,6 +40,18 @@ class Usage(Model):
     completion_tokens: Annotated[int, Field(ge=0)]
 
 
+class UnitAssignment(Model):
+    """What a turn's unit (session or user) is in the rollouts that are under way."""
+
+    rollouts: tuple[Text, ...] = Field(min_length=1, max_length=8)
+    """A candidate's own; all that a control is compared with; all that the others are no part of."""
+    arm: Literal["candidate", "control", "rest"]
+    unit: Text
+    propensity: Share
+    """How probable the version was that the unit was assigned, at the moment of its first turn. `Turn.version` is the
+    one that served: another one when no replica had the candidate ready. Arms are compared as they were assigned."""
+
+
 class Turn(Event):
     """One model call as the engine ran it. Produced by the gateway once the response is complete.
 
@@ -69,6 +81,8 @@ class Turn(Event):
     """Which retry of the client's SDK this call was, 0 for the first attempt."""
     delivered: bool = True
     """False when the client disconnected before the response ended. Such turns are captured, but never trained."""
+    untrained: Text | None = None
+    """Why the version that answered is never trained on its turns, such as `registered`; None: it may be."""
 
     messages: tuple[Message, ...] = Field(min_length=1, max_length=8192)
     tools: tuple[Tool, ...] = Field(default=(), max_length=1024)
@@ -78,6 +92,8 @@ class Turn(Event):
     usage: Usage
     started_at: Timestamp
     """When the gateway accepted the request; `time` is when the response was complete."""
+    assignment: UnitAssignment | None = None
+    """None: nothing was under way, or the call named a version, or the session had begun before."""
 
     @model_validator(mode="after")
     def _usage_agrees(self) -> Self:

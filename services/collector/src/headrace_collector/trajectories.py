@@ -56,6 +56,7 @@ def trajectory(
             for turn in ordered
             if turn.turn_id in left_out
         ),
+        untrained=next((turn.untrained for turn in ordered if turn.untrained), None),
         parts=max([1, *(one.parts for one in about_run)]) * models,
         end_reason=reason,
         started_at=first.started_at,

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, field_validator
 
+from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.service import INFO
 from headrace_runtime.settings import Port, Section, ServiceSettings
 
@@ -72,6 +73,7 @@ class RegistrySettings(ServiceSettings):
     port: Port = INFO.port
     """Port of the REST interface; 0 lets the system choose."""
     gate: GateSettings = GateSettings()
+    rollout: RolloutSettings = RolloutSettings()
     probe_timeout_s: Positive = 180.0
     """How long live replicas may take to load and probe a candidate before it is rejected."""
     lease_s: Annotated[float, Field(ge=1)] = 10.0
@@ -80,5 +82,10 @@ class RegistrySettings(ServiceSettings):
     """How often deadlines are looked at; events and requests are acted on at once."""
     reconcile_s: Positive = 5.0
     """How long the bus may show another routing than the database before it is published again."""
+    served_max: Annotated[int, Field(ge=0, le=64)] = 4
+    """How many versions may be served because somebody asked for them, over all models, besides champions and
+    candidates; less than `inference.versions_max`, so that what is trained finds room."""
+    retired_for_s: Annotated[float, Field(ge=0)] = 3600.0
+    """How long a version has to be retired before its files may be collected."""
     retry_s: Positive = 60.0
     """How long bus or database may be away before the process gives up and is restarted."""

@@ -1,8 +1,11 @@
-"""The registry's state: versions, what the gate found of them, decisions, one routing per model, the leader's lease."""
+"""The registry's state: versions, aliases, what the gate found, decisions, routings, who asked, the leader's lease.
+
+What rollouts keep is in `rollout_tables`.
+"""
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Column, Index, MetaData, Table, Text, false
+from sqlalchemy import BigInteger, Boolean, Column, Index, MetaData, Table, Text, false, true
 
 from headrace_runtime.stream_tables import Id, StreamTables
 
@@ -23,6 +26,16 @@ MODELS = Table(
     Column("anchor", Text),  # the best version so far, where it is not the champion
     Column("trials", BigInteger, nullable=False, server_default="0"),  # versions that were compared with the anchor
     Column("lead", Text),  # the champion's evidence against the anchor, as JSON
+    Column("family", BigInteger, nullable=False, server_default="0"),  # rollouts against the champion or its equals
+)
+
+CHAMPIONS = Table(
+    "champions",
+    METADATA,
+    Column("id", Id, primary_key=True, autoincrement=True),  # the order of their reigns
+    Column("model", Text, nullable=False, index=True),
+    Column("version", Text, nullable=False),
+    Column("at_ms", BigInteger, nullable=False),
 )
 
 VERSIONS = Table(
@@ -40,11 +53,59 @@ VERSIONS = Table(
     Column("template_sha256", Text, nullable=False),
     Column("state", Text, nullable=False),
     Column("request", Text, nullable=False),  # what an operator asked for: "", "gate" or "force"
+    Column("rollout", Text),  # the kind and share that an operator asked for with it, as JSON
     Column("replaced", Text),  # the champion that it took over from
     Column("registered_ms", BigInteger, nullable=False),
     Column("changed_ms", BigInteger, nullable=False),  # when it came into its state
+    Column("trained", Boolean, nullable=False, server_default=true()),  # by a trainer of ours
+    Column("label", Text),  # a name for this version alone
+    Column("served", Boolean, nullable=False, server_default=false()),  # somebody asked for it
+    Column("retired_ms", BigInteger),  # it never serves again
+    Column("collected_ms", BigInteger),  # its files are gone, or about to go
     Index("ix_versions_model_state", "model", "state"),
     Index("ix_versions_parent", "parent"),
+    Index("ux_versions_label", "model", "label", unique=True),
+    Index("ix_versions_retired", "retired_ms"),
+)
+
+ALIASES = Table(
+    "aliases",
+    METADATA,
+    Column("model", Text, primary_key=True),
+    Column("alias", Text, primary_key=True),
+    Column("version", Text, nullable=False, index=True),
+    Column("changed_ms", BigInteger, nullable=False),
+)
+
+TAGS = Table(
+    "tags",
+    METADATA,
+    Column("version", Text, primary_key=True),
+    Column("tag", Text, primary_key=True),
+)
+
+NOTES = Table(
+    "notes",
+    METADATA,
+    Column("id", Id, primary_key=True, autoincrement=True),
+    Column("version", Text, nullable=False, index=True),
+    Column("text", Text, nullable=False),
+    Column("who", Text, nullable=False),
+    Column("at_ms", BigInteger, nullable=False),
+)
+
+AUDIT = Table(
+    "audit",
+    METADATA,
+    Column("id", Id, primary_key=True, autoincrement=True),
+    Column("at_ms", BigInteger, nullable=False),
+    Column("principal", Text, nullable=False),  # what authentication proves
+    Column("who", Text, nullable=False),  # who the asker said to be
+    Column("action", Text, nullable=False),
+    Column("model", Text, nullable=False, index=True),
+    Column("version", Text),
+    Column("why", Text, nullable=False),
+    Column("detail", Text, nullable=False),
 )
 
 EVALUATIONS = Table(
@@ -79,6 +140,8 @@ DECISIONS = Table(
     Column("reason", Text),
     Column("statistics", Text, nullable=False),  # name to number, as JSON
     Column("at_ms", BigInteger, nullable=False),
+    Column("who", Text),  # the operator who asked for it
+    Column("rollout", Text),  # RolloutStep as JSON
 )
 
 LEASE = Table(

@@ -122,8 +122,9 @@ class Rescoring:
         except InvalidEvent:  # the collector's dead letter says why; here it is only counted
             self._not_trained["unreadable"] += 1
             return ()
-        if trajectory.purpose == "eval" or not trajectory.branches:
-            self._not_trained["eval" if trajectory.purpose == "eval" else "nothing_sampled"] += 1
+        why = "eval" if trajectory.purpose == "eval" else trajectory.untrained
+        if why or not trajectory.branches:
+            self._not_trained[why or "nothing_sampled"] += 1
             return ()
         feedback_set = self._feedback_for(trajectory)
         rewards = self._given(trajectory, feedback_set) | await self._called(trajectory, value, feedback_set)

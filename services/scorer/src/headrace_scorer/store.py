@@ -49,7 +49,7 @@ async def add_trajectory(
     tx: AsyncConnection, now: datetime, trajectory: Trajectory, place: int, wait_s: float
 ) -> dict[str, Any] | None:
     """Store it; it waits for a reward if it can be trained. Returns its row, or None if it was stored before."""
-    waits = trajectory.purpose == "train" and trajectory.branches
+    waits = trajectory.purpose == "train" and trajectory.untrained is None and trajectory.branches
     row = {
         "session_key": trajectory.session_key,
         "tenant": trajectory.tenant,

@@ -147,6 +147,11 @@ class ChatTokenizer:
         return TokenText(text, list(text.encode()))
 
     @cached_property
+    def last_id(self) -> int:
+        """The highest token id that it makes."""
+        return max(self._inner.get_vocab(with_added_tokens=True).values(), default=0)
+
+    @cached_property
     def _added(self) -> frozenset[int]:
         return frozenset(self._inner.get_added_tokens_decoder())
 

@@ -37,8 +37,7 @@ class TorchEngine:
     def __init__(self, settings: TorchSettings) -> None:
         self._settings = settings
         self.capacity = settings.sequences_max
-        device = _device(settings.device)
-        dtype = None if settings.dtype == "auto" and device.type != "cpu" else _dtype(settings.dtype)
+        device, dtype = device_and_type(settings)
         threads = settings.threads or default_threads(os.cpu_count() or 1)
         torch.set_num_threads(threads)
         self._loader = Loader(device, dtype, settings.context_tokens_max, trace=settings.trace)
@@ -242,3 +241,9 @@ def _device(name: str) -> torch.device:
 def _dtype(name: str) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, "float32" if name == "auto" else name)
     return dtype
+
+
+def device_and_type(settings: TorchSettings) -> tuple[torch.device, torch.dtype | None]:
+    """Where weights are loaded and as what; None: as their files have them."""
+    device = _device(settings.device)
+    return device, None if settings.dtype == "auto" and device.type != "cpu" else _dtype(settings.dtype)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -77,6 +78,7 @@ class Loader:
         if not (folder / "adapter_model.safetensors").exists():
             raise VersionUnusable("it has no adapter_model.safetensors")
         adapted = PeftModel.from_pretrained(share(base), str(folder), is_trainable=False)
+        _check_adapter(adapted, folder / "adapter_model.safetensors")
         return _as_module(adapted.get_base_model()).to(self._device)
 
     def _model(self, manifest: Manifest, module: nn.Module, folders: list[Path]) -> Model:
@@ -98,6 +100,20 @@ class Loader:
 def _as_module(value: Any) -> nn.Module:
     assert isinstance(value, nn.Module)
     return value
+
+
+def _check_adapter(adapted: Any, file: Path) -> None:
+    """Raises `VersionUnusable` unless the file holds exactly the tensors that its configuration makes on this base:
+    peft leaves out what does not fit, and what is missing stays as it was drawn."""
+    from peft import get_peft_model_state_dict
+
+    with safe_open(file, framework="pt") as opened:
+        there = set(opened.keys())
+    wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    for what, names in (("has no", wanted - there), ("holds", there - wanted)):
+        if names:
+            tail = "" if what == "has no" else ", which its base has no place for: it is an adapter of another base"
+            raise VersionUnusable(f"{file.name} {what} {sorted(names)[0]}{tail}")
 
 
 def _check_config(config: Any) -> None:

@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.logs import get_logger
+from headrace_runtime.versions import fingerprint_tokens
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.batches.batch import Row
 from headrace_trainer.settings import ComputeSettings, LoraSettings
@@ -33,7 +33,6 @@ from headrace_trainer.torch_learner.model.head import Head, Slope
 
 log = get_logger(__name__)
 
-FINGERPRINT_TOKENS = 48
 _PROBE_TOKENS = 12
 _WHOLE_REMEDY = "a pass holds loss tokens x vocabulary several times over; lower trainer.compute.pack_tokens"
 _PACKING_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
@@ -124,7 +123,7 @@ class Policy:
         if free is None:
             return self.context
         recomputed = self._compute.gradient_checkpointing
-        row = _plain_row(_fixed_tokens(self.vocabulary))
+        row = _plain_row(fingerprint_tokens(self.vocabulary))
         trained = sum(parameter.numel() for parameter in self.parameters.values())
         with self.eagerly():
             fitting = sequence_bound.tokens(free, trained, sequence_bound.token_bytes(self, row, recomputed=recomputed))
@@ -139,7 +138,7 @@ class Policy:
     @torch.no_grad()
     def check_packing(self) -> None:
         """Raises `SettingError` when the model's layers let sequences of one row see each other."""
-        rows = [_plain_row(_fixed_tokens(self.vocabulary)[start : start + 12]) for start in (0, 12, 24)]
+        rows = [_plain_row(fingerprint_tokens(self.vocabulary)[start : start + 12]) for start in (0, 12, 24)]
         try:
             with self.eagerly():
                 together_N = self.logprobs(self.collate(rows))[0]
@@ -169,7 +168,7 @@ class Policy:
 
     def _head_of(self, model: Any) -> Head:
         with self.eagerly():
-            found = Head.of(model, _fixed_tokens(self.vocabulary)[:_PROBE_TOKENS])
+            found = Head.of(model, fingerprint_tokens(self.vocabulary)[:_PROBE_TOKENS])
         if found.whole is not None:
             architecture = architecture_of(model.config)
             log.warning("head_not_chunked", architecture=architecture, reason=found.whole, remedy=_WHOLE_REMEDY)
@@ -231,7 +230,7 @@ class Policy:
     def fingerprint(self, published: Mapping[str, Tensor] | None = None) -> Fingerprint:
         """Logprobs at temperature 1 of a fixed token sequence. `published` replaces weights by what the version's files
         hold, where that is rounded. Computed here, in memory: an engine that loads the files checks them by it."""
-        token_ids = _fixed_tokens(self.vocabulary)
+        token_ids = fingerprint_tokens(self.vocabulary)
         inputs = {"input_ids": torch.tensor([token_ids], device=self.device), "use_cache": False}
         given = published or (dict(self.model.named_parameters()) if self._rounds else {})
         weights = {name: tensor.to(self.device, torch.float32) for name, tensor in given.items()}
@@ -265,12 +264,6 @@ def _plain_row(token_ids: Sequence[int]) -> Row:
     length = len(token_ids)
     mask, zeros = np.arange(length) > 0, np.zeros(length, np.float32)
     return Row("", 0, np.array(token_ids, np.int32), mask, zeros, zeros + 1, np.float32(0), ~mask)
-
-
-def _fixed_tokens(vocabulary: int) -> tuple[int, ...]:
-    """The same for every model with this vocabulary: a full-period walk through the ids."""
-    stride = next(candidate for candidate in range(vocabulary * 5 // 8, 0, -1) if gcd(candidate, vocabulary) == 1)
-    return tuple((17 + index * stride) % vocabulary for index in range(FINGERPRINT_TOKENS))
 
 
 def device_of(name: str) -> torch.device:

@@ -1,0 +1,50 @@
+"""What transformers' own code answers, one sequence at a time, with its eager attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from headrace_inference.errors import VersionUnusable
+from headrace_runtime.versions import fingerprint_tokens
+from headrace_schemas.manifest import Fingerprint
+
+
+def answers(folder: Path, adapter: Path | None, device: torch.device, dtype: torch.dtype | None) -> Fingerprint:
+    """The fingerprint of the weights in `folder`, with the adapter over them. Raises `VersionUnusable`.
+
+    The model is let go before this returns.
+    """
+    try:
+        model = opened(folder, adapter, dtype).to(device).eval()
+        vocabulary = int(AutoConfig.from_pretrained(folder, local_files_only=True).vocab_size)
+        tokens = fingerprint_tokens(vocabulary)
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[0, :-1].float()
+        targets = torch.tensor(tokens[1:], device=device)
+        found = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].cpu()
+    except Exception as error:
+        raise VersionUnusable(f"{adapter or folder}: {type(error).__name__}: {str(error)[:500]}") from error
+    if not bool(torch.isfinite(found).all()):
+        raise VersionUnusable(f"{adapter or folder}: its weights answer with numbers that are not finite")
+    return Fingerprint(token_ids=tokens, logprobs=tuple(found.tolist()))
+
+
+def opened(folder: Path, adapter: Path | None, dtype: torch.dtype | None) -> Any:
+    """The model of `folder`, with the adapter over it where there is one."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype or "auto",
+        attn_implementation="eager",
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+    )
+    if adapter is None:
+        return model
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, str(adapter), is_trainable=False)

@@ -1,0 +1,81 @@
+"""Which versions the trainers' saved states need, read as they were written and never changed.
+
+A trainer goes on from its base, the version that it trains, the promoted ones and those that it can go back to. A state
+that cannot be read, or that says none of this, needs everything: nothing is collected then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.errors import CorruptBlob, MissingBlob, Refused
+from headrace_runtime.records import Records
+from headrace_schemas.base import Version
+from headrace_schemas.blobs import BlobRef
+
+_FOLDER = "lineages"
+_SHARED = 0
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class _Pointer(_Part):
+    state: BlobRef | None
+    epochs: dict[str, int] = {}
+
+
+class _Published(_Part):
+    version: Version
+
+
+class _Announced(_Part):
+    version: Version
+
+
+class _State(_Part):
+    versions: tuple[_Published, ...]
+    head: Version
+    promoted: tuple[Version, ...]
+    restore_points: dict[Version, object]
+    checkpoint: _Announced
+
+    def needed(self) -> set[str]:
+        return {
+            *(one.version for one in self.versions[:1]),
+            self.head,
+            *self.promoted,
+            *self.restore_points,
+            self.checkpoint.version,
+        }
+
+
+def needed(blobs: BlobStore) -> dict[str, set[str]]:
+    """Lineage to the versions that it needs. Blocks. Raises `Refused` 409 for a lineage that cannot be read."""
+    return {lineage: _needed(blobs, lineage) for lineage in _names(blobs)}
+
+
+def _names(blobs: BlobStore) -> Iterator[str]:
+    yield from sorted({*blobs.areas(_FOLDER), *blobs.pointers(_FOLDER)})
+
+
+def _needed(blobs: BlobStore, lineage: str) -> set[str]:
+    record = Records(blobs, f"{_FOLDER}/{lineage}").newest()
+    data = record.data if record is not None else blobs.pointer(f"{_FOLDER}/{lineage}")
+    if data is None:
+        return set()
+    try:
+        pointer = _Pointer.model_validate_json(data)
+        if pointer.state is None:
+            return set()
+        epoch = pointer.epochs.get(pointer.state.sha256, _SHARED)
+        store = blobs if epoch == _SHARED else blobs.area(f"{_FOLDER}/{lineage}/{epoch:010d}")
+        return _State.model_validate_json(store.get(pointer.state)).needed()
+    except (ValidationError, CorruptBlob, MissingBlob) as error:
+        what = f"{error.error_count()} fields are not as expected" if isinstance(error, ValidationError) else str(error)
+        message = f"lineage {lineage} cannot be read, so nothing is collected: {what}; try again, or repair it"
+        raise Refused(409, "lineage_unreadable", message) from None

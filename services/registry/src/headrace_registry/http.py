@@ -1,0 +1,47 @@
+"""Bodies in, answers out, for all pages of the REST interface."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace_runtime.errors import Refused
+from headrace_schemas.base import Model
+
+_BODY_BYTES_MAX = 65_536
+_LIST_MAX = 1000
+M = TypeVar("M", bound=Model)
+
+
+def answer(value: Model, status: int = 200) -> Response:
+    return Response(value.model_dump_json(exclude_none=True), status, media_type="application/json")
+
+
+async def body(request: Request, model: type[M]) -> M:
+    """Raises `Refused` 400 or 413."""
+    content = b""
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > _BODY_BYTES_MAX:
+            raise Refused(413, "body_too_large", f"the body is larger than {_BODY_BYTES_MAX} bytes")
+    try:
+        return model.model_validate_json(content or b"{}")
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Refused(400, "invalid_request", f"{where or 'body'}: {first['msg']}", where or None) from None
+
+
+def limit(request: Request) -> int:
+    return number(request, "limit", 100, _LIST_MAX)
+
+
+def number(request: Request, name: str, default: int, most: int) -> int:
+    """A query parameter from 1 to `most`. Raises `Refused` 400."""
+    text = request.query_params.get(name, str(default))
+    if not text.isdecimal() or len(text) > 19 or not 1 <= int(text) <= most:
+        raise Refused(400, "invalid_request", f"{name} must be a number from 1 to {most}", name)
+    return int(text)

@@ -1,0 +1,289 @@
+"""What somebody's folder has to be before it is a version: everything else is refused by name, and nothing is stored."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headrace_inference.errors import VersionUnusable
+from headrace_inference.importing.folder import Importer
+from headrace_inference.importing.merging import merge
+from headrace_inference.settings import InferenceSettings
+from headrace_runtime import versions
+from headrace_runtime.blobs import BlobStore
+from headrace_schemas.importing import MANIFEST_FILE, FolderLine, StoredLine
+from headrace_schemas.manifest import Manifest
+from tests.support import tiny_model
+from tests.unit.inference.conftest import Models
+
+Change = Callable[[Path], None]
+
+
+@pytest.fixture
+def importer(models: Models) -> Importer:
+    return Importer(models.blobs, InferenceSettings())
+
+
+def take(importer: Importer, folder: Path, **how: object) -> StoredLine:
+    return importer.take(FolderLine.model_validate({"folder": str(folder), "name": "opponent", **how}))
+
+
+def manifest(models: Models, stored: StoredLine) -> Manifest:
+    return versions.read_manifest(models.blobs, stored.manifest)
+
+
+def test_a_folder_becomes_a_version(importer: Importer, models: Models) -> None:
+    stored = take(importer, models.first.folder)
+    found = manifest(models, stored)
+    assert found.version == stored.version
+    assert (found.name, found.lineage, found.parent) == ("opponent", "registered", None)
+    assert {file.path: file.blob.sha256 for file in found.files} == {
+        file.path: file.blob.sha256 for file in models.first.manifest.files
+    }
+    answered = tiny_model.answers(models.first.folder, found.fingerprint)
+    assert found.fingerprint.logprobs == pytest.approx(answered, abs=1e-4)
+    assert take(importer, models.first.folder).version == stored.version, "the same files are the same version"
+
+
+def test_an_adapter_becomes_a_version_of_its_base(importer: Importer, models: Models) -> None:
+    base = models.first
+    stored = take(importer, models.adapter.folder, base=base.served.manifest)
+    found = manifest(models, stored)
+    assert (found.kind, found.base) == ("lora", base.version)
+    assert found.tokenizer_sha256 == base.manifest.tokenizer_sha256
+    answered = tiny_model.answers(models.adapter.folder, found.fingerprint, base=base.folder)
+    assert found.fingerprint.logprobs == pytest.approx(answered, abs=1e-4)
+
+
+def _config(**changes: object) -> Change:
+    return _json("config.json", **changes)
+
+
+def _json(name: str, **changes: object) -> Change:
+    def change(folder: Path) -> None:
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def _weights(name: str, new: Callable[[torch.Tensor], torch.Tensor | None]) -> Change:
+    def change(folder: Path) -> None:
+        (path,) = folder.glob("*.safetensors")
+        held = load_file(path)
+        made = new(held.pop(name))
+        save_file(held if made is None else held | {name: made}, path, metadata={"format": "pt"})
+
+    return change
+
+
+def _remove(name: str) -> Change:
+    return lambda folder: (folder / name).unlink()
+
+
+def _no_template(folder: Path) -> None:
+    for path in folder.glob("*.jinja"):
+        path.unlink()
+    _json("tokenizer_config.json", chat_template=None)(folder)
+
+
+def _template(text: str) -> Change:
+    return lambda folder: (folder / "chat_template.jinja").write_text(text) and None
+
+
+def _larger_tokenizer(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    found = json.loads(path.read_text())
+    last = max(found["model"]["vocab"].values())
+    found["added_tokens"].append({**found["added_tokens"][0], "id": last + 500, "content": "<|foreign|>"})
+    found["model"]["vocab"]["zzzz"] = last + 499
+    path.write_text(json.dumps(found))
+
+
+FAULTS: dict[str, tuple[Change, str]] = {
+    "no weights": (_remove("model.safetensors"), "no weights in safetensors"),
+    "no config": (_remove("config.json"), "no config.json"),
+    "no tokenizer": (_remove("tokenizer.json"), "no tokenizer.json"),
+    "a pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin") and None, "no weights"),
+    "no template": (_no_template, "chat template"),
+    "a template that fails": (_template("{{ raise_exception('never') }}"), "template"),
+    "a template that is none": (_template("{% for %}"), "emplate"),
+    "a foreign tokenizer": (_larger_tokenizer, "it is another model's"),
+    "a missing tensor": (_weights("model.norm.weight", lambda _: None), "missing_keys"),
+    "a reshaped tensor": (_weights("model.norm.weight", lambda w: w[:4].clone()), ""),
+    "not a number": (_weights("model.norm.weight", lambda w: w * float("nan")), "not finite"),
+    "an unknown architecture": (_config(model_type="no_such_model"), "no_such_model"),
+    "sliding attention": (
+        _config(layer_types=["full_attention", "sliding_attention"], sliding_window=16),
+        "sliding_attention",
+    ),
+    "an unsteady rope": (
+        _config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        "dynamic",
+    ),
+    "half a config": (lambda f: (f / "config.json").write_text("{") and None, ""),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_folder_with_a_fault_is_refused_by_name(
+    importer: Importer, models: Models, tmp_path: Path, fault: str
+) -> None:
+    change, reason = FAULTS[fault]
+    folder = tmp_path / "faulty"
+    shutil.copytree(models.first.folder, folder)
+    change(folder)
+    before = set(models.blobs.digests())
+    with pytest.raises(VersionUnusable) as refused:
+        take(importer, folder)
+    assert reason in str(refused.value)
+    assert "faulty" in str(refused.value) or "opponent@" in str(refused.value)
+    assert set(models.blobs.digests()) == before, "nothing of it is stored"
+
+
+ADAPTER_FAULTS: dict[str, tuple[Change, str]] = {
+    "of another version": (_json("adapter_config.json", base_model_name_or_path="tiny@0123456789abcdef"), "tiny@0123"),
+    "of other modules": (_json("adapter_config.json", target_modules=["k_proj"]), "adapter"),
+    "half of it": (
+        _weights("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", lambda _: None),
+        "has no base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
+    ),
+    "of a wider base": (
+        _weights(
+            "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
+            lambda w: torch.cat([w, w], 1).contiguous(),
+        ),
+        "lora_A",
+    ),
+    "another rank": (_json("adapter_config.json", r=2), ""),
+    "not applied": (
+        lambda folder: (
+            [
+                _weights(name, torch.zeros_like)(folder)
+                for name in load_file(folder / "adapter_model.safetensors")
+                if "lora_B" in name
+            ]
+            and None
+        ),
+        "changes nothing",
+    ),
+    "another kind": (_json("adapter_config.json", peft_type="IA3", task_type="CAUSAL_LM"), ""),
+    "half a config": (lambda f: (f / "adapter_config.json").write_text("{") and None, "cannot be read"),
+    "another tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}") and None, "tokenizer.json is not that of"),
+    "another template": (lambda f: (f / "chat_template.jinja").write_text("x") and None, "template is not that of"),
+}
+
+
+@pytest.mark.parametrize("fault", ADAPTER_FAULTS)
+def test_an_adapter_with_a_fault_is_refused_by_name(
+    importer: Importer, models: Models, tmp_path: Path, fault: str
+) -> None:
+    change, reason = ADAPTER_FAULTS[fault]
+    folder = tmp_path / "faulty"
+    shutil.copytree(models.adapter.folder, folder)
+    change(folder)
+    with pytest.raises(VersionUnusable) as refused:
+        take(importer, folder, base=models.first.served.manifest)
+    assert reason in str(refused.value)
+
+
+def test_an_adapter_of_a_deeper_base_is_refused(importer: Importer, models: Models, tmp_path: Path) -> None:
+    deeper = tiny_model.build(tmp_path / "deeper", layers=3)
+    folder = tiny_model.adapter(deeper, tmp_path / "adapter", seed=3)
+    with pytest.raises(VersionUnusable, match="it is an adapter of another base"):
+        take(importer, folder, base=models.first.served.manifest)
+
+
+def test_an_adapter_needs_a_base(importer: Importer, models: Models) -> None:
+    with pytest.raises(VersionUnusable, match="name the version that it applies to"):
+        take(importer, models.adapter.folder)
+
+
+def exported(models: Models, folder: Path) -> Path:
+    """As `headrace models export` leaves it."""
+    versions.unpack(models.blobs, models.first.manifest, folder)
+    (folder / MANIFEST_FILE).write_bytes(models.first.manifest.canonical_json())
+    return folder
+
+
+def test_an_exported_folder_is_the_very_same_version_elsewhere(models: Models, tmp_path: Path) -> None:
+    folder = exported(models, tmp_path / "exported")
+    elsewhere = BlobStore((tmp_path / "blobs").as_uri())
+    stored = Importer(elsewhere, InferenceSettings()).take(FolderLine(folder=str(folder)))
+    assert stored.version == models.first.version
+    found = versions.read_manifest(elsewhere, stored.manifest)
+    assert versions.unpack(elsewhere, found, tmp_path / "again").joinpath("model.safetensors").exists()
+
+
+def flips(folder: Path, chance: random.Random, count: int) -> Iterator[tuple[Path, int, int]]:
+    """File, place and bit of each damage, over all files."""
+    files = sorted(path for path in folder.iterdir() if path.name != MANIFEST_FILE and path.stat().st_size)
+    for number in range(count):
+        path = files[number % len(files)]
+        yield path, chance.randrange(path.stat().st_size), 1 << chance.randrange(8)
+
+
+def test_flipped_bytes_of_an_exported_folder_are_refused_by_name(models: Models, tmp_path: Path) -> None:
+    """300 of them, over every file."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    folder = exported(models, tmp_path / "exported")
+    elsewhere = BlobStore((tmp_path / "blobs").as_uri())
+    importer = Importer(elsewhere, InferenceSettings())
+    for path, place, bit in flips(folder, random.Random(seed), 300):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+        with pytest.raises(VersionUnusable, match=f"{path.name} is not the file that was exported"):
+            importer.take(FolderLine(folder=str(folder)))
+        path.write_bytes(whole)
+    assert list(elsewhere.digests()) == [], "nothing of them is stored"
+
+
+def test_merged_answers_as_unmerged(models: Models, tmp_path: Path) -> None:
+    """To float tolerance, by transformers and peft themselves."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target = tmp_path / "merged"
+    merge(models.blobs, models.adapter.served.manifest, models.first.served.manifest, target)
+    plain = AutoModelForCausalLM.from_pretrained(models.first.folder, dtype=torch.float32)
+    unmerged = PeftModel.from_pretrained(plain, str(models.adapter.folder)).eval()
+    merged, info = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), "every tensor has its place"
+    tokens = torch.randint(0, 300, (3, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        difference = (merged.eval()(tokens).logits - unmerged(tokens).logits).abs().max()
+    assert float(difference) < 1e-4
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(models.first.folder, dtype=torch.float32).eval()(tokens).logits
+        assert float((merged(tokens).logits - base).abs().max()) > 1e-2, "and otherwise than the base"
+    before = AutoTokenizer.from_pretrained(models.first.folder)
+    messages = [{"role": "user", "content": "Who sent the mail?"}]
+    after = AutoTokenizer.from_pretrained(target)
+    assert after.apply_chat_template(messages, tokenize=False) == before.apply_chat_template(messages, tokenize=False)
+
+
+def test_only_an_adapter_of_this_base_is_merged_into_it(models: Models, tmp_path: Path) -> None:
+    with pytest.raises(VersionUnusable, match=f"{models.adapter.version} is an adapter of {models.first.version}"):
+        merge(models.blobs, models.adapter.served.manifest, models.second.served.manifest, tmp_path / "merged")
+
+
+def test_what_is_exported_is_loaded_by_transformers_and_peft(models: Models, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    full = versions.unpack(models.blobs, models.first.manifest, tmp_path / "full")
+    lora = versions.unpack(models.blobs, models.adapter.manifest, tmp_path / "lora")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(full, dtype=torch.float32), str(lora))
+    tokens = models.adapter.manifest.fingerprint
+    with torch.no_grad():
+        logits = model.eval()(torch.tensor([tokens.token_ids])).logits[0, :-1].log_softmax(-1)
+    found = logits.gather(1, torch.tensor(tokens.token_ids)[1:, None])[:, 0]
+    assert found.tolist() == pytest.approx(tokens.logprobs, abs=1e-4)

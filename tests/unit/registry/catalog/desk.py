@@ -1,0 +1,80 @@
+"""The whole REST interface over a rig, and folders that somebody registers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx2
+
+from headrace_registry.api import RegistryApi
+from headrace_registry.catalog.api import CatalogApi
+from headrace_registry.changes import Changes
+from headrace_registry.garbage.collector import GarbageCollector
+from headrace_runtime import web
+from headrace_runtime.settings import Common, SecuritySettings
+from headrace_schemas.blobs import BlobRef
+from headrace_schemas.catalog import WHO_HEADER
+from headrace_schemas.manifest import File, Fingerprint, Manifest
+from tests.unit.registry.rig import Rig
+
+OPPONENT = "opponent"
+
+
+class Desk:
+    """`post` and `get`; `folder` puts a version of files into the blob store, as the importer does."""
+
+    def __init__(self, rig: Rig, key: str = "", *, retired_for_s: float = 0.0, who: str = "ada") -> None:
+        self.rig = rig
+        common = Common(data_dir=Path("unused"), security=SecuritySettings(internal_key=key))
+        wake = rig.director.wake.set
+        garbage = GarbageCollector(rig.blobs, rig.processor, rig.lease, retired_for_s)
+        made = Changes(rig.processor, rig.lease, wake)
+        catalog = CatalogApi(common, rig.settings, rig.blobs, rig.database, made, garbage)
+        api = RegistryApi(common, rig.database, rig.processor, rig.lease, rig.replicas.values, wake)
+        transport = httpx2.ASGITransport(web.app({}, [*api.routes(), *catalog.routes()]))
+        headers = {WHO_HEADER: who, **({"authorization": f"Bearer {key}"} if key else {})}
+        self.http = httpx2.AsyncClient(transport=transport, base_url="http://registry", headers=headers)
+
+    async def post(self, path: str, **body: object) -> httpx2.Response:
+        return await self.http.post(f"/v1/{path}", json=body)
+
+    async def get(self, path: str) -> httpx2.Response:
+        return await self.http.get(f"/v1/{path}")
+
+    def folder(
+        self,
+        content: str,
+        *,
+        name: str = OPPONENT,
+        base: str | None = None,
+        tokenizer: str = "a",
+        template: str = "b",
+        files: tuple[File, ...] = (),
+    ) -> tuple[str, BlobRef]:
+        """Version and manifest of a folder whose weights are `content`."""
+        own = File(path="model.safetensors", blob=self.rig.blobs.put(content.encode()))
+        manifest = Manifest(
+            name=name,
+            lineage="registered",
+            step=0,
+            kind="lora" if base else "full",
+            base=base,
+            files=(own, *files),
+            fingerprint=Fingerprint(token_ids=(1, 2), logprobs=(-1.0,)),
+            tokenizer_sha256=tokenizer * 64,
+            template_sha256=template * 64,
+        )
+        return manifest.version, self.rig.blobs.put(manifest.canonical_json())
+
+    async def register(self, content: str, *, label: str | None = None, serve: bool = False, **how: object) -> str:
+        """Make a folder and register it."""
+        version, ref = self.folder(content, **how)  # type: ignore[arg-type]
+        name = version.partition("@")[0]
+        body = {"manifest": ref.model_dump(), "label": label, "serve": serve, "why": "a test"}
+        answer = await self.post(f"models/{name}/register", **body)
+        assert answer.status_code == 201, answer.text
+        return version
+
+
+def refusal(answer: httpx2.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]

@@ -1,0 +1,182 @@
+"""Models that nobody trains: registered, served when asked for, and never a candidate by themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace_schemas import Routing
+from headrace_schemas.registry_api import VersionList
+from tests.unit.registry.catalog.desk import OPPONENT, Desk, refusal
+from tests.unit.registry.rig import MODEL, loaded
+
+
+def routing(desk: Desk, model: str = OPPONENT) -> Routing:
+    return [one for one in desk.rig.sent(Routing) if one.model == model][-1]
+
+
+def follow(desk: Desk) -> None:
+    """The replica holds what every routing asks for."""
+    newest = {one.model: one for one in desk.rig.sent(Routing)}
+    desk.rig.clock.elapsed_s += 1
+    desk.rig.say("r1", *(loaded(one.version) for table in newest.values() for one in table.serve))
+
+
+async def test_a_registered_version_waits_until_somebody_asks(desk: Desk) -> None:
+    version = await desk.register("v1", label="v1.0")
+    await desk.rig.ticks()
+    assert routing(desk).serve == ()
+    assert routing(desk).untrained == (version,)
+    found = VersionList.model_validate_json((await desk.get(f"models/{OPPONENT}/versions")).content).data[0]
+    assert (found.trained, found.label, found.state, found.served) == (False, "v1.0", "registered", False)
+
+
+async def test_serving_the_first_version_makes_it_champion_once_it_is_probed(desk: Desk) -> None:
+    version = await desk.register("v1", label="v1.0", serve=True)
+    await desk.rig.ticks()
+    assert routing(desk).champion is None, "nobody is served before its probe"
+    follow(desk)
+    await desk.rig.ticks()
+    assert routing(desk).champion == version
+    assert routing(desk).names == {"v1.0": version}
+    assert desk.rig.gate.runs == [], "no gate plays what nobody trains"
+
+
+async def test_two_versions_side_by_side(desk: Desk) -> None:
+    first = await desk.register("v1", label="v1.0", serve=True)
+    await desk.rig.ticks()
+    follow(desk)
+    await desk.rig.ticks()
+    second = await desk.register("v2", label="v1.1", serve=True)
+    await desk.rig.ticks()
+    assert routing(desk).champion == first, "a second version takes nothing over by itself"
+    assert {one.version for one in routing(desk).serve} == {first, second}
+    assert routing(desk).names == {"v1.0": first, "v1.1": second}
+    assert (await desk.post(f"models/{OPPONENT}/pin", version=second)).status_code == 200
+    follow(desk)
+    await desk.rig.ticks()
+    assert (routing(desk).champion, routing(desk).pinned) == (second, second)
+
+
+async def test_what_is_not_served_any_more_leaves_the_routing(desk: Desk) -> None:
+    first = await desk.register("v1", serve=True)
+    await desk.rig.ticks()
+    follow(desk)
+    await desk.rig.ticks()
+    second = await desk.register("v2", serve=True)
+    assert (await desk.post(f"models/{OPPONENT}/unserve", version=second)).status_code == 200
+    assert {one.version for one in routing(desk).serve} == {first}
+    assert (await desk.post(f"models/{OPPONENT}/unserve", version=first)).status_code == 200
+    await desk.rig.ticks()
+    assert (routing(desk).champion, routing(desk).serve) == (None, ())
+
+
+async def test_a_trained_champion_is_not_unserved(desk: Desk) -> None:
+    (champion,) = await desk.rig.crowned(0)
+    answer = await desk.post(f"models/{MODEL}/unserve", version=champion)
+    assert refusal(answer) == (409, "has_a_role")
+    assert champion in answer.text
+
+
+async def test_a_foreign_version_beside_a_trained_champion_needs_a_word(desk: Desk) -> None:
+    """Of the trained model's own name: it waits, is served beside, and competes only when somebody asks."""
+    (champion,) = await desk.rig.crowned(0)
+    foreign = await desk.register("foreign", name=MODEL, serve=True)
+    await desk.rig.ticks()
+    assert desk.rig.routing.champion == champion
+    assert foreign in {one.version for one in desk.rig.routing.serve}
+    assert desk.rig.routing.untrained == (foreign,)
+    async with desk.rig.running():
+        assert (await desk.post(f"models/{MODEL}/promote", version=foreign)).status_code == 202
+        await desk.rig.until(lambda: ("promoted", foreign) in desk.rig.decided())
+
+
+async def test_there_is_a_bound_on_what_is_served_because_somebody_asked(desk: Desk) -> None:
+    """And what is refused has changed nothing."""
+    served = [await desk.register(f"w{n}", name=f"model-{n}", serve=True) for n in range(desk.rig.settings.served_max)]
+    version, ref = desk.folder("one more", name="model-x")
+    answer = await desk.post("models/model-x/register", manifest=ref.model_dump(), serve=True)
+    assert refusal(answer) == (409, "no_room")
+    assert served[0] in answer.text
+    assert refusal(await desk.get("models/model-x")) == (404, "model_not_found")
+    assert (await desk.post("models/model-0/unserve", version=served[0])).status_code == 200
+    assert (await desk.post("models/model-x/register", manifest=ref.model_dump(), serve=True)).status_code == 201
+    assert version in (await desk.get("models/model-x/versions")).text
+
+
+async def test_the_same_files_are_the_same_version(desk: Desk) -> None:
+    first = await desk.register("v1")
+    assert await desk.register("v1", label="v1.0") == first
+    assert len((await desk.get(f"models/{OPPONENT}/versions")).json()["data"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"tokenizer": "c"}, "incompatible_version"),
+        ({"template": "c"}, "incompatible_version"),
+        ({"base": "opponent@0123456789abcdef"}, "incompatible_version"),
+    ],
+)
+async def test_what_could_never_serve_its_model_is_refused_by_name(
+    desk: Desk, change: dict[str, str], code: str
+) -> None:
+    await desk.register("v1", serve=True)
+    await desk.rig.ticks()
+    follow(desk)
+    await desk.rig.ticks()
+    version, ref = desk.folder("v2", **change)  # type: ignore[arg-type]
+    answer = await desk.post(f"models/{OPPONENT}/register", manifest=ref.model_dump())
+    assert refusal(answer) == (409, code)
+    assert version in answer.text
+    assert version not in (await desk.get(f"models/{OPPONENT}/versions")).text, "refused is as if it had never been"
+
+
+async def test_an_adapter_has_the_tokens_of_its_base(desk: Desk) -> None:
+    base = await desk.register("v1", serve=True)
+    good = await desk.register("adapter", base=base, name="formal")
+    assert good.startswith("formal@")
+    _, ref = desk.folder("adapter 2", base=base, name="formal", tokenizer="c")
+    answer = await desk.post("models/formal/register", manifest=ref.model_dump())
+    assert refusal(answer) == (409, "incompatible_version")
+    assert base in answer.text
+    _, ref = desk.folder("adapter 3", base=good, name="formal")
+    assert refusal(await desk.post("models/formal/register", manifest=ref.model_dump())) == (
+        409,
+        "incompatible_version",
+    )
+    assert (await desk.post("models/formal/serve", version=good)).status_code == 200
+    assert [one.version for one in routing(desk, "formal").serve] == [base, good], "its base before it"
+
+
+async def test_labels_never_move(desk: Desk) -> None:
+    first = await desk.register("v1", label="v1.0")
+    _, ref = desk.folder("v2")
+    answer = await desk.post(f"models/{OPPONENT}/register", manifest=ref.model_dump(), label="v1.0")
+    assert refusal(answer) == (409, "label_taken")
+    assert first in answer.text
+    for role in ("champion", "canary", "previous"):
+        answer = await desk.post(f"models/{OPPONENT}/register", manifest=ref.model_dump(), label=role)
+        assert refusal(answer) == (409, "role")
+    _, again = desk.folder("v1")
+    answer = await desk.post(f"models/{OPPONENT}/register", manifest=again.model_dump(), label="v2.0")
+    assert refusal(answer) == (409, "labelled")
+
+
+async def test_files_that_are_not_in_the_store_are_named(desk: Desk) -> None:
+    _, ref = desk.folder("v1")
+    desk.rig.blobs.delete(desk.rig.blobs.ref(b"v1"))
+    answer = await desk.post(f"models/{OPPONENT}/register", manifest=ref.model_dump())
+    assert refusal(answer) == (409, "files_missing")
+    assert "model.safetensors" in answer.text
+
+
+async def test_a_manifest_of_another_model_is_refused(desk: Desk) -> None:
+    _, ref = desk.folder("v1")
+    assert refusal(await desk.post("models/judge/register", manifest=ref.model_dump())) == (400, "other_model")
+
+
+async def test_a_standby_takes_nothing(desk: Desk) -> None:
+    _, ref = desk.folder("v1")
+    await desk.rig.lease.release()
+    answer = await desk.post(f"models/{OPPONENT}/register", manifest=ref.model_dump())
+    assert refusal(answer) == (503, "not_leader")
