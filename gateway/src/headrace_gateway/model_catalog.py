@@ -102,7 +102,8 @@ class ModelCatalog:
 
 def _aliases(routing: Routing) -> dict[str, str]:
     """Roles first: no name that an operator sets can stand for one."""
-    return {**routing.names, **routing.aliases}
+    roles: dict[str, str] = {str(alias): version for alias, version in routing.aliases.items()}
+    return routing.names | roles
 
 
 def _versions(routing: Routing) -> dict[str, None]:
