@@ -77,6 +77,14 @@ async def why(topics: Reader, version: str, *, whole: bool, after: int, limit: i
     )
 
 
+async def held_by(topics: Reader, version: str) -> set[Name]:
+    """All that a version's weights hold. Raises `UsageError` for a version of no report."""
+    checkpoint = await _checkpoint(topics, version)
+    lineage = checkpoint.lineage if checkpoint else await _lineage_of(topics, version)
+    contents, _ = await _read(topics, Contents(lineage), version)
+    return set(contents.held)
+
+
 async def _checkpoint(topics: Reader, version: str) -> Checkpoint | None:
     found: Checkpoint | None = None
     async for entry in topics.read(Range(Checkpoint.topic)):
