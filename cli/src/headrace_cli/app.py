@@ -15,6 +15,7 @@ from headrace_cli.commands import (
     mirror,
     models,
     replay,
+    rollouts,
     status,
     up,
 )
@@ -36,6 +37,7 @@ status.add_to(app)
 logs.add_to(app)
 models.add_to(app)
 lineage.add_to(app, models.app)
+rollouts.add_to(app)
 feedback.add_to(app)
 replay.add_to(app)
 controls.add_to(app)

@@ -70,6 +70,7 @@ def _turn(call: ChatCall, transcript: Transcript, delivered: bool, untrained: st
             "choices": [_choice(index, choice) for index, choice in sorted(transcript.choices.items())],
             "usage": {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens},
             "started_at": call.started_at,
+            "assignment": transcript.assignment,
         }
     )
 

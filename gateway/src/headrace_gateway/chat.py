@@ -66,7 +66,7 @@ class Chat:
         messages = tuple(message.event() for message in request.messages)
         sampling = request.sampling
         metadata = RequestMetadata(admitted.headers, request.metadata or {})
-        identity = identify(admitted.caller, scope, metadata, target.model, messages)
+        identity = identify(admitted.caller, scope, metadata, target.model, messages, request.user)
         asked_json = asked(request, messages, sampling)
         retry = admitted.headers.get(b"x-stainless-retry-count", b"")
         return ChatCall(

@@ -124,6 +124,12 @@ class ChatRequest(Model):
     def choices(self) -> int:
         return self.n or 1
 
+    @property
+    def user(self) -> JsonValue:
+        """Whom the caller says that it is for, in either of OpenAI's fields."""
+        extra = self.model_extra or {}
+        return extra.get("safety_identifier") or extra.get("user")
+
 
 def parse_chat(body: bytes, choices_max: int, values_max: int) -> ChatRequest:
     """Raises `ApiError` 400 that names the field at fault, 413 for more than `values_max` JSON values."""

@@ -32,6 +32,8 @@ class CallIdentity:
     task_id: str | None
     run_id: str | None
     purpose: Purpose
+    user_key: str | None = None
+    """Of the user whom the call names, in the form of a session key: rollouts by user need it, nobody else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,18 @@ def label(value: JsonValue, where: str) -> str | None:
 
 
 def identify(
-    caller: Caller, scope: Scope, metadata: RequestMetadata, model: str, messages: tuple[Message, ...]
+    caller: Caller,
+    scope: Scope,
+    metadata: RequestMetadata,
+    model: str,
+    messages: tuple[Message, ...],
+    user: JsonValue = None,
 ) -> CallIdentity:
-    """The identity of a chat call. `model` is the name that was asked for, never the version that will serve."""
+    """The identity of a chat call. `model` is the name that was asked for, never the version that will serve.
+
+    `user` is OpenAI's field of that name, which `X-User-Id` and `metadata.user_id` go before.
+    """
+    named = metadata.label("user_id") or (user if isinstance(user, str) else None)
     purpose = metadata.purpose()
     session_id, source = _session(caller, scope, metadata, f"{purpose} {model}", messages)
     return CallIdentity(
@@ -81,6 +92,7 @@ def identify(
         task_id=metadata.label("task_id"),
         run_id=metadata.label("run_id"),
         purpose=purpose,
+        user_key=ids.session_key(caller.tenant, f"user:{named}") if named else None,
     )
 
 

@@ -6,8 +6,10 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from headrace_gateway.identity import CallIdentity
 from headrace_gateway.refusals import ApiError
-from headrace_schemas import Routing
+from headrace_schemas import Assignment, Routing
+from headrace_schemas.assignment import draw
 
 CHAMPION = "champion"
 REGISTERED = "registered"
@@ -78,6 +80,23 @@ class ModelCatalog:
         routing = self._rows.get(model)
         return REGISTERED if routing is not None and version in routing.untrained else None
 
+    def draw(self, model: str, identity: CallIdentity) -> tuple[str | None, Assignment | None]:
+        """The version for a session that begins now, by the split of the routing; without one it is the champion."""
+        routing = self._rows.get(model)
+        if routing is None or routing.champion is None:
+            return None, None
+        split = routing.split
+        if split is None or identity.purpose != "train":
+            return routing.champion, None
+        by_user = identity.user_key if split.unit == "user" else None
+        return draw(split, routing.champion, by_user or identity.session_key)
+
+    def under_way(self, model: str, assignment: Assignment | None) -> bool:
+        """Whether one of its rollouts goes on."""
+        routing = self._rows.get(model)
+        arms = routing.split.arms if routing and routing.split else ()
+        return assignment is not None and any(arm.rollout_id in assignment.rollouts for arm in arms)
+
     def usable(self, model: str, version: str) -> bool:
         """Whether routing still knows `version` and has not withdrawn it."""
         routing = self._rows.get(model)
@@ -102,8 +121,7 @@ class ModelCatalog:
 
 def _aliases(routing: Routing) -> dict[str, str]:
     """Roles first: no name that an operator sets can stand for one."""
-    roles: dict[str, str] = {str(alias): version for alias, version in routing.aliases.items()}
-    return routing.names | roles
+    return routing.names | {str(role): version for role, version in routing.aliases.items()}
 
 
 def _versions(routing: Routing) -> dict[str, None]:

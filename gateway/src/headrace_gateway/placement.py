@@ -1,4 +1,5 @@
-"""Which version and which replica serve a call: the session's pinned version while it can, else the current one."""
+"""Which version and which replica serve a call: the session's pinned version while it can, else the one of the arm
+that it is drawn into, else the champion."""
 
 from __future__ import annotations
 
@@ -7,15 +8,17 @@ from dataclasses import dataclass
 from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.model_catalog import CHAMPION, ModelCatalog
 from headrace_gateway.replica_set import ReplicaSet, ReplicaStatus
-from headrace_gateway.sticky_versions import StickyVersions
+from headrace_gateway.sticky_versions import Pin, StickyVersions
+from headrace_schemas import Assignment
 
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """The replica and the version that serve a call."""
+    """The replica and the version that serve a call, and the arm that its unit was assigned to."""
 
     version: str
     member: ReplicaStatus
+    assignment: Assignment | None = None
 
 
 class Placement:
@@ -30,17 +33,20 @@ class Placement:
         """None when no replica can take the call now. If no replica serves the session's version, it gets another."""
         place, target = self.choose(call, avoid), call.target
         if place and target.version is None and target.alias == CHAMPION:
-            self._sticky_versions.set(call.identity.session_key, target.model, place.version)
+            pin = Pin(place.version, place.assignment)
+            self._sticky_versions.set(call.identity.session_key, target.model, pin)
         return place
 
     def choose(self, call: ChatCall, avoid: frozenset[str] = frozenset()) -> Upstream | None:
         """Like `place`, but changes nothing."""
         target = call.target
-        pinned = None if target.alias != CHAMPION or target.version else self._pinned(call)
-        for version in (pinned, self._catalog.version_of(target)):
+        pin = None if target.alias != CHAMPION or target.version else self._pin(call)
+        current = self._catalog.version_of(target)
+        assignment = pin.assignment if pin else None
+        for version in (pin.version if pin else None, current):
             member = self._replica_set.pick(version, call.identity.session_key, avoid) if version else None
             if version and member:
-                return Upstream(version, member)
+                return Upstream(version, member, assignment)
         return None
 
     def resume(self, call: ChatCall, version: str, avoid: frozenset[str], *, with_tokens: bool) -> Upstream | None:
@@ -48,8 +54,12 @@ class Placement:
         member = self._replica_set.pick(version, call.identity.session_key, avoid, resuming=with_tokens)
         return Upstream(version, member) if member else None
 
-    def _pinned(self, call: ChatCall) -> str | None:
-        if call.opens_a_run:
-            return None
-        version = self._sticky_versions.get(call.identity.session_key, call.target.model)
-        return version if version and self._catalog.usable(call.target.model, version) else None
+    def _pin(self, call: ChatCall) -> Pin | None:
+        """What the session began with, or begins with now. A session whose version is withdrawn begins anew."""
+        model, identity = call.target.model, call.identity
+        pin = None if call.opens_a_run else self._sticky_versions.get(identity.session_key, model)
+        if pin and self._catalog.usable(model, pin.version):
+            known = self._catalog.under_way(model, pin.assignment)
+            return pin if known or pin.assignment is None else Pin(pin.version)
+        version, assignment = self._catalog.draw(model, identity)
+        return Pin(version, assignment) if version else None

@@ -86,7 +86,7 @@ class Relay:
             except ReplicaFailed as failure:
                 self._note(upstream, failure, patience)
                 continue
-            transcript = Transcript(replica_id=upstream.member.replica.replica_id)
+            transcript = Transcript(upstream.member.replica.replica_id, upstream.assignment)
             transcript.add(answer, streamed=False)
             return answer, transcript
 
@@ -101,6 +101,8 @@ class Relay:
         while True:
             upstream = await self._find(lambda: self._next_place(call, transcript, patience), patience)
             transcript.replica_id = upstream.member.replica.replica_id
+            if not transcript.begun:
+                transcript.assignment = upstream.assignment
             try:
                 with self._calling(upstream, lambda: self._can_move(call, transcript)) as upstream_call:
                     async with contextlib.aclosing(self._chunks(call, upstream, transcript, upstream_call)) as chunks:

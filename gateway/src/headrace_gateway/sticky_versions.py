@@ -1,31 +1,42 @@
-"""Sticky versions: a session keeps the version it began with until it is idle (see `placement`)."""
+"""Sticky versions: a session keeps the version and the arm it began with until it is idle (see `placement`)."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from headrace_gateway.settings import StickySettings
 from headrace_runtime.clock import Clock
+from headrace_schemas import Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """What a session began with. Without an `assignment` it is no part of a rollout, also of one that began since."""
+
+    version: str
+    assignment: Assignment | None = None
 
 
 class StickyVersions:
-    """In memory only: another gateway, or a restart, may choose another version for a session."""
+    """In memory only: another gateway, or a restart, may choose another version for a session. Within a rollout the
+    assignment is the same then: it follows from the unit and the routing alone."""
 
     def __init__(self, settings: StickySettings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
-        self._pins: OrderedDict[str, dict[str, tuple[str, float]]] = OrderedDict()
-        """By session key, then by model: the version and when it was last used."""
+        self._pins: OrderedDict[str, dict[str, tuple[Pin, float]]] = OrderedDict()
+        """By session key, then by model: the pin and when it was last used."""
 
     def __len__(self) -> int:
         return len(self._pins)
 
-    def get(self, session_key: str, model: str) -> str | None:
-        version, used_s = self._pins.get(session_key, {}).get(model, (None, 0.0))
-        return version if self._clock.monotonic_s() - used_s < self._settings.idle_s else None
+    def get(self, session_key: str, model: str) -> Pin | None:
+        pin, used_s = self._pins.get(session_key, {}).get(model, (None, 0.0))
+        return pin if self._clock.monotonic_s() - used_s < self._settings.idle_s else None
 
-    def set(self, session_key: str, model: str, version: str) -> None:
-        self._pins.setdefault(session_key, {})[model] = (version, self._clock.monotonic_s())
+    def set(self, session_key: str, model: str, pin: Pin) -> None:
+        self._pins.setdefault(session_key, {})[model] = (pin, self._clock.monotonic_s())
         self._pins.move_to_end(session_key)
         if len(self._pins) > self._settings.sessions_max:
             self._pins.popitem(last=False)

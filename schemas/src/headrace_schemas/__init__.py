@@ -23,11 +23,11 @@ from headrace_schemas.events.dead_letter import DeadLetter
 from headrace_schemas.events.dead_letter_decision import DeadLetterDecision
 from headrace_schemas.events.experience import Experience, RewardPart
 from headrace_schemas.events.feedback import Feedback, SessionEnd
-from headrace_schemas.events.model_event import ModelEvent
+from headrace_schemas.events.model_event import ModelEvent, RolloutStep
 from headrace_schemas.events.reward import Reward
-from headrace_schemas.events.routing import LoadedVersion, Probe, Replica, Routing, ServedVersion
+from headrace_schemas.events.routing import Arm, LoadedVersion, Probe, Replica, Routing, ServedVersion, TrafficSplit
 from headrace_schemas.events.trajectory import Branch, Dialogue, LeftOut, Span, Trajectory
-from headrace_schemas.events.turn import Choice, Turn, Usage
+from headrace_schemas.events.turn import Assignment, Choice, Turn, Usage
 from headrace_schemas.reward_result import RewardResult
 
 EVENTS: dict[str, type[Event]] = {
@@ -52,6 +52,8 @@ EVENTS: dict[str, type[Event]] = {
 
 __all__ = [
     "EVENTS",
+    "Arm",
+    "Assignment",
     "BatchRecord",
     "Branch",
     "Checkpoint",
@@ -75,6 +77,7 @@ __all__ = [
     "Reward",
     "RewardPart",
     "RewardResult",
+    "RolloutStep",
     "Routing",
     "Sampling",
     "ServedVersion",
@@ -83,6 +86,7 @@ __all__ = [
     "TextPart",
     "Tool",
     "ToolCall",
+    "TrafficSplit",
     "TrainingMetrics",
     "TrainingOutcome",
     "Trajectory",

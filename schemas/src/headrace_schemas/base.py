@@ -25,6 +25,9 @@ Version = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{
 
 ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
+Share = Annotated[str, StringConstraints(pattern=r"^(0|1|[1-9][0-9]{0,8}/[1-9][0-9]{0,8})$")]
+"""An exact part of a whole, `1/100`; as a float it would not add up."""
+
 AliasName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """An alias, a label or a tag of a version."""
 

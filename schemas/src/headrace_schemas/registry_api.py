@@ -49,7 +49,9 @@ class VersionState(Model):
     step: Annotated[int, Field(ge=0)]
     parent: Version | None = None
     base: Version | None = None
-    state: Literal["registered", "probing", "evaluating", "promoted", "rejected", "skipped", "withdrawn"]
+    state: Literal[
+        "registered", "probing", "evaluating", "canary", "promoted", "held", "rejected", "skipped", "withdrawn"
+    ]
     registered_at: Timestamp
     trained: bool = True
     """Whether a trainer of ours made it. What others answer is captured and never trained."""

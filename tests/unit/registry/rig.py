@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import SecretStr
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry import store
+from headrace_registry.app import live
 from headrace_registry.director import Director
 from headrace_registry.gate import GateFailed
 from headrace_registry.handlers import CheckpointHandler
@@ -20,6 +22,7 @@ from headrace_registry.leader import LeaderLease
 from headrace_registry.records import ModelRecord, VersionRecord
 from headrace_registry.settings import GateSettings, RegistrySettings
 from headrace_registry.tables import STREAM
+from headrace_registry.transition import Transition
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.database import Database
 from headrace_runtime.errors import Unavailable
@@ -140,6 +143,8 @@ class Rig:
         self.settings = settings or RegistrySettings(gate=gate, poll_s=0.01)
         self.replicas: dict[str, Replica] = {}
         self._offset = 0
+        self.watching = True
+        """Whether live traffic is being read, so that a rollout may begin."""
         self._director: Director | None = None
         self.boot()
 
@@ -150,7 +155,7 @@ class Rig:
         self.lease = LeaderLease(self.database, self.clock, self.settings.lease_s)
         self.processor = Processor(
             service="registry",
-            handlers={Checkpoint.topic: CheckpointHandler(self.blobs, self.lease)},
+            handlers={Checkpoint.topic: CheckpointHandler(self.blobs, self.lease), **live(self.lease, self.settings)},
             database=self.database,
             tables=STREAM,
             outbox=Outbox(self.database, STREAM, self.bus, self.clock),
@@ -158,7 +163,9 @@ class Rig:
             clock=self.clock,
             limits=ProcessorLimits(retry_s=1.0),
         )
-        self._director = Director(self.processor, self.lease, self.gate, self.settings, self.replicas.values)
+        self._director = Director(
+            self.processor, self.lease, self.gate, self.settings, self.replicas.values, lambda _wanted: self.watching
+        )
 
     @property
     def director(self) -> Director:
@@ -210,6 +217,14 @@ class Rig:
         record = Record(Checkpoint.topic, 0, self._offset, MODEL.encode(), value)
         self._offset += 1
         await self.processor.process([record])
+
+    async def hear(self, *events: Event) -> None:
+        """Live traffic, as the reader hands it on."""
+        records = []
+        for event in events:
+            records.append(Record(event.topic, 0, self._offset, event.key.encode(), event.to_json()))
+            self._offset += 1
+        await self.processor.process(records)
 
     # replicas
 
@@ -298,9 +313,23 @@ class Rig:
 
     async def model(self) -> ModelRecord:
         async with self.database.transaction() as tx:
-            found = await store.model(tx, MODEL)
+            return await self.model_in(tx)
+
+    async def model_in(self, tx: AsyncConnection) -> ModelRecord:
+        found = await store.model(tx, MODEL)
         assert found is not None
         return found
+
+    async def change(self, change: Callable[[Transition, ModelRecord], Awaitable[None]]) -> None:
+        """What an operator does through the REST interface."""
+
+        async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+            await self.lease.check(tx)
+            transition = Transition(tx, now)
+            await change(transition, await self.model_in(tx))
+            return await transition.finish()
+
+        await self.processor.step(work)
 
     async def record(self, version: str) -> VersionRecord:
         async with self.database.transaction() as tx:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from headrace_schemas.base import Event, Finite, LongText, ModelName, Text, Version
+from headrace_schemas.base import Event, Finite, LongText, Model, ModelName, Share, Text, Version
 
 Decision = Literal["registered", "probed", "evaluated", "promoted", "rejected", "skipped", "rolled_back", "withdrawn"]
+
+
+class RolloutStep(Model):
+    """Which step of a rollout a decision was. For readers that know nothing of rollouts `decision` says what it comes
+    to: `probed` for a step on the way, `promoted`, `skipped` for a hold (it serves nobody, and nothing is said against
+    it), `withdrawn` for a rollback (it and what descends from it are out).
+    """
+
+    rollout_id: Text
+    kind: Literal["begin", "advance", "promote", "hold", "roll_back"]
+    stage: Annotated[int, Field(ge=0)]
+    """The one that it is in afterwards, from 0."""
+    share: Share
+    """Of all units, for the candidate, afterwards; 1 for a promotion."""
 
 
 class ModelEvent(Event):
@@ -25,6 +39,9 @@ class ModelEvent(Event):
     """The version it is compared with or takes over from; for `rolled_back` the one that takes over again."""
     reason: LongText | None = None
     statistics: dict[Text, Finite] = Field(default_factory=dict, max_length=64)
+    who: Text | None = None
+    """The operator who asked for it; None: the registry itself."""
+    rollout: RolloutStep | None = None
 
     @property
     def event_id(self) -> str:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from fractions import Fraction
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from headrace_schemas.base import AliasName, Event, Finite, LongText, Model, ModelName, Text, Timestamp, Version
+from headrace_schemas.base import (
+    AliasName,
+    Event,
+    Finite,
+    LongText,
+    Model,
+    ModelName,
+    Share,
+    Text,
+    Timestamp,
+    Version,
+)
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.ids import derived_id
 
@@ -18,6 +30,39 @@ class ServedVersion(Model):
 
     version: Version
     manifest: BlobRef
+
+
+class Arm(Model):
+    """A candidate on live traffic: its rollout, its block of the units, and how much of all units it gets."""
+
+    rollout_id: Text
+    version: Version
+    slot: Annotated[int, Field(ge=0, le=7)]
+    share: Share
+    """The champion's control is as large."""
+
+
+class TrafficSplit(Model):
+    """How gateways divide the units of a model, by the rule of `headrace_schemas.assignment`. It holds for calls that
+    name the model or its champion; who names a version, or evaluates, is no part of it.
+    """
+
+    unit: Literal["session", "user"]
+    salt: Text
+    slots: Annotated[int, Field(ge=1, le=8)]
+    arms: tuple[Arm, ...] = Field(min_length=1, max_length=8)
+
+    @model_validator(mode="after")
+    def _arms_fit_beside_each_other(self) -> Self:
+        most = Fraction(1, self.slots + 1)
+        for arm in self.arms:
+            if arm.slot >= self.slots or Fraction(arm.share) > most:
+                raise ValueError(f"arm {arm.version}: slot {arm.slot}, share {arm.share} of {self.slots} slots")
+        if len({arm.slot for arm in self.arms}) < len(self.arms) or len({one.version for one in self.arms}) < len(
+            self.arms
+        ):
+            raise ValueError("two arms have one slot or one version")
+        return self
 
 
 class Routing(Event):
@@ -43,6 +88,8 @@ class Routing(Event):
     """The one version that may be champion until an operator unpins it."""
     paused: bool = False
     """New versions are registered and wait. Requests of operators still take effect."""
+    split: TrafficSplit | None = None
+    """Who is on the way to champion, and with how much of the traffic. None: the champion serves everybody."""
 
     @property
     def champion(self) -> str | None:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace_schemas.arrays import Logprobs, TokenIds
-from headrace_schemas.base import Event, Model, ModelName, SessionKey, Sha256, Text, Timestamp, Version
+from headrace_schemas.base import Event, Model, ModelName, SessionKey, Sha256, Share, Text, Timestamp, Version
 from headrace_schemas.events.chat import FinishReason, Message, Sampling, Tool
 
 SessionSource = Literal["header", "metadata", "path", "key", "implicit"]
@@ -38,6 +38,18 @@ class Usage(Model):
 
     prompt_tokens: Annotated[int, Field(ge=0)]
     completion_tokens: Annotated[int, Field(ge=0)]
+
+
+class Assignment(Model):
+    """What a turn's unit (session or user) is in the rollouts that are under way."""
+
+    rollouts: tuple[Text, ...] = Field(min_length=1, max_length=8)
+    """A candidate's own; all that a control is compared with; all that the others are no part of."""
+    arm: Literal["candidate", "control", "rest"]
+    unit: Text
+    propensity: Share
+    """How probable the version was that the unit was assigned, at the moment of its first turn. `Turn.version` is the
+    one that served: another one when no replica had the candidate ready. Arms are compared as they were assigned."""
 
 
 class Turn(Event):
@@ -80,6 +92,8 @@ class Turn(Event):
     usage: Usage
     started_at: Timestamp
     """When the gateway accepted the request; `time` is when the response was complete."""
+    assignment: Assignment | None = None
+    """None: nothing was under way, or the call named a version, or the session had begun before."""
 
     @model_validator(mode="after")
     def _usage_agrees(self) -> Self:

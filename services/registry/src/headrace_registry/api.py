@@ -115,6 +115,8 @@ class RegistryApi:
                     f"{version.version} was withdrawn; promote it with `force` to take that back",
                     "version",
                 )
+            if version.state == "canary" and not body.force:
+                raise Refused(409, "canary", f"{version.version} is under way on live traffic already", "version")
             problem = lifecycle.objection(version, await store.view(tx, model, "", version))
             if problem:
                 raise Refused(409, "incompatible_version", f"{version.version}: {problem}", "version")

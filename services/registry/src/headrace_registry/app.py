@@ -14,6 +14,9 @@ from headrace_registry.handlers import CheckpointHandler
 from headrace_registry.leader import LeaderLease
 from headrace_registry.reader import CheckpointReader
 from headrace_registry.reconcile import Reconciler
+from headrace_registry.rollouts.api import RolloutApi
+from headrace_registry.rollouts.live import LiveReader
+from headrace_registry.rollouts.watching import TurnHandler, WordHandler
 from headrace_registry.settings import RegistrySettings
 from headrace_registry.tables import STREAM
 from headrace_runtime import disk, migrations, topics, web
@@ -24,10 +27,10 @@ from headrace_runtime.database import Database
 from headrace_runtime.dead_letters import Refusals
 from headrace_runtime.logs import get_logger
 from headrace_runtime.outbox import Outbox
-from headrace_runtime.processor import Processor, ProcessorLimits
+from headrace_runtime.processor import Handler, Processor, ProcessorLimits
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
-from headrace_schemas import Checkpoint, Replica, Routing
+from headrace_schemas import Checkpoint, Feedback, Replica, Reward, Routing, Trajectory, Turn
 
 log = get_logger(__name__)
 _PRUNE_INTERVAL_S = 60.0
@@ -63,7 +66,7 @@ class _Registry:
         self._versions_seen: dict[str, object] = {}
         self._processor = Processor(
             service="registry",
-            handlers={Checkpoint.topic: CheckpointHandler(blobs, self._lease)},
+            handlers={Checkpoint.topic: CheckpointHandler(blobs, self._lease), **live(self._lease, settings)},
             database=database,
             tables=STREAM,
             outbox=Outbox(database, STREAM, producer, clock),
@@ -72,14 +75,18 @@ class _Registry:
             limits=ProcessorLimits(retry_s=settings.retry_s, refusals=common.dead_letters.bounds),
         )
         self._reader = CheckpointReader(self._processor, database, common.bus)
+        self._live = LiveReader(
+            self._processor, self._lease, common.bus, settings.rollout.read_s, lambda: self._director.wake.set()
+        )
         self._director = Director(
-            self._processor, self._lease, Gate(settings.gate), settings, self._replicas.rows.values
+            self._processor, self._lease, Gate(settings.gate), settings, self._replicas.rows.values, self._watch
         )
         self._reconciler = Reconciler(self._processor, self._lease, self._routings.rows, clock, settings.reconcile_s)
         wake = self._director.wake.set
         garbage = GarbageCollector(blobs, self._processor, self._lease, settings.retired_for_s)
         made = Changes(self._processor, self._lease, wake)
         self._api = RegistryApi(common, database, self._processor, self._lease, self._replicas.rows.values, wake)
+        self._rollouts = RolloutApi(common, settings.rollout, database, made)
         self._catalog = CatalogApi(common, settings, blobs, database, made, garbage)
 
     async def run(self) -> None:
@@ -88,9 +95,8 @@ class _Registry:
             "bus": self._connected,
             "consumer": self._reading,
         }
-        async with web.serve(
-            web.app(checks, [*self._api.routes(), *self._catalog.routes()], self._common), self._settings
-        ) as port:
+        pages = [*self._api.routes(), *self._catalog.routes(), *self._rollouts.routes()]
+        async with web.serve(web.app(checks, pages, self._common), self._settings) as port:
             log.info("listening", port=port)
             try:
                 await disk.with_room(self._lease.acquire)
@@ -106,9 +112,17 @@ class _Registry:
             await asyncio.gather(self._replicas.loaded.wait(), self._routings.loaded.wait())
             await disk.with_room(self._processor.recover)
             group.create_task(self._reader.run())
+            group.create_task(self._live.run())
             group.create_task(self._director.run())
             group.create_task(self._reconcile())
             group.create_task(self._prune())
+
+    def _watch(self, wanted: bool) -> bool:
+        if wanted:
+            self._live.wanted.set()
+        else:
+            self._live.wanted.clear()
+        return self._live.following.is_set()
 
     def _reading(self) -> bool:
         return self._processor.paused is None
@@ -132,3 +146,10 @@ class _Registry:
         while True:
             await asyncio.sleep(_PRUNE_INTERVAL_S)
             await disk.with_room(self._processor.prune)
+
+
+def live(lease: LeaderLease, settings: RegistrySettings) -> dict[str, Handler]:
+    """What is read of users' sessions while a rollout goes on."""
+    said = WordHandler(lease, settings.rollout.events_per_unit_max)
+    turns = TurnHandler(lease, settings.rollout.events_per_unit_max)
+    return {Turn.topic: turns, Reward.topic: said, Feedback.topic: said, Trajectory.topic: said}

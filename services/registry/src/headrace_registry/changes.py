@@ -44,7 +44,7 @@ class Changes:
             await self._lease.check(tx)
             try:
                 async with tx.begin_nested():
-                    transition = Transition(tx, now)
+                    transition = Transition(tx, now, act.asker.who or None)
                     detail = await work(tx, now, transition)
                     events = await transition.finish()
                     noted = audit.Act(act.asker, act.action, act.version, act.why, detail or act.detail)

@@ -14,6 +14,7 @@ from headrace_registry.leader import LeaderLease
 from headrace_registry.lifecycle import (
     Action,
     Adopt,
+    BeginRollout,
     Probed,
     Promote,
     Reject,
@@ -26,6 +27,10 @@ from headrace_registry.lifecycle import (
 )
 from headrace_registry.metrics import WAITING
 from headrace_registry.records import ModelRecord, ModelView
+from headrace_registry.rollouts import steps
+from headrace_registry.rollouts.conductor import Conductor
+from headrace_registry.rollouts.machine import NotAllowed
+from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.runner import GateProgram, Runner
 from headrace_registry.settings import RegistrySettings
 from headrace_registry.transition import Transition
@@ -52,7 +57,9 @@ class Director:
         gate: GateProgram,
         settings: RegistrySettings,
         replicas: Callable[[], Iterable[Replica]],
+        watching: Callable[[bool], bool] = lambda _wanted: False,
     ) -> None:
+        """`watching` is told whether live traffic is to be read, and answers whether it is."""
         self._processor = processor
         self._lease = lease
         self._gate = gate
@@ -62,6 +69,10 @@ class Director:
         self.wake = asyncio.Event()
         """Set it when something has changed."""
         self._runner = Runner(processor, lease, gate, settings.gate, self.wake.set)
+        self._conductor = Conductor(processor, lease, settings.rollout, replicas)
+        self._watching = watching
+        self._watched: dict[str, bool] = {}
+        """Models, and whether they need live traffic."""
 
     async def run(self) -> None:
         """Run until cancelled; gate runs end with it."""
@@ -86,6 +97,8 @@ class Director:
         await self._processor.step(list_models)
         for model in models:
             await self._decide(model)
+            if await self._conductor.tick(model):
+                await self._decide(model)
 
     async def _decide(self, model: str) -> None:
         for _ in range(_STEPS_MAX):
@@ -106,11 +119,11 @@ class Director:
             await self._lease.check(tx)
             record = await store.model(tx, model)
             assert record is not None
-            view = await store.view(tx, record, self._gate.sha256)
+            view = await store.view(tx, record, self._gate.sha256, now=now)
             WAITING.labels(model).set(len(view.waiting))
             action = lifecycle.plan(view, self._situation(view, now))
             transition = Transition(tx, now)
-            await _apply(action, record, transition)
+            await _apply(action, record, view, transition, self._settings.rollout)
             after = await store.model(tx, model)
             assert after is not None
             taken[:] = [(action, {after.champion, after.candidate, after.anchor})]
@@ -127,6 +140,12 @@ class Director:
 
     def _situation(self, view: ModelView, now: datetime) -> Situation:
         alive = probe.live(self._replicas(), now)
+        rollout = self._settings.rollout
+        wishes = [one for one in (*view.waiting, view.candidate) if one is not None and one.rollout]
+        asked = {one.version: rollout.wanted(one.rollout).kind != "rolling" for one in wishes}
+        rolls_out = rollout.kind != "rolling"
+        soon = bool(view.candidate or view.waiting) and (rolls_out or any(asked.values()))
+        self._watched[view.model.model] = view.under_way > 0 or soon
         return Situation(
             replicas=alive,
             gate=self._gate.configured,
@@ -134,6 +153,11 @@ class Director:
             patience_over=self._patience_over(view, alive),
             failures=self._runner.trials.failed,
             unmeasured=self._runner.audits.failed,
+            rollouts=asked,
+            rolls_out=rolls_out,
+            watching=self._watching(any(self._watched.values())),
+            slots=rollout.slots,
+            per_hour_max=rollout.versions_per_hour_max,
         )
 
     def _patience_over(self, view: ModelView, alive: Sequence[Replica]) -> bool:
@@ -149,7 +173,9 @@ class Director:
         return now_s - since[1] > self._settings.probe_timeout_s
 
 
-async def _apply(action: Action, model: ModelRecord, transition: Transition) -> None:
+async def _apply(
+    action: Action, model: ModelRecord, view: ModelView, transition: Transition, rollouts: RolloutSettings
+) -> None:
     match action:
         case Adopt(version, skipped):
             await transition.adopt(model, version, skipped)
@@ -157,6 +183,8 @@ async def _apply(action: Action, model: ModelRecord, transition: Transition) -> 
             await transition.probed(model, version, statistics)
         case Promote(version, reason, statistics, standing):
             await transition.promote(model, version, reason, statistics, standing)
+        case BeginRollout():
+            await _begin(action, model, view, transition, rollouts)
         case Reject(version, reason, statistics, changed):
             await transition.reject(model, version, reason, statistics, changed)
         case Release(version):
@@ -165,3 +193,23 @@ async def _apply(action: Action, model: ModelRecord, transition: Transition) -> 
             await transition.roll_back(model, reason)
         case RunTrial() | RunAudit() | Wait():
             pass
+
+
+async def _begin(
+    action: BeginRollout, model: ModelRecord, view: ModelView, transition: Transition, rollouts: RolloutSettings
+) -> None:
+    wish = rollouts.wanted(view.versions[action.version].rollout)
+    try:
+        plan = rollouts.plan(wish)
+        await steps.begin(
+            transition,
+            model,
+            action.version,
+            wish.kind or rollouts.kind,
+            plan,
+            standing=action.standing,
+            reason=action.reason,
+            statistics=action.statistics,
+        )
+    except (NotAllowed, ValueError) as error:
+        await transition.reject(model, action.version, str(error), action.statistics)

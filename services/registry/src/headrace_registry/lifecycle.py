@@ -1,6 +1,8 @@
 """The next action for a model: a pure function of the database, the replicas and the gate.
 
-registered → (put into `serve`) probing → (probe passed everywhere) evaluating → (trial) promoted or rejected. The
+registered → (put into `serve`) probing → (probe passed everywhere) evaluating → (trial) promoted or rejected. Where
+rollouts are asked for, a version that passed gets a share of the traffic instead of all of it (`rollouts.conductor`
+goes on from there), and its place at the gate is free for the next one. The
 champion is then measured on the audit tasks. The director asks for the next action after every change, so a process
 that dies continues where it was.
 """
@@ -59,6 +61,17 @@ class Promote:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginRollout:
+    """The candidate passed what `Promote` asks for, and has to show the same on live traffic."""
+
+    version: str
+    reason: str
+    statistics: Mapping[str, float] = field(default_factory=dict)
+    standing: Standing = ALONE
+    """The anchor if it becomes champion."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reject:
     """The version gets no traffic."""
 
@@ -90,7 +103,7 @@ class Wait:
     reason: str = ""
 
 
-Action = Adopt | Probed | RunTrial | RunAudit | Promote | Reject | Release | RollBack | Wait
+Action = Adopt | Probed | RunTrial | RunAudit | Promote | BeginRollout | Reject | Release | RollBack | Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +121,16 @@ class Situation:
     """Candidates whose trial failed `gate.attempts` times, and why."""
     unmeasured: Mapping[str, str] = field(default_factory=dict)
     """Versions whose audit failed as often, and why."""
+    rollouts: Mapping[str, bool] = field(default_factory=dict)
+    """Versions with a word on whether they need a rollout: what an operator asked for with them."""
+    rolls_out: bool = False
+    """Whether all others need one."""
+    watching: bool = False
+    """Live traffic is being read."""
+    slots: int = 1
+    """Rollouts at a time."""
+    per_hour_max: int = 60
+    """Rollouts that may begin in an hour."""
 
 
 def plan(view: ModelView, now: Situation) -> Action:
@@ -121,7 +144,22 @@ def plan(view: ModelView, now: Situation) -> Action:
         movable = view.model.may_move(candidate)
         return _advance(candidate, view, now) if movable else Release(candidate.version)
     waiting = [version for version in view.waiting if view.model.may_move(version)]
-    return _next(waiting, view) if waiting else _baseline(view, now)
+    full = _full(view, now)
+    if full:
+        waiting = [version for version in waiting if version.request == "force"]
+    if waiting:
+        return _next(waiting, view)
+    baseline = _baseline(view, now)
+    return Wait(full) if full and baseline == Wait() else baseline
+
+
+def _full(view: ModelView, now: Situation) -> str:
+    """Why no further version can begin a rollout; empty when one can, or needs none."""
+    if view.under_way >= (view.slots or now.slots):
+        return f"{view.under_way} rollouts are under way"
+    if now.rolls_out and view.begun_lately >= now.per_hour_max:
+        return f"{view.begun_lately} rollouts began within the last hour: rollout.versions_per_hour_max"
+    return ""
 
 
 def objection(version: VersionRecord, view: ModelView) -> str | None:
@@ -180,18 +218,27 @@ def _decide(candidate: VersionRecord, view: ModelView, now: Situation) -> Action
     if view.champion is None and candidate.step == 0:
         return Promote(name, "the first version of its model: nothing to compare with")
     if not now.gate:
-        return Promote(name, "promoted after its probe: gate.command is empty")
+        return _passed(Promote(name, "promoted after its probe: gate.command is empty"), view, now)
     if name in now.failures:
         return Reject(name, f"the gate failed: {now.failures[name]}")
     champion = view.champion.version if view.champion else None
     result = view.trial_result
     if result is not None and result.champion == champion:
         if result.passed:
-            return Promote(name, result.reason, result.statistics, result.standing)
+            return _passed(Promote(name, result.reason, result.statistics, result.standing), view, now)
         return Reject(name, result.reason, result.statistics, result.standing)
     if champion is not None and _to_measure(champion, view, now):
         return RunAudit(champion)
     return _try(name, champion, view, now)
+
+
+def _passed(promotion: Promote, view: ModelView, now: Situation) -> Action:
+    """A promotion, or the rollout that goes before it. Without a champion there is nothing to compare with."""
+    if view.champion is None or not now.rollouts.get(promotion.version, now.rolls_out):
+        return promotion
+    if not now.watching:
+        return Wait("live traffic is not being read yet")
+    return BeginRollout(promotion.version, promotion.reason, promotion.statistics, promotion.standing)
 
 
 def _try(name: str, champion: str | None, view: ModelView, now: Situation) -> Action:

@@ -7,6 +7,11 @@ from prometheus_client import Counter, Gauge, Histogram
 DECISIONS = Counter("headrace_registry_decisions_total", "Decisions about versions", ["decision"])
 LEADER = Gauge("headrace_registry_leader", "1 while this process decides, 0 while it stands by")
 WAITING = Gauge("headrace_registry_waiting_versions", "Registered versions that wait for their turn", ["model"])
+UNITS_FULL = Counter(
+    "headrace_registry_rollout_events_left_out_total",
+    "Events of units of a rollout that were not kept: the unit is closed, or has events_per_unit_max",
+)
+UNDER_WAY = Gauge("headrace_registry_rollouts_under_way", "Rollouts that are going on", ["model"])
 GATE_SECONDS = Histogram(
     "headrace_registry_gate_seconds",
     "How long a gate run took, by how it ended",

@@ -9,9 +9,9 @@ from typing import Literal
 
 from headrace_schemas.blobs import BlobRef
 
-State = Literal["registered", "probing", "evaluating", "promoted", "rejected", "skipped", "withdrawn"]
-"""registered → probing → evaluating → promoted or rejected; skipped when a newer version came; withdrawn when it, or
-a version that it descends from, was withdrawn."""
+State = Literal["registered", "probing", "evaluating", "canary", "promoted", "held", "rejected", "skipped", "withdrawn"]
+"""registered → probing → evaluating → (canary →) promoted, or rejected; held when its rollout ended without a verdict;
+skipped when a newer version came; withdrawn when it, or a version that it descends from, was withdrawn."""
 
 Request = Literal["", "gate", "force"]
 """What an operator asked for: nothing, promotion through the gate, promotion past the gate (never past the probe)."""
@@ -36,6 +36,8 @@ class VersionRecord:
     replaced: str | None
     registered: datetime
     changed: datetime
+    rollout: str | None = None
+    """The kind and share that an operator asked for, as `rollouts.wish.Wish` writes it."""
     trained: bool = True
     """By a trainer of ours."""
     label: str | None = None
@@ -83,6 +85,8 @@ class ModelRecord:
     anchor: str | None
     trials: int
     lead: str | None
+    family: int = 0
+    """How many rollouts there were against the champion or its equals."""
 
     @property
     def standing(self) -> Standing:
@@ -120,6 +124,12 @@ class ModelView:
     """What the present gate found of the candidate."""
     audited: frozenset[str]
     """Those of champion, previous and candidate whose score the present gate has measured on the audit tasks."""
+    under_way: int = 0
+    """Rollouts that are going on."""
+    slots: int | None = None
+    """How many there may be at a time while these go on; None: none goes on."""
+    begun_lately: int = 0
+    """Rollouts that began within the last hour."""
 
     @property
     def champion(self) -> VersionRecord | None:

@@ -11,8 +11,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_registry import store
 from headrace_registry.catalog import queries
 from headrace_registry.records import ModelRecord
+from headrace_registry.rollouts import kept
+from headrace_registry.rollouts.kept import KeptRollout
 from headrace_registry.tables import MODELS
-from headrace_schemas import Routing, ServedVersion
+from headrace_schemas import Arm, Routing, ServedVersion, TrafficSplit
 from headrace_schemas.events.routing import Alias
 
 WITHDRAWN_MAX = 1024
@@ -51,7 +53,10 @@ async def _wanted(tx: AsyncConnection, now: datetime, record: ModelRecord) -> Ro
         aliases["champion"] = record.champion
     if record.previous:
         aliases["previous"] = record.previous
-    serve = await _serve(tx, record)
+    under_way = await kept.under_way(tx, record.model)
+    if under_way:
+        aliases["canary"] = under_way[0].version
+    serve = await _serve(tx, record, [one.version for one in under_way])
     ready = {one.version for one in serve}
     return Routing(
         time=now,
@@ -64,15 +69,28 @@ async def _wanted(tx: AsyncConnection, now: datetime, record: ModelRecord) -> Ro
         untrained=tuple(await queries.untrained(tx, record.model, WITHDRAWN_MAX)),
         pinned=record.pinned,
         paused=record.paused,
+        split=_split(under_way),
     )
 
 
-async def _serve(tx: AsyncConnection, record: ModelRecord) -> tuple[ServedVersion, ...]:
-    """Champion, previous, candidate, anchor, what somebody asked for, and before each adapter the base that it applies
-    to."""
+def _split(under_way: Sequence[KeptRollout]) -> TrafficSplit | None:
+    """The candidates that have users."""
+    canaries = [one for one in under_way if one.phase == "canary"]
+    if not canaries:
+        return None
+    first = canaries[0]
+    arms = [
+        Arm(rollout_id=one.rollout_id, version=one.version, slot=one.slot, share=str(one.share)) for one in canaries
+    ]
+    return TrafficSplit(unit=first.plan.unit, salt=first.salt, slots=first.slots, arms=tuple(arms))
+
+
+async def _serve(tx: AsyncConnection, record: ModelRecord, under_way: Sequence[str]) -> tuple[ServedVersion, ...]:
+    """Champion, previous, those under way, candidate, anchor, what somebody asked for, and before each adapter the base
+    that it applies to."""
     found: dict[str, ServedVersion] = {}
     asked = await queries.asked_for(tx, record.model)
-    for name in (record.champion, record.previous, record.candidate, record.anchor, *asked):
+    for name in (record.champion, record.previous, *under_way, record.candidate, record.anchor, *asked):
         version = await store.version(tx, name) if name else None
         base = await store.version(tx, version.base) if version and version.base else None
         for one in (base, version):
@@ -89,4 +107,4 @@ async def _save(tx: AsyncConnection, routing: Routing) -> Sequence[Routing]:
 
 def _content(routing: Routing) -> object:
     held = routing.pinned, routing.paused
-    return routing.aliases, routing.names, routing.serve, routing.withdrawn, routing.untrained, held
+    return routing.aliases, routing.names, routing.serve, routing.withdrawn, routing.untrained, routing.split, held

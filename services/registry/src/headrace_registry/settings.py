@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, field_validator
 
+from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.service import INFO
 from headrace_runtime.settings import Port, Section, ServiceSettings
 
@@ -72,6 +73,7 @@ class RegistrySettings(ServiceSettings):
     port: Port = INFO.port
     """Port of the REST interface; 0 lets the system choose."""
     gate: GateSettings = GateSettings()
+    rollout: RolloutSettings = RolloutSettings()
     probe_timeout_s: Positive = 180.0
     """How long live replicas may take to load and probe a candidate before it is rejected."""
     lease_s: Annotated[float, Field(ge=1)] = 10.0

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from datetime import datetime
 
 from sqlalchemy import RowMapping, Select, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.records import ModelRecord, ModelView, Standing, TrialResult, VersionRecord
-from headrace_registry.tables import DECISIONS, EVALUATIONS, MODELS, VERDICTS, VERSIONS
+from headrace_registry.rollouts import kept
+from headrace_registry.tables import CHAMPIONS, DECISIONS, EVALUATIONS, MODELS, VERDICTS, VERSIONS
 from headrace_runtime.clock import from_epoch_ms
-from headrace_schemas import ModelEvent
+from headrace_schemas import ModelEvent, RolloutStep
 from headrace_schemas.blobs import BlobRef
 
 
@@ -50,6 +52,19 @@ async def withdrawn(tx: AsyncConnection, name: str, limit: int) -> list[str]:
     return list((await tx.execute(query)).scalars())
 
 
+async def heir(tx: AsyncConnection, model: str, champion: str | None, gone: Iterable[str] = ()) -> str | None:
+    """The last champion before the present one that may serve again: neither withdrawn, retired nor `gone`."""
+    out = {champion, *gone}
+    query = select(CHAMPIONS.c.version).where(CHAMPIONS.c.model == model).order_by(CHAMPIONS.c.id.desc())
+    line = [name for name in dict.fromkeys((await tx.execute(query)).scalars()) if name not in out]
+    known = await _named(tx, line)
+    return next((name for name in line if name in known and _may_serve(known[name])), None)
+
+
+def _may_serve(version: VersionRecord) -> bool:
+    return version.state == "promoted" and not version.retired
+
+
 async def children(tx: AsyncConnection, names: Iterable[str]) -> list[VersionRecord]:
     """The versions that were trained on from one of `names`."""
     return list((await _versions(tx, select(VERSIONS).where(VERSIONS.c.parent.in_(list(names))))).values())
@@ -63,10 +78,15 @@ async def ancestry(tx: AsyncConnection, name: str | None) -> set[str]:
 
 
 async def view(
-    tx: AsyncConnection, record: ModelRecord, gate_sha256: str, also: VersionRecord | None = None
+    tx: AsyncConnection,
+    record: ModelRecord,
+    gate_sha256: str,
+    also: VersionRecord | None = None,
+    *,
+    now: datetime | None = None,
 ) -> ModelView:
     """What the next decision about one model depends on; `also` a version that somebody asks about. What nobody trains
-    waits until somebody asks for it."""
+    waits until somebody asks for it. Without `now` it is not known how many rollouts began lately."""
     query = select(VERSIONS).where(VERSIONS.c.model == record.model, VERSIONS.c.state == "registered")
     query = query.where(or_(VERSIONS.c.trained, VERSIONS.c.request != ""), VERSIONS.c.retired_ms.is_(None))
     waiting = await _versions(tx, query.order_by(VERSIONS.c.number))
@@ -75,7 +95,18 @@ async def view(
     known = [*found.values(), *([also] if also is not None else [])]
     found |= await _named(tx, [one.base for one in known if one.base])
     tried = await trial_result(tx, record.candidate, gate_sha256) if record.candidate else None
-    return ModelView(record, found, tuple(waiting.values()), tried, await _audited(tx, roles, gate_sha256))
+    audited = await _audited(tx, roles, gate_sha256)
+    going_on = await kept.under_way(tx, record.model)
+    return ModelView(
+        record,
+        found,
+        tuple(waiting.values()),
+        tried,
+        audited,
+        under_way=len(going_on),
+        slots=going_on[0].slots if going_on else None,
+        begun_lately=await kept.begun_lately(tx, record.model, now) if now is not None else 0,
+    )
 
 
 async def trial_result(tx: AsyncConnection, name: str, gate_sha256: str) -> TrialResult | None:
@@ -125,6 +156,7 @@ def _version(row: RowMapping) -> VersionRecord:
         replaced=row["replaced"],
         registered=from_epoch_ms(row["registered_ms"]),
         changed=from_epoch_ms(row["changed_ms"]),
+        rollout=row["rollout"],
         trained=row["trained"],
         label=row["label"],
         served=row["served"],
@@ -143,4 +175,6 @@ def _decision(row: RowMapping) -> ModelEvent:
         previous=row["previous"],
         reason=row["reason"],
         statistics=json.loads(row["statistics"]),
+        who=row["who"],
+        rollout=RolloutStep.model_validate_json(row["rollout"]) if row["rollout"] else None,
     )

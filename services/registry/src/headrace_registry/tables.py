@@ -1,4 +1,7 @@
-"""The registry's state: versions, aliases, what the gate found, decisions, routings, who asked, the leader's lease."""
+"""The registry's state: versions, aliases, what the gate found, decisions, routings, who asked, the leader's lease.
+
+What rollouts keep is in `rollout_tables`.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,16 @@ MODELS = Table(
     Column("anchor", Text),  # the best version so far, where it is not the champion
     Column("trials", BigInteger, nullable=False, server_default="0"),  # versions that were compared with the anchor
     Column("lead", Text),  # the champion's evidence against the anchor, as JSON
+    Column("family", BigInteger, nullable=False, server_default="0"),  # rollouts against the champion or its equals
+)
+
+CHAMPIONS = Table(
+    "champions",
+    METADATA,
+    Column("id", Id, primary_key=True, autoincrement=True),  # the order of their reigns
+    Column("model", Text, nullable=False, index=True),
+    Column("version", Text, nullable=False),
+    Column("at_ms", BigInteger, nullable=False),
 )
 
 VERSIONS = Table(
@@ -40,6 +53,7 @@ VERSIONS = Table(
     Column("template_sha256", Text, nullable=False),
     Column("state", Text, nullable=False),
     Column("request", Text, nullable=False),  # what an operator asked for: "", "gate" or "force"
+    Column("rollout", Text),  # the kind and share that an operator asked for with it, as JSON
     Column("replaced", Text),  # the champion that it took over from
     Column("registered_ms", BigInteger, nullable=False),
     Column("changed_ms", BigInteger, nullable=False),  # when it came into its state
@@ -126,6 +140,8 @@ DECISIONS = Table(
     Column("reason", Text),
     Column("statistics", Text, nullable=False),  # name to number, as JSON
     Column("at_ms", BigInteger, nullable=False),
+    Column("who", Text),  # the operator who asked for it
+    Column("rollout", Text),  # RolloutStep as JSON
 )
 
 LEASE = Table(

@@ -7,33 +7,40 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
 
-from sqlalchemy import delete, insert, update
+from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry import routing, store
 from headrace_registry.metrics import DECISIONS as DECISIONS_TOTAL
 from headrace_registry.records import ALONE, ModelRecord, Request, Standing, State, TrialResult, VersionRecord
-from headrace_registry.tables import DECISIONS, EVALUATIONS, MODELS, VERDICTS, VERSIONS
+from headrace_registry.rollout_tables import ROLLOUTS
+from headrace_registry.rollouts import settling
+from headrace_registry.tables import CHAMPIONS, DECISIONS, EVALUATIONS, MODELS, VERDICTS, VERSIONS
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.upsert import upsert
-from headrace_schemas import Checkpoint, Event, ModelEvent
+from headrace_schemas import Checkpoint, Event, ModelEvent, RolloutStep
 from headrace_schemas.events.model_event import Decision
 from headrace_schemas.ids import uuid7
 from headrace_schemas.manifest import Manifest
 
 
 class Transition:
-    """The changes of one transaction. `events` are to be published; `finish` adds the routings that changed."""
+    """The changes of one transaction. `events` are to be published; `finish` adds the routings that changed.
 
-    def __init__(self, tx: AsyncConnection, now: datetime) -> None:
-        self._tx = tx
-        self._now = now
+    `who` asked for them; None: the registry itself.
+    """
+
+    def __init__(self, tx: AsyncConnection, now: datetime, who: str | None = None) -> None:
+        self.tx = self._tx = tx
+        self.now = self._now = now
+        self._who = who
         self._touched: set[str] = set()
         self.events: list[Event] = []
 
     async def finish(self) -> list[Event]:
-        """All events that this transaction has to publish."""
+        """All events that this transaction has to publish. Rollouts that its changes have overtaken end with it."""
         for model in sorted(self._touched):
+            await settling.settle(self, model)
             self.events += await routing.publish(self._tx, self._now, model)
         self._touched.clear()
         return self.events
@@ -78,28 +85,28 @@ class Transition:
         }
         await self._tx.execute(insert(VERSIONS).values(values))
         if problem:
-            await self._decide(checkpoint.model, checkpoint.version, "rejected", reason=problem)
+            await self.decide(checkpoint.model, checkpoint.version, "rejected", reason=problem)
             return
-        await self._decide(checkpoint.model, checkpoint.version, "registered", previous=checkpoint.parent)
+        await self.decide(checkpoint.model, checkpoint.version, "registered", previous=checkpoint.parent)
         if parent is not None and barred:
             model = await store.model(self._tx, checkpoint.model)
             champion = model.champion if model else None
             reason = f"it descends from {parent.version}, which is withdrawn"
-            await self._decide(checkpoint.model, checkpoint.version, "withdrawn", reason, previous=champion)
+            await self.decide(checkpoint.model, checkpoint.version, "withdrawn", reason, previous=champion)
             self._touched.add(checkpoint.model)
 
     async def adopt(self, model: ModelRecord, version: str, skipped: tuple[str, ...]) -> None:
         """`version` becomes the candidate."""
         for name in skipped:
-            await self._set_state(name, "skipped")
-            await self._decide(model.model, name, "skipped", reason=f"{version} is newer", previous=model.champion)
-        await self._set_state(version, "probing")
-        await self._set_roles(model, candidate=version)
+            await self.set_state(name, "skipped")
+            await self.decide(model.model, name, "skipped", reason=f"{version} is newer", previous=model.champion)
+        await self.set_state(version, "probing")
+        await self.set_roles(model, candidate=version)
 
     async def probed(self, model: ModelRecord, version: str, statistics: Mapping[str, float]) -> None:
         """The candidate passed its probe on every live replica."""
-        await self._set_state(version, "evaluating")
-        await self._decide(model.model, version, "probed", statistics=statistics, previous=model.champion)
+        await self.set_state(version, "evaluating")
+        await self.decide(model.model, version, "probed", statistics=statistics, previous=model.champion)
 
     async def evaluated(
         self, version: VersionRecord, gate_sha256: str, scores: Mapping[str, float], statistics: Mapping[str, float]
@@ -107,7 +114,7 @@ class Transition:
         """Record what the audit measured. It replaces the scores of another gate or an earlier run."""
         values = {"gate_sha256": gate_sha256, "scores": json.dumps(scores), "at_ms": epoch_ms(self._now)}
         await upsert(self._tx, EVALUATIONS, {"version": version.version}, values)
-        await self._decide(version.model, version.version, "evaluated", statistics=statistics)
+        await self.decide(version.model, version.version, "evaluated", statistics=statistics)
 
     async def begin_trial(self, model: ModelRecord) -> int:
         """Return the number of the trial in its family. The number is used up, even if the trial never ends."""
@@ -126,12 +133,16 @@ class Transition:
         reason: str,
         statistics: Mapping[str, float],
         standing: Standing = ALONE,
+        step: RolloutStep | None = None,
     ) -> None:
-        """The candidate takes over; the champion becomes `previous`."""
-        await self._forget_result(version)
-        await self._set_state(version, "promoted", request="", replaced=model.champion)
-        await self._set_roles(model, champion=version, previous=model.champion, candidate=None, **asdict(standing))
-        await self._decide(model.model, version, "promoted", reason, statistics, model.champion)
+        """The version takes over; the champion becomes `previous`."""
+        await self.forget_result(version)
+        await self.set_state(version, "promoted", request="", replaced=model.champion, rollout=None)
+        reign = {"model": model.model, "version": version, "at_ms": epoch_ms(self._now)}
+        await self._tx.execute(insert(CHAMPIONS).values(reign))
+        candidate = None if model.candidate == version else model.candidate
+        await self.set_roles(model, champion=version, previous=model.champion, candidate=candidate, **asdict(standing))
+        await self.decide(model.model, version, "promoted", reason, statistics, model.champion, step)
 
     async def reject(
         self,
@@ -142,74 +153,89 @@ class Transition:
         standing: Standing | None = None,
     ) -> None:
         """The version gets no traffic. If it is `previous`, it keeps that role."""
-        await self._forget_result(version)
+        await self.forget_result(version)
         if standing is not None:
-            await self._set_roles(model, **asdict(standing))
+            await self.set_roles(model, **asdict(standing))
         state: State = "promoted" if version == model.previous else "rejected"
-        await self._set_state(version, state, request="")
+        await self.set_state(version, state, request="")
         if version == model.candidate:
-            await self._set_roles(model, candidate=None)
-        await self._decide(model.model, version, "rejected", reason, statistics, model.champion)
+            await self.set_roles(model, candidate=None)
+        await self.decide(model.model, version, "rejected", reason, statistics, model.champion)
 
     async def roll_back(self, model: ModelRecord, reason: str) -> None:
-        """`previous` becomes champion again. The old champion and its descendants are withdrawn. The version that
-        `previous` had replaced becomes `previous`.
+        """`previous` becomes champion again. The old champion and its descendants are withdrawn. The last champion
+        before `previous` that may serve becomes `previous`.
         """
         assert model.champion
         assert model.previous
-        heir = await store.version(self._tx, model.previous)
-        assert heir
-        await self._set_state(model.champion, "withdrawn", request="")
-        await self._set_state(model.previous, "promoted", request="")
-        await self._decide(model.model, model.champion, "rolled_back", reason, previous=model.previous)
+        await self.set_state(model.champion, "withdrawn", request="")
+        await self.set_state(model.previous, "promoted", request="")
+        await self.decide(model.model, model.champion, "rolled_back", reason, previous=model.previous)
         barred = await self._bar(model.champion, model.previous)
-        behind = await store.version(self._tx, heir.replaced) if heir.replaced else None
-        previous = behind.version if behind and behind.state == "promoted" else None
+        await self._end_reigns(model.model, model.previous)
+        previous = await store.heir(self._tx, model.model, model.previous)
         candidate = None if model.candidate in {model.previous, *barred} else model.candidate
         gone = {model.champion, *barred}
         pinned = None if model.pinned in gone else model.pinned
         stays = model.anchor not in {None, model.previous, *gone}
         standing = Standing(model.anchor, model.trials) if stays else ALONE
-        await self._set_roles(
+        await self.set_roles(
             model, champion=model.previous, previous=previous, candidate=candidate, pinned=pinned, **asdict(standing)
         )
 
-    async def withdraw(self, model: ModelRecord, version: str, reason: str) -> None:
+    async def withdraw(
+        self,
+        model: ModelRecord,
+        version: str,
+        reason: str,
+        statistics: Mapping[str, float] | None = None,
+        step: RolloutStep | None = None,
+    ) -> None:
         """Route no more turns to this version and its descendants. It must not be the champion.
 
         If the champion descends from it, the champion stays, with its ancestors and their children.
         """
         assert version != model.champion
-        await self._set_state(version, "withdrawn", request="")
-        await self._decide(model.model, version, "withdrawn", reason, previous=model.champion)
+        await self.set_state(version, "withdrawn", request="")
+        await self.decide(model.model, version, "withdrawn", reason, statistics, model.champion, step)
         gone = {version, *await self._bar(version, model.champion)}
-        roles = {role: None for role in ("previous", "candidate", "pinned") if getattr(model, role) in gone}
+        roles: dict[str, str | None] = {}
+        roles |= {role: None for role in ("candidate", "pinned") if getattr(model, role) in gone}
+        if model.previous in gone:
+            roles["previous"] = await store.heir(self._tx, model.model, model.champion)
         standing = asdict(ALONE) if model.anchor in gone else {}
-        await self._set_roles(model, **roles, **standing)
+        await self.set_roles(model, **roles, **standing)
 
     async def vacate(self, model: ModelRecord) -> None:
         """No version of this model serves any more."""
         if model.candidate:
-            await self._set_state(model.candidate, "registered", request="")
+            await self.set_state(model.candidate, "registered", request="")
         roles = dict.fromkeys(("champion", "previous", "candidate", "pinned"))
-        await self._set_roles(model, **roles, **asdict(ALONE))
+        await self.set_roles(model, **roles, **asdict(ALONE))
 
     async def release(self, model: ModelRecord, version: str) -> None:
         """The candidate waits again."""
-        await self._set_state(version, "registered")
-        await self._set_roles(model, candidate=None)
+        await self.set_state(version, "registered")
+        await self.set_roles(model, candidate=None)
 
     async def pin(self, model: ModelRecord, version: str) -> None:
         """No other version becomes champion."""
-        await self._set_roles(model, pinned=version)
+        await self.set_roles(model, pinned=version)
 
     async def unpin(self, model: ModelRecord) -> None:
-        await self._set_roles(model, pinned=None)
+        await self.set_roles(model, pinned=None)
 
     async def pause(self, model: ModelRecord, paused: bool) -> None:
         statement = update(MODELS).where(MODELS.c.model == model.model).values(paused=paused)
         await self._tx.execute(statement)
         self._touched.add(model.model)
+
+    async def _end_reigns(self, model: str, until: str) -> None:
+        """The champions after the last reign of `until` are history."""
+        own = select(func.max(CHAMPIONS.c.id)).where(CHAMPIONS.c.model == model, CHAMPIONS.c.version == until)
+        last = (await self._tx.execute(own)).scalar_one_or_none()
+        if last is not None:
+            await self._tx.execute(delete(CHAMPIONS).where(CHAMPIONS.c.model == model, CHAMPIONS.c.id > last))
 
     async def _bar(self, version: str, champion: str | None) -> list[str]:
         """Withdraw everything that descends from `version`; the champion, its ancestors and their children stay."""
@@ -220,35 +246,38 @@ class Transition:
             children = [one for one in await store.children(self._tx, line) if one.version not in stay]
             for child in children:
                 if child.state != "withdrawn":
-                    await self._set_state(child.version, "withdrawn", request="")
+                    await self.set_state(child.version, "withdrawn", request="")
                     reason = f"it descends from {version}, which was withdrawn"
-                    await self._decide(child.model, child.version, "withdrawn", reason, previous=champion)
+                    await self.decide(child.model, child.version, "withdrawn", reason, previous=champion)
             line = [child.version for child in children if child.version not in barred]
             barred += line
         return barred
 
-    async def request(self, version: VersionRecord, request: Request) -> None:
+    async def request(self, version: VersionRecord, request: Request, rollout: str | None = None) -> None:
         """An operator wants this version promoted. It is the next candidate after the present one."""
+        wanted = {"request": request, "rollout": rollout}
         if version.state in ("probing", "evaluating"):
-            statement = update(VERSIONS).where(VERSIONS.c.version == version.version).values(request=request)
+            statement = update(VERSIONS).where(VERSIONS.c.version == version.version).values(wanted)
             await self._tx.execute(statement)
         else:
-            await self._set_state(version.version, "registered", request=request)
+            await self.set_state(version.version, "registered", **wanted)
         self._touched.add(version.model)
 
-    async def _set_state(self, version: str, state: State, **values: str | None) -> None:
+    async def set_state(self, version: str, state: State, **values: str | None) -> None:
         changed = {"state": state, "changed_ms": epoch_ms(self._now), **values}
         await self._tx.execute(update(VERSIONS).where(VERSIONS.c.version == version).values(changed))
+        if state == "withdrawn":
+            await self._tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.version == version).values(phase="rolled_back"))
 
-    async def _forget_result(self, version: str) -> None:
+    async def forget_result(self, version: str) -> None:
         await self._tx.execute(delete(VERDICTS).where(VERDICTS.c.version == version))
 
-    async def _set_roles(self, model: ModelRecord, **roles: str | int | None) -> None:
+    async def set_roles(self, model: ModelRecord, **roles: str | int | None) -> None:
         if roles:
             await self._tx.execute(update(MODELS).where(MODELS.c.model == model.model).values(roles))
         self._touched.add(model.model)
 
-    async def _decide(
+    async def decide(
         self,
         model: str,
         version: str,
@@ -256,7 +285,9 @@ class Transition:
         reason: str | None = None,
         statistics: Mapping[str, float] | None = None,
         previous: str | None = None,
+        step: RolloutStep | None = None,
     ) -> None:
+        """Note a decision, and publish it."""
         event = ModelEvent(
             time=self._now,
             decision_id=str(uuid7(epoch_ms(self._now))),
@@ -266,8 +297,11 @@ class Transition:
             previous=previous,
             reason=reason,
             statistics=dict(statistics or {}),
+            who=self._who,
+            rollout=step,
         )
-        values = {**event.model_dump(exclude={"time", "statistics"}), "at_ms": epoch_ms(self._now)}
+        values = {**event.model_dump(exclude={"time", "statistics", "rollout"}), "at_ms": epoch_ms(self._now)}
+        values["rollout"] = step.model_dump_json() if step else None
         await self._tx.execute(insert(DECISIONS).values(**values, statistics=json.dumps(event.statistics)))
         self.events.append(event)
         DECISIONS_TOTAL.labels(decision).inc()

@@ -120,8 +120,14 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "a reshaped tensor": (_weights("model.norm.weight", lambda w: w[:4].clone()), ""),
     "not a number": (_weights("model.norm.weight", lambda w: w * float("nan")), "not finite"),
     "an unknown architecture": (_config(model_type="no_such_model"), "no_such_model"),
-    "sliding attention": (_config(layer_types=["full_attention", "sliding_attention"], sliding_window=16), "sliding_attention"),
-    "an unsteady rope": (_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic"),
+    "sliding attention": (
+        _config(layer_types=["full_attention", "sliding_attention"], sliding_window=16),
+        "sliding_attention",
+    ),
+    "an unsteady rope": (
+        _config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        "dynamic",
+    ),
     "half a config": (lambda f: (f / "config.json").write_text("{") and None, ""),
 }
 
@@ -151,18 +157,21 @@ ADAPTER_FAULTS: dict[str, tuple[Change, str]] = {
     ),
     "of a wider base": (
         _weights(
-            "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", lambda w: torch.cat([w, w], 1).contiguous()
+            "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
+            lambda w: torch.cat([w, w], 1).contiguous(),
         ),
         "lora_A",
     ),
     "another rank": (_json("adapter_config.json", r=2), ""),
     "not applied": (
-        lambda folder: [
-            _weights(name, torch.zeros_like)(folder)
-            for name in load_file(folder / "adapter_model.safetensors")
-            if "lora_B" in name
-        ]
-        and None,
+        lambda folder: (
+            [
+                _weights(name, torch.zeros_like)(folder)
+                for name in load_file(folder / "adapter_model.safetensors")
+                if "lora_B" in name
+            ]
+            and None
+        ),
         "changes nothing",
     ),
     "another kind": (_json("adapter_config.json", peft_type="IA3", task_type="CAUSAL_LM"), ""),

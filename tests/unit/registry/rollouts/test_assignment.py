@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace_registry.rollouts.assignment import Allotment, Split, place
+from headrace_schemas.assignment import Allotment, Split, place
 
 SPLIT = Split("rollout-1", "m@c", ("m@a", "m@b"))
 SHARES = st.integers(0, 1000).map(lambda part: Fraction(part, 3000))
@@ -20,7 +20,7 @@ UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 
 def test_a_place_is_the_same_in_every_process_and_another_with_another_salt() -> None:
     """The number was written down when this was first run."""
-    code = "from headrace_registry.rollouts.assignment import place; print(place('salt', 'session-1'))"
+    code = "from headrace_schemas.assignment import place; print(place('salt', 'session-1'))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert other == str(place("salt", "session-1")) == "13685434627358417567/18446744073709551616"
     assert place("salt", "session-1") != place("pepper", "session-1")

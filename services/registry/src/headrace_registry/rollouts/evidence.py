@@ -12,7 +12,7 @@ from typing import Protocol
 
 from headrace_registry import spending
 from headrace_registry.e_process import EProcess
-from headrace_registry.rollouts import confidence
+from headrace_registry.rollouts import confidence, metrics
 from headrace_registry.rollouts.contrast import Contrast
 from headrace_registry.rollouts.hedge import Hedge
 from headrace_registry.rollouts.maturity import UnitReading
@@ -143,6 +143,9 @@ class Evidence:
         ]
         error = spending.success(plan.alpha, number, len(plan.successes))
         self._successes = [(one, self._claim(one, self._watch(one, last), error)) for one in plan.successes]
+        for name in plan.watched:
+            if (name, last) not in self._watches:
+                self._watches[name, last] = MetricWatch(metrics.named(name), last, plan.alpha)
         self._ratio = SampleRatio()
         self._ratio_broken = False
         self._even = [Test(EProcess(null=-plan.uneven, gap=plan.uneven), self.alpha, sign) for sign in (1.0, -1.0)]

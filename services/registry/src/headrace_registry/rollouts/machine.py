@@ -14,15 +14,19 @@ from datetime import datetime
 from fractions import Fraction
 from typing import Literal
 
-from headrace_registry.rollouts.assignment import Split
 from headrace_registry.rollouts.evidence import Findings
 from headrace_registry.rollouts.plan import RolloutPlan
+from headrace_schemas.assignment import Split
 from headrace_schemas.errors import HeadraceError
 
 Phase = Literal["shadow", "canary", "champion", "succeeded", "hold", "rolled_back"]
 """`succeeded`: it was the champion until another one was promoted."""
 Kind = Literal["begin", "advance", "promote", "hold", "roll_back"]
 UNDER_WAY: tuple[Phase, ...] = ("shadow", "canary")
+
+
+LEFT_TO_OPERATOR = "the plan leaves it to an operator"
+"""How the reason of a hold ends whose version was shown good enough."""
 
 
 class NotAllowed(HeadraceError):
@@ -188,7 +192,7 @@ def _from_canary(plan: RolloutPlan, rollout: Rollout, found: Findings, now: date
     if found.candidates >= stage.units_min and (now - rollout.changed).total_seconds() >= stage.duration_min_s:
         if last and found.shown and not found.open_guardrails:
             shown = f"{' and '.join(found.shown)}; every guardrail not inferior"
-            return ("promote", shown) if plan.promotes else ("hold", f"{shown}; the plan leaves it to an operator")
+            return ("promote", shown) if plan.promotes else ("hold", f"{shown}; {LEFT_TO_OPERATOR}")
         if not last:
             share = plan.stages[rollout.stage + 1].share
             return "advance", f"no harm in {found.candidates} units at {stage.share}; on to {share}"

@@ -52,7 +52,11 @@ def due(units: Iterable[Unit], now: datetime, age_s: float) -> list[Unit]:
 def read(unit: Unit, sessions: Sequence[SessionRecord], metrics: Mapping[str, Metric], age_s: float) -> UnitReading:
     """The unit as it was at that age: of a user the mean over the sessions that did not abstain."""
     moment = unit.enrolled + timedelta(seconds=age_s)
-    known = [session.as_of(moment) for session in sessions]
+    return measure(unit, [session.as_of(moment) for session in sessions], metrics)
+
+
+def measure(unit: Unit, known: Sequence[SessionRecord], metrics: Mapping[str, Metric]) -> UnitReading:
+    """What the metrics say of the unit; `known` is all that had been read of it at that age."""
     values = {}
     for name, metric in metrics.items():
         found = [value for value in map(metric.compute, known) if value is not None]

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from headrace_registry import spending
 from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.metrics import Metric
+from headrace_runtime.settings import Section
 from headrace_schemas.base import Finite, Model, Text
 
 Look = Literal["shadow", "maturity", "closing"]
@@ -24,6 +25,8 @@ _SHADOW, _CLOSING = Fraction(1, 10), Fraction(1, 10)
 """Of β. Most is for the reading that comes first on live traffic: harm is to be found soon."""
 _REWARDS = ("reward", "success")
 _SHARE_MAX = Fraction(1, 2)
+_METRICS_MAX = 11
+"""Each may add five numbers to a decision, which has room for 64 with those of the whole."""
 
 
 class Guardrail(Model):
@@ -75,18 +78,21 @@ def _stages(*shares: Fraction) -> tuple[RolloutStage, ...]:
     return tuple(RolloutStage(share=share, units_min=20 * number) for number, share in enumerate(shares, 1))
 
 
-class RolloutPlan(Model):
+class RolloutPlan(Section):
     """A rollout's rules. A fixed split (A/B) is one stage; with `promotes` false its end changes nothing."""
 
     unit: Literal["session", "user"] = "session"
+    """Who is drawn into an arm: sessions, or users (the request's `user`, `X-User-Id` or `metadata.user_id`; a session
+    whose calls name nobody is a user of its own)."""
     slots: Annotated[int, Field(ge=1, le=8)] = 1
     """How many candidates there may be at a time. Each has a control of its own size within one block of units, so a
-    candidate gets 1 / (slots + 1) of them at most, whatever its stage says."""
+    candidate gets 1 / (slots + 1) of them at most, whatever its stage says. No larger while anything is under way."""
     shadow_units: Annotated[int, Field(ge=0)] = 0
     """So many prompts the candidate answers beside the champion, unseen by users, before it gets any of them."""
     stages: tuple[RolloutStage, ...] = Field(
         default=_stages(Fraction(1, 100), Fraction(1, 10), Fraction(1, 2)), min_length=1, max_length=16
     )
+    """The ramp: `share` of the units, then `units_min` of the candidate and `duration_min_s` before the next one."""
     guardrails: tuple[Guardrail, ...] = Field(
         default=(
             Guardrail(metric="reward", margin=0.1, weight=12),
@@ -97,7 +103,11 @@ class RolloutPlan(Model):
         min_length=1,
         max_length=8,
     )
+    """What must not get worse: `metric`, absolute `margin`, `tolerated`, `weight` of beta, `bounds`."""
     successes: tuple[Success, ...] = Field(default=(Success(metric="reward", margin=0.1),), min_length=1, max_length=4)
+    """What a version is promoted for, one of them: `metric`, `kind` (improved, not_inferior), `margin`, `bounds`."""
+    watched: tuple[Text, ...] = Field(default=("success", "latency", "satisfaction"), max_length=8)
+    """Metrics that are measured and shown beside these; they decide nothing."""
     alpha: Probability = 0.05
     """Probability of promoting wrongly, over all versions of a family together."""
     beta: Probability = 0.05
@@ -118,6 +128,7 @@ class RolloutPlan(Model):
     duration_max_s: Positive = 604_800.0
     """After so long it is held."""
     promotes: bool = True
+    """Whether what is shown good enough takes over by itself; else it ends in hold, for an operator to promote."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -148,6 +159,11 @@ class RolloutPlan(Model):
         for names in (guarded, [one.metric for one in self.successes]):
             if len(set(names)) < len(names):
                 raise ValueError(f"{', '.join(names)}: name each metric once")
+        together = {*guarded, *(one.metric for one in self.successes), *self.watched}
+        if len(together) > _METRICS_MAX:
+            raise ValueError(f"{len(together)} metrics: {_METRICS_MAX} at most, so that a decision can say all of them")
+        for name in self.watched:
+            metrics.named(name)
         bounds = {one.metric: one.bounds for one in self.guardrails}
         for success in self.successes:
             if bounds.get(success.metric, success.bounds) != success.bounds:

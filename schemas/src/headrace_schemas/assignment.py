@@ -7,6 +7,8 @@ in its control stays there. Everybody else has the champion and is compared with
 
 Candidate and control of one size, at the same time: given that a unit is in either, it is in the candidate's with
 probability 1/2 exactly, whatever the shares are, were and will be. The statistics rest on this and on nothing else.
+
+The registry decides the shares, gateways assign: both by this page, so that neither has to ask the other.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
+
+from headrace_schemas.events.routing import TrafficSplit
+from headrace_schemas.events.turn import Assignment
 
 Role = Literal["candidate", "control"]
 _PLACES = 2**64
@@ -82,6 +87,29 @@ class Split:
                     f"share {share} for {version}: with {len(self.slots)} slots and a control of the same size "
                     f"each may have {self.share_max} at most"
                 )
+
+
+def draw(split: TrafficSplit, champion: str, unit: str) -> tuple[str, Assignment | None]:
+    """The version that serves a unit of a routing, and what its turns say about that."""
+    arms = [arm for arm in split.arms if arm.version != champion]
+    if not arms:
+        return champion, None
+    slots: list[str | None] = [None] * split.slots
+    for arm in arms:
+        slots[arm.slot] = arm.version
+    line = Split(split.salt, champion, tuple(slots))
+    shares = {arm.version: Fraction(arm.share) for arm in arms}
+    allotted = line.assign(unit, shares)
+    roles = {arm.rollout_id: line.role(unit, arm.version, shares) for arm in arms}
+    arm_of: Literal["candidate", "control", "rest"] = "rest"
+    rollouts = tuple(roles)
+    for role in ("candidate", "control"):
+        named = tuple(name for name, found in roles.items() if found == role)
+        if named:
+            arm_of, rollouts = role, named
+            break
+    propensity = str(allotted.propensity)
+    return allotted.version, Assignment(rollouts=rollouts, arm=arm_of, unit=unit, propensity=propensity)
 
 
 def _inside(where: Fraction, start: Fraction, width: Fraction) -> bool:

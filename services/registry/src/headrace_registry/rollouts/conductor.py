@@ -1,0 +1,211 @@
+"""Leads the rollouts of a model: takes the readings that are due, looks at them, and does what follows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from sqlalchemy import update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_registry import probe, store
+from headrace_registry.leader import LeaderLease
+from headrace_registry.metrics import UNDER_WAY
+from headrace_registry.rollout_tables import ROLLOUTS
+from headrace_registry.rollouts import kept, ledger, machine, maturity, steps
+from headrace_registry.rollouts.evidence import Evidence, Findings
+from headrace_registry.rollouts.kept import KeptRollout
+from headrace_registry.rollouts.ledger import DueUnit
+from headrace_registry.rollouts.machine import RolloutDecision
+from headrace_registry.rollouts.maturity import UnitReading
+from headrace_registry.rollouts.metrics import Metric
+from headrace_registry.rollouts.plan import Look
+from headrace_registry.rollouts.settings import RolloutSettings
+from headrace_registry.transition import Transition
+from headrace_runtime.logs import get_logger
+from headrace_runtime.processor import Processor, Unfinished
+from headrace_schemas import Event, Replica
+
+log = get_logger(__name__)
+_AT_ONCE_MAX = 20
+"""Units that one transaction reads."""
+_READINGS_MAX = 2000
+_LOOK_EVERY_S = 2.0
+"""How often the numbers and the chart of a rollout are written while nothing is decided."""
+_POINTS_MAX = 120
+"""Of a chart; beyond that every second one goes."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The statistics of one rollout, made again from its readings by each process."""
+
+    evidence: Evidence
+    last: int = 0
+    """The reading that they have come to."""
+    shown_units: int = -1
+    shown_s: float = 0.0
+    chart: list[dict[str, object]] = field(default_factory=list)
+
+
+class Conductor:
+    """`tick` after every round of the reader; one task at a time may call it."""
+
+    def __init__(
+        self,
+        processor: Processor,
+        lease: LeaderLease,
+        settings: RolloutSettings,
+        replicas: Callable[[], Iterable[Replica]],
+    ) -> None:
+        self._processor = processor
+        self._lease = lease
+        self._settings = settings
+        self._replicas = replicas
+        self._seen: dict[str, _Seen] = {}
+        self._cleared: set[str] = set()
+        """Models of which nothing is left to remove."""
+
+    async def tick(self, model: str) -> bool:
+        """Whether anything was decided."""
+        async with self._processor.database.transaction() as tx:
+            going_on = await kept.under_way(tx, model)
+        UNDER_WAY.labels(model).set(len(going_on))
+        decided = False
+        for rollout in going_on:
+            await self._take_readings(rollout)
+            decided = await self._judge(rollout) or decided
+        if going_on:
+            self._cleared.discard(model)
+        elif model not in self._cleared:
+            await self._clear(model)
+        return decided
+
+    async def _take_readings(self, rollout: KeptRollout) -> None:
+        looks: list[Look] = [look for look in rollout.plan.looks if look != "shadow"]
+        metrics = Evidence(rollout.plan).metrics
+        for taken, look in enumerate(looks):
+            last = taken + 1 == len(looks)
+            more = True
+            while more:
+                more = await self._take_some(rollout, look, taken, metrics, last=last)
+
+    async def _take_some(
+        self, rollout: KeptRollout, look: Look, taken: int, metrics: Mapping[str, Metric], *, last: bool
+    ) -> bool:
+        age_s = rollout.plan.age_s(look)
+
+        async def work(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+            await self._lease.check(tx)
+            found = await ledger.due(tx, rollout, taken, round(age_s * 1000), _AT_ONCE_MAX)
+            readings = await asyncio.to_thread(lambda: [_reading(one, metrics) for one in found])
+            await ledger.note(tx, rollout.rollout_id, look, readings, last=last)
+            return Unfinished() if len(found) == _AT_ONCE_MAX else ()
+
+        return await self._processor.step(work)
+
+    async def _judge(self, rollout: KeptRollout) -> bool:
+        seen = await self._evidence(rollout)
+        found = seen.evidence.findings(numbers=False)
+        decision = await self._decision(rollout, found)
+        now_s = self._processor.clock.monotonic_s()
+        if decision is None:
+            if found.candidates + found.controls != seen.shown_units and now_s - seen.shown_s >= _LOOK_EVERY_S:
+                await self._show(rollout, seen)
+            return False
+        full = await self._show(rollout, seen)
+        decision = await self._decision(rollout, full)
+        return decision is not None and await self._take(rollout, decision)
+
+    async def _decision(self, rollout: KeptRollout, found: Findings) -> RolloutDecision | None:
+        """By the machine, unless an operator's hold or the replicas say something else."""
+        now = self._processor.clock.now()
+        async with self._processor.database.transaction() as tx:
+            model = await store.model(tx, rollout.model)
+        assert model is not None
+        if model.pinned not in (None, rollout.version):
+            return RolloutDecision("hold", rollout.version, now, f"the model is pinned to {model.pinned}")
+        error = probe.refused_by_all(rollout.version, probe.live(self._replicas(), now))
+        if error:
+            return RolloutDecision("hold", rollout.version, now, f"no replica can serve it: {error}", found.statistics)
+        decision = machine.judge(rollout.plan, rollout.rollout(), found, rollout.now)
+        if decision is not None and model.paused and decision.kind in ("advance", "promote"):
+            return None
+        return decision
+
+    async def _take(self, rollout: KeptRollout, decision: RolloutDecision) -> bool:
+        """In one transaction, if the rollout is still where it was when it was looked at."""
+        taken: list[bool] = []
+
+        async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+            taken.clear()
+            await self._lease.check(tx)
+            current = await kept.one(tx, rollout.rollout_id)
+            if current is None or (current.phase, current.stage) != (rollout.phase, rollout.stage):
+                return ()
+            transition = Transition(tx, now)
+            await steps.take(transition, current, decision)
+            taken.append(True)
+            return await transition.finish()
+
+        await self._processor.step(work)
+        if taken:
+            log.info("rollout_decided", version=rollout.version, kind=decision.kind, reason=decision.reason)
+        return bool(taken)
+
+    async def _evidence(self, rollout: KeptRollout) -> _Seen:
+        seen = self._seen.get(rollout.rollout_id)
+        if seen is None:
+            evidence = Evidence(rollout.plan, rollout.number)
+            seen = self._seen[rollout.rollout_id] = _Seen(evidence, chart=rollout.points)
+        while True:
+            async with self._processor.database.transaction() as tx:
+                found = await ledger.readings(tx, rollout.rollout_id, seen.last, _READINGS_MAX)
+            for number, look, reading in found:
+                seen.evidence.take(look, reading)
+                seen.last = number
+            if len(found) < _READINGS_MAX:
+                return seen
+
+    async def _show(self, rollout: KeptRollout, seen: _Seen) -> Findings:
+        """Write the numbers as they are now, and a point of the chart."""
+        found = await asyncio.to_thread(seen.evidence.findings)
+        seen.shown_units = found.candidates + found.controls
+        seen.shown_s = self._processor.clock.monotonic_s()
+        seen.chart.append({"units": float(found.candidates), "metrics": _intervals(found)})
+        if len(seen.chart) > _POINTS_MAX:
+            del seen.chart[1:-1:2]
+
+        async def work(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+            await self._lease.check(tx)
+            values = {"statistics": json.dumps(dict(found.statistics)), "chart": json.dumps(seen.chart)}
+            await tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.rollout_id == rollout.rollout_id).values(values))
+            return ()
+
+        await self._processor.step(work)
+        return found
+
+    async def _clear(self, model: str) -> None:
+        async def work(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+            await self._lease.check(tx)
+            return Unfinished() if await ledger.clear(tx, model, self._settings.rollouts_kept_max) else ()
+
+        if not await self._processor.step(work):
+            self._cleared.add(model)
+        async with self._processor.database.transaction() as tx:
+            going_on = {one.rollout_id for one in await kept.under_way(tx)}
+        for gone in self._seen.keys() - going_on:
+            del self._seen[gone]
+
+
+def _intervals(found: Findings) -> dict[str, list[float]]:
+    """Difference, lower and upper end of each metric that has any."""
+    names = [name.removesuffix(".lower") for name in found.statistics if name.endswith(".lower")]
+    return {name: [found.statistics[f"{name}.{part}"] for part in ("difference", "lower", "upper")] for name in names}
+
+
+def _reading(due: DueUnit, metrics: Mapping[str, Metric]) -> UnitReading:
+    return maturity.measure(due.unit, ledger.sessions(due.sessions), metrics)

@@ -1,0 +1,168 @@
+"""Rollouts on a rig: users that come as a gateway would bring them, watched time, and what was decided."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from fractions import Fraction
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_registry.rollout_tables import READINGS, UNITS
+from headrace_registry.rollouts import kept, ledger
+from headrace_registry.rollouts.kept import KeptRollout
+from headrace_registry.rollouts.plan import Guardrail, RolloutStage, Success
+from headrace_registry.rollouts.settings import RolloutSettings
+from headrace_registry.settings import GateSettings, RegistrySettings
+from headrace_schemas import Assignment, Choice, Event, Message, ModelEvent, Reward, Sampling, Turn, Usage, ids
+from headrace_schemas.assignment import draw
+from headrace_schemas.events.routing import TrafficSplit
+from tests.unit.registry.rig import MODEL, Rig
+
+HALF = (RolloutStage(share=Fraction(1, 2)),)
+"""Everybody is in one of the arms."""
+
+
+def canary(**changes: object) -> RegistrySettings:
+    """Quick to decide: rewards alone, one age, wide margins."""
+    plan: dict[str, object] = {
+        "kind": "canary",
+        "stages": HALF,
+        "guardrails": (Guardrail(metric="reward", margin=0.3, weight=8), Guardrail(metric="missing", margin=0.3)),
+        "successes": (Success(metric="reward", margin=0.3),),
+        "uneven": 0.5,
+        "maturity_s": 60.0,
+        "closing_s": 60.0,
+    }
+    gate = GateSettings(margin=0.25, anchor_margin=0.125, tasks_max=400, audit_tasks=4, attempts=2)
+    return RegistrySettings(gate=gate, poll_s=0.01, rollout=RolloutSettings.model_validate(plan | changes))
+
+
+class Street:
+    """Users in front of a rig. `rewards` is the mean reward of each version, 0.7 unless set."""
+
+    def __init__(self, rig: Rig, seed: int) -> None:
+        print(f"seed {seed}")
+        self.rig = rig
+        self.random = random.Random(seed)
+        self.rewards: dict[str, float] = {}
+        self.served: list[tuple[str, str]] = []
+        """Unit and version."""
+        self._count = 0
+
+    @property
+    def split(self) -> TrafficSplit:
+        split = self.rig.routing.split
+        assert split is not None
+        return split
+
+    def turn(self, session_key: str, version: str, assignment: Assignment | None) -> Turn:
+        return Turn(
+            time=self.rig.clock.now(),
+            turn_id=ids.response_id(session_key),
+            session_key=session_key,
+            session_id=session_key,
+            session_source="header",
+            model=MODEL,
+            version=version,
+            replica_id="r1",
+            request_digest=hashlib.sha256(session_key.encode()).hexdigest(),
+            messages=(Message(role="user", content="hello"),),
+            sampling=Sampling(),
+            prompt_token_ids=(1,),
+            choices=(
+                Choice(
+                    index=0,
+                    token_ids=(2,),
+                    logprobs=(-0.5,),
+                    finish_reason="stop",
+                    message=Message(role="assistant", content="hi"),
+                ),
+            ),
+            usage=Usage(prompt_tokens=1, completion_tokens=1),
+            started_at=self.rig.clock.now(),
+            assignment=assignment,
+        )
+
+    def reward(self, session_key: str, value: float, revision: int = 0) -> Reward:
+        return Reward(
+            time=self.rig.clock.now(),
+            trajectory_id=f"t-{session_key}",
+            session_key=session_key,
+            source="function:answer",
+            revision=revision,
+            value=value,
+        )
+
+    async def sessions(self, count: int, *, rewarded: bool = True) -> list[str]:
+        """So many new sessions, each a turn and, mostly, a reward of 0 or 1. Returns their keys."""
+        events: list[Event] = []
+        keys = []
+        for _ in range(count):
+            self._count += 1
+            key = ids.session_key("default", f"session {self._count}")
+            champion = self.rig.routing.champion
+            assert champion is not None
+            version, assignment = draw(self.split, champion, key)
+            self.served.append((key, version))
+            keys.append(key)
+            events.append(self.turn(key, version, assignment))
+            if rewarded:
+                right = self.random.random() < self.rewards.get(version, 0.7)
+                events.append(self.reward(key, float(right)))
+        await self.rig.hear(*events)
+        return keys
+
+    async def watch(self, seconds: float) -> None:
+        """The clock of the rollouts goes on, as a reader that has read everything lets it."""
+
+        async def work(tx: AsyncConnection, _now: object) -> list[Event]:
+            await self.rig.lease.check(tx)
+            await ledger.elapse(tx, round(seconds * 1000))
+            return []
+
+        await self.rig.processor.step(work)
+        self.rig.clock.elapsed_s += seconds
+        self.rig.follow()
+        await self.rig.director.tick()
+
+    async def until_over(self, sessions_max: int = 1500, at_once: int = 20) -> KeptRollout:
+        """Users come until the rollout ends."""
+        began = self._count
+        last = await self.last()
+        while last.going_on and self.rig.routing.split is not None:
+            assert self._count - began < sessions_max, (last.statistics, self.rig.decided())
+            await self.sessions(at_once)
+            await self.watch(61)
+            last = await self.last()
+        return last
+
+    async def last(self) -> KeptRollout:
+        async with self.rig.database.transaction() as tx:
+            (found,) = await kept.newest(tx, MODEL, 1)
+        return found
+
+    async def readings(self) -> list[tuple[str, str, bool]]:
+        """Look, unit, and whether it is the candidate's, in order."""
+        async with self.rig.database.transaction() as tx:
+            rows = await tx.execute(select(READINGS).order_by(READINGS.c.id))
+            return [(row.look, row.unit, row.candidate) for row in rows]
+
+    async def units(self) -> list[str]:
+        async with self.rig.database.transaction() as tx:
+            return list((await tx.execute(select(UNITS.c.unit))).scalars())
+
+
+async def under_way(rig: Rig, step: int = 1, parent: str | None = None) -> str:
+    """A version that has passed the gate and begun its rollout."""
+    version = await rig.checkpoint(step, parent=parent)
+    async with rig.running():
+        await rig.until(lambda: rig.routing.split is not None and rig.routing.split.arms[-1].version == version)
+    rig.follow()
+    return version
+
+
+def steps(rig: Rig, version: str) -> list[str]:
+    """The steps of the version's rollouts, as they were published."""
+    return [one.rollout.kind for one in rig.sent(ModelEvent) if one.rollout and one.version == version]

@@ -1,0 +1,282 @@
+"""A version on live traffic, from the gate to champion, hold or rollback, with all that hangs on it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from sqlalchemy import select
+
+from headrace_registry.rollout_tables import READINGS
+from headrace_registry.rollouts import steps as steps_of_rollouts
+from headrace_registry.rollouts.plan import RolloutStage
+from headrace_registry.transition import Transition
+from headrace_schemas import ModelEvent, Routing
+from tests.unit.registry.live_rollouts import HALF, Street, canary, steps, under_way
+from tests.unit.registry.rig import Rig
+
+
+@pytest.fixture(autouse=True)
+def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is drawn into which arm follows from the seed alone: an equal version may be taken back one time in twenty."""
+    monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
+
+
+@pytest_asyncio.fixture
+async def rig(data_dir: Path) -> AsyncIterator[Rig]:
+    made = Rig(data_dir, settings=canary())
+    await made.start()
+    yield made
+    await made.database.close()
+
+
+async def test_the_first_version_needs_no_rollout_and_the_next_one_gets_its_share(rig: Rig) -> None:
+    (old,) = await rig.crowned(0)
+    new = await under_way(rig)
+    assert rig.routing.aliases == {"champion": old, "canary": new}
+    assert rig.routing.split is not None
+    assert [(arm.version, arm.share) for arm in rig.routing.split.arms] == [(new, "1/2")]
+    assert await rig.state(new) == "canary"
+    assert (await rig.model()).candidate is None, "the gate is free for the next one"
+    assert steps(rig, new) == ["begin"]
+
+
+async def test_a_worse_version_is_taken_back_with_its_children(rig: Rig) -> None:
+    (old,) = await rig.crowned(0)
+    new = await under_way(rig)
+    street = Street(rig, 1)
+    street.rewards[new] = 0.2
+    last = await street.until_over()
+    child = await rig.checkpoint(2, parent=new)
+    await rig.ticks()
+    assert (last.phase, await rig.state(new)) == ("rolled_back", "withdrawn")
+    assert "harm: reward" in last.reason
+    assert steps(rig, new) == ["begin", "roll_back"]
+    assert rig.routing.split is None
+    assert rig.routing.aliases == {"champion": old}
+    assert new in rig.routing.withdrawn
+    assert await rig.state(child) == "withdrawn"
+    decided = rig.last("withdrawn")
+    event = next(one for one in rig.sent(ModelEvent) if one.rollout and one.rollout.kind == "roll_back")
+    assert decided.version == child
+    assert event.statistics["candidate_units"] > 5
+    assert event.statistics["reward.difference"] < -0.2
+
+
+@pytest.mark.parametrize("reward", [0.7, 0.95])
+async def test_a_version_that_is_as_good_becomes_champion(rig: Rig, reward: float) -> None:
+    (old,) = await rig.crowned(0)
+    new = await under_way(rig)
+    street = Street(rig, 2)
+    street.rewards[new] = reward
+    last = await street.until_over()
+    assert (last.phase, last.reason) == ("champion", "reward not inferior; every guardrail not inferior")
+    assert rig.routing.aliases == {"champion": new, "previous": old}
+    assert rig.routing.split is None
+    assert steps(rig, new) == ["begin", "promote"]
+    assert await rig.state(new) == "promoted"
+
+
+async def test_the_share_grows_stage_by_stage(data_dir: Path) -> None:
+    stages = tuple(RolloutStage(share=Fraction(1, part), units_min=10) for part in (10, 4, 2))
+    rig = Rig(data_dir, settings=canary(stages=stages))
+    await rig.start()
+    try:
+        await rig.crowned(0)
+        new = await under_way(rig)
+        street = Street(rig, 3)
+        await street.until_over(4000, 40)
+        shares = [one.split.arms[0].share for one in rig.sent(Routing) if one.split]
+        assert shares == ["1/10", "1/4", "1/2"]
+        assert steps(rig, new) == ["begin", "advance", "advance", "promote"]
+    finally:
+        await rig.database.close()
+
+
+async def test_a_cap_ends_in_hold_and_an_operator_may_ask_again(data_dir: Path) -> None:
+    rig = Rig(data_dir, settings=canary(units_max=10))
+    await rig.start()
+    try:
+        (old,) = await rig.crowned(0)
+        new = await under_way(rig)
+        last = await Street(rig, 4).until_over()
+        assert (last.phase, await rig.state(new)) == ("hold", "held")
+        assert "units_max = 10" in last.reason
+        assert rig.last("skipped").version == new
+        assert rig.routing.champion == old
+        child = await under_way(rig, 2, new)
+        assert child, "a hold says nothing against it, so its children have their turn"
+    finally:
+        await rig.database.close()
+
+
+async def test_readings_are_taken_once_in_the_order_of_arrival(rig: Rig) -> None:
+    await rig.crowned(0)
+    await under_way(rig)
+    street = Street(rig, 5)
+    early = await street.sessions(3)
+    await street.watch(30)
+    late = await street.sessions(3)
+    await street.watch(31)
+    assert {unit for _, unit, _ in await street.readings()} == set(early)
+    rig.boot()
+    await rig.lease.acquire()
+    await rig.processor.recover()
+    await street.watch(31)
+    await street.watch(31)
+    units = [unit for _, unit, _ in await street.readings()]
+    assert units == [*sorted(early), *sorted(late)]
+
+
+async def test_what_is_said_after_the_closing_age_moves_nothing_and_before_it_the_closing_reading(
+    data_dir: Path,
+) -> None:
+    rig = Rig(data_dir, settings=canary(closing_s=120.0))
+    await rig.start()
+    try:
+        await rig.crowned(0)
+        await under_way(rig)
+        street = Street(rig, 6)
+        (key,) = await street.sessions(1, rewarded=False)
+        await rig.hear(street.reward(key, 1.0))
+        await street.watch(61)
+        await rig.hear(street.reward(key, 0.25, revision=1))
+        await street.watch(61)
+        await rig.hear(street.reward(key, 0.0, revision=2))
+        await street.watch(61)
+        async with rig.database.transaction() as tx:
+            found = [row.found for row in await tx.execute(select(READINGS).order_by(READINGS.c.id))]
+        assert found == ['{"reward": 1.0, "missing": 0.0}', '{"reward": 0.25, "missing": 0.0}']
+    finally:
+        await rig.database.close()
+
+
+async def test_a_record_that_is_read_twice_counts_once(rig: Rig) -> None:
+    await rig.crowned(0)
+    await under_way(rig)
+    street = Street(rig, 7)
+    (key,) = await street.sessions(1)
+    unit = rig._offset
+    rig._offset = unit - 2  # the same places again, as after a crash between effect and acknowledgement
+    champion = rig.routing.champion
+    assert champion
+    await rig.hear(street.reward(key, 1.0))
+    assert await street.units() == [key]
+
+
+async def test_who_is_in_no_arm_leaves_no_trace(data_dir: Path) -> None:
+    rig = Rig(data_dir, settings=canary(stages=(RolloutStage(share=Fraction(1, 100)),)))
+    await rig.start()
+    try:
+        await rig.crowned(0)
+        await under_way(rig)
+        street = Street(rig, 8)
+        await street.sessions(200)
+        assert len(await street.units()) < 20
+    finally:
+        await rig.database.close()
+
+
+async def test_a_rollback_of_the_champion_holds_the_canary_that_was_compared_with_it(rig: Rig) -> None:
+    old, champion = await _two(rig)
+    new = await under_way(rig, 2)
+    async with rig.database.transaction() as tx:
+        transition = Transition(tx, rig.clock.now(), "ada")
+        await transition.roll_back(await rig.model_in(tx), "complaints")
+        events = await transition.finish()
+    assert (await Street(rig, 9).last()).phase == "hold"
+    assert await rig.state(new) == "held"
+    (routing,) = [one for one in events if isinstance(one, Routing)]
+    assert (routing.champion, routing.split) == (old, None)
+    assert champion in routing.withdrawn
+    assert {one.who for one in events if isinstance(one, ModelEvent)} == {"ada"}
+
+
+async def test_a_pin_holds_the_canary_and_a_pause_lets_it_neither_grow_nor_win(rig: Rig) -> None:
+    (old,) = await rig.crowned(0)
+    new = await under_way(rig)
+    street = Street(rig, 10)
+    await rig.change(lambda transition, model: transition.pause(model, True))
+    for _ in range(15):
+        await street.sessions(20)
+        await street.watch(61)
+    assert steps(rig, new) == ["begin"]
+    await rig.change(lambda transition, model: transition.pin(model, old))
+    await street.watch(1)
+    assert (await street.last()).reason == f"the model is pinned to {old}"
+
+
+async def test_a_canary_that_no_replica_can_serve_is_held(rig: Rig) -> None:
+    (old,) = await rig.crowned(0)
+    new = await under_way(rig)
+    rig.heartbeat("r1", **{old: "ready", new: "failed"})
+    await rig.director.tick()
+    assert "no replica can serve it" in (await Street(rig, 11).last()).reason
+
+
+async def test_no_more_versions_an_hour_than_allowed(data_dir: Path) -> None:
+    rig = Rig(data_dir, settings=canary(versions_per_hour_max=1, units_max=10))
+    await rig.start()
+    try:
+        await rig.crowned(0)
+        await under_way(rig)
+        street = Street(rig, 12)
+        await street.until_over()
+        waiting = await rig.checkpoint(2)
+        await rig.ticks()
+        assert await rig.state(waiting) == "registered"
+        rig.clock.elapsed_s += 3601
+        async with rig.running():
+            await rig.until(lambda: rig.routing.split is not None)
+        assert await rig.state(waiting) == "canary"
+    finally:
+        await rig.database.close()
+
+
+async def test_nothing_begins_before_live_traffic_is_read(rig: Rig) -> None:
+    (old,) = await rig.crowned(0)
+    rig.watching = False
+    new = await rig.checkpoint(1)
+    async with rig.running():
+        await rig.until(lambda: len(rig.gate.runs) >= 2 and not rig.director._runner._runs)
+    await rig.ticks(5)
+    assert await rig.state(new) == "evaluating"
+    assert rig.routing.champion == old
+    assert rig.routing.split is None
+
+
+async def test_two_candidates_at_a_time_share_a_control_and_one_promotion_holds_the_other(data_dir: Path) -> None:
+    rig = Rig(data_dir, settings=canary(slots=2, stages=HALF))
+    await rig.start()
+    try:
+        await rig.crowned(0)
+        first = await under_way(rig, 1)
+        second = await under_way(rig, 2)
+        assert rig.routing.split is not None
+        assert [(arm.version, arm.slot, arm.share) for arm in rig.routing.split.arms] == [
+            (first, 0, "1/3"),
+            (second, 1, "1/3"),
+        ]
+        street = Street(rig, 13)
+        street.rewards[first] = 1.0
+        street.rewards[second] = 0.6
+        while rig.routing.split is not None and (await street.last()).going_on:
+            await street.sessions(30)
+            await street.watch(61)
+        phases = {one: steps(rig, one)[-1] for one in (first, second)}
+        assert phases[first] == "promote" or phases[second] in ("promote", "roll_back")
+        assert "promote" not in phases.values() or set(phases.values()) <= {"promote", "hold", "roll_back"}
+    finally:
+        await rig.database.close()
+
+
+async def _two(rig: Rig) -> tuple[str, str]:
+    """A champion and the one before it."""
+    (old,) = await rig.crowned(0)
+    new = await under_way(rig)
+    await Street(rig, 20).until_over()
+    assert rig.routing.champion == new
+    return old, new

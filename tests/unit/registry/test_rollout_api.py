@@ -1,0 +1,113 @@
+"""The pages about rollouts: who asked, what is refused, what follows."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx2
+import pytest
+import pytest_asyncio
+
+from headrace_registry.changes import Changes
+from headrace_registry.rollouts.api import RolloutApi
+from headrace_runtime import web
+from headrace_runtime.settings import Common, SecuritySettings
+from headrace_schemas import ModelEvent
+from headrace_schemas.catalog import WHO_HEADER
+from headrace_schemas.rollout_api import RolloutList, RolloutState
+from tests.unit.registry.live_rollouts import Street, canary, steps, under_way
+from tests.unit.registry.rig import MODEL, Rig
+
+
+def client(rig: Rig, key: str = "") -> httpx2.AsyncClient:
+    common = Common(data_dir=Path("unused"), security=SecuritySettings(internal_key=key))
+    made = Changes(rig.processor, rig.lease, rig.director.wake.set)
+    api = RolloutApi(common, rig.settings.rollout, rig.database, made)
+    transport = httpx2.ASGITransport(web.app({}, api.routes()))
+    return httpx2.AsyncClient(transport=transport, base_url="http://registry", headers={WHO_HEADER: "ada"})
+
+
+@pytest_asyncio.fixture
+async def rig(data_dir: Path) -> AsyncIterator[Rig]:
+    made = Rig(data_dir, settings=canary())
+    await made.start()
+    yield made
+    await made.database.close()
+
+
+def code(answer: httpx2.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+async def test_a_rollout_is_listed_and_shown_with_its_chart_and_decisions(rig: Rig) -> None:
+    (old,) = await rig.crowned(0)
+    new = await under_way(rig)
+    street = Street(rig, 1)
+    for _ in range(3):
+        await street.sessions(10)
+        await street.watch(61)
+    async with client(rig) as http:
+        (listed,) = RolloutList.model_validate_json((await http.get("/v1/rollouts?model=m")).content).data
+        assert (listed.version, listed.control, listed.phase, listed.share) == (new, old, "canary", "1/2")
+        shown = RolloutState.model_validate_json((await http.get(f"/v1/rollouts/{listed.id}")).content)
+        assert [event.rollout.kind for event in shown.decisions if event.rollout] == ["begin"]
+        assert shown.chart[-1].units == shown.statistics["candidate_units"] > 0
+        low, high = shown.chart[-1].metrics["reward"][1:]
+        assert low < 0 < high
+        assert shown.higher_is_better["missing"] is False
+        assert (await http.get("/v1/rollouts?model=nobody")).json()["data"] == []
+        assert code(await http.get("/v1/rollouts/nothing")) == (404, "rollout_not_found")
+
+
+@pytest.mark.parametrize(
+    ("how", "phase", "state"),
+    [("stop", "hold", "held"), ("promote", "champion", "promoted"), ("rollback", "rolled_back", "withdrawn")],
+)
+async def test_an_operator_ends_it(rig: Rig, how: str, phase: str, state: str) -> None:
+    (old,) = await rig.crowned(0)
+    new = await under_way(rig)
+    async with client(rig) as http:
+        rollout = (await http.get("/v1/rollouts")).json()["data"][0]["id"]
+        answer = await http.post(f"/v1/rollouts/{rollout}/{how}", json={"reason": "so it is"})
+        assert RolloutState.model_validate_json(answer.content).phase == phase
+        assert code(await http.post(f"/v1/rollouts/{rollout}/{how}")) == (409, "over")
+    assert await rig.state(new) == state
+    assert rig.routing.champion == (new if how == "promote" else old)
+    assert rig.routing.split is None
+    assert len(steps(rig, new)) == 2
+    event = [one for one in rig.sent(ModelEvent) if one.version == new][-1]
+    assert (event.who, event.reason) == ("ada", "so it is")
+
+
+async def test_one_that_is_asked_for_needs_no_setting_and_no_version_is_asked_for_twice(data_dir: Path) -> None:
+    rig = Rig(data_dir, settings=canary(kind="rolling"))
+    await rig.start()
+    try:
+        (old,) = await rig.crowned(0)
+        async with rig.running():
+            await rig.change(lambda transition, model: transition.pause(model, True))
+            new = await rig.checkpoint(1)
+        async with client(rig) as http:
+            refused = await http.post(f"/v1/models/{MODEL}/rollouts", json={"version": new, "share": "2/3"})
+            assert code(refused) == (400, "invalid_request")
+            body = {"version": new, "kind": "ab", "share": "1/5"}
+            assert (await http.post(f"/v1/models/{MODEL}/rollouts", json=body)).status_code == 202
+            async with rig.running():
+                await rig.until(lambda: rig.routing.split is not None)
+            assert rig.routing.split is not None
+            assert rig.routing.split.arms[0].share == "1/5"
+            assert code(await http.post(f"/v1/models/{MODEL}/rollouts", json=body)) == (409, "canary")
+            body = {"version": old}
+            assert code(await http.post(f"/v1/models/{MODEL}/rollouts", json=body)) == (409, "already_champion")
+        await rig.change(lambda transition, model: transition.pause(model, False))
+        last = await Street(rig, 2).until_over(3000, 40)
+        assert (last.phase, rig.routing.champion) == ("hold", old), "a fixed split changes nothing by itself"
+        assert "the plan leaves it to an operator" in last.reason
+    finally:
+        await rig.database.close()
+
+
+async def test_insiders_alone(rig: Rig) -> None:
+    async with client(rig, "secret") as http:
+        assert (await http.get("/v1/rollouts")).status_code == 401
