@@ -12,7 +12,8 @@ from headrace.topics import Entry, Range
 from headrace_cli.lineage.sessions import where
 from headrace_cli.lineage.versions import Why, why
 from headrace_schemas import Checkpoint, Event, Experience, TrainingMetrics, Trajectory
-from tests.support.training_history import START, History, Name, fate
+from tests.support.account_events import START
+from tests.support.training_history import History, Name, fate
 
 TOPICS = (Checkpoint.topic, TrainingMetrics.topic, Experience.topic, Trajectory.topic)
 
@@ -75,14 +76,13 @@ async def agrees(topics: Recorded, history: History) -> None:
             for one in found.entries:
                 experience = history.experiences[one.experience_id, one.revision]
                 assert (one.session_id, one.reward) == (experience.session_id, experience.reward)
-                assert topics.entries[Experience.topic]
     for session, names in history.sessions.items():
         if not names and not any(e.session_id == session for e in history.events if isinstance(e, Trajectory)):
             continue
         found_where = await where(topics, session, tenant="default", after=0, limit=1000)
         shown: dict[Name, object] = {(one.experience_id, one.revision): one for one in found_where.entries}
         assert set(shown) == set(names)
-        for one in found_where.entries:
-            told = [(told.outcome, told.version) for told in one.fates]
-            expected_fate = fate(history, (one.experience_id, one.revision))
-            assert told == ([expected_fate] if expected_fate else []), (session, one)
+        for shown_one in found_where.entries:
+            told = [(told.outcome, told.version) for told in shown_one.fates]
+            expected_fate = fate(history, (shown_one.experience_id, shown_one.revision))
+            assert told == ([expected_fate] if expected_fate else []), (session, shown_one)

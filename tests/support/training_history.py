@@ -113,7 +113,12 @@ class History:
         else:
             self.dropped[name] = dropped, self.account
         return TrainingOutcome.model_validate(
-            {"experience_id": name[0], "revision": name[1], "turn_ids": self.experiences[name].turn_ids, "dropped": dropped}
+            {
+                "experience_id": name[0],
+                "revision": name[1],
+                "turn_ids": self.experiences[name].turn_ids,
+                "dropped": dropped,
+            }
         )
 
     def _go_to(self, version: str) -> tuple[list[Undone], list[Restored]]:
@@ -153,7 +158,9 @@ class History:
             self.events.append(checkpoint)
         self.step += 1
         batches = (
-            BatchRecord(step=self.step, experiences=max(1, len(outcomes)), digest="0" * 64, read=(Read(partition=0, until=9),)),
+            BatchRecord(
+                step=self.step, experiences=max(1, len(outcomes)), digest="0" * 64, read=(Read(partition=0, until=9),)
+            ),
         )
         report = TrainingMetrics(
             time=time, model="m", lineage=self.lineage, step=self.step, account=self.account, version=version,

@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from headrace.errors import ApiError, HeadraceError, Unreachable
     from headrace.manager import ModelManager
 
-__all__ = ["ApiError", "AsyncClient", "AsyncSession", "Client", "HeadraceError", "ModelManager", "Session", "Unreachable"]
+__all__ = [
+    "ApiError",
+    "AsyncClient",
+    "AsyncSession",
+    "Client",
+    "HeadraceError",
+    "ModelManager",
+    "Session",
+    "Unreachable",
+]
 
 _HOMES = {
     "ApiError": "headrace.errors",

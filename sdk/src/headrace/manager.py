@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from headrace.errors import UsageError
 from headrace.registry import ModelRegistry
+from headrace.rollouts import Rollouts
 from headrace_schemas.catalog import AliasesRequest, AliasMove
 from headrace_schemas.registry_api import ModelState
 
@@ -28,13 +29,18 @@ class ModelManager:
 
     def version(self, name: str) -> str:
         """What a name means: an alias, a label, or the version itself."""
-        named = self.registry.model(self.model).aliases.get(name)
         known = self.registry.versions(self.model, limit=1000)
-        found = named or next((one.id for one in known if name in (one.label, one.id)), None)
-        if found is None:
+        found = next((one.id for one in known if name in (one.label, one.id)), None)
+        if not (found := found or self.registry.model(self.model).aliases.get(name)):
             raise UsageError(f"model {self.model} has no version {name!r}; `headrace models show` lists them")
         return found
 
     def rollback(self, version: str) -> ModelState:
         """The version of that name serves everybody, past the gate, once replicas have probed it."""
         return self.registry.promote(self.model, self.version(version), force=True)
+
+    def create_ab_test(self, version_a: str, version_b: str, share: str = "1/2") -> ModelState:
+        """Give B so much of the traffic beside A, the champion, once it has passed the gate. `Rollouts` follows it."""
+        if self.registry.model(self.model).champion != self.version(version_a):
+            raise UsageError(f"{version_a} is not the champion of {self.model}, and tests are against that alone")
+        return Rollouts(self.registry).begin(self.model, self.version(version_b), kind="ab", share=share)

@@ -88,7 +88,9 @@ def _print_json(found: dict[str, object]) -> None:
 def _print_why(found: Why, after: int) -> None:
     out = console()
     since = "ever" if found.since_account < 0 else f"since its parent {found.parent}"
-    out.print(f"[bold]{found.version}[/] of lineage {found.lineage}, save {found.account}: {found.total} revisions {since}")
+    out.print(
+        f"[bold]{found.version}[/] of lineage {found.lineage}, save {found.account}: {found.total} revisions {since}"
+    )
     if found.batches:
         steps = [batch.step for batch in found.batches]
         out.print(f"{len(steps)} batches, steps {min(steps)} to {max(steps)}")
@@ -130,7 +132,9 @@ def _fates(one: Whereabouts) -> str:
     words = []
     for fate in one.fates:
         what = f"{fate.outcome} {fate.reason}" if fate.reason else fate.outcome
-        words.append(f"{fate.lineage}: {what} (save {fate.account}){f', first in {fate.version}' if fate.version else ''}")
+        words.append(
+            f"{fate.lineage}: {what} (save {fate.account}){f', first in {fate.version}' if fate.version else ''}"
+        )
     return "; ".join(words) or "waits"
 
 

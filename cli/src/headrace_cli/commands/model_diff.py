@@ -92,7 +92,11 @@ def _said_of_data(data: DataDifference) -> str:
         return "trained elsewhere, both: no trainer has reported them"
     words = [
         f"{count} in {which}"
-        for count, which in ((data.before_alone, "the first alone"), (data.both, "both"), (data.after_alone, "the second alone"))
+        for count, which in (
+            (data.before_alone, "the first alone"),
+            (data.both, "both"),
+            (data.after_alone, "the second alone"),
+        )
         if count is not None
     ]
     return f"trained revisions of experiences: {', '.join(words)}"

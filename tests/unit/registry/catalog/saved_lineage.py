@@ -36,7 +36,7 @@ def saved(lineage: str, *versions: str) -> Saved:
         steps=0,
         account=0,
         present=tensors,
-        restore_points={one: tensors for one in (first, *middle, head)},
+        restore_points=dict.fromkeys((first, *middle, head), tensors),
         checkpoint=Checkpoint(time=START, model="m", version=head, lineage=lineage, step=0, manifest=_BLOB),
         metrics=TrainingMetrics(time=START, model="m", lineage=lineage, step=0, account=0),
     )

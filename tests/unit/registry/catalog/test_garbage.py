@@ -97,9 +97,7 @@ async def test_what_is_not_retired_is_never_looked_at(desk: Desk) -> None:
 
 
 async def test_a_lineage_keeps_what_it_goes_on_from(desk: Desk) -> None:
-    names = []
-    for n in range(5):
-        names.append(await retired(desk, f"v{n}", name=MODEL))
+    names = [await retired(desk, f"v{n}", name=MODEL) for n in range(5)]
     save_lineage(desk.rig.blobs, "main", names[0], names[2], names[4])
     report = await collect(desk)
     assert {one.version for one in report.collected} == {names[1], names[3]}
