@@ -51,6 +51,14 @@ class Pair:
                     return answer
         return None
 
+    async def answered(self, path: str, body: object) -> httpx2.Response:
+        """Once somebody leads."""
+        while True:
+            answer = await self.ask(path, body)
+            if answer is not None:
+                return answer
+            await asyncio.sleep(0.1)
+
     async def aliases(self) -> dict[str, str]:
         while True:
             for url in list(self.processes):
@@ -81,8 +89,7 @@ async def registered(town: Town, pair: Pair, content: str) -> str:
         template_sha256="b" * 64,
     )
     body = {"manifest": town.blobs.put(manifest.canonical_json()).model_dump()}
-    while (answer := await pair.ask(f"models/{MODEL}/register", body)) is None:
-        await asyncio.sleep(0.1)
+    answer = await pair.answered(f"models/{MODEL}/register", body)
     assert answer.status_code == 201, answer.text
     return manifest.version
 
@@ -111,8 +118,7 @@ async def test_a_pair_of_aliases_is_never_half_moved(own_bus: str, tmp_path: Pat
         pair.start()
         versions = [await registered(town, pair, f"v{n}") for n in range(3)]
         first = {name: {"version": versions[0], "expected": None} for name in ("blue", "green")}
-        while await pair.ask(f"models/{MODEL}/aliases", {"moves": first}) is None:
-            await asyncio.sleep(0.1)
+        await pair.answered(f"models/{MODEL}/aliases", {"moves": first})
         moved = [0, 0]
         movers = [asyncio.create_task(move(pair, versions, random.Random(seed + n), moved)) for n in range(3)]
         for _ in range(KILLS):

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from pytest import MonkeyPatch
 
 from headrace_cli.catalog import comparing, exporting, importing
 from headrace_runtime import versions
@@ -78,7 +77,9 @@ def models(http: HttpFake, *arguments: str) -> tuple[int, str]:
     return headrace("models", *arguments, "--registry", http.url, "--who", "ada")
 
 
-def test_a_folder_is_registered(http: HttpFake, blobs: BlobStore, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+def test_a_folder_is_registered(
+    http: HttpFake, blobs: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest, ref = stored(blobs)
     known(http, (manifest, ref))
     asked: list[tuple[Path, str | None, BlobRef | None]] = []

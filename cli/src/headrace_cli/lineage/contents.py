@@ -62,9 +62,7 @@ class Contents:
             self.accounts[report.version] = report.account
             self._known = frozenset(self.held) if report.version == self.base else self._known
         if len(self.held) > HELD_MAX:
-            raise UsageError(
-                f"lineage {self.lineage} holds more than {HELD_MAX} revisions; leave --all out, or ask the topics yourself"
-            )
+            raise UsageError(f"lineage {self.lineage} holds more than {HELD_MAX} revisions, more than is read here")
 
     def new(self) -> list[tuple[Place, Name]]:
         """What is held and was not by `base`, in the order of training."""

@@ -85,26 +85,32 @@ class _Lineage:
             return
         self.last = report.account
         for outcome in report.verdicts:
-            name = outcome.experience_id, outcome.revision
-            if outcome.experience_id in asked and not self._trained(name):
-                self.outcomes[name] = outcome, report.account
-                self.undone.pop(name, None)
+            if outcome.experience_id in asked:
+                self._take((outcome.experience_id, outcome.revision), outcome, report.account)
         for undone in report.undone:
             if undone.experience_id in asked:
-                name = undone.experience_id, undone.revision
-                if self._trained(name):
-                    self.taken_back[name] = (*self.outcomes[name], self.holders.pop(name, None))
-                self.undone[name] = undone.queued
+                self._undo((undone.experience_id, undone.revision), undone.queued)
         for restored in report.restored:
-            name = restored.experience_id, restored.revision
-            if name in self.taken_back:
-                outcome, account, holder = self.taken_back.pop(name)
-                self.undone.pop(name, None)
-                self.outcomes[name] = outcome, account
-                self.holders |= {name: holder} if holder else {}
-        if report.version is not None:
-            for name in filter(self._trained, self.outcomes):
-                self.holders.setdefault(name, report.version)
+            self._restore((restored.experience_id, restored.revision))
+        for name in filter(self._trained, self.outcomes if report.version else ()):
+            self.holders.setdefault(name, report.version or "")
+
+    def _take(self, name: Name, outcome: TrainingOutcome, account: int) -> None:
+        if not self._trained(name):
+            self.outcomes[name] = outcome, account
+            self.undone.pop(name, None)
+
+    def _undo(self, name: Name, queued: bool) -> None:
+        if self._trained(name):
+            self.taken_back[name] = (*self.outcomes[name], self.holders.pop(name, None))
+        self.undone[name] = queued
+
+    def _restore(self, name: Name) -> None:
+        if name in self.taken_back:
+            outcome, account, holder = self.taken_back.pop(name)
+            self.undone.pop(name, None)
+            self.outcomes[name] = outcome, account
+            self.holders |= {name: holder} if holder else {}
 
     def _trained(self, name: Name) -> bool:
         """Whether the weights hold it now."""

@@ -1,4 +1,4 @@
-"""What somebody's folder has to be before it is a version: everything else is refused by name, and nothing is stored."""
+"""What a folder has to be before it is a version: all else is refused by name, and nothing is stored."""
 
 from __future__ import annotations
 
