@@ -185,10 +185,12 @@ def _row(model: ModelState, version: VersionState) -> tuple[str, ...]:
         roles[model.previous] = "previous, anchor"
     tried = _last(version, "promoted", "rejected")
     reasons = [event.reason for event in version.decisions if event.reason]
+    words = [roles.get(version.id, version.state)]
+    words += [word for word in ("served", "retired", "collected") if getattr(version, word)]
     return (
-        version.id,
+        f"{version.id} ({version.label})" if version.label else version.id,
         str(version.step),
-        roles.get(version.id, version.state),
+        ", ".join(words),
         _number(_last(version, "evaluated"), "score", "score_standard_error", ".3f"),
         f"{tried['tasks']:.0f}" if "tasks" in tried else "-",
         _number(tried, "difference", "standard_error", "+.3f"),
