@@ -9,7 +9,7 @@ UV := $(BIN)/uv
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer compose-test lock-images clean
+.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer compose-test lock-images clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -158,6 +158,9 @@ bench-gate: $(VENV)/installed ## the error rates of the gate, against versions w
 
 bench-rollout: $(VENV)/installed ## the error rates of canaries on live traffic, against versions whose truth is known
 	@$(call MEASURE,rollout)
+
+demo-rollout: $(VENV)/installed ## a poisoned, a better and an equal version decide themselves on live traffic, in six minutes at most
+	$(BIN)/python -m benchmarks._rollout_live
 
 LEARNING_SEEDS ?= 5
 bench-learning: $(VENV)/installed ## controls of learning: shuffled, flipped and random rewards, each source alone, lag 0 to 8 (LEARNING_SEEDS=5)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headrace_gateway.identity import CallIdentity
 from headrace_gateway.refusals import ApiError
-from headrace_schemas import Assignment, Routing
+from headrace_schemas import Routing, UnitAssignment
 from headrace_schemas.assignment import draw
 
 CHAMPION = "champion"
@@ -80,7 +80,7 @@ class ModelCatalog:
         routing = self._rows.get(model)
         return REGISTERED if routing is not None and version in routing.untrained else None
 
-    def draw(self, model: str, identity: CallIdentity) -> tuple[str | None, Assignment | None]:
+    def draw(self, model: str, identity: CallIdentity) -> tuple[str | None, UnitAssignment | None]:
         """The version for a session that begins now, by the split of the routing; without one it is the champion."""
         routing = self._rows.get(model)
         if routing is None or routing.champion is None:
@@ -91,7 +91,7 @@ class ModelCatalog:
         by_user = identity.user_key if split.unit == "user" else None
         return draw(split, routing.champion, by_user or identity.session_key)
 
-    def under_way(self, model: str, assignment: Assignment | None) -> bool:
+    def under_way(self, model: str, assignment: UnitAssignment | None) -> bool:
         """Whether one of its rollouts goes on."""
         routing = self._rows.get(model)
         arms = routing.split.arms if routing and routing.split else ()

@@ -9,7 +9,7 @@ from headrace_gateway.chat_call import ChatCall
 from headrace_gateway.model_catalog import CHAMPION, ModelCatalog
 from headrace_gateway.replica_set import ReplicaSet, ReplicaStatus
 from headrace_gateway.sticky_versions import Pin, StickyVersions
-from headrace_schemas import Assignment
+from headrace_schemas import UnitAssignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Upstream:
 
     version: str
     member: ReplicaStatus
-    assignment: Assignment | None = None
+    assignment: UnitAssignment | None = None
 
 
 class Placement:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headrace_gateway.settings import StickySettings
 from headrace_runtime.clock import Clock
-from headrace_schemas import Assignment
+from headrace_schemas import UnitAssignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class Pin:
     """What a session began with. Without an `assignment` it is no part of a rollout, also of one that began since."""
 
     version: str
-    assignment: Assignment | None = None
+    assignment: UnitAssignment | None = None
 
 
 class StickyVersions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headrace_gateway.engine_wire import EngineAnswer, EngineChoice, EngineMessage, EngineToolCall, EngineUsage
-from headrace_schemas import Assignment
+from headrace_schemas import UnitAssignment
 from headrace_schemas.resume import Resume
 
 
@@ -53,7 +53,7 @@ class Transcript:
     """The whole call so far. `version` is what the engine reported first; a resumed stream keeps it."""
 
     replica_id: str = ""
-    assignment: Assignment | None = None
+    assignment: UnitAssignment | None = None
     """That of the attempt whose answer this is."""
     version: str = ""
     prompt_token_ids: list[int] = field(default_factory=list)

@@ -27,7 +27,7 @@ from headrace_schemas.events.model_event import ModelEvent, RolloutStep
 from headrace_schemas.events.reward import Reward
 from headrace_schemas.events.routing import Arm, LoadedVersion, Probe, Replica, Routing, ServedVersion, TrafficSplit
 from headrace_schemas.events.trajectory import Branch, Dialogue, LeftOut, Span, Trajectory
-from headrace_schemas.events.turn import Assignment, Choice, Turn, Usage
+from headrace_schemas.events.turn import Choice, Turn, UnitAssignment, Usage
 from headrace_schemas.reward_result import RewardResult
 
 EVENTS: dict[str, type[Event]] = {
@@ -53,7 +53,6 @@ EVENTS: dict[str, type[Event]] = {
 __all__ = [
     "EVENTS",
     "Arm",
-    "Assignment",
     "BatchRecord",
     "Branch",
     "Checkpoint",
@@ -92,5 +91,6 @@ __all__ = [
     "Trajectory",
     "Turn",
     "Undone",
+    "UnitAssignment",
     "Usage",
 ]

@@ -20,7 +20,7 @@ from fractions import Fraction
 from typing import Literal
 
 from headrace_schemas.events.routing import TrafficSplit
-from headrace_schemas.events.turn import Assignment
+from headrace_schemas.events.turn import UnitAssignment
 
 Role = Literal["candidate", "control"]
 _PLACES = 2**64
@@ -89,7 +89,7 @@ class Split:
                 )
 
 
-def draw(split: TrafficSplit, champion: str, unit: str) -> tuple[str, Assignment | None]:
+def draw(split: TrafficSplit, champion: str, unit: str) -> tuple[str, UnitAssignment | None]:
     """The version that serves a unit of a routing, and what its turns say about that."""
     arms = [arm for arm in split.arms if arm.version != champion]
     if not arms:
@@ -109,7 +109,7 @@ def draw(split: TrafficSplit, champion: str, unit: str) -> tuple[str, Assignment
             arm_of, rollouts = role, named
             break
     propensity = str(allotted.propensity)
-    return allotted.version, Assignment(rollouts=rollouts, arm=arm_of, unit=unit, propensity=propensity)
+    return allotted.version, UnitAssignment(rollouts=rollouts, arm=arm_of, unit=unit, propensity=propensity)
 
 
 def _inside(where: Fraction, start: Fraction, width: Fraction) -> bool:

@@ -85,6 +85,8 @@ class Listener:
 def line(event: ModelEvent) -> str | None:
     """A decision that people wait for, as a line; None for steps on the way to one."""
     because = f": {event.reason}" if event.reason else ""
+    if event.rollout is not None and event.decision in ("probed", "skipped"):
+        return f"{event.version} has {event.rollout.share} of the traffic{because}"
     match event.decision:
         case "evaluated":
             return f"{event.version} is measured: {_measured(event.statistics)}"

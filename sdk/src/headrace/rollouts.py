@@ -9,7 +9,6 @@ with ModelRegistry() as registry:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.errors import Unreachable, UsageError
@@ -55,30 +54,27 @@ class Rollouts:
         """Its version is withdrawn, with what descends from it."""
         return self._end(rollout, "rollback", reason)
 
-    def of(self, model: str, version: str, *, after: str | None = None) -> RolloutState | None:
-        """The version's newest rollout, unless it is `after`, which was known before."""
-        found = next((one for one in self.list(model) if one.version == version), None)
-        return None if found is None or found.id == after else found
+    def of(self, model: str, version: str) -> RolloutState | None:
+        """The version's newest."""
+        return next((one for one in self.list(model) if one.version == version), None)
 
-    def wait(
-        self,
-        model: str,
-        version: str,
-        until: Callable[[RolloutState], bool],
-        timeout_s: float,
-        after: str | None = None,
-    ) -> RolloutState:
-        """Raises `Unreachable` when it takes longer, `UsageError` when the version never gets to live traffic."""
-        deadline = time.monotonic() + timeout_s
+    def tried(self, model: str, version: str, share: str, timeout_s: float) -> RolloutState:
+        """Give a version a fixed share and wait for what its sessions show; the champion stays. Raises `Unreachable`
+        when that takes longer, `UsageError` when the version never gets to live traffic."""
+        before, deadline = self.of(model, version), time.monotonic() + timeout_s
+        self.begin(model, version, kind="ab", share=share)
         while time.monotonic() < deadline:
-            found = self.of(model, version, after=after)
-            if found is not None and until(found):
-                return self.get(found.id)
-            state = _version(self.registry, model, version)
-            if found is None and state.state in ("promoted", "rejected", "withdrawn", "skipped"):
-                raise UsageError(f"{version} is {state.state}: {_why(state)}")
+            found = self.of(model, version)
+            if found is not None and found.id != (before and before.id):
+                if found.phase != "canary":
+                    return self.get(found.id)
+            else:
+                state = next(one for one in self.registry.versions(model, limit=1000) if one.id == version)
+                if state.state in ("promoted", "rejected", "withdrawn", "skipped"):
+                    why = next((event.reason for event in reversed(state.decisions) if event.reason), "no reason given")
+                    raise UsageError(f"{version} is {state.state}: {why}")
             time.sleep(_POLL_S)
-        raise Unreachable(f"the rollout of {version} has not come so far after {timeout_s:g} s")
+        raise Unreachable(f"the rollout of {version} is not over after {timeout_s:g} s")
 
     def _end(self, rollout: str, how: str, reason: str) -> RolloutState:
         return self.registry.ask("POST", f"/v1/rollouts/{rollout}/{how}", RolloutState, RolloutChange(reason=reason))
@@ -111,38 +107,34 @@ class HotUpdater:
         return len(self.newer()) >= self.check_after_updates
 
     def test_canary(self, version: str | None = None) -> bool:
-        """Give `canary_ratio` of the traffic to a version (the newest) and wait for what its sessions show. The
-        champion stays: `rollout_update` is the next step."""
-        wanted = version or next((one.id for one in self.newer()), None)
-        if wanted is None:
-            raise UsageError(f"{self.model} has no version that is newer than its champion")
-        rollouts = Rollouts(self.registry)
-        before = rollouts.of(self.model, wanted)
-        rollouts.begin(self.model, wanted, kind="ab", share=self.canary_ratio)
-        known = before.id if before else None
-        self.tested = rollouts.wait(self.model, wanted, lambda one: one.phase != "canary", self.timeout_s, known)
+        """Give `canary_ratio` of the traffic to a version (the newest); the champion stays until `rollout_update`."""
+        wanted = version or self._newest()
+        self.tested = Rollouts(self.registry).tried(self.model, wanted, self.canary_ratio, self.timeout_s)
         return self.tested.good_enough
 
     def rollout_update(self, version: str | None = None, *, rolling: bool = False) -> None:
         """The version that `test_canary` found good enough serves everybody. `rolling`: any version, after gate and
         probe alone."""
         if rolling:
-            wanted = version or next((one.id for one in self.newer()), None)
-            if wanted is None:
-                raise UsageError(f"{self.model} has no version that is newer than its champion")
-            Rollouts(self.registry).begin(self.model, wanted, kind="rolling")
-            return
-        if self.tested is None or not self.tested.good_enough or version not in (None, self.tested.version):
+            Rollouts(self.registry).begin(self.model, version or self._newest(), kind="rolling")
+        elif self.tested is None or not self.tested.good_enough or version not in (None, self.tested.version):
             raise UsageError(f"no canary of {version or self.model} was found good enough; call test_canary before")
-        self.registry.promote(self.model, self.tested.version, force=True)
+        else:
+            self.registry.promote(self.model, self.tested.version, force=True)
 
     def rollback(self, reason: str = "") -> str | None:
         """The champion before this one serves again. Returns it."""
         return self.registry.roll_back(self.model, reason=reason).champion
 
+    def _newest(self) -> str:
+        newer = self.newer()
+        if not newer:
+            raise UsageError(f"{self.model} has no version that is newer than its champion")
+        return newer[0].id
+
 
 @dataclass(frozen=True)
-class Comparison:
+class ABResult:
     """B less A, for each metric: the difference and the ends of its confidence sequence. `winner` None: undecided."""
 
     version: str
@@ -159,15 +151,11 @@ class ABTestFramework:
     registry: ModelRegistry
     timeout_s: float = 86_400.0
 
-    def run(self, version: str, *, share: str = "1/2") -> Comparison:
+    def run(self, version: str, *, share: str = "1/2") -> ABResult:
         """Wait until the sessions have shown something. Traffic stays as it was before; see `switch_traffic`."""
-        rollouts = Rollouts(self.registry)
-        before = rollouts.of(self.model, version)
-        rollouts.begin(self.model, version, kind="ab", share=share)
-        known = before.id if before else None
-        found = rollouts.wait(self.model, version, lambda one: one.phase != "canary", self.timeout_s, known)
+        found = Rollouts(self.registry).tried(self.model, version, share, self.timeout_s)
         winner = found.control if found.phase == "rolled_back" else found.version if found.good_enough else None
-        return Comparison(version, winner, found.reason, compared(found))
+        return ABResult(version, winner, found.reason, compared(found))
 
     def switch_traffic(self, version: str) -> None:
         """Everybody gets this version, past the gate, once replicas have probed it."""
@@ -176,17 +164,8 @@ class ABTestFramework:
 
 def compared(rollout: RolloutState) -> dict[str, tuple[float, float, float]]:
     """Accuracy, latency and user satisfaction, as far as sessions said something of them."""
-    numbers, found = rollout.statistics, {}
-    for name, metric in METRICS.items():
-        ends = [numbers.get(f"{metric}.{part}") for part in ("difference", "lower", "upper")]
-        if all(end is not None for end in ends):
-            found[name] = (float(ends[0] or 0), float(ends[1] or 0), float(ends[2] or 0))
-    return found
-
-
-def _version(registry: ModelRegistry, model: str, version: str) -> VersionState:
-    return next(one for one in registry.versions(model, limit=1000) if one.id == version)
-
-
-def _why(version: VersionState) -> str:
-    return next((event.reason for event in reversed(version.decisions) if event.reason), "no reason given")
+    numbers = rollout.statistics
+    known = {name: metric for name, metric in METRICS.items() if f"{metric}.lower" in numbers}
+    return {
+        name: (numbers[f"{m}.difference"], numbers[f"{m}.lower"], numbers[f"{m}.upper"]) for name, m in known.items()
+    }

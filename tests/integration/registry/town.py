@@ -63,6 +63,10 @@ class Town:
             "HEADRACE_REGISTRY__GATE__AUDIT_TASKS": "4",
         }
 
+    def set(self, environ: dict[str, str]) -> None:
+        """Settings of the registries that start from now on."""
+        self._environ |= environ
+
     def _decided(self, _key: str, event: ModelEvent | None) -> None:
         if event is not None and event.decision_id not in {known.decision_id for known in self.decisions}:
             self.decisions.append(event)

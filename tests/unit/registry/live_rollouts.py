@@ -15,7 +15,7 @@ from headrace_registry.rollouts.kept import KeptRollout
 from headrace_registry.rollouts.plan import Guardrail, RolloutStage, Success
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.settings import GateSettings, RegistrySettings
-from headrace_schemas import Assignment, Choice, Event, Message, ModelEvent, Reward, Sampling, Turn, Usage, ids
+from headrace_schemas import Choice, Event, Message, ModelEvent, Reward, Sampling, Turn, UnitAssignment, Usage, ids
 from headrace_schemas.assignment import draw
 from headrace_schemas.events.routing import TrafficSplit
 from tests.unit.registry.rig import MODEL, Rig
@@ -57,7 +57,7 @@ class Street:
         assert split is not None
         return split
 
-    def turn(self, session_key: str, version: str, assignment: Assignment | None) -> Turn:
+    def turn(self, session_key: str, version: str, assignment: UnitAssignment | None) -> Turn:
         return Turn(
             time=self.rig.clock.now(),
             turn_id=ids.response_id(session_key),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from fractions import Fraction
 from pathlib import Path
@@ -11,17 +12,20 @@ import pytest_asyncio
 from sqlalchemy import select
 
 from headrace_registry.rollout_tables import READINGS
+from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts import steps as steps_of_rollouts
+from headrace_registry.rollouts.metrics import Compute, Metric
 from headrace_registry.rollouts.plan import RolloutStage
 from headrace_registry.transition import Transition
-from headrace_schemas import ModelEvent, Routing
+from headrace_schemas import ModelEvent, Routing, ids
+from headrace_schemas.assignment import draw
 from tests.unit.registry.live_rollouts import HALF, Street, canary, steps, under_way
 from tests.unit.registry.rig import Rig
 
 
 @pytest.fixture(autouse=True)
 def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is drawn into which arm follows from the seed alone: an equal version may be taken back one time in twenty."""
+    """Who is drawn into which arm follows from the seed: an equal version may be taken back one time in twenty."""
     monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
 
 
@@ -148,8 +152,8 @@ async def test_what_is_said_after_the_closing_age_moves_nothing_and_before_it_th
         await rig.hear(street.reward(key, 0.0, revision=2))
         await street.watch(61)
         async with rig.database.transaction() as tx:
-            found = [row.found for row in await tx.execute(select(READINGS).order_by(READINGS.c.id))]
-        assert found == ['{"reward": 1.0, "missing": 0.0}', '{"reward": 0.25, "missing": 0.0}']
+            found = [json.loads(row.found) for row in await tx.execute(select(READINGS).order_by(READINGS.c.id))]
+        assert [(one["reward"], one["missing"]) for one in found] == [(1.0, 0.0), (0.25, 0.0)]
     finally:
         await rig.database.close()
 
@@ -269,6 +273,45 @@ async def test_two_candidates_at_a_time_share_a_control_and_one_promotion_holds_
         phases = {one: steps(rig, one)[-1] for one in (first, second)}
         assert phases[first] == "promote" or phases[second] in ("promote", "roll_back")
         assert "promote" not in phases.values() or set(phases.values()) <= {"promote", "hold", "roll_back"}
+    finally:
+        await rig.database.close()
+
+
+@pytest.mark.parametrize(
+    ("compute", "reason"), [(lambda session: 1 / 0, "ZeroDivisionError"), (lambda session: float("nan"), "finite")]
+)
+async def test_a_metric_that_fails_ends_its_rollout_and_not_the_registry(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, compute: Compute, reason: str
+) -> None:
+    await rig.crowned(0)
+    await under_way(rig)
+    street = Street(rig, 14)
+    broken = Metric(compute, higher_is_better=True, bounds=(0.0, 1.0))
+    monkeypatch.setattr(metrics, "named", lambda _name: broken)
+    await street.sessions(2)
+    await street.watch(61)
+    last = await street.last()
+    assert last.phase == "hold"
+    assert reason in last.reason
+
+
+async def test_sessions_of_a_user_are_one_unit_within_the_window(data_dir: Path) -> None:
+    rig = Rig(data_dir, settings=canary(unit="user", window_s=30.0))
+    await rig.start()
+    try:
+        await rig.crowned(0)
+        await under_way(rig)
+        street = Street(rig, 15)
+        user = ids.session_key("default", "user:ada")
+        version, assignment = draw(street.split, rig.routing.champion or "", user)
+        keys = [ids.session_key("default", f"run {number}") for number in range(3)]
+        for key, value, wait_s in zip(keys, (1.0, 0.0, 0.5), (20, 20, 60), strict=True):
+            await rig.hear(street.turn(key, version, assignment), street.reward(key, value))
+            await street.watch(wait_s)
+        assert await street.units() == [user]
+        async with rig.database.transaction() as tx:
+            (found,) = [json.loads(row.found) for row in await tx.execute(select(READINGS))]
+        assert found["reward"] == 0.5, "the mean of the two sessions of the window; the third came later"
     finally:
         await rig.database.close()
 

@@ -40,7 +40,7 @@ class Usage(Model):
     completion_tokens: Annotated[int, Field(ge=0)]
 
 
-class Assignment(Model):
+class UnitAssignment(Model):
     """What a turn's unit (session or user) is in the rollouts that are under way."""
 
     rollouts: tuple[Text, ...] = Field(min_length=1, max_length=8)
@@ -92,7 +92,7 @@ class Turn(Event):
     usage: Usage
     started_at: Timestamp
     """When the gateway accepted the request; `time` is when the response was complete."""
-    assignment: Assignment | None = None
+    assignment: UnitAssignment | None = None
     """None: nothing was under way, or the call named a version, or the session had begun before."""
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -28,6 +29,7 @@ from headrace_registry.transition import Transition
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor, Unfinished
 from headrace_schemas import Event, Replica
+from headrace_schemas.errors import HeadraceError
 
 log = get_logger(__name__)
 _AT_ONCE_MAX = 20
@@ -35,8 +37,13 @@ _AT_ONCE_MAX = 20
 _READINGS_MAX = 2000
 _LOOK_EVERY_S = 2.0
 """How often the numbers and the chart of a rollout are written while nothing is decided."""
+_REASON_MAX = 1000
 _POINTS_MAX = 120
 """Of a chart; beyond that every second one goes."""
+
+
+class MetricFailed(HeadraceError):
+    """A metric raised, or said what is no number."""
 
 
 @dataclass(slots=True)
@@ -76,7 +83,13 @@ class Conductor:
         UNDER_WAY.labels(model).set(len(going_on))
         decided = False
         for rollout in going_on:
-            await self._take_readings(rollout)
+            try:
+                await self._take_readings(rollout)
+            except MetricFailed as error:  # a metric may be anybody's: it ends its rollout, not the registry
+                reason = str(error)[:_REASON_MAX]
+                now = self._processor.clock.now()
+                decided = await self._take(rollout, RolloutDecision("hold", rollout.version, now, reason)) or decided
+                continue
             decided = await self._judge(rollout) or decided
         if going_on:
             self._cleared.discard(model)
@@ -97,15 +110,23 @@ class Conductor:
         self, rollout: KeptRollout, look: Look, taken: int, metrics: Mapping[str, Metric], *, last: bool
     ) -> bool:
         age_s = rollout.plan.age_s(look)
+        failed: list[MetricFailed] = []
 
         async def work(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
             await self._lease.check(tx)
             found = await ledger.due(tx, rollout, taken, round(age_s * 1000), _AT_ONCE_MAX)
-            readings = await asyncio.to_thread(lambda: [_reading(one, metrics) for one in found])
+            try:
+                readings = await asyncio.to_thread(lambda: [_reading(one, metrics) for one in found])
+            except MetricFailed as error:
+                failed[:] = [error]
+                return ()
             await ledger.note(tx, rollout.rollout_id, look, readings, last=last)
             return Unfinished() if len(found) == _AT_ONCE_MAX else ()
 
-        return await self._processor.step(work)
+        more = await self._processor.step(work)
+        if failed:
+            raise failed[0]
+        return more
 
     async def _judge(self, rollout: KeptRollout) -> bool:
         seen = await self._evidence(rollout)
@@ -208,4 +229,14 @@ def _intervals(found: Findings) -> dict[str, list[float]]:
 
 
 def _reading(due: DueUnit, metrics: Mapping[str, Metric]) -> UnitReading:
-    return maturity.measure(due.unit, ledger.sessions(due.sessions), metrics)
+    """Raises `MetricFailed`."""
+    sessions, values = ledger.sessions(due.sessions), {}
+    for name, metric in metrics.items():
+        try:
+            found = maturity.measure(due.unit, sessions, {name: metric}).values
+        except Exception as error:
+            raise MetricFailed(f"metric {name} failed: {type(error).__name__}: {error}; repair it") from error
+        if not all(map(math.isfinite, found.values())):
+            raise MetricFailed(f"metric {name} is {found[name]}: it has to be a finite number, or None to abstain")
+        values |= found
+    return UnitReading(due.unit, values)

@@ -23,7 +23,7 @@ from headrace_schemas import Event, Feedback, Reward, Trajectory, Turn
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Membership:
     """A rollout that goes on, the unit that an event is about, and the time by the rollout's clock."""
 
     rollout_id: str
@@ -52,40 +52,40 @@ async def elapse(tx: AsyncConnection, milliseconds: int) -> None:
     await tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.phase.in_(UNDER_WAY)).values(later))
 
 
-async def enroll(tx: AsyncConnection, place: Place, session_key: str, *, candidate: bool, window_ms: int) -> bool:
+async def enroll(tx: AsyncConnection, member: Membership, session_key: str, *, candidate: bool, window_ms: int) -> bool:
     """Whether the session counts for the unit. A unit begins once; of a user, sessions of the window belong to it."""
-    key = {"rollout_id": place.rollout_id, "unit": place.unit}
-    fresh = {"candidate": candidate, "enrolled_ms": place.now_ms, "looks": 0, "events": 0}
-    session = {"rollout_id": place.rollout_id, "session_key": session_key}
-    if not await upsert(tx, UNITS, key, fresh, update=False) and place.unit != session_key:
+    key = {"rollout_id": member.rollout_id, "unit": member.unit}
+    fresh = {"candidate": candidate, "enrolled_ms": member.now_ms, "looks": 0, "events": 0}
+    session = {"rollout_id": member.rollout_id, "session_key": session_key}
+    if not await upsert(tx, UNITS, key, fresh, update=False) and member.unit != session_key:
         known = select(SESSIONS.c.unit).where(*_equal(SESSIONS, session))
         if (await tx.execute(known)).scalar_one_or_none() is not None:
             return True
         began = select(UNITS.c.enrolled_ms).where(*_equal(UNITS, key))
-        if place.now_ms > (await tx.execute(began)).scalar_one() + window_ms:
+        if member.now_ms > (await tx.execute(began)).scalar_one() + window_ms:
             return False
-    await upsert(tx, SESSIONS, session, {"unit": place.unit}, update=False)
+    await upsert(tx, SESSIONS, session, {"unit": member.unit}, update=False)
     return True
 
 
-async def places(tx: AsyncConnection, session_key: str) -> list[Place]:
+async def memberships(tx: AsyncConnection, session_key: str) -> list[Membership]:
     """The units that a session belongs to, of each rollout that goes on."""
     query = (
         select(SESSIONS.c.rollout_id, SESSIONS.c.unit, ROLLOUTS.c.observed_ms)
         .join(ROLLOUTS, ROLLOUTS.c.rollout_id == SESSIONS.c.rollout_id)
         .where(SESSIONS.c.session_key == session_key, ROLLOUTS.c.phase.in_(UNDER_WAY))
     )
-    return [Place(row.rollout_id, row.unit, row.observed_ms) for row in await tx.execute(query)]
+    return [Membership(row.rollout_id, row.unit, row.observed_ms) for row in await tx.execute(query)]
 
 
-async def keep(tx: AsyncConnection, place: Place, event: Event, most: int) -> bool:
+async def keep(tx: AsyncConnection, member: Membership, event: Event, most: int) -> bool:
     """Until the unit is closed; False when it has `most` already, or was closed."""
-    key = {"rollout_id": place.rollout_id, "unit": place.unit}
+    key = {"rollout_id": member.rollout_id, "unit": member.unit}
     room = (*_equal(UNITS, key), UNITS.c.events < most, UNITS.c.events >= 0)
     counted = await tx.execute(update(UNITS).where(*room).values(events=UNITS.c.events + 1))
     if not counted.rowcount:
         return False
-    row = {**key, "topic": event.topic, "value": event.to_json(), "at_ms": place.now_ms}
+    row = {**key, "topic": event.topic, "value": event.to_json(), "at_ms": member.now_ms}
     await tx.execute(insert(EVENTS).values(row))
     return True
 

@@ -25,8 +25,8 @@ _SHADOW, _CLOSING = Fraction(1, 10), Fraction(1, 10)
 """Of β. Most is for the reading that comes first on live traffic: harm is to be found soon."""
 _REWARDS = ("reward", "success")
 _SHARE_MAX = Fraction(1, 2)
-_METRICS_MAX = 11
-"""Each may add five numbers to a decision, which has room for 64 with those of the whole."""
+_METRICS_MAX = 12
+"""Each adds four numbers to a decision, which has room for 64 with those of the whole."""
 
 
 class Guardrail(Model):

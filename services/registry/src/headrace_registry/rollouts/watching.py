@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from headrace_registry.leader import LeaderLease
 from headrace_registry.metrics import UNITS_FULL
 from headrace_registry.rollouts import kept, ledger
-from headrace_registry.rollouts.ledger import Place
+from headrace_registry.rollouts.ledger import Membership
 from headrace_runtime.processor import Handling
 from headrace_schemas import Event, Feedback, Reward, Trajectory, Turn
 
@@ -28,12 +28,12 @@ class TurnHandler:
             rollout = await kept.one(handling.tx, rollout_id)
             if rollout is None or not rollout.going_on:
                 continue
-            place = Place(rollout_id, assigned.unit, rollout.observed_ms)
+            member = Membership(rollout_id, assigned.unit, rollout.observed_ms)
             window_ms = round(rollout.plan.window_s * 1000)
             candidate = assigned.arm == "candidate"
             if await ledger.enroll(
-                handling.tx, place, event.session_key, candidate=candidate, window_ms=window_ms
-            ) and not await ledger.keep(handling.tx, place, event, self._events_max):
+                handling.tx, member, event.session_key, candidate=candidate, window_ms=window_ms
+            ) and not await ledger.keep(handling.tx, member, event, self._events_max):
                 UNITS_FULL.inc()
         return ()
 
@@ -46,11 +46,11 @@ class WordHandler:
         self._events_max = events_max
 
     async def __call__(self, event: Reward | Feedback | Trajectory, handling: Handling) -> Sequence[Event]:
-        places = await ledger.places(handling.tx, event.session_key)
-        if not places:
+        members = await ledger.memberships(handling.tx, event.session_key)
+        if not members:
             return ()
         await self._lease.check(handling.tx)
-        for place in places:
-            if not await ledger.keep(handling.tx, place, event, self._events_max):
+        for member in members:
+            if not await ledger.keep(handling.tx, member, event, self._events_max):
                 UNITS_FULL.inc()
         return ()

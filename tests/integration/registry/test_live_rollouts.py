@@ -1,0 +1,199 @@
+"""A rollout over a real bus: processes that die in the middle, and gateways that hear of a decision."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from headrace_schemas import Choice, Message, Reward, Routing, Sampling, Turn, Usage, ids
+from headrace_schemas.assignment import draw
+from headrace_schemas.base import utcnow
+from headrace_schemas.events.routing import Arm, TrafficSplit
+from tests.integration.gateway.conftest import circle
+from tests.integration.registry.town import Town
+from tests.support.broker_process import BrokerProcess
+from tests.support.fake_replica import FakeReplica
+from tests.support.gateway import routing
+from tests.support.gateway_process import GatewayProcess, wait_healthy
+
+MODEL = "street"
+ROLLOUT = {
+    "KIND": '"canary"',
+    "STAGES": '[{share = "1/4", units_min = 10}, {share = "1/2"}]',
+    "GUARDRAILS": '[{metric = "reward", margin = 0.3, weight = 8}, {metric = "missing", margin = 0.3}]',
+    "SUCCESSES": '[{metric = "reward", margin = 0.3}]',
+    "UNEVEN": "0.5",
+    "MATURITY_S": "0.5",
+    "CLOSING_S": "1.0",
+    "READ_S": "0.1",
+}
+
+
+@pytest.fixture(scope="module")
+def own_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    broker = BrokerProcess(tmp_path_factory.mktemp("broker"))
+    broker.start()
+    yield broker.address
+    broker.stop()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("better", [False, True])
+async def test_a_rollout_outlives_kill_9_at_any_moment(own_bus: str, tmp_path: Path, better: bool) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    model = f"{MODEL}-{better}".lower()
+    town = Town(own_bus, tmp_path)
+    town.set({f"HEADRACE_REGISTRY__ROLLOUT__{name}": value for name, value in ROLLOUT.items()})
+    async with town.open():
+        process, _ = town.registry()
+        first = await town.publish(model, 0)
+        await town.until(lambda: town.champion(model) == first, "the first champion")
+        second = await town.publish(model, 1, {"t": 0.75 if better else 0.5})
+        async with _traffic(town, model, {first: 0.5, second: 0.95 if better else 0.05}, dice):
+            for _ in range(4):
+                await asyncio.sleep(dice.uniform(0.5, 2.5))
+                process.kill()
+                process.wait()
+                process, _ = town.registry()
+            over = ("promoted",) if better else ("withdrawn",)
+            await town.until(lambda: set(over) & set(town.said(second)), "the end of the rollout", timeout_s=90)
+            champion = second if better else first
+            await town.until(lambda: town.champion(model) == champion, "the champion on the bus")
+        steps = [one.rollout.kind for one in town.decisions if one.rollout and one.version == second]
+        assert steps[0] == "begin"
+        assert steps[-1] == ("promote" if better else "roll_back")
+        assert len(steps) == len(set(steps)), "each step once"
+        shown = town.routing.rows[model]
+        assert shown.split is None
+        if not better:
+            assert second in shown.withdrawn
+            child = await town.publish(model, 2, {"t": 1.0}, parent=second)
+            await town.until(lambda: "withdrawn" in town.said(child), "the child is barred")
+    _each_unit_once(tmp_path / "data" / "db" / "registry.sqlite")
+
+
+def _each_unit_once(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        read = database.execute("SELECT rollout_id, look, unit FROM rollout_readings").fetchall()
+    assert read
+    assert len(set(read)) == len(read)
+
+
+@contextlib.asynccontextmanager
+async def _traffic(town: Town, model: str, rewards: dict[str, float], dice: random.Random) -> AsyncIterator[None]:
+    """Sessions as a gateway captures them, with a reward each, drawn by the routing of the moment."""
+
+    async def users() -> None:
+        count = 0
+        while True:
+            routed = town.routing.rows[model]
+            for _ in range(4):
+                count += 1
+                key = ids.session_key("default", f"{model} {count}")
+                assert routed.champion
+                version, assignment = (routed.champion, None)
+                if routed.split is not None:
+                    version, assignment = draw(routed.split, routed.champion, key)
+                turn = _turn(key, model, version).model_copy(update={"assignment": assignment})
+                await town.producer.send(turn)
+                value = float(dice.random() < rewards[version])
+                about = {"trajectory_id": f"t-{key}", "session_key": key, "source": "function:f", "value": value}
+                await town.producer.send(Reward.model_validate({"time": utcnow(), **about}))
+            await asyncio.sleep(0.05)
+
+    task = asyncio.create_task(users())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def _turn(key: str, model: str, version: str) -> Turn:
+    said = Message(role="assistant", content="hi")
+    choice = Choice(index=0, token_ids=(2,), logprobs=(-0.5,), finish_reason="stop", message=said)
+    return Turn(
+        time=utcnow(),
+        turn_id=ids.response_id(key),
+        session_key=key,
+        session_id=key,
+        session_source="header",
+        model=model,
+        version=version,
+        replica_id="replica-1",
+        request_digest="0" * 64,
+        messages=(Message(role="user", content="hello"),),
+        sampling=Sampling(),
+        prompt_token_ids=(1,),
+        choices=(choice,),
+        usage=Usage(prompt_tokens=1, completion_tokens=1),
+        started_at=utcnow(),
+    )
+
+
+@pytest.mark.long
+async def test_a_decision_reaches_every_gateway_within_a_second(own_bus: str, tmp_path: Path) -> None:
+    """From the record on the bus to the next turn of a session that had the withdrawn version; the best of some, for a
+    machine that does other things beside."""
+    async with circle(tmp_path, own_bus, FakeReplica()) as town:
+        old = f"{town.model}@0123456789abcdef"
+        new = f"{town.model}@{'9' * 16}"
+        town.replicas[0].versions = (old, new)
+        other = GatewayProcess(tmp_path / "other", own_bus)
+        await asyncio.to_thread(other.start)
+        took: list[float] = []
+        try:
+            await asyncio.to_thread(wait_healthy, other.url)
+            async with httpx2.AsyncClient(timeout=10) as http:
+                for attempt in range(3):
+                    split = _half(new, f"salt {attempt}")
+                    session = next(
+                        f"{attempt}-{number}"
+                        for number in range(100)
+                        if draw(split, old, ids.session_key("default", f"{attempt}-{number}"))[0] == new
+                    )
+                    revision = 10 + 2 * attempt
+                    await _route(town.bus.producer, routing(old, (old, new), revision, split=split))
+                    for url in (town.gateway.url, other.url):
+                        await _until_served(http, url, town.model, session, new)
+                    began = time.monotonic()
+                    withdrawn = routing(old, (old,), revision + 1, withdrawn=(new,))
+                    await _route(town.bus.producer, withdrawn)
+                    for url in (town.gateway.url, other.url):
+                        await _until_served(http, url, town.model, session, old)
+                    took.append(time.monotonic() - began)
+        finally:
+            other.stop()
+        print(f"seconds until both gateways had moved the session: {json.dumps(took)}")
+        assert min(took) < 1.0
+
+
+def _half(version: str, salt: str) -> TrafficSplit:
+    arm = Arm(rollout_id="rollout-1", version=version, slot=0, share="1/2")
+    return TrafficSplit(unit="session", salt=salt, slots=1, arms=(arm,))
+
+
+async def _route(producer: object, event: Routing) -> None:
+    await producer.send(event)  # type: ignore[attr-defined]
+
+
+async def _until_served(http: httpx2.AsyncClient, url: str, model: str, session: str, version: str) -> None:
+    body = {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    async with asyncio.timeout(20):
+        while True:
+            answer = await http.post(f"{url}/v1/chat/completions", json=body, headers={"X-Session-Id": session})
+            if answer.json().get("model") == version:
+                return
+            await asyncio.sleep(0.01)

@@ -1,0 +1,53 @@
+"""The chart of a rollout in letters, and the line for a log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace_cli.commands.rollouts import in_a_line
+from headrace_cli.rollouts import chart
+from headrace_schemas.rollout_api import ChartPoint, RolloutState
+from tests.unit.sdk.test_rollouts import rollout
+
+
+def watched(points: int) -> RolloutState:
+    """An interval that closes around -0.2."""
+    found = tuple(
+        ChartPoint(units=number, metrics={"reward": (-0.2, -0.2 - 2 / number, -0.2 + 2 / number)})
+        for number in range(1, points + 1)
+    )
+    return rollout("canary").model_copy(update={"chart": found})
+
+
+@pytest.mark.parametrize("points", [1, 30, 500])
+def test_the_chart_has_its_size_zero_and_the_margin(points: int) -> None:
+    lines = chart.drawn(watched(points), "reward", width=60, height=15)
+    assert len(lines) == 17
+    assert max(map(len, lines)) <= 10 + max(60, len(lines[-1]))
+    assert sum("●" in line for line in lines) >= 1
+    assert any(line.strip().startswith("0 ┤") for line in lines)
+    assert any("-0.1" in line.split("┤")[0] for line in lines), "the margin has its label"
+
+
+def test_where_less_is_better_the_margin_is_above() -> None:
+    worse = rollout("canary").model_copy(update={"margins": {"loops": 0.1}, "higher_is_better": {"loops": False}})
+    assert chart.margin(worse, "loops") == 0.1
+    assert chart.margin(watched(1), "reward") == -0.1
+    assert chart.margin(watched(1), "latency") is None
+
+
+def test_before_the_first_reading_it_says_so() -> None:
+    assert chart.drawn(rollout("canary"), "reward") == ["reward: no session is mature yet"]
+    assert "not read yet" in in_a_line(rollout("canary"), None)
+
+
+def test_the_end_is_in_the_line() -> None:
+    assert in_a_line(rollout("rolled_back"), "success").endswith("success +0.200 in [+0.100, +0.300]  so")
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert chart.picture(watched(40), "reward", tmp_path / "it.png")
+    assert (tmp_path / "it.png").stat().st_size > 1000

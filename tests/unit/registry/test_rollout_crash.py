@@ -1,0 +1,141 @@
+"""kill -9 in every state of a rollout: what follows is what would have followed, on both databases.
+
+The same users come to two registries. One of them dies after each of its steps, with everything that it had in memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace_registry.rollouts import steps as steps_of_rollouts
+from headrace_registry.rollouts.plan import RolloutStage
+from headrace_runtime.errors import Unavailable
+from headrace_schemas import ModelEvent, Routing
+from tests.unit.registry.live_rollouts import Street, canary, steps, under_way
+from tests.unit.registry.rig import Rig
+
+Told = list[tuple[str, str, str]]
+
+
+async def reboot(rig: Rig) -> None:
+    rig.boot()
+    await rig.lease.acquire()
+    await rig.processor.recover()
+
+
+async def story(rig: Rig, reward: float, *, dies: bool) -> tuple[Told, list[tuple[str, str, bool]], str]:
+    """What was decided with its numbers, what was read, and the last phase."""
+    await rig.crowned(0)
+    new = await under_way(rig)
+    street = Street(rig, 1)
+    street.rewards[new] = reward
+    last = await street.last()
+    while last.going_on and len(street.served) < 2000:
+        if dies:
+            await reboot(rig)
+        await street.sessions(30)
+        if dies:
+            await reboot(rig)
+        await street.watch(61)
+        last = await street.last()
+    told = [
+        (one.rollout.kind, one.reason or "", str(sorted(one.statistics.items())))
+        for one in rig.sent(ModelEvent)
+        if one.rollout is not None and one.rollout.kind != "begin"  # what it says is the gate's, which draws its tasks
+    ]
+    assert steps(rig, new).count("begin") == 1
+    return told, await street.readings(), last.phase
+
+
+@pytest.mark.parametrize(("reward", "phase"), [(0.2, "rolled_back"), (0.7, "champion")])
+async def test_a_registry_that_dies_after_every_step_decides_the_same(
+    tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, reward: float, phase: str
+) -> None:
+    monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
+    stages = (RolloutStage(share="1/4", units_min=5), RolloutStage(share="1/2"))  # type: ignore[arg-type]
+    found = []
+    for dies in (False, True):
+        rig = Rig(tmp_path / str(dies), database_url, canary(stages=stages))
+        await _empty(rig, database_url)
+        await rig.start()
+        try:
+            found.append(await story(rig, reward, dies=dies))
+        finally:
+            await rig.database.close()
+    assert found[1] == found[0]
+    assert found[0][2] == phase
+    units = [unit for _, unit, _ in found[0][1]]
+    assert len(set(units)) == len(units), "each is read once"
+
+
+async def test_what_was_decided_while_the_bus_was_away_reaches_it_whole(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A routing never shows one half: the decision, the split, the aliases and the withdrawal are one record."""
+    monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
+    rig = Rig(data_dir, settings=canary())
+    await rig.start()
+    try:
+        (old,) = await rig.crowned(0)
+        new = await under_way(rig)
+        street = Street(rig, 1)
+        street.rewards[new] = 0.0
+        for _ in range(3):
+            await street.sessions(20)
+        rig.bus.away = True
+        with pytest.raises(Unavailable):
+            await street.watch(61)
+        rig.bus.away = False
+        assert rig.routing.split is not None, "decided, and not published"
+        await reboot(rig)
+        assert (rig.routing.champion, rig.routing.split) == (old, None)
+        assert rig.routing.withdrawn == (new,)
+        assert steps(rig, new) == ["begin", "roll_back"]
+        for routing in rig.sent(Routing):
+            arms = routing.split.arms if routing.split else ()
+            assert not {arm.version for arm in arms} & {*routing.withdrawn, routing.champion}
+            assert {arm.version for arm in arms} <= {one.version for one in routing.serve}
+    finally:
+        await rig.database.close()
+
+
+async def test_a_leader_that_lost_its_lease_decides_nothing(data_dir: Path) -> None:
+    """Two registries at once: one leads, the other's transactions are refused."""
+    from headrace_registry.leader import LeaderLease, LostLeadership
+
+    rig = Rig(data_dir, settings=canary())
+    await rig.start()
+    try:
+        await rig.crowned(0)
+        await under_way(rig)
+        street = Street(rig, 1)
+        await street.sessions(5)
+        other = LeaderLease(rig.database, rig.clock, rig.settings.lease_s)
+        other.holder = "elsewhere:1"
+        async with rig.database.transaction() as tx:
+            from sqlalchemy import update
+
+            from headrace_registry.tables import LEASE
+
+            await tx.execute(update(LEASE).values(holder=other.holder))
+        before = len(rig.bus.events)
+        with pytest.raises(LostLeadership):
+            await street.sessions(5)
+        with pytest.raises(LostLeadership):
+            await street.watch(61)
+        assert len(rig.bus.events) == before
+        assert await street.readings() == []
+    finally:
+        await rig.database.close()
+
+
+async def _empty(rig: Rig, database_url: str) -> None:
+    """One server for both stories."""
+    if database_url == "sqlite":
+        return
+    from sqlalchemy import text
+
+    async with rig.database.transaction() as tx:
+        await tx.execute(text("DROP SCHEMA IF EXISTS registry CASCADE"))
