@@ -16,7 +16,8 @@ from headrace_schemas.importing import FolderLine, MergedLine, MergeLine, Stored
 from headrace_schemas.registry_api import ModelState
 
 M = TypeVar("M", bound=Model)
-_SERVICE, _FILTER = "inference", "importer"
+_SERVICE = "inference"
+_FILTER = "importer"
 
 
 async def stored(folder: Path, name: str | None, base: BlobRef | None, environ: Mapping[str, str]) -> StoredLine:
