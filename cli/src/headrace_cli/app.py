@@ -10,6 +10,7 @@ from headrace_cli.commands import (
     dead_letters,
     demo,
     feedback,
+    lineage,
     logs,
     mirror,
     models,
@@ -35,6 +36,7 @@ demo.add_to(app)
 status.add_to(app)
 logs.add_to(app)
 models.add_to(app)
+lineage.add_to(app, models.app)
 rollouts.add_to(app)
 feedback.add_to(app)
 replay.add_to(app)

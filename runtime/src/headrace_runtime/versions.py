@@ -32,7 +32,7 @@ _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", f"{_MORE_TE
 
 
 def fingerprint_tokens(vocabulary: int) -> tuple[int, ...]:
-    """The tokens of a fingerprint, the same for every model with this vocabulary: a full-period walk through the ids."""
+    """A fingerprint's tokens, the same for every model with this vocabulary: a full-period walk through the ids."""
     stride = next(candidate for candidate in range(vocabulary * 5 // 8, 0, -1) if gcd(candidate, vocabulary) == 1)
     return tuple((17 + index * stride) % vocabulary for index in range(FINGERPRINT_TOKENS))
 

@@ -1,4 +1,4 @@
-"""Requests and answers of the registry about models that nobody trains, aliases, tags, notes, garbage and the audit log.
+"""What the registry is asked about models that nobody trains, aliases, tags, notes, garbage and the audit log.
 
 Each change has a `why`. Who asks comes from the key and from the header `WHO_HEADER`.
 """

@@ -18,8 +18,18 @@ if TYPE_CHECKING:
     from headrace.async_client import AsyncClient, AsyncSession
     from headrace.client import Client, Session
     from headrace.errors import ApiError, HeadraceError, Unreachable
+    from headrace.manager import ModelManager
 
-__all__ = ["ApiError", "AsyncClient", "AsyncSession", "Client", "HeadraceError", "Session", "Unreachable"]
+__all__ = [
+    "ApiError",
+    "AsyncClient",
+    "AsyncSession",
+    "Client",
+    "HeadraceError",
+    "ModelManager",
+    "Session",
+    "Unreachable",
+]
 
 _HOMES = {
     "ApiError": "headrace.errors",
@@ -27,6 +37,7 @@ _HOMES = {
     "AsyncSession": "headrace.async_client",
     "Client": "headrace.client",
     "HeadraceError": "headrace.errors",
+    "ModelManager": "headrace.manager",
     "Session": "headrace.client",
     "Unreachable": "headrace.errors",
 }

@@ -94,6 +94,11 @@ STATES: dict[str, tuple[tuple[Event, ...], tuple[int, int, dict[str, int], dict[
     ),
     "stale": ((*READY, report(verdict("E", "a", "b", dropped="stale"))), (2, 0, {}, {"stale": 2})),
     "eval": ((turn("a", purpose="eval"), turn("b")), (2, 0, {"session": 1}, {"eval": 1})),
+    "registered": ((turn("a", untrained="registered"), turn("b")), (2, 0, {"session": 1}, {"registered": 1})),
+    "registered by its trajectory": (
+        (*TWO, trajectory("T", ("a", "b"), untrained="registered")),
+        (2, 0, {}, {"registered": 2}),
+    ),
     "eval by its trajectory": ((*TWO, trajectory("T", ("a", "b"), purpose="eval")), (2, 0, {}, {"eval": 2})),
     "left out": (
         (*TWO, trajectory("T", ("a",), left_out={"b": "retried"})),

@@ -27,7 +27,10 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 COMMANDS = [
     ["up"], ["demo"], ["status"], ["logs"], ["feedback"], ["models", "list"], ["models", "show"], ["models", "promote"],
     ["models", "rollback"], ["models", "withdraw"], ["models", "pin"], ["models", "unpin"], ["models", "pause"],
-    ["models", "resume"], ["replay", "events"], ["replay", "plan"], ["replay", "run"],
+    ["models", "resume"], ["models", "register"], ["models", "import"], ["models", "export"], ["models", "serve"],
+    ["models", "unserve"], ["models", "alias"], ["models", "tag"], ["models", "note"], ["models", "notes"],
+    ["models", "retire"], ["models", "collect"], ["models", "audit"], ["models", "diff"], ["models", "why"],
+    ["sessions", "where"], ["replay", "events"], ["replay", "plan"], ["replay", "run"],
     ["replay", "resume"], ["replay", "offer"], ["replay", "list"], ["replay", "remove"], ["dead-letters", "list"],
     ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"], ["mirror"], ["controls"],
     ["config", "init"], ["config", "check"], ["config", "reference"],
@@ -117,7 +120,7 @@ def test_the_installed_command_completes() -> None:
     environ = {**os.environ, "_HEADRACE_COMPLETE": "complete_bash", "COMP_WORDS": "headrace s", "COMP_CWORD": "1"}
     script = Path(sys.executable).with_name("headrace")
     done = subprocess.run([str(script)], env=environ, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["status"]
+    assert sorted(done.stdout.split()) == ["sessions", "status"]
 
 
 def test_what_needs_a_running_headrace_says_so_in_one_line(data_dir: Path) -> None:

@@ -122,6 +122,11 @@ def test_held_out_traffic_stays_held_out() -> None:
     assert made(ask([user("q")], at=0), ask([user("q")], at=1, purpose="eval")).purpose == "eval"
 
 
+def test_a_run_in_which_a_registered_version_spoke_says_so() -> None:
+    assert made(ask([user("q")], at=0), ask([user("q")], at=1, untrained="registered")).untrained == "registered"
+    assert made(ask([user("q")])).untrained is None
+
+
 def test_tools_are_those_that_any_turn_offered() -> None:
     first = ask([user("q")], at=0, tools=(tool_named("a", "old"), tool_named("b")))
     second = ask([user("q")], at=1, tools=(tool_named("a", "new"),))

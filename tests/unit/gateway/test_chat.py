@@ -205,6 +205,15 @@ async def test_the_version_is_the_one_that_the_engine_reports(tmp_path: Path) ->
         assert [turn.version for turn in served.turns] == [other, other]
 
 
+async def test_the_turn_of_a_registered_version_says_why_it_is_never_trained(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        await served.chat()
+        served.route(VERSION, untrained=(VERSION,), revision=2)
+        await served.chat()
+        assert [turn.untrained for turn in served.turns] == [None, "registered"]
+
+
 async def test_evaluation_traffic_is_marked(tmp_path: Path) -> None:
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as served:

@@ -93,3 +93,26 @@ def test_a_key_with_models_of_its_own_knows_no_others() -> None:
             known.resolve(name, other)
         assert caught.value.status == 404
     assert known.resolve("tiny", lambda model: model == "tiny") == Target("tiny")
+
+
+def test_labels_and_aliases_of_operators_are_names_like_roles() -> None:
+    row = routing(1, V2, V1, serve=(V1, V2, V3)).model_copy(update={"names": {"stable": V1, "v1.0": V3}})
+    known = catalog(row)
+    assert {name: known.version_of(known.resolve(f"tiny:{name}")) for name in ("stable", "v1.0", "champion")} == {
+        "stable": V1,
+        "v1.0": V3,
+        "champion": V2,
+    }
+    assert {"tiny:stable", "tiny:v1.0"} <= {name for name, _ in known.names()}
+
+
+def test_no_name_of_an_operator_stands_for_a_role() -> None:
+    known = catalog(routing(1, V2, V1).model_copy(update={"names": {"champion": V1}}))
+    assert known.version_of(known.resolve("tiny:champion")) == V2
+
+
+def test_what_a_registered_version_answers_is_never_trained() -> None:
+    known = catalog(routing(1, V2, V1).model_copy(update={"untrained": (V1,)}))
+    assert known.untrained("tiny", V1) == "registered"
+    assert known.untrained("tiny", V2) is None
+    assert known.untrained("nobody", V1) is None

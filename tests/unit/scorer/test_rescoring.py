@@ -112,10 +112,11 @@ async def test_abstaining_failing_and_missing_are_not_zero() -> None:
 
 async def test_what_is_not_trained_is_counted() -> None:
     held_out, empty = run("held-out", purpose="eval"), run("empty", branches=(), dialogues=())
-    found, report, _ = await scored(held_out, empty)
+    foreign = run("foreign", untrained="registered")
+    found, report, _ = await scored(held_out, empty, foreign)
     assert found == []
-    assert report.not_trained == {"eval": 1, "nothing_sampled": 1}
-    assert report.trajectories == 2
+    assert report.not_trained == {"eval": 1, "nothing_sampled": 1, "registered": 1}
+    assert report.trajectories == 3
 
 
 async def test_feedback_about_a_session_knows_its_trajectories() -> None:

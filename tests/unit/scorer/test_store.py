@@ -59,7 +59,9 @@ async def test_a_trajectory_is_kept_once_and_waits_for_its_reward(tx: AsyncConne
     assert await store.lock(tx, "nobody") is None
 
 
-@pytest.mark.parametrize("fields", [{"purpose": "eval"}, {"branches": (), "dialogues": ()}])
+@pytest.mark.parametrize(
+    "fields", [{"purpose": "eval"}, {"untrained": "registered"}, {"branches": (), "dialogues": ()}]
+)
 async def test_what_is_not_trained_waits_for_nothing(tx: AsyncConnection, fields: dict[str, Any]) -> None:
     row = await keep(tx, closed(**fields))
     assert row is not None

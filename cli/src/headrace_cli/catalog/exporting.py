@@ -16,6 +16,11 @@ def manifest_of(ref: BlobRef) -> Manifest:
     return Manifest.model_validate_json(fetch(ref), extra="ignore")
 
 
+def file_of(manifest: Manifest, path: str) -> bytes:
+    """One file of a version. Raises `HeadraceError` when it does not hash to its name."""
+    return fetch(next(file.blob for file in manifest.files if file.path == path))
+
+
 def check_empty(folder: Path) -> None:
     """Raises `UsageError` for a folder that holds something: what is there would be part of the model."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -16,18 +16,19 @@ from headrace_schemas.importing import FolderLine, MergedLine, MergeLine, Stored
 from headrace_schemas.registry_api import ModelState
 
 M = TypeVar("M", bound=Model)
-_SERVICE, _FILTER = "inference", "importer"
+_SERVICE = "inference"
+_FILTER = "importer"
 
 
 async def stored(folder: Path, name: str | None, base: BlobRef | None, environ: Mapping[str, str]) -> StoredLine:
-    """The folder in the blob store, checked as a replica would. Raises `HeadraceError` with what is wrong with it."""
-    line = FolderLine(folder=str(folder.resolve()), name=name, base=base)
+    """An absolute folder in the blob store, checked as a replica would. Raises `HeadraceError` with what is wrong with it."""
+    line = FolderLine(folder=str(folder), name=name, base=base)
     return await _asked("folder", line, StoredLine, environ)
 
 
 async def merged(adapter: BlobRef, base: BlobRef, folder: Path, environ: Mapping[str, str]) -> None:
-    """Adapter and base as one model in `folder`."""
-    line = MergeLine(adapter=adapter, base=base, folder=str(folder.resolve()))
+    """Adapter and base as one model in `folder`, which is absolute."""
+    line = MergeLine(adapter=adapter, base=base, folder=str(folder))
     await _asked("merge", line, MergedLine, environ)
 
 

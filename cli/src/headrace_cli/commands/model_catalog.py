@@ -82,7 +82,7 @@ def _take(
         if base is not None:
             below = find(api, *parted(base)).manifest
         with console().status(f"loading {folder} as a replica would"):
-            made = asyncio.run(importing.stored(folder, name, below, _environ(at, config)))
+            made = asyncio.run(importing.stored(folder.absolute(), name, below, _environ(at, config)))
         importing.register(api, made, label=label, serve=serve, why=why)
     model = made.version.partition("@")[0]
     console().print(f"[bold]{made.version}[/] is registered" + (f" as {model}:{label}" if label else ""))
@@ -118,7 +118,7 @@ def export(
             below = find(api, *parted(found.base)).manifest
             assert below is not None
             with console().status(f"merging {found.id} into {found.base}"):
-                asyncio.run(importing.merged(found.manifest, below, folder, _environ(at, config)))
+                asyncio.run(importing.merged(found.manifest, below, folder.absolute(), _environ(at, config)))
         else:
             size_bytes = exporting.export(exporting.manifest_of(found.manifest), folder)
             console().print(f"{size_bytes / 1e6:,.1f} MB")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.figures import figure
-from headrace_cli.commands import model_catalog
+from headrace_cli.commands import model_catalog, model_diff
 from headrace_cli.commands.model_options import Name, Reason, RegistryOptions, VersionName, full_name
 from headrace_cli.commands.shared import AsJson, Commands, command, console, table
 
@@ -185,10 +185,12 @@ def _row(model: ModelState, version: VersionState) -> tuple[str, ...]:
         roles[model.previous] = "previous, anchor"
     tried = _last(version, "promoted", "rejected")
     reasons = [event.reason for event in version.decisions if event.reason]
+    words = [roles.get(version.id, version.state)]
+    words += [word for word in ("served", "retired", "collected") if getattr(version, word)]
     return (
-        version.id,
+        f"{version.id} ({version.label})" if version.label else version.id,
         str(version.step),
-        roles.get(version.id, version.state),
+        ", ".join(words),
         _number(_last(version, "evaluated"), "score", "score_standard_error", ".3f"),
         f"{tried['tasks']:.0f}" if "tasks" in tried else "-",
         _number(tried, "difference", "standard_error", "+.3f"),
@@ -225,4 +227,5 @@ def add_to(parent: typer.Typer) -> None:
     command(app, pause, 'headrace models pause email-agent --reason "a demonstration until Friday"')
     command(app, resume, "headrace models resume email-agent")
     model_catalog.add_to(app)
+    model_diff.add_to(app)
     parent.add_typer(app, name="models")

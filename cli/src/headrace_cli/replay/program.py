@@ -75,7 +75,7 @@ def module_of(service: str) -> str:
     info = installed().get(service)
     if info is None:
         raise UsageError(
-            f"the {service} is not installed here, and the replay needs it: pip install headrace-{service}"
+            f"the {service} is not installed here, and this needs it: pip install headrace-{service}"
         )
     return info.module
 

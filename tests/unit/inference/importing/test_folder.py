@@ -1,4 +1,4 @@
-"""What somebody's folder has to be before it is a version: everything else is refused by name, and nothing is stored."""
+"""What a folder has to be before it is a version: all else is refused by name, and nothing is stored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headrace_schemas.manifest import Manifest
 from tests.support import tiny_model
 from tests.unit.inference.conftest import Models
 
-Change = Callable[[Path], None]
+Change = Callable[[Path], object]
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def _no_template(folder: Path) -> None:
 
 
 def _template(text: str) -> Change:
-    return lambda folder: (folder / "chat_template.jinja").write_text(text) and None
+    return lambda folder: (folder / "chat_template.jinja").write_text(text)
 
 
 def _larger_tokenizer(folder: Path) -> None:
@@ -111,7 +111,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "no weights": (_remove("model.safetensors"), "no weights in safetensors"),
     "no config": (_remove("config.json"), "no config.json"),
     "no tokenizer": (_remove("tokenizer.json"), "no tokenizer.json"),
-    "a pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin") and None, "no weights"),
+    "a pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "no weights"),
     "no template": (_no_template, "chat template"),
     "a template that fails": (_template("{{ raise_exception('never') }}"), "template"),
     "a template that is none": (_template("{% for %}"), "emplate"),
@@ -128,7 +128,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
         _config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
         "dynamic",
     ),
-    "half a config": (lambda f: (f / "config.json").write_text("{") and None, ""),
+    "half a config": (lambda f: (f / "config.json").write_text("{"), ""),
 }
 
 
@@ -170,14 +170,13 @@ ADAPTER_FAULTS: dict[str, tuple[Change, str]] = {
                 for name in load_file(folder / "adapter_model.safetensors")
                 if "lora_B" in name
             ]
-            and None
         ),
         "changes nothing",
     ),
     "another kind": (_json("adapter_config.json", peft_type="IA3", task_type="CAUSAL_LM"), ""),
-    "half a config": (lambda f: (f / "adapter_config.json").write_text("{") and None, "cannot be read"),
-    "another tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}") and None, "tokenizer.json is not that of"),
-    "another template": (lambda f: (f / "chat_template.jinja").write_text("x") and None, "template is not that of"),
+    "half a config": (lambda f: (f / "adapter_config.json").write_text("{"), "cannot be read"),
+    "another tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json is not that of"),
+    "another template": (lambda f: (f / "chat_template.jinja").write_text("x"), "template is not that of"),
 }
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
+
 import pytest
 
 from headrace_schemas import Routing
+from headrace_schemas.manifest import File
 from headrace_schemas.registry_api import VersionList
 from tests.unit.registry.catalog.desk import OPPONENT, Desk, refusal
 from tests.unit.registry.rig import MODEL, loaded
@@ -180,3 +184,26 @@ async def test_a_standby_takes_nothing(desk: Desk) -> None:
     await desk.rig.lease.release()
     answer = await desk.post(f"models/{OPPONENT}/register", manifest=ref.model_dump())
     assert refusal(answer) == (503, "not_leader")
+
+
+async def test_flipped_bytes_are_refused_before_anybody_is_served(desk: Desk) -> None:
+    """120 of them, in the manifest and in every file."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    files = tuple(File(path=f"{n}.json", blob=desk.rig.blobs.put(b"file %d" % n)) for n in range(4))
+    version, ref = desk.folder("weights", files=files)
+    blobs = [ref, *(file.blob for file in files), desk.rig.blobs.ref(b"weights")]
+    for number in range(120):
+        blob = blobs[number % len(blobs)]
+        path = Path(desk.rig.blobs._path(blob.sha256))
+        whole, place = path.read_bytes(), chance.randrange(blob.size)
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << chance.randrange(8))]) + whole[place + 1 :])
+        answer = await desk.post(f"models/{OPPONENT}/register", manifest=ref.model_dump(), serve=True)
+        assert refusal(answer) == (400, "unusable_manifest")
+        assert blob.sha256 in answer.text
+        path.write_bytes(whole)
+    assert refusal(await desk.get(f"models/{OPPONENT}")) == (404, "model_not_found")
+    assert desk.rig.sent(Routing) == []
+    assert (await desk.post(f"models/{OPPONENT}/register", manifest=ref.model_dump())).status_code == 201
+    assert version in (await desk.get(f"models/{OPPONENT}/versions")).text

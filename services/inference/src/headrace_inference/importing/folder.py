@@ -46,11 +46,8 @@ class Importer:
             return self._as_exported(folder, known)
         if line.name is None:
             raise VersionUnusable(f"{folder} has no {MANIFEST_FILE} of an export; name the model that it shall be")
-        if adapters.is_adapter(folder):
-            manifest = self._adapter(folder, line)
-        else:
-            manifest = self._full(folder, line.name)
-        return self._store(folder, manifest)
+        made = self._adapter(folder, line) if adapters.is_adapter(folder) else self._full(folder, line.name)
+        return self._store(folder, made)
 
     def _full(self, folder: Path, name: str) -> Manifest:
         _check_files(folder)

@@ -113,7 +113,7 @@ def _check_adapter(adapted: Any, file: Path) -> None:
     for what, names in (("has no", wanted - there), ("holds", there - wanted)):
         if names:
             tail = "" if what == "has no" else ", which its base has no place for: it is an adapter of another base"
-            raise VersionUnusable(f"{file.name} {what} {sorted(names)[0]}{tail}")
+            raise VersionUnusable(f"{file.name} {what} {min(names)}{tail}")
 
 
 def _check_config(config: Any) -> None:

@@ -1,4 +1,4 @@
-"""All models, also those that nobody trains: registering, serving, labels and aliases, tags, notes, retiring, the audit.
+"""All models, also those that nobody trains: register, serve, labels, aliases, tags, notes, retire, audit.
 
 Each file is one kind of change. It runs in the transaction of `changes.Changes` and raises `Refused` before it has
 changed anything.

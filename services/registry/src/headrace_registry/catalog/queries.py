@@ -16,7 +16,7 @@ from headrace_schemas.catalog import NOTES_MAX, Note
 async def aliases(tx: AsyncConnection, model: str) -> dict[str, str]:
     """What each alias of a model names."""
     query = select(ALIASES.c.alias, ALIASES.c.version).where(ALIASES.c.model == model).order_by(ALIASES.c.alias)
-    return {alias: version for alias, version in await tx.execute(query)}
+    return dict((await tx.execute(query)).all())
 
 
 async def aliases_of(tx: AsyncConnection, version: str) -> list[str]:
@@ -36,7 +36,7 @@ async def names(tx: AsyncConnection, model: str) -> dict[str, str]:
     labelled = and_(VERSIONS.c.model == model, VERSIONS.c.label.is_not(None), _alive())
     query = select(VERSIONS.c.label, VERSIONS.c.version).where(labelled).order_by(VERSIONS.c.number.desc())
     found = await tx.execute(query)
-    return {label: version for label, version in found} | await aliases(tx, model)
+    return dict(found.all()) | await aliases(tx, model)
 
 
 async def asked_for(tx: AsyncConnection, model: str) -> list[str]:

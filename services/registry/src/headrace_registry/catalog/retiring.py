@@ -9,6 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.catalog import queries
 from headrace_registry.records import ModelRecord, VersionRecord
+from headrace_registry.rollouts import kept
 from headrace_registry.tables import VERSIONS
 from headrace_registry.transition import Transition
 from headrace_runtime.clock import epoch_ms
@@ -39,6 +40,8 @@ async def users(tx: AsyncConnection, model: ModelRecord, version: VersionRecord)
         "pinned": model.pinned,
     }
     found = [f"it is {role} of {model.model}" for role, holder in roles.items() if holder == name]
+    going_on = [one for one in await kept.under_way(tx, model.model) if name in (one.version, one.control)]
+    found += [f"rollout {one.rollout_id} is under way with it" for one in going_on]
     found += [f"alias {alias} names it" for alias in await queries.aliases_of(tx, name)]
     found += ["it is served because somebody asked for it"] if version.served else []
     query = select(VERSIONS.c.version).where(VERSIONS.c.base == name, VERSIONS.c.retired_ms.is_(None))

@@ -16,7 +16,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_registry import store
 from headrace_registry.catalog import audit, retiring
 from headrace_registry.garbage import lineages, plan
-from headrace_registry.garbage.holders import HOLDERS
 from headrace_registry.garbage.plan import GarbagePlan
 from headrace_registry.leader import LeaderLease
 from headrace_registry.records import VersionRecord
@@ -78,9 +77,6 @@ class GarbageCollector:
                 assert model is not None
                 if used := await retiring.users(tx, model, one):
                     needs[one.version] = used
-            for holder in HOLDERS:
-                for version, why in (await holder(tx)).items():
-                    needs.setdefault(version, []).append(why)
             return ()
 
         await self._processor.step(look)

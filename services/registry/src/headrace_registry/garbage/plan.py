@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from headrace_schemas.blobs import BlobRef
@@ -31,23 +31,25 @@ class GarbagePlan:
     kept: tuple[Kept, ...]
 
 
-def make(retired: Sequence[Manifest], others: Iterable[Manifest], needs: Mapping[str, Sequence[str]]) -> GarbagePlan:
+def make(retired: Sequence[Manifest], others: Sequence[Manifest], needs: Mapping[str, Sequence[str]]) -> GarbagePlan:
     """`others` are all manifests of versions that are not retired; `needs` says of a version what needs it.
 
-    A needed version needs its base, too.
+    What needs an adapter needs its base, too.
     """
-    every = {one.version: one for one in retired}
+    known = {one.version: one for one in retired}
     why = {version: list(reasons) for version, reasons in needs.items()}
-    for one in [*(every[version] for version in needs if version in every), *(others := list(others))]:
-        if one.base in every:
+    needed = [known[version] for version in needs if version in known]
+    for one in (*needed, *others):
+        if one.base in known:
             why.setdefault(one.base or "", []).append(f"{one.version} is an adapter of it")
     kept = [one for one in retired if one.version in why]
-    used = {file.blob.sha256 for one in [*others, *kept] for file in one.files}
-    doomed = []
-    for one in retired:
-        if one.version not in why:
-            own = {file.blob.sha256: file.blob for file in one.files if file.blob.sha256 not in used}
-            doomed.append(Doomed(one.version, tuple(own.values())))
+    used = {file.blob.sha256 for one in (*others, *kept) for file in one.files}
     return GarbagePlan(
-        tuple(doomed), tuple(Kept(version=one.version, needed_by=tuple(why[one.version])) for one in kept)
+        doomed=tuple(_doomed(one, used) for one in retired if one.version not in why),
+        kept=tuple(Kept(version=one.version, needed_by=tuple(why[one.version])) for one in kept),
     )
+
+
+def _doomed(version: Manifest, used: Set[str]) -> Doomed:
+    own = {file.blob.sha256: file.blob for file in version.files if file.blob.sha256 not in used}
+    return Doomed(version.version, tuple(own.values()))

@@ -1,0 +1,54 @@
+"""`models why` and `sessions where` over a bus agree with a made-up history of 1,000 sessions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.producing import Outgoing, producing
+from headrace.topics import Entry, Range, connected
+from headrace_cli.lineage.sessions import where
+from headrace_cli.lineage.versions import why
+from headrace_runtime.settings import BusSettings
+from headrace_runtime.topics import ensure
+from headrace_schemas import Experience
+from tests.support.broker_process import BrokerProcess
+from tests.support.lineage_questions import TOPICS, agrees, made_up, recorded
+
+SESSIONS = 1000
+
+
+@pytest.fixture
+def empty_bus(tmp_path: Path) -> Iterator[str]:
+    broker = BrokerProcess(tmp_path / "broker")
+    broker.start()
+    yield broker.address
+    broker.stop()
+
+
+async def test_why_and_where_agree_with_the_history(empty_bus: str) -> None:
+    await ensure(BusSettings(address=empty_bus))
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    history = made_up(seed, SESSIONS, 60)
+    async with producing(empty_bus, "test") as producer:
+        await producer.send([Outgoing.of(event, "test") for event in history.events])
+    entries: dict[str, list[Entry]] = {}
+    async with connected(empty_bus) as topics:
+        for topic in TOPICS:
+            entries[topic] = [entry async for entry in topics.read(Range(topic))]
+        read_once = recorded(entries)
+        await agrees(read_once, history)
+        for session in history.chance.sample(sorted(history.sessions), 5):
+            asked = await where(topics, session, tenant="default", after=0, limit=1000)
+            assert asked == await where(read_once, session, tenant="default", after=0, limit=1000)
+        version = history.chance.choice(sorted(history.contents))
+        asked_why = await why(topics, version, whole=True, after=0, limit=1000)
+        for one in asked_why.entries:
+            assert one.partition is not None
+            place = next(e for e in entries[Experience.topic] if (e.partition, e.offset) == (one.partition, one.offset))
+            assert isinstance(place.event, Experience)
+            assert (place.event.experience_id, place.event.revision) == (one.experience_id, one.revision)

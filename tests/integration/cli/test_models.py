@@ -1,0 +1,150 @@
+"""Models that nobody trains, with real services: a folder is registered, served, called, named, exported, imported."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from headrace.topics import Range, connected
+from headrace_schemas import Turn
+from tests.support import tiny_model
+from tests.support.headrace_up import HEADRACE, HeadraceUp, run_of
+from tests.support.processes import wait_until
+
+pytestmark = pytest.mark.long
+SERVICES = ("broker", "gateway", "registry", "inference")
+WAIT_S = 120.0
+
+
+@dataclass
+class Stack:
+    """What runs, and the folders of a model, another version of it, and an adapter of it."""
+
+    folder: Path
+    first: Path
+    second: Path
+    adapter: Path
+
+    def models(self, *arguments: str) -> str:
+        command = [HEADRACE, "models", *arguments, "--data-dir", str(self.folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
+        assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def refused(self, *arguments: str) -> str:
+        command = [HEADRACE, "models", *arguments, "--data-dir", str(self.folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
+        assert done.returncode != 0, done.stdout
+        return done.stderr
+
+    def versions(self, model: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self.models("show", model, "--json"))
+        return found
+
+    def chat(self, model: str) -> httpx2.Response:
+        state = run_of(self.folder)
+        assert state is not None
+        body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+        return httpx2.post(f"{state.base_url}/chat/completions", json=body, timeout=WAIT_S)
+
+    def answers(self, model: str) -> str:
+        """The version that answers to a name, once one does."""
+        wait_until(lambda: self.chat(model).status_code == 200, WAIT_S, f"{model} answers")
+        version: str = self.chat(model).json()["model"]
+        return version
+
+    def turns(self) -> list[Turn]:
+        state = run_of(self.folder)
+        assert state is not None
+        bus = state.bus
+
+        async def read() -> list[Turn]:
+            async with connected(bus) as topics:
+                return [entry.event async for entry in topics.read(Range(Turn.topic)) if isinstance(entry.event, Turn)]
+
+        return asyncio.run(read())
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    root = tmp_path_factory.mktemp("models")
+    first = tiny_model.build(root / "first")
+    second = tiny_model.perturbed(first, root / "second", seed=1)
+    adapter = tiny_model.adapter(first, root / "adapter", seed=2)
+    config = root / "headrace.toml"
+    config.write_text("[registry]\npoll_s = 0.2\nretired_for_s = 0.0\n")
+    folder = root / "data"
+    up = HeadraceUp(folder, config, {}, {})
+    up._command += [word for name in SERVICES for word in ("--only", name)]
+    with up._log.open("ab") as log:
+        up._process = subprocess.Popen(up._command, stdout=log, stderr=log)
+    try:
+        wait_until(lambda: (state := run_of(folder)) is not None and state.up, WAIT_S, "it is up")
+        yield Stack(folder, first, second, adapter)
+    finally:
+        up.stop()
+
+
+def test_a_folder_is_registered_served_and_called_by_its_name(stack: Stack) -> None:
+    said = stack.models("register", str(stack.first), "--name", "opponent", "--version-label", "v1.0", "--serve")
+    (version,) = [one["id"] for one in stack.versions("opponent")]
+    assert version in said
+    assert stack.answers("opponent") == version
+    assert stack.answers("opponent:v1.0") == version
+    turn = stack.turns()[-1]
+    assert (turn.model, turn.version, turn.untrained) == ("opponent", version, "registered")
+
+
+def test_another_version_beside_it_and_a_pin(stack: Stack) -> None:
+    stack.models("register", str(stack.second), "--name", "opponent", "--version-label", "v1.1", "--serve")
+    second, first = (one["id"] for one in stack.versions("opponent"))
+    assert (stack.answers("opponent:v1.1"), stack.answers("opponent")) == (second, first)
+    stack.models("alias", "opponent", "stable", "v1.0", "--why", "known")
+    assert stack.answers("opponent:stable") == first
+    stack.models("pin", "opponent", "v1.1")
+    wait_until(lambda: stack.chat("opponent").json().get("model") == second, WAIT_S, "the pinned version answers")
+    shown = stack.models("diff", "opponent:v1.0", "opponent:v1.1")
+    assert "model.safetensors" in shown
+    assert "trained elsewhere" in shown
+
+
+def test_an_adapter_of_it_is_a_model_of_its_own_and_merged_it_is_another(stack: Stack, tmp_path: Path) -> None:
+    stack.models("register", str(stack.adapter), "--name", "formal", "--base", "opponent:v1.0", "--serve")
+    (adapter,) = [one["id"] for one in stack.versions("formal")]
+    assert stack.answers("formal") == adapter
+    stack.models("export", adapter, str(tmp_path / "merged"), "--merge")
+    stack.models("register", str(tmp_path / "merged"), "--name", "merged")
+    assert len(stack.versions("merged")) == 1
+    second = stack.versions("opponent")[0]["id"]
+    text = stack.refused("register", str(tmp_path / "adapter-of-another"), "--name", "formal", "--base", second)
+    assert "adapter-of-another" in text
+
+
+def test_an_exported_version_is_imported_as_the_very_same(stack: Stack, tmp_path: Path) -> None:
+    version = stack.versions("opponent")[0]["id"]
+    stack.models("export", version, str(tmp_path / "exported"))
+    assert version in stack.models("import", str(tmp_path / "exported"))
+    path = tmp_path / "exported" / "config.json"
+    path.write_text(path.read_text().replace("{", "{ ", 1))
+    assert "config.json is not the file that was exported" in stack.refused("import", str(tmp_path / "exported"))
+
+
+def test_retired_and_collected(stack: Stack) -> None:
+    (version,) = [one["id"] for one in stack.versions("merged")]
+    assert "alias stable names it" in stack.refused("retire", "opponent", "v1.0")
+    stack.models("retire", "merged", version, "--why", "a test")
+    assert version in stack.models("collect")
+    assert "were removed" in stack.models("collect", "--really", "--why", "a test")
+    assert stack.versions("merged")[0]["collected"] is True
+    assert stack.answers("formal").startswith("formal@"), "what shares files with it goes on"
+    log = json.loads(stack.models("audit", "merged", "--json"))["data"]
+    assert [one["action"] for one in log] == ["collect", "retire", "register"]
+    assert log[0]["who"]

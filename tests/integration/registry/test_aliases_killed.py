@@ -1,0 +1,136 @@
+"""Two registries, one of them killed again and again while aliases move: a pair that moves together is never half
+moved, of all who move at once one wins, and the bus says what the database says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from headrace_schemas.manifest import File, Fingerprint, Manifest
+from tests.integration.registry.town import Town
+from tests.support.broker_process import BrokerProcess
+
+MODEL = "opponent"
+KILLS = 4
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture
+def own_bus(tmp_path: Path) -> Iterator[str]:
+    broker = BrokerProcess(tmp_path / "broker")
+    broker.start()
+    yield broker.address
+    broker.stop()
+
+
+class Pair:
+    """Two registries; `ask` goes to whoever leads."""
+
+    def __init__(self, town: Town, http: httpx2.AsyncClient) -> None:
+        self._town = town
+        self._http = http
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        process, url = self._town.registry()
+        self.processes[url] = process
+
+    async def ask(self, path: str, body: object) -> httpx2.Response | None:
+        """None while nobody leads, or when the leader died over it: then it may have happened."""
+        for url in list(self.processes):
+            with contextlib.suppress(httpx2.TransportError):
+                answer = await self._http.post(f"{url}/v1/{path}", json=body)
+                if answer.status_code != 503:
+                    return answer
+        return None
+
+    async def answered(self, path: str, body: object) -> httpx2.Response:
+        """Once somebody leads."""
+        while True:
+            answer = await self.ask(path, body)
+            if answer is not None:
+                return answer
+            await asyncio.sleep(0.1)
+
+    async def aliases(self) -> dict[str, str]:
+        while True:
+            for url in list(self.processes):
+                with contextlib.suppress(httpx2.TransportError):
+                    answer = await self._http.get(f"{url}/v1/models/{MODEL}")
+                    if answer.status_code == 200:
+                        found: dict[str, str] = answer.json()["aliases"]
+                        return found
+            await asyncio.sleep(0.05)
+
+    async def kill_one(self, chance: random.Random) -> None:
+        """One of the two dies, whichever leads, and another starts."""
+        url = chance.choice(sorted(self.processes))
+        process = self.processes.pop(url)
+        process.kill()
+        await asyncio.to_thread(process.wait)
+        self.start()
+
+
+async def registered(town: Town, pair: Pair, content: str) -> str:
+    manifest = Manifest(
+        name=MODEL,
+        lineage="registered",
+        step=0,
+        files=(File(path="model.safetensors", blob=town.blobs.put(content.encode())),),
+        fingerprint=Fingerprint(token_ids=(1, 2), logprobs=(-1.0,)),
+        tokenizer_sha256="a" * 64,
+        template_sha256="b" * 64,
+    )
+    body = {"manifest": town.blobs.put(manifest.canonical_json()).model_dump()}
+    answer = await pair.answered(f"models/{MODEL}/register", body)
+    assert answer.status_code == 201, answer.text
+    return manifest.version
+
+
+async def move(pair: Pair, versions: list[str], chance: random.Random, moved: list[int]) -> None:
+    """Move the pair from where it was seen to somewhere else, for ever. What was seen is never half."""
+    while True:
+        seen = await pair.aliases()
+        assert seen["blue"] == seen["green"], seen
+        target = chance.choice([one for one in versions if one != seen["blue"]])
+        moves = {name: {"version": target, "expected": seen[name]} for name in ("blue", "green")}
+        answer = await pair.ask(f"models/{MODEL}/aliases", {"moves": moves})
+        if answer is not None:
+            assert answer.status_code in (200, 409), answer.text
+            moved[answer.status_code == 409] += 1
+
+
+async def test_a_pair_of_aliases_is_never_half_moved(own_bus: str, tmp_path: Path, database_url: str) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    town = Town(own_bus, tmp_path / "town", database_url)
+    async with town.open(), httpx2.AsyncClient(timeout=10) as http:
+        pair = Pair(town, http)
+        pair.start()
+        pair.start()
+        versions = [await registered(town, pair, f"v{n}") for n in range(3)]
+        first = {name: {"version": versions[0], "expected": None} for name in ("blue", "green")}
+        await pair.answered(f"models/{MODEL}/aliases", {"moves": first})
+        moved = [0, 0]
+        movers = [asyncio.create_task(move(pair, versions, random.Random(seed + n), moved)) for n in range(3)]
+        for _ in range(KILLS):
+            before = moved[0]
+            await town.until(lambda before=before: moved[0] > before + 5, "moves", 60)  # type: ignore[misc]
+            await pair.kill_one(chance)
+        before = moved[0]
+        await town.until(lambda: moved[0] > before + 5, "moves after the last kill", 60)
+        for mover in movers:
+            mover.cancel()
+        ended = await asyncio.gather(*movers, return_exceptions=True)
+        assert all(isinstance(one, asyncio.CancelledError) for one in ended), ended
+        last = await pair.aliases()
+        await town.until(lambda: town.routing.rows[MODEL].names == last, "the bus to say so", 30)
+        assert moved[1] > 0, "some came second, and were told"

@@ -1,0 +1,186 @@
+"""A made-up history of training: sessions, experiences with revisions, saves, refusals and second thoughts.
+
+What each version holds is noted when it is published, so nothing here folds reports as the commands do.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from headrace_schemas import (
+    BatchRecord,
+    Checkpoint,
+    Event,
+    Experience,
+    Read,
+    Restored,
+    RewardPart,
+    TrainingMetrics,
+    TrainingOutcome,
+    Trajectory,
+    Undone,
+)
+from headrace_schemas.blobs import BlobRef
+from headrace_schemas.ids import session_key
+from tests.support.account_events import START, branch, trajectory
+
+Name = tuple[str, int]
+BLOB = BlobRef(uri="memory://m", sha256="0" * 64, size=1)
+REASONS = ("stale", "overflow", "singleton", "superseded")
+
+
+@dataclass
+class History:
+    """`events` in the order in which they are published; the rest is the truth about them."""
+
+    chance: random.Random
+    lineage: str = "main"
+    events: list[Event] = field(default_factory=list)
+    sessions: dict[str, list[Name]] = field(default_factory=dict)
+    experiences: dict[Name, Experience] = field(default_factory=dict)
+    contents: dict[str, dict[Name, int]] = field(default_factory=dict)
+    """Version to what it holds, each with the last save before it that trained that."""
+    parents: dict[str, str | None] = field(default_factory=dict)
+    published: dict[str, int] = field(default_factory=dict)
+    held: dict[Name, int] = field(default_factory=dict)
+    trained: dict[Name, int] = field(default_factory=dict)
+    """The last save that trained it, also where that was lost again."""
+    dropped: dict[Name, tuple[str, int]] = field(default_factory=dict)
+    given_up: dict[Name, bool] = field(default_factory=dict)
+    """Undone, and whether it waits."""
+    waiting: list[Name] = field(default_factory=list)
+    head: str = ""
+    account: int = 0
+    step: int = 0
+
+    def begin(self) -> None:
+        self._save([], [], [], publish=True)
+
+    def session(self, number: int) -> None:
+        """One session with its runs, and the revisions of what came of them."""
+        name = f"session-{number}"
+        key = session_key("default", name)
+        self.sessions[name] = []
+        for run in range(self.chance.randint(1, 2)):
+            branches = [(f"{name}.{run}.{b}",) for b in range(self.chance.randint(0, 2))]
+            purpose = self.chance.choice(["train", "train", "train", "eval"])
+            one = trajectory(
+                f"{name}.{run}", *branches, session_key=key, session_id=name, purpose=purpose,
+                left_out={f"{name}.{run}.x": "retried"} if self.chance.random() < 0.2 else None,
+                untrained="registered" if self.chance.random() < 0.1 else None,
+            )  # fmt: skip
+            self.events.append(one)
+            if purpose == "train" and one.untrained is None:
+                self._experiences(one, key)
+
+    def _experiences(self, one: Trajectory, key: str) -> None:
+        for index in range(len(one.branches)):
+            for revision in range(self.chance.choice([1, 1, 2, 3])):
+                reward = self.chance.choice([None, 0.0, 0.5, 1.0])
+                made = Experience(
+                    time=START, experience_id=Experience.id_of(one.trajectory_id, index), revision=revision,
+                    trajectory_id=one.trajectory_id, session_key=key, session_id=one.session_id, model="m",
+                    branch_index=index, branch=branch(*one.branches[index].turn_ids),
+                    turn_ids=one.branches[index].turn_ids, reward=reward,
+                    no_reward="no_reward" if reward is None else None,
+                    parts=() if reward is None else (RewardPart(source="feedback", value=reward, weight=1.0),),
+                )  # fmt: skip
+                name = made.experience_id, revision
+                self.events += [made, made] if self.chance.random() < 0.05 else [made]
+                self.experiences[name] = made
+                self.sessions[one.session_id].append(name)
+                self.waiting.append(name)
+
+    def save(self) -> None:
+        """Train some of what waits, drop some, and now and then go back or forward to another version."""
+        count = min(len(self.waiting), self.chance.randint(0, 60))
+        taken, self.waiting = self.waiting[:count], self.waiting[count:]
+        trained = [name for name in taken if self.chance.random() < 0.8]
+        outcomes = [self._outcome(name, None if name in trained else self.chance.choice(REASONS)) for name in taken]
+        undone: list[Undone] = []
+        restored: list[Restored] = []
+        if self.chance.random() < 0.25:
+            undone, restored = self._go_to(self.chance.choice(list(self.contents)))
+        self._save(outcomes, undone, restored, publish=self.chance.random() < 0.6)
+
+    def _outcome(self, name: Name, dropped: str | None) -> TrainingOutcome:
+        self.given_up.pop(name, None)
+        if dropped is None:
+            self.held[name] = self.trained[name] = self.account
+            self.dropped.pop(name, None)
+        else:
+            self.dropped[name] = dropped, self.account
+        return TrainingOutcome.model_validate(
+            {
+                "experience_id": name[0],
+                "revision": name[1],
+                "turn_ids": self.experiences[name].turn_ids,
+                "dropped": dropped,
+            }
+        )
+
+    def _go_to(self, version: str) -> tuple[list[Undone], list[Restored]]:
+        """The weights become those of `version`."""
+        there = self.contents[version]
+        lost = [name for name in self.held if name not in there]
+        back = [name for name in there if name not in self.held]
+        queued = {name: self.chance.random() < 0.5 for name in lost}
+        self.held = {name: self.trained[name] for name in there}
+        for name in back:
+            self.given_up.pop(name, None)
+            self.dropped.pop(name, None)
+        self.waiting = [name for name in self.waiting if name not in there]
+        self.given_up |= queued
+        self.waiting += [name for name in lost if queued[name]]
+        self.head = version
+        return (
+            [Undone(experience_id=name[0], revision=name[1], queued=queued[name]) for name in lost],
+            [Restored(experience_id=name[0], revision=name[1]) for name in back],
+        )
+
+    def _save(
+        self, outcomes: list[TrainingOutcome], undone: list[Undone], restored: list[Restored], *, publish: bool
+    ) -> None:
+        version = None
+        time = START + timedelta(seconds=self.account)
+        if publish:
+            version = f"m@{self.lineage_digest:08x}{self.account:08x}"
+            self.contents[version] = dict(self.held)
+            self.parents[version] = self.head or None
+            self.published[version] = self.account
+            checkpoint = Checkpoint(
+                time=time, model="m", version=version, lineage=self.lineage, step=len(self.contents) - 1,
+                parent=self.head or None, manifest=BLOB,
+            )  # fmt: skip
+            self.head = version
+            self.events.append(checkpoint)
+        self.step += 1
+        batches = (
+            BatchRecord(
+                step=self.step, experiences=max(1, len(outcomes)), digest="0" * 64, read=(Read(partition=0, until=9),)
+            ),
+        )
+        report = TrainingMetrics(
+            time=time, model="m", lineage=self.lineage, step=self.step, account=self.account, version=version,
+            verdicts=tuple(outcomes), undone=tuple(undone), restored=tuple(restored),
+            batches=batches if outcomes else (), metrics={"loss": 0.5},
+        )  # fmt: skip
+        self.events += [report, report] if self.chance.random() < 0.1 else [report]  # announced again after a restart
+        self.account += 1
+
+    @property
+    def lineage_digest(self) -> int:
+        return sum(self.lineage.encode())
+
+
+def fate(history: History, name: Name) -> tuple[str, str | None] | None:
+    """What became of a revision in the end, and the first version that holds it."""
+    if name in history.held:
+        account = history.held[name]
+        holders = [v for v, held in history.contents.items() if name in held and history.published[v] >= account]
+        return "trained", min(holders, key=lambda v: history.published[v], default=None)
+    if name in history.given_up:
+        return "undone", None
+    return ("dropped", None) if name in history.dropped else None

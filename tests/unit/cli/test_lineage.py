@@ -1,0 +1,44 @@
+"""From a version to what it was trained on, and from a session to its versions, on made-up histories."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from headrace.errors import UsageError
+from headrace_cli.lineage.sessions import where
+from headrace_cli.lineage.versions import why
+from headrace_schemas import Trajectory
+from tests.support.lineage_questions import agrees, in_memory, made_up
+from tests.support.training_history import History
+
+
+@pytest.mark.parametrize("repetition", range(10))
+async def test_short_histories_with_much_going_back_and_forth(repetition: int) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    history = made_up(seed, 30, 25)
+    await agrees(in_memory(history.events), history)
+
+
+async def test_a_session_says_why_its_turns_are_in_no_experience() -> None:
+    history = History(random.Random(3))
+    history.begin()
+    for number in range(60):
+        history.session(number)
+    topics = in_memory(history.events)
+    for event in history.events:
+        if isinstance(event, Trajectory):
+            found = await where(topics, event.session_id, tenant="default", after=0, limit=10)
+            (run,) = (run for run in found.runs if run.trajectory_id == event.trajectory_id)
+            assert run.held_out == ("eval" if event.purpose == "eval" else event.untrained)
+            assert run.left_out == {item.turn_id: item.reason for item in event.left_out}
+
+
+async def test_what_nobody_knows_is_said() -> None:
+    topics = in_memory([])
+    with pytest.raises(UsageError, match="no trainer has reported it"):
+        await why(topics, "m@0123456789ab", whole=False, after=0, limit=1)
+    with pytest.raises(UsageError, match="session 'nobody' of tenant 'acme'"):
+        await where(topics, "nobody", tenant="acme", after=0, limit=1)

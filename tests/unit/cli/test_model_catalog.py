@@ -1,0 +1,190 @@
+"""`headrace models register`, `export`, `alias` and the like, against a registry that answers what it was told to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from headrace_cli.catalog import comparing, exporting, importing
+from headrace_runtime import versions
+from headrace_runtime.blobs import BlobStore
+from headrace_schemas.blobs import BlobRef
+from headrace_schemas.catalog import AuditEntry, AuditList, Collected, GarbageReport, Kept
+from headrace_schemas.importing import MANIFEST_FILE, StoredLine
+from headrace_schemas.manifest import File, Fingerprint, Manifest
+from headrace_schemas.registry_api import ModelState, VersionList, VersionState
+from tests.unit.cli.http_fake import HttpFake
+from tests.unit.cli.test_cli import headrace
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def http() -> Iterator[HttpFake]:
+    fake = HttpFake()
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> BlobStore:
+    return BlobStore((tmp_path / "blobs").as_uri())
+
+
+def stored(
+    blobs: BlobStore, weights: bytes = b"w", config: str = '{"a": {"b": 1}}', base: str | None = None
+) -> tuple[Manifest, BlobRef]:
+    named = {"config.json": config.encode(), "model.safetensors": weights, "tokenizer.json": b"{}"}
+    files = tuple(File(path=path, blob=blobs.put(content)) for path, content in named.items())
+    manifest = Manifest(
+        name="m",
+        lineage="registered",
+        step=0,
+        kind="lora" if base else "full",
+        base=base,
+        files=files,
+        fingerprint=Fingerprint(token_ids=(1, 2, 3), logprobs=(-1.0, -float(len(weights)))),
+        tokenizer_sha256="a" * 64,
+        template_sha256="b" * 64,
+    )
+    return versions.store_manifest(blobs, manifest)
+
+
+def known(http: HttpFake, *made: tuple[Manifest, BlobRef], **more: object) -> None:
+    """The registry knows these versions; the first is `m:v1.0`, and `stable` names it."""
+    data = [
+        VersionState.model_validate(
+            {
+                "id": manifest.version, "model": "m", "lineage": "registered", "step": 0, "state": "registered",
+                "registered_at": NOW, "trained": False, "manifest": ref, "base": manifest.base,
+                "label": None if number else "v1.0", **more,
+            }
+        )
+        for number, (manifest, ref) in enumerate(made)
+    ]  # fmt: skip
+    http.answer("GET", "/v1/models/m/versions", json.loads(VersionList(data=tuple(data)).model_dump_json()))
+    state = ModelState(id="m", revision=1, aliases={"stable": made[0][0].version})
+    http.answer("GET", "/v1/models/m", json.loads(state.model_dump_json(exclude_none=True)))
+    for word in ("register", "serve", "unserve", "aliases", "retire", "tags", "notes"):
+        http.answer("POST", f"/v1/models/m/{word}", json.loads(state.model_dump_json(exclude_none=True)), status=200)
+
+
+def models(http: HttpFake, *arguments: str) -> tuple[int, str]:
+    return headrace("models", *arguments, "--registry", http.url, "--who", "ada")
+
+
+def test_a_folder_is_registered(
+    http: HttpFake, blobs: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, ref = stored(blobs)
+    known(http, (manifest, ref))
+    asked: list[tuple[Path, str | None, BlobRef | None]] = []
+
+    async def take(folder: Path, name: str | None, base: BlobRef | None, _environ: object) -> StoredLine:
+        asked.append((folder, name, base))
+        return StoredLine(version=manifest.version, manifest=ref)
+
+    monkeypatch.setattr(importing, "stored", take)
+    folder = str(tmp_path / "model")
+    status, text = models(http, "register", folder, "--name", "m", "--version-label", "v1.0", "--why", "to play")
+    assert (status, manifest.version in text) == (0, True)
+    assert asked == [(Path(folder), "m", None)]
+    assert http.bodies == [{"manifest": ref.model_dump(), "label": "v1.0", "serve": False, "why": "to play"}]
+    assert models(http, "register", folder, "--name", "m", "--base", "m:v1.0", "--serve")[0] == 0
+    assert asked[-1][2] == ref
+
+
+def test_an_export_is_the_versions_own_files_and_its_manifest(http: HttpFake, blobs: BlobStore, tmp_path: Path) -> None:
+    manifest, ref = stored(blobs)
+    known(http, (manifest, ref))
+    target = tmp_path / "exported"
+    status, text = models(http, "export", "m:v1.0", str(target))
+    assert status == 0, text
+    for file in manifest.files:
+        assert versions.file_digest(target / file.path) == file.blob.sha256
+    assert Manifest.model_validate_json((target / MANIFEST_FILE).read_bytes()).version == manifest.version
+    status, text = models(http, "export", "m:v1.0", str(target))
+    assert (status, "is not empty" in text) == (2, True)
+
+
+def test_what_is_gone_is_not_exported(http: HttpFake, blobs: BlobStore, tmp_path: Path) -> None:
+    known(http, stored(blobs), collected=True)
+    status, text = models(http, "export", "m:v1.0", str(tmp_path / "x"))
+    assert (status, "its files are gone" in text) == (2, True)
+
+
+def test_a_flipped_byte_in_the_store_is_not_exported(http: HttpFake, blobs: BlobStore, tmp_path: Path) -> None:
+    manifest, ref = stored(blobs)
+    known(http, (manifest, ref))
+    path = blobs._path(manifest.files[1].blob.sha256)
+    blobs.delete(manifest.files[1].blob)
+    Path(path).write_bytes(b"x")
+    status, text = models(http, "export", "m:v1.0", str(tmp_path / "exported"))
+    assert (status, "does not hash to its name" in text) == (1, True)
+
+
+def test_only_an_adapter_is_merged(http: HttpFake, blobs: BlobStore, tmp_path: Path) -> None:
+    known(http, stored(blobs))
+    status, text = models(http, "export", "m:v1.0", str(tmp_path / "x"), "--merge")
+    assert (status, "whole weights already" in text) == (2, True)
+
+
+def test_an_alias_moves_from_what_it_was_seen_to_name(http: HttpFake, blobs: BlobStore) -> None:
+    first, second = stored(blobs), stored(blobs, b"ww")
+    known(http, first, second)
+    one, other = first[0].version, second[0].version
+    assert models(http, "alias", "m", "stable", other, "--why", "better")[0] == 0
+    assert http.bodies[-1] == {"moves": {"stable": {"version": other, "expected": one}}, "why": "better"}
+    assert models(http, "alias", "m", "fresh", "stable", "--expect", "nothing")[0] == 0
+    assert http.bodies[-1]["moves"] == {"fresh": {"version": one, "expected": None}}
+    assert models(http, "alias", "m", "stable", "--expect", other)[0] == 0
+    assert http.bodies[-1]["moves"] == {"stable": {"version": None, "expected": other}}
+
+
+def test_versions_are_found_by_label_alias_and_first_letters(http: HttpFake, blobs: BlobStore) -> None:
+    first, second = stored(blobs), stored(blobs, b"ww")
+    known(http, first, second)
+    for word in ("v1.0", "stable", first[0].version, first[0].version.partition("@")[2][:6]):
+        assert models(http, "serve", "m", word)[0] == 0
+        assert http.bodies[-1] == {"version": first[0].version, "why": ""}
+    for command in (["unserve", "m", "v1.0"], ["retire", "m", "v1.0"], ["note", "m", "v1.0", "text"]):
+        assert models(http, *command)[0] == 0
+    assert models(http, "tag", "m", "v1.0", "--add", "a", "--remove", "b")[0] == 0
+    assert http.bodies[-1]["add"] == ["a"]
+
+
+def test_garbage_and_the_log_are_shown(http: HttpFake) -> None:
+    version = "m@0123456789abcdef"
+    gone = Collected(version=version, files=3, size_bytes=2_000_000)
+    kept = Kept(version="m@fedcba9876543210", needed_by=("lineage main goes on from it",))
+    report = GarbageReport(dry_run=True, collected=(gone,), kept=(kept,), size_bytes=2_000_000)
+    http.answer("POST", "/v1/garbage", json.loads(report.model_dump_json()))
+    status, text = models(http, "collect")
+    assert (status, "2.0 MB would be removed" in text, "lineage main" in text) == (0, True, True)
+    assert http.bodies[-1]["dry_run"] is True
+    assert models(http, "collect", "--really", "--why", "room")[0] == 0
+    assert http.bodies[-1] == {"dry_run": False, "why": "room"}
+    entry = AuditEntry(number=7, at=NOW, principal="open", who="ada", action="retire", model="m", why="old")
+    http.answer("GET", "/v1/audit", json.loads(AuditList(data=(entry,)).model_dump_json()))
+    status, text = models(http, "audit", "m")
+    assert (status, "ada" in text, "retire" in text, "old" in text) == (0, True, True, True)
+
+
+def test_two_versions_differ_in_settings_and_answers(blobs: BlobStore) -> None:
+    (one, _), (other, _) = stored(blobs), stored(blobs, b"www", '{"a": {"b": 2}, "c": [1]}')
+    changes = {
+        change.what: (change.before, change.after) for change in comparing.settings(one, other, exporting.file_of)
+    }
+    assert changes["config.json: a.b"] == ("1", "2")
+    assert changes["config.json: c"] == (None, "[1]")
+    assert "model.safetensors" in changes
+    assert "tokenizer.json" not in changes
+    apart = comparing.answers(one.fingerprint, other.fingerprint)
+    assert apart is not None
+    assert (apart.tokens, apart.mean, apart.most) == (2, 1.0, 2.0)
+    elsewhere = Fingerprint(token_ids=(4, 5), logprobs=(-1.0,))
+    assert comparing.answers(one.fingerprint, elsewhere) is None

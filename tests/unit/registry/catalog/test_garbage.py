@@ -1,0 +1,229 @@
+"""What is collected, what never is, and that a process that dies in between loses nothing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from headrace_registry.garbage import collector, lineages
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.records import Records
+from headrace_runtime.versions import read_manifest
+from headrace_schemas.blobs import BlobRef
+from headrace_schemas.catalog import GarbageReport
+from headrace_schemas.manifest import File
+from tests.unit.registry.catalog.desk import OPPONENT, Desk, refusal
+from tests.unit.registry.rig import MODEL
+
+
+async def collect(desk: Desk, *, really: bool = True) -> GarbageReport:
+    answer = await desk.post("garbage", dry_run=not really, why="tidy")
+    assert answer.status_code == 200, answer.text
+    return GarbageReport.model_validate_json(answer.content)
+
+
+async def retired(desk: Desk, content: str, **how: object) -> str:
+    version = await desk.register(content, **how)  # type: ignore[arg-type]
+    name = version.partition("@")[0]
+    assert (await desk.post(f"models/{name}/retire", version=version)).status_code == 200
+    return version
+
+
+def there(desk: Desk, content: str) -> bool:
+    return desk.rig.blobs.holds(desk.rig.blobs.ref(content.encode()))
+
+
+def save_lineage(blobs: BlobStore, name: str, *versions: str) -> None:
+    """A trainer's state, as `headrace_trainer.saved` writes it, that goes on from the last of `versions`."""
+    from headrace_trainer.saved import Pointer
+    from tests.unit.registry.catalog.saved_lineage import saved
+
+    state = saved(name, *versions)
+    area = blobs.area(f"lineages/{name}/0000000001")
+    ref = area.put(state.model_dump_json().encode())
+    pointer = Pointer(epoch=1, owner="somebody", state=ref, epochs={ref.sha256: 1})
+    assert Records(blobs, f"lineages/{name}").append(0, pointer.model_dump_json().encode())
+
+
+async def test_a_dry_run_removes_nothing(desk: Desk) -> None:
+    version = await retired(desk, "v1")
+    report = await collect(desk, really=False)
+    assert [(one.version, one.files, one.size_bytes) for one in report.collected] == [(version, 1, 2)]
+    assert there(desk, "v1")
+    assert (await desk.get("audit")).json()["data"][0]["action"] == "retire", "nothing was done"
+
+
+async def test_what_nobody_needs_goes_and_its_manifest_stays(desk: Desk) -> None:
+    version = await retired(desk, "v1")
+    report = await collect(desk)
+    assert [one.version for one in report.collected] == [version]
+    assert not there(desk, "v1")
+    found = (await desk.get(f"versions/{version}")).json()["data"][0]
+    assert found["collected"] is True
+    assert read_manifest(desk.rig.blobs, BlobRef.model_validate(found["manifest"])).version == version
+    entry = (await desk.get("audit")).json()["data"][0]
+    assert (entry["action"], entry["version"], entry["why"], entry["who"]) == ("collect", version, "tidy", "ada")
+
+
+async def test_what_two_versions_share_stays_until_both_are_gone(desk: Desk) -> None:
+    shared = File(path="tokenizer.json", blob=desk.rig.blobs.put(b"tokens"))
+    first = await retired(desk, "v1", files=(shared,))
+    second = await desk.register("v2", files=(shared,))
+    await collect(desk)
+    assert (there(desk, "v1"), there(desk, "tokens"), there(desk, "v2")) == (False, True, True)
+    await desk.post(f"models/{OPPONENT}/retire", version=second)
+    await collect(desk)
+    assert (there(desk, "tokens"), there(desk, "v2")) == (False, False)
+    assert first != second
+
+
+async def test_what_is_not_retired_long_enough_stays(desk: Desk) -> None:
+    await retired(desk, "v1")
+    patient = Desk(desk.rig, retired_for_s=60)
+    assert (await collect(patient)).collected == ()
+    desk.rig.clock.elapsed_s += 61
+    assert len((await collect(patient)).collected) == 1
+
+
+async def test_what_is_not_retired_is_never_looked_at(desk: Desk) -> None:
+    await desk.rig.crowned(0, 1, 2)
+    for n in range(3):
+        await desk.register(f"v{n}")
+    before = set(desk.rig.blobs.digests())
+    assert (await collect(desk)).collected == ()
+    assert set(desk.rig.blobs.digests()) == before
+
+
+async def test_a_lineage_keeps_what_it_goes_on_from(desk: Desk) -> None:
+    names = [await retired(desk, f"v{n}", name=MODEL) for n in range(5)]
+    save_lineage(desk.rig.blobs, "main", names[0], names[2], names[4])
+    report = await collect(desk)
+    assert {one.version for one in report.collected} == {names[1], names[3]}
+    assert {one.version: one.needed_by for one in report.kept}.keys() == {names[0], names[2], names[4]}
+    assert "lineage main" in report.kept[0].needed_by[0]
+
+
+async def test_a_needed_adapter_keeps_its_base(desk: Desk) -> None:
+    base = await desk.register("base", name=MODEL)
+    adapter = await desk.register("adapter", name=MODEL, base=base)
+    for version in (adapter, base):
+        assert (await desk.post(f"models/{MODEL}/retire", version=version)).status_code == 200
+    save_lineage(desk.rig.blobs, "main", adapter)
+    report = await collect(desk)
+    assert {one.version for one in report.kept} == {base, adapter}
+
+
+@pytest.mark.parametrize("damage", ["no json", "other fields", "flipped", "gone"])
+async def test_a_lineage_that_cannot_be_read_keeps_everything(desk: Desk, damage: str) -> None:
+    version = await retired(desk, "v1")
+    blobs = desk.rig.blobs
+    if damage in ("flipped", "gone"):
+        save_lineage(blobs, "main", version)
+        area = blobs.area("lineages/main/0000000001")
+        (digest,) = area.digests()
+        ref = BlobRef(uri="none", sha256=digest, size=0)
+        area.delete(ref)
+        if damage == "flipped":
+            area._write(area._path(digest), b"{}")
+    else:
+        data = b"{" if damage == "no json" else b'{"format": 9, "where": "elsewhere"}'
+        blobs.area("lineages/main/0000000001").put(b"x")
+        assert Records(blobs, "lineages/main").append(0, data)
+    answer = await desk.post("garbage", dry_run=False)
+    assert refusal(answer) == (409, "lineage_unreadable")
+    assert "lineage main" in answer.text
+    assert there(desk, "v1")
+
+
+async def test_a_process_that_dies_between_two_files_is_finished_by_the_next(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = tuple(File(path=f"{n}.safetensors", blob=desk.rig.blobs.put(b"part %d" % n)) for n in range(4))
+    await retired(desk, "v1", files=more)
+    removed: list[str] = []
+    delete = BlobStore.delete
+
+    def dies(store: BlobStore, ref: BlobRef) -> None:
+        if len(removed) == 2:
+            raise Unavailable("killed")
+        removed.append(ref.sha256)
+        delete(store, ref)
+
+    monkeypatch.setattr(BlobStore, "delete", dies)
+    assert (await desk.post("garbage", dry_run=False)).status_code == 503
+    monkeypatch.setattr(BlobStore, "delete", delete)
+    assert len(removed) == 2
+    desk.rig.boot()
+    await desk.rig.lease.acquire()
+    await collect(Desk(desk.rig))
+    assert not any(there(desk, f"part {n}") for n in range(4))
+
+
+async def test_files_that_are_registered_again_are_there_again(desk: Desk) -> None:
+    version = await retired(desk, "v1")
+    await collect(desk)
+    _, ref = desk.folder("v1")  # the importer stores them again
+    answer = await desk.post(f"models/{OPPONENT}/register", manifest=ref.model_dump(), serve=True)
+    assert answer.status_code == 201
+    assert (await collect(desk)).collected == ()
+    assert there(desk, "v1")
+    assert (await desk.get(f"versions/{version}")).json()["data"][0]["collected"] is False
+
+
+async def test_whatever_is_needed_survives_any_history(desk: Desk) -> None:
+    """Random registering, serving, aliases, retiring and collecting: every version that is not collected is whole."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    parts = [File(path=f"p{n}.json", blob=desk.rig.blobs.put(b"shared %d" % n)) for n in range(4)]
+    known: list[str] = []
+    for step in range(60):
+        act = chance.choice(["register", "serve", "unserve", "alias", "retire", "retire", "collect"])
+        version = chance.choice(known) if known else ""
+        if act == "register" or not known:
+            files = tuple(
+                part.model_copy(update={"blob": desk.rig.blobs.put(b"shared %s" % part.path[1:2].encode())})
+                for part in chance.sample(parts, 2)
+            )
+            content = f"v{chance.randrange(12)}"
+            desk_version, ref = desk.folder(content, files=tuple(sorted(files, key=lambda file: file.path)))
+            answer = await desk.post(f"models/{OPPONENT}/register", manifest=ref.model_dump())
+            assert answer.status_code == 201, (step, answer.text)
+            known.append(desk_version)
+        elif act == "alias":
+            moves = {f"a{chance.randrange(3)}": {"version": version, "expected": None}}
+            await desk.post(f"models/{OPPONENT}/aliases", moves=moves)
+        elif act == "collect":
+            await collect(desk)
+        else:
+            await desk.post(f"models/{OPPONENT}/{act}", version=version)
+        await _all_whole(desk)
+
+
+async def _all_whole(desk: Desk) -> None:
+    listed = await desk.get(f"models/{OPPONENT}/versions?limit=1000")
+    for one in listed.json().get("data", []):
+        if not one["collected"]:
+            manifest = read_manifest(desk.rig.blobs, BlobRef.model_validate(one["manifest"]))
+            assert all(desk.rig.blobs.holds(file.blob) for file in manifest.files), one["id"]
+
+
+def test_the_reader_of_states_agrees_with_the_trainer(tmp_path: object) -> None:
+    """What it takes for needed is what the trainer calls so."""
+    blobs = BlobStore(f"memory://{random.randrange(2**32)}")
+    names = [f"m@{n:016x}" for n in range(4)]
+    save_lineage_in_memory(blobs, names)
+    assert lineages.needed(blobs) == {"main": {names[0], names[3]}}
+    assert collector.RETIRED_MAX > 0
+
+
+def save_lineage_in_memory(blobs: BlobStore, names: list[str]) -> None:
+    from headrace_trainer.saved import Pointer
+    from tests.unit.registry.catalog.saved_lineage import saved
+
+    state = saved("main", *names)
+    ref = blobs.put(state.model_dump_json().encode())
+    pointer = Pointer(epoch=0, owner="", state=ref, epochs={})
+    blobs.set_pointer("lineages/main", pointer.model_dump_json().encode())

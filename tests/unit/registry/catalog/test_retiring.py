@@ -1,0 +1,78 @@
+"""What is retired never serves again, and what is in use is not retired."""
+
+from __future__ import annotations
+
+from headrace_schemas import Routing
+from headrace_schemas.catalog import NoteList
+from headrace_schemas.registry_api import VersionList
+from tests.unit.registry.catalog.desk import OPPONENT, Desk, refusal
+from tests.unit.registry.rig import MODEL
+
+
+async def retire(desk: Desk, version: str, model: str = OPPONENT) -> tuple[int, str]:
+    answer = await desk.post(f"models/{model}/retire", version=version, why="old")
+    return answer.status_code, answer.text
+
+
+async def test_what_is_used_is_not_retired_and_the_users_are_named(desk: Desk) -> None:
+    first, second, third = await desk.rig.crowned(0, 1, 2)
+    for version, role in {third: "the champion", second: "the previous version", first: "the anchor"}.items():
+        status, text = await retire(desk, version, MODEL)
+        assert (status, role in text) == (409, True)
+    await desk.post(f"models/{MODEL}/pin", version=third)
+    assert "pinned" in (await retire(desk, third, MODEL))[1]
+
+
+async def test_aliases_services_and_adapters_keep_a_version(desk: Desk) -> None:
+    version = await desk.register("v1")
+    await desk.post(f"models/{OPPONENT}/aliases", moves={"stable": {"version": version, "expected": None}})
+    assert "alias stable names it" in (await retire(desk, version))[1]
+    await desk.post(f"models/{OPPONENT}/aliases", moves={"stable": {"version": None, "expected": version}})
+    await desk.post(f"models/{OPPONENT}/serve", version=version)
+    assert "served because somebody asked" in (await retire(desk, version))[1]
+    await desk.post(f"models/{OPPONENT}/unserve", version=version)
+    adapter = await desk.register("adapter", name="formal", base=version)
+    assert f"{adapter} is an adapter of it" in (await retire(desk, version))[1]
+    assert (await retire(desk, adapter, "formal"))[0] == 200
+    assert (await retire(desk, version))[0] == 200
+
+
+async def test_a_retired_version_never_serves(desk: Desk) -> None:
+    version = await desk.register("v1", label="v1.0")
+    assert (await retire(desk, version))[0] == 200
+    for path in ("serve", "promote", "pin"):
+        answer = await desk.post(f"models/{OPPONENT}/{path}", version=version)
+        assert refusal(answer) == (409, "incompatible_version")
+        assert "it is retired" in answer.text
+    moves = {"stable": {"version": version, "expected": None}}
+    assert refusal(await desk.post(f"models/{OPPONENT}/aliases", moves=moves)) == (409, "incompatible_version")
+
+
+async def test_a_retired_version_that_waits_is_no_candidate(desk: Desk) -> None:
+    await desk.rig.crowned(0)
+    waiting = await desk.rig.checkpoint(1)
+    assert (await retire(desk, waiting, MODEL))[0] == 200
+    await desk.rig.ticks()
+    assert waiting not in {one.version for table in desk.rig.sent(Routing) for one in table.serve}
+
+
+async def test_registering_its_files_again_brings_it_back(desk: Desk) -> None:
+    version = await desk.register("v1", label="v1.0")
+    await retire(desk, version)
+    assert await desk.register("v1", serve=True) == version
+    found = VersionList.model_validate_json((await desk.get(f"models/{OPPONENT}/versions")).content).data[0]
+    assert (found.retired, found.label, found.served) == (False, "v1.0", True)
+
+
+async def test_tags_and_notes(desk: Desk) -> None:
+    version = await desk.register("v1")
+    await desk.post(f"models/{OPPONENT}/tags", version=version, add=["baseline", "small"])
+    await desk.post(f"models/{OPPONENT}/tags", version=version, add=["baseline"], remove=["small", "never"])
+    found = VersionList.model_validate_json((await desk.get(f"versions/{version}")).content).data[0]
+    assert found.tags == ("baseline",)
+    await desk.post(f"models/{OPPONENT}/notes", version=version, text="plays well")
+    notes = NoteList.model_validate_json((await desk.get(f"models/{OPPONENT}/notes?version={version}")).content).data
+    assert [(one.text, one.who) for one in notes] == [("plays well", "ada")]
+    many = [f"t{n}" for n in range(64)]
+    assert refusal(await desk.post(f"models/{OPPONENT}/tags", version=version, add=many)) == (409, "too_many_tags")
+    assert refusal(await desk.get(f"models/{OPPONENT}/notes?version=nobody")) == (404, "version_not_found")
