@@ -21,7 +21,7 @@ _FILTER = "importer"
 
 
 async def stored(folder: Path, name: str | None, base: BlobRef | None, environ: Mapping[str, str]) -> StoredLine:
-    """An absolute folder in the blob store, checked as a replica would. Raises `HeadraceError` with what is wrong with it."""
+    """An absolute folder in the blob store, checked as a replica would. Raises `HeadraceError` with what is wrong."""
     line = FolderLine(folder=str(folder), name=name, base=base)
     return await _asked("folder", line, StoredLine, environ)
 

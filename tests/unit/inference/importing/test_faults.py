@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -66,19 +67,14 @@ async def test_flipped_bytes_in_the_store(rig: Rig, models: Models) -> None:
     assert rig.states[models.second.version] == "ready", "nobody else noticed"
 
 
-class damaged:
+@contextmanager
+def damaged(blobs: BlobStore, blob: BlobRef, place: int, bit: int) -> Iterator[None]:
     """One bit of a blob is another one inside."""
-
-    def __init__(self, blobs: BlobStore, blob: BlobRef, place: int, bit: int) -> None:
-        self._path = Path(blobs._path(blob.sha256))
-        self._whole = self._path.read_bytes()
-        self._broken = self._whole[:place] + bytes([self._whole[place] ^ bit]) + self._whole[place + 1 :]
-
-    def __enter__(self) -> None:
-        self._path.write_bytes(self._broken)
-
-    def __exit__(self, *_: object) -> None:
-        self._path.write_bytes(self._whole)
+    path = Path(blobs._path(blob.sha256))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+    yield
+    path.write_bytes(whole)
 
 
 def changed(models: Models, stored: Stored, **fields: object) -> ServedVersion:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -196,14 +198,21 @@ async def test_flipped_bytes_are_refused_before_anybody_is_served(desk: Desk) ->
     blobs = [ref, *(file.blob for file in files), desk.rig.blobs.ref(b"weights")]
     for number in range(120):
         blob = blobs[number % len(blobs)]
-        path = Path(desk.rig.blobs._path(blob.sha256))
-        whole, place = path.read_bytes(), chance.randrange(blob.size)
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << chance.randrange(8))]) + whole[place + 1 :])
-        answer = await desk.post(f"models/{OPPONENT}/register", manifest=ref.model_dump(), serve=True)
+        with damaged(Path(desk.rig.blobs._path(blob.sha256)), chance):
+            answer = await desk.post(f"models/{OPPONENT}/register", manifest=ref.model_dump(), serve=True)
         assert refusal(answer) == (400, "unusable_manifest")
         assert blob.sha256 in answer.text
-        path.write_bytes(whole)
     assert refusal(await desk.get(f"models/{OPPONENT}")) == (404, "model_not_found")
     assert desk.rig.sent(Routing) == []
     assert (await desk.post(f"models/{OPPONENT}/register", manifest=ref.model_dump())).status_code == 201
     assert version in (await desk.get(f"models/{OPPONENT}/versions")).text
+
+
+@contextmanager
+def damaged(path: Path, chance: random.Random) -> Iterator[None]:
+    """One bit of a file is another one inside."""
+    whole = path.read_bytes()
+    place = chance.randrange(len(whole))
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << chance.randrange(8))]) + whole[place + 1 :])
+    yield
+    path.write_bytes(whole)

@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from headrace_trainer.torch_learner.model import masters
+from headrace_trainer.torch_learner.model.products import add_product
 
 CHUNK_BYTES = 64 << 20
 """Of one chunk's logits in float32. About three times as much is held at once."""
@@ -332,16 +333,6 @@ def _rows(hidden_NH: Tensor, module: Any) -> int:
     """The same for a head of another kind, by how wide its answer is."""
     with torch.no_grad():
         return _rows_of(module(hidden_NH[:1]).shape[-1])
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to `total`, which may be wider: a GPU's product then adds up where it is computed."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda and total.dtype is torch.float32:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total.add_(left @ right)
 
 
 def _zeros(parameter: Tensor) -> Tensor:

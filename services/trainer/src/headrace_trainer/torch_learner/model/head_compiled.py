@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from headrace_trainer.torch_learner.model import masters
 from headrace_trainer.torch_learner.model.compiled import fused
-from headrace_trainer.torch_learner.model.head import add_product
+from headrace_trainer.torch_learner.model.products import add_product
 
 CHUNK_BYTES = 384 << 20
 """Of one chunk's logits. A smaller chunk waits longer for the gradient of the weight to be read and written, which each
