@@ -74,9 +74,7 @@ def module_of(service: str) -> str:
     """The service's module. Raises `UsageError` when it is not installed."""
     info = installed().get(service)
     if info is None:
-        raise UsageError(
-            f"the {service} is not installed here, and this needs it: pip install headrace-{service}"
-        )
+        raise UsageError(f"the {service} is not installed here, and this needs it: pip install headrace-{service}")
     return info.module
 
 
