@@ -26,6 +26,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks._numbers import Summary
+from headrace_cli.progress import Progress
 from headrace_schemas import Replica
 from tests.support import presence
 from tests.support.broker_process import BrokerProcess
@@ -77,6 +78,8 @@ class Way:
 async def measure(calls: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         async with contextlib.AsyncExitStack() as stack:
+            total = (calls + _WARM_UP) * len(MODES)
+            progress = stack.enter_context(Progress("bench-gateway_overhead", total, unit="rounds of calls"))
             ways = await _ways(stack, Path(scratch))
             http = await stack.enter_async_context(aiohttp.ClientSession())
             for number in range(calls + _WARM_UP):
@@ -86,6 +89,7 @@ async def measure(calls: int) -> dict[str, Any]:
                 for mode in MODES:
                     for way in ways:
                         await way.call(http, number, mode)
+                    progress.advance()
     return {way.name: way.result(ways[0]) for way in ways}
 
 

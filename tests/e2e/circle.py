@@ -37,7 +37,7 @@ from headrace_schemas import (
 )
 from headrace_schemas.registry_api import VersionState
 from tests.support.fake_llm import FakeLLM
-from tests.support.headrace_up import HeadraceUp, as_toml
+from tests.support.headrace_up import HeadraceUp, as_setting
 
 if TYPE_CHECKING:
     from headrace_trainer.settings import TrainerSettings
@@ -80,7 +80,7 @@ def trainer_settings(chosen: Mapping[str, object]) -> TrainerSettings:
     from headrace_trainer.settings import TrainerSettings
 
     own = {name: value for name, value in chosen.items() if name.startswith("trainer.")}
-    environ = {f"HEADRACE_{name.upper().replace('.', '__')}": as_toml(value) for name, value in own.items()}
+    environ = {f"HEADRACE_{name.upper().replace('.', '__')}": as_setting(value) for name, value in own.items()}
     return load("trainer", TrainerSettings, CONFIG, environ)[1]
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
 
+from headrace_cli.progress import Progress
 from tests.mutants import library
 from tests.mutants.library import Change, Group
 from tests.mutants.memory import Memory
@@ -29,7 +30,6 @@ from tests.mutants.planted import planted
 from tests.mutants.trial import Mutant, Place, Verdict, served
 
 SHARE_MIN = 0.95
-_LOG_EVERY_S = 10.0
 
 
 @dataclass
@@ -90,7 +90,6 @@ def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Names
     left = Waiting(mutant for mutant in mutants if mutant not in account.verdicts)
     print(f"mutants: {len(mutants)}, of which {len(account.verdicts)} are known from before", flush=True)
     ends = time.monotonic() + 60 * arguments.minutes
-    progress = _Progress(len(left))
     told: Queue[tuple[Mutant, Verdict]] = Queue()
 
     def work() -> None:
@@ -102,7 +101,10 @@ def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Names
                     told.put((mutant, server.tried(mutant, arguments.timeout_s)))
                     mutant = left.take(server.place) if time.monotonic() < ends else None
 
-    with ThreadPoolExecutor(arguments.processes) as pool:  # each waits for a process of its own
+    with (
+        Progress("mutants", len(left), unit="mutants") as progress,
+        ThreadPoolExecutor(arguments.processes) as pool,  # each thread waits for a process of its own
+    ):
         workers = [pool.submit(work) for _ in range(arguments.processes)]
         while not (told.empty() and all(worker.done() for worker in workers)):
             with contextlib.suppress(Empty):
@@ -110,8 +112,7 @@ def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Names
                 account.verdicts[mutant] = verdict
                 if verdict.outcome != "not run":
                     memory.keep(mutant, verdict)
-                progress.step(mutant, verdict)
-            progress.show()
+                _tell(progress, mutant, verdict, len(account.lived()))
         for worker in workers:
             worker.result()
     account.untried = len(left)
@@ -136,33 +137,13 @@ class Waiting:
             return self._left.popleft()
 
 
-class _Progress:
-    """A bar in a terminal, a line now and then in a log; each that lives is printed at once."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._done = 0
-        self._lived = 0
-        self._bar = sys.stdout.isatty()
-        self._shown_s = 0.0
-
-    def step(self, mutant: Mutant, verdict: Verdict) -> None:
-        self._done += 1
-        if not verdict.killed and not mutant.name.startswith("unchanged"):
-            self._lived += 1
-            print(f"{chr(13) if self._bar else ''}{verdict.outcome}: {mutant.name}", flush=True)
-            if verdict.outcome == "not run":
-                print(verdict.said, flush=True)
-
-    def show(self) -> None:
-        now = time.monotonic()
-        if now - self._shown_s < (0.5 if self._bar else _LOG_EVERY_S):
-            return
-        self._shown_s = now
-        text = f"{self._done} of {self._total} tried, {self._lived} live"
-        filled = 30 * self._done // max(self._total, 1)
-        line = f"\r[{'#' * filled:30}] {text} " if self._bar else f"mutants: {text}\n"
-        print(line, end="", flush=True)
+def _tell(progress: Progress, mutant: Mutant, verdict: Verdict, lived: int) -> None:
+    """A mutant that lives is said at once."""
+    progress.advance(doing=f"{lived} live")
+    if not verdict.killed and not mutant.name.startswith("unchanged"):
+        progress.say(f"{verdict.outcome}: {mutant.name}")
+        if verdict.outcome == "not run":
+            progress.say(verdict.said)
 
 
 def _report(

@@ -14,32 +14,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from headrace_schemas.lazy import lazily
+
 if TYPE_CHECKING:
     from headrace.async_client import AsyncClient, AsyncSession
     from headrace.client import Client, Session
     from headrace.errors import ApiError, HeadraceError, Unreachable
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "headrace.async_client": ("AsyncClient", "AsyncSession"),
+            "headrace.client": ("Client", "Session"),
+            "headrace.errors": ("ApiError", "HeadraceError", "Unreachable"),
+        },
+    )
 
 __all__ = ["ApiError", "AsyncClient", "AsyncSession", "Client", "HeadraceError", "Session", "Unreachable"]
-
-_HOMES = {
-    "ApiError": "headrace.errors",
-    "AsyncClient": "headrace.async_client",
-    "AsyncSession": "headrace.async_client",
-    "Client": "headrace.client",
-    "HeadraceError": "headrace.errors",
-    "Session": "headrace.client",
-    "Unreachable": "headrace.errors",
-}
-
-
-def __getattr__(name: str) -> object:
-    """The public names, imported when they are asked for: `headrace --help` needs none of them."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

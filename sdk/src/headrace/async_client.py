@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self, Unpack
-
-import httpx2
-from pydantic import JsonValue
+from typing import TYPE_CHECKING, Self, Unpack
 
 from headrace.errors import HeadraceError
 from headrace.retries import Retries, checked
@@ -22,6 +19,10 @@ from headrace.sessions import (
     new_id,
     root_of,
 )
+
+if TYPE_CHECKING:
+    import httpx2
+    from pydantic import JsonValue
 
 
 class AsyncClient:
@@ -40,6 +41,8 @@ class AsyncClient:
         retries: Retries | None = None,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
+        import httpx2
+
         self.root = root_of(base_url)
         self._retries = retries or Retries()
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -72,13 +75,15 @@ class AsyncClient:
         await self.close()
 
     async def _post(self, path: str, body: Mapping[str, JsonValue] | None = None) -> httpx2.Response:
+        from httpx2 import TransportError
+
         attempt = 0
         while True:
             attempt += 1
             answer, cause = None, None
             try:
                 answer = await self._http.post(path, json=body)
-            except httpx2.TransportError as error:
+            except TransportError as error:
                 cause = error
             pause_s = self._retries.pause_s(attempt, answer)
             if pause_s is None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self, Unpack
-
-import httpx2
-from pydantic import JsonValue
+from typing import TYPE_CHECKING, Self, Unpack
 
 from headrace.errors import HeadraceError
-from headrace.retries import Retries, checked
+from headrace.retries import Retries, answered
 from headrace.sessions import (
     DEFAULT_URL,
     FeedbackDetails,
@@ -22,6 +18,10 @@ from headrace.sessions import (
     new_id,
     root_of,
 )
+
+if TYPE_CHECKING:
+    import httpx2
+    from pydantic import JsonValue
 
 
 class Client:
@@ -40,6 +40,8 @@ class Client:
         retries: Retries | None = None,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
+        import httpx2  # half of what importing this package would take
+
         self.root = root_of(base_url)
         self._retries = retries or Retries()
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -72,18 +74,7 @@ class Client:
         self.close()
 
     def _post(self, path: str, body: Mapping[str, JsonValue] | None = None) -> httpx2.Response:
-        attempt = 0
-        while True:
-            attempt += 1
-            answer, cause = None, None
-            try:
-                answer = self._http.post(path, json=body)
-            except httpx2.TransportError as error:
-                cause = error
-            pause_s = self._retries.pause_s(attempt, answer)
-            if pause_s is None:
-                return checked(answer, cause, f"{self.root}{path}")
-            time.sleep(pause_s)
+        return answered(lambda: self._http.post(path, json=body), self._retries, f"{self.root}{path}")
 
 
 class Session:

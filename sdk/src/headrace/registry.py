@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
-import httpx2
-
-from headrace.retries import Retries, checked
+from headrace.retries import Retries, answered
 from headrace_schemas.base import Model
 from headrace_schemas.registry_api import (
     HoldRequest,
@@ -21,6 +18,9 @@ from headrace_schemas.registry_api import (
     VersionState,
     WithdrawRequest,
 )
+
+if TYPE_CHECKING:
+    import httpx2
 
 DEFAULT_URL = "http://127.0.0.1:8020"
 M = TypeVar("M", bound=Model)
@@ -41,6 +41,8 @@ class ModelRegistry:
         retries: Retries | None = None,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
+        import httpx2
+
         self._url = url.rstrip("/")
         self._retries = retries or Retries(attempts=3)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -99,17 +101,8 @@ class ModelRegistry:
         return self._ask("POST", f"/v1/models/{name}/{what}", ModelState, body)
 
     def _ask(self, method: str, path: str, model: type[M], body: Model | None = None) -> M:
-        attempt = 0
-        while True:
-            attempt += 1
-            answer, cause = None, None
-            try:
-                content = body.model_dump_json().encode() if body else None
-                answer = self._http.request(method, path, content=content)
-            except httpx2.TransportError as error:
-                cause = error
-            pause_s = self._retries.pause_s(attempt, answer)
-            if pause_s is None:
-                content = checked(answer, cause, f"{self._url}{path}").content
-                return model.model_validate_json(content, extra="ignore")
-            time.sleep(pause_s)
+        content = body.model_dump_json().encode() if body else None
+        answer = answered(
+            lambda: self._http.request(method, path, content=content), self._retries, f"{self._url}{path}"
+        )
+        return model.model_validate_json(answer.content, extra="ignore")

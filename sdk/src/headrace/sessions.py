@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 from urllib.parse import quote
 
-from pydantic import JsonValue
-
 from headrace_schemas.ids import uuid7
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 Purpose = Literal["train", "eval"]
 DEFAULT_URL = "http://127.0.0.1:8000"

@@ -108,17 +108,11 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar in a terminal. The body says what is being done, how far it is, and how far it will go."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    """The body says what is being done, how far it is, and how far it will go."""
+    from headrace_cli.progress import Progress
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-
-        def tick(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total or None)
-
-        yield tick
+    with Progress(what, console=console(stderr=True)) as progress:
+        yield lambda doing, done, total: progress.at(done, total or None, doing)
 
 
 def condition(service: ServiceState) -> str:

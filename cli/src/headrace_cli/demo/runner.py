@@ -58,7 +58,8 @@ async def play(recipe: Recipe, options: Options, reporter: ConsoleReporter) -> R
     """The whole demo; raises `StartFailed` when something cannot even begin. Nothing is left running."""
     began = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
-    base = await asyncio.to_thread(_build_base, recipe, _values(options))
+    with reporter.doing("building the base model", with_its_own_bar=True):
+        base = await asyncio.to_thread(_build_base, recipe, _values(options))
     settings = {"trainer.base": base, "trainer.seed": options.seed, **options.settings}
     supervisor = Supervisor(
         options.data_dir,
@@ -92,7 +93,8 @@ async def perform(recipe: Recipe, options: Options, place: Place, reporter: Cons
         traffic_began = time.time()
         summary = await _agent_at_work(recipe, options, place, watch, reporter)
         traffic_s = time.time() - traffic_began
-        await _last_audit(watch)
+        with reporter.doing("waiting until the last version is measured"):
+            await _last_audit(watch)
         with reporter.doing("measuring the last version"):
             after = await _measured(recipe, options, place, watch.champions[-1])
     account = await account_of(place.bus)
