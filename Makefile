@@ -150,7 +150,7 @@ MEASURE = status=0; for name in $(1); do echo "== $$name"; $(BIN)/python -m benc
 bench-bus: $(VENV)/installed ## both buses side by side, from answered call to experience, replay of 100,000 trajectories
 	@$(call MEASURE,$(filter bus replay,$(BENCHMARKS)))
 
-bench-state: $(VENV)/installed ## the databases with millions of turns behind them; what the gateway adds to a call
+bench-state: $(VENV)/installed ## the databases with millions of turns behind them; what the gateway adds to a call, and the SDK to a start
 	@$(call MEASURE,$(filter state gateway_overhead,$(BENCHMARKS)))
 
 bench-gate: $(VENV)/installed ## the error rates of the gate, against versions whose true scores are known

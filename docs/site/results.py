@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -180,7 +181,7 @@ def main() -> None:
     found = results()
     for path in options.take:
         for name in take(path, found, dict.fromkeys(name for text in texts.values() for name in named(text))):
-            print(f"{path} has no {name}: it stays as it was")
+            sys.stdout.write(f"{path} has no {name}: it stays as it was\n")
     if options.take:
         head = FILE.read_text(encoding="utf-8").partition("\n[")[0]
         FILE.write_text(head + as_toml(found), encoding="utf-8")

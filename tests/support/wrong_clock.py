@@ -1,4 +1,4 @@
-"""A wall clock that is wrong, for a whole process: what Python, its libraries and the log see. Monotonic clocks go on."""
+"""A wall clock that is wrong, for a whole process with all its libraries. Monotonic clocks go on."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ def test_one_error_tree() -> None:
 HEAVY = {"aiokafka", "asyncio", "fsspec", "http", "httpx2", "numpy", "pydantic", "rich", "ssl", "typer"}
 """What takes most of the time when it is imported. A program pays for it where it is used; `make bench-state` measures
 the seconds."""
-MODULES_MAX = 80
+MODULES_MAX = 120
+"""Of the standard library and ours; some 75 today, and Python moves its own about."""
 
 
 def imported(statement: str) -> set[str]:
