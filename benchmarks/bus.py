@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _end_to_end, _rates
-from headrace_cli.progress import Progress
+from headrace_cli.progress import ProgressDisplay
 from headrace_runtime.blobs import BlobStore
 from tests.support import kafka_node
 from tests.support.broker_process import BrokerProcess
@@ -49,7 +49,9 @@ def running(name: str, folder: Path) -> Iterator[str]:
         server.stop()
 
 
-async def rates(root: Path, buses: list[str], rounds: int, scale: float, progress: Progress) -> dict[str, object]:
+async def rates(
+    root: Path, buses: list[str], rounds: int, scale: float, progress: ProgressDisplay
+) -> dict[str, object]:
     """Every bus runs all the time, one at a time is measured."""
     blobs = BlobStore((root / "blobs").as_uri())
     found = {
@@ -70,7 +72,9 @@ async def rates(root: Path, buses: list[str], rounds: int, scale: float, progres
     return {"record": record, **{name: one.result() for name, one in found.items()}}
 
 
-async def end_to_end(root: Path, bus: str, rate: float, seconds: float, progress: Progress) -> _end_to_end.EndToEnd:
+async def end_to_end(
+    root: Path, bus: str, rate: float, seconds: float, progress: ProgressDisplay
+) -> _end_to_end.EndToEnd:
     progress.at(doing=f"end to end on the {bus} bus")
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(running("kafka", root / "kafka")) if bus == "kafka" else None
@@ -83,7 +87,7 @@ def measure(arguments: argparse.Namespace, buses: list[str]) -> dict[str, object
     report: dict[str, object] = {}
     each = arguments.rounds * (arguments.only != "end-to-end") + (arguments.only != "rates")
     with (
-        Progress("bench-bus", each * len(buses), unit="parts") as progress,
+        ProgressDisplay("bench-bus", each * len(buses), unit="parts") as progress,
         tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch,
     ):
         root = Path(scratch)

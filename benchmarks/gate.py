@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks._gate_histories import OLD_TASKS, Models, OldModels, audited
 from benchmarks._gate_trials import Outcomes, Trials, fresh, play
 from benchmarks._gate_worlds import SHARED, Floats
-from headrace_cli.progress import Progress
+from headrace_cli.progress import ProgressDisplay
 from headrace_registry.settings import GateSettings
 
 SCORES = (0.5, 0.8)
@@ -210,7 +210,7 @@ def main() -> int:
         "demo": lambda draw: demo(draw, gate, options.pairs),
     }
     report: dict[str, object] = {}
-    with Progress("bench-gate", len(parts), unit="parts") as progress:
+    with ProgressDisplay("bench-gate", len(parts), unit="parts") as progress:
         for number, (name, measure) in enumerate(parts.items()):
             progress.at(number, doing=name)
             report[name] = measure(np.random.default_rng([options.seed, number]))

@@ -28,7 +28,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks._numbers import Summary
-from headrace_cli.progress import Progress
+from headrace_cli.progress import ProgressDisplay
 from headrace_schemas import Replica
 from tests.support import presence
 from tests.support.broker_process import BrokerProcess
@@ -83,7 +83,7 @@ async def measure(calls: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         async with contextlib.AsyncExitStack() as stack:
             total = (calls + _WARM_UP) * len(MODES)
-            progress = stack.enter_context(Progress("bench-gateway_overhead", total, unit="rounds of calls"))
+            progress = stack.enter_context(ProgressDisplay("bench-gateway_overhead", total, unit="rounds of calls"))
             ways = await _ways(stack, Path(scratch))
             http = await stack.enter_async_context(aiohttp.ClientSession())
             for number in range(calls + _WARM_UP):
@@ -168,7 +168,7 @@ async def _answers(way: Way) -> None:
 
 
 def import_s() -> float:
-    """Of an interpreter with nothing but this import, its start included; the best of some, being the least disturbed."""
+    """Of an interpreter that imports nothing else, its start included; the best of some, being the least disturbed."""
     took = []
     for _ in range(_IMPORTS):
         began = time.perf_counter()

@@ -28,7 +28,7 @@ import aiohttp
 import torch
 import transformers
 
-from headrace_cli.progress import Progress
+from headrace_cli.progress import ProgressDisplay
 from headrace_inference.engine import Sampling, Start
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
@@ -190,7 +190,7 @@ def http_case(http: aiohttp.ClientSession, url: str, version: str, *, stream: bo
 
 async def measure(rounds: int) -> dict[str, Any]:
     with (
-        Progress("bench-inference", 2 * rounds, unit="rounds") as progress,
+        ProgressDisplay("bench-inference", 2 * rounds, unit="rounds") as progress,
         tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch,
     ):
         root = Path(scratch)
@@ -211,7 +211,7 @@ async def measure(rounds: int) -> dict[str, Any]:
         return {case.name: case.result for case in [*cases, library]}
 
 
-async def _rounds(cases: list[Case], rounds: int, progress: Progress) -> None:
+async def _rounds(cases: list[Case], rounds: int, progress: ProgressDisplay) -> None:
     for case in cases:
         await case.run(CONCURRENT)  # warm up
     for _ in range(rounds):

@@ -31,7 +31,7 @@ from benchmarks import _learning_plot
 from benchmarks._learning_found import Arm, Found, Plan
 from benchmarks._learning_lines import Table, lines, markdown
 from headrace_cli.controls import kinds
-from headrace_cli.progress import Progress
+from headrace_cli.progress import ProgressDisplay
 
 SOURCES = ("function:answer", "function:evidence", "function:tool_use")
 LAGS = (2, 4, 8)
@@ -89,7 +89,7 @@ def play(jobs: Sequence[Job], parts: Path, workers: int) -> Iterator[Found]:
     yield from (found_in(job.place(parts)) for job in jobs if job not in todo)
     context = multiprocessing.get_context("spawn")
     with (
-        Progress("bench-learning", len(todo), unit="runs") as progress,
+        ProgressDisplay("bench-learning", len(todo), unit="runs") as progress,
         ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool,
     ):
         waiting: dict[Future[Found], Job] = {pool.submit(work, job): job for job in todo}

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from headrace.producing import Outgoing, producing
 from headrace.topics import Range
-from headrace_cli.progress import Progress
+from headrace_cli.progress import ProgressDisplay
 from headrace_cli.replay import copying, runner
 from headrace_cli.replay.journal import Journal
 from headrace_cli.replay.partition_merge import opened
@@ -109,7 +109,7 @@ def events(number: int) -> Iterator[Trajectory | Experience | Feedback]:
 
 
 @asynccontextmanager
-async def stored(folder: Path, count: int, progress: Progress) -> AsyncIterator[str]:
+async def stored(folder: Path, count: int, progress: ProgressDisplay) -> AsyncIterator[str]:
     """A broker that holds so many trajectories and all that belongs to them."""
     broker = BrokerProcess(folder / "broker")
     await asyncio.to_thread(broker.start)
@@ -141,7 +141,7 @@ def request(bus: str, folder: Path, lineage: str, *, rescored: bool) -> Request:
     return make(lineage, Range(topic), Overrides(None, settings, os.environ), bus)
 
 
-async def copied(wanted: Request, progress: Progress) -> tuple[Report, float, float]:
+async def copied(wanted: Request, progress: ProgressDisplay) -> tuple[Report, float, float]:
     """The first half of a replay, up to where training would begin; its seconds, and those of CPU that it took."""
 
     def tick(what: str, done: int, total: int) -> None:
@@ -172,7 +172,7 @@ def decoding_rate() -> float:
 
 async def measure(count: int) -> dict[str, object]:
     with (
-        Progress("bench-replay", unit="trajectories", estimate=False) as progress,
+        ProgressDisplay("bench-replay", unit="trajectories", estimate=False) as progress,
         tempfile.TemporaryDirectory(prefix="headrace-bench-") as name,
     ):
         folder = Path(name)

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks._rollout_picture import draw_canary
 from benchmarks._rollout_trials import NEVER, Crossings, play
 from benchmarks._rollout_worlds import Floats, World
-from headrace_cli.progress import Progress
+from headrace_cli.progress import ProgressDisplay
 from headrace_registry.rollouts.plan import RolloutPlan
 
 ROLLED_BACK_MAX = PROMOTED_MAX = 0.05
@@ -120,7 +120,7 @@ def failures(cases: Mapping[str, Numbers]) -> list[str]:
 
 def measure(plan: RolloutPlan, runs: int, seed: int) -> dict[str, Numbers]:
     found: dict[str, Numbers] = {}
-    with Progress("bench-rollout", sum(case.sessions for case in CASES.values()), unit="sessions") as progress:
+    with ProgressDisplay("bench-rollout", sum(case.sessions for case in CASES.values()), unit="sessions") as progress:
         for number, (name, case) in enumerate(CASES.items()):
             progress.at(doing=name)
             chance = np.random.default_rng([seed, number])

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._numbers import Summary
-from headrace_cli.progress import Progress
+from headrace_cli.progress import ProgressDisplay
 from headrace_collector import schema as collector_schema
 from headrace_collector import upkeep as collector
 from headrace_collector.settings import CollectorSettings
@@ -55,7 +55,7 @@ async def measure(processor: Processor, steps: Mapping[str, Step], turns_old: in
         return more
 
     began = time.monotonic()
-    with Progress(f"bench-state, {name}", doing=f"forgetting {turns_old:,} turns"):
+    with ProgressDisplay(f"bench-state, {name}", doing=f"forgetting {turns_old:,} turns"):
         await asyncio.gather(*(in_turns(SystemClock(), partial(timed, step)) for step in steps))
         took_s = time.monotonic() - began
         for step in steps:
@@ -79,7 +79,7 @@ async def collect(url: str, folder: Path, turns: int, old: int, name: str) -> di
     async with bench(service, url, folder) as made:
         ages = Ages(epoch_ms(START), settings.remember_s, old=old, kept=old, open=min(10_000, turns // 10))
         began = time.monotonic()
-        with Progress(f"bench-state, {name} collector", unit="rows", doing="filling") as progress:
+        with ProgressDisplay(f"bench-state, {name} collector", unit="rows", doing="filling") as progress:
             await fill_collector(made.processor.database, turns, ages, progress.at)
         fill_s = round(time.monotonic() - began, 1)
         steps: dict[str, Step] = {
@@ -97,7 +97,7 @@ async def score(url: str, folder: Path, turns: int, old: int, name: str) -> dict
     async with bench(service, url, folder) as made:
         ages = Ages(epoch_ms(START), settings.retention_s, old=old, kept=0, open=min(10_000, turns // 10))
         began = time.monotonic()
-        with Progress(f"bench-state, {name} scorer", unit="rows", doing="filling") as progress:
+        with ProgressDisplay(f"bench-state, {name} scorer", unit="rows", doing="filling") as progress:
             await fill_scorer(made.processor.database, turns, ages, progress.at)
         fill_s = round(time.monotonic() - began, 1)
         steps: dict[str, Step] = {

@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks._peers import PEERS, Workload, compared
 from benchmarks._shapes import SHAPES
-from headrace_cli.progress import Progress
+from headrace_cli.progress import ProgressDisplay
 
 TOKENS, VOCABULARY = 32_768, 152_000
 PEAK_GB_MAX = 1.5
@@ -51,7 +51,7 @@ def child(module: str, **given: int) -> dict[str, Any]:
     return found
 
 
-def head(options: argparse.Namespace, missed: list[str], progress: Progress) -> dict[str, Any]:
+def head(options: argparse.Namespace, missed: list[str], progress: ProgressDisplay) -> dict[str, Any]:
     sizes = {"tokens": options.tokens, "vocabulary": VOCABULARY, "hidden": options.hidden, "threads": options.threads}
     found = child("_head_memory", **sizes)
     progress.advance()
@@ -60,7 +60,7 @@ def head(options: argparse.Namespace, missed: list[str], progress: Progress) -> 
     return found | {"peak_gb_max": PEAK_GB_MAX}
 
 
-def growth(options: argparse.Namespace, missed: list[str], progress: Progress) -> dict[str, Any]:
+def growth(options: argparse.Namespace, missed: list[str], progress: ProgressDisplay) -> dict[str, Any]:
     """Attention alone: everything else in a step costs the same for each token."""
     report: dict[str, Any] = {}
     for name, window, power in (("full", 0, 2), ("window", WINDOW, 1)):
@@ -78,7 +78,7 @@ def growth(options: argparse.Namespace, missed: list[str], progress: Progress) -
     return report
 
 
-def beside_trl(options: argparse.Namespace, missed: list[str], progress: Progress) -> list[dict[str, Any]]:
+def beside_trl(options: argparse.Namespace, missed: list[str], progress: ProgressDisplay) -> list[dict[str, Any]]:
     if not (PEERS / "installed").exists():
         missed.append("TRL: not installed; make install-peers")
         return []
@@ -117,7 +117,7 @@ def main() -> int:
     report: dict[str, Any] = {"threads": options.threads, "machine": f"{os.cpu_count()} cores, {platform.machine()}"}
     workloads = len(options.shapes) * len(options.lengths) * len(options.mixes)
     counts = {"head": 1, "growth": 2, "peers": workloads}
-    with Progress("bench-trainer", sum(counts[name] for name in options.only), unit="lines") as progress:
+    with ProgressDisplay("bench-trainer", sum(counts[name] for name in options.only), unit="lines") as progress:
         for name, measure in (("head", head), ("growth", growth), ("peers", beside_trl)):
             if name in options.only:
                 progress.at(doing=name)

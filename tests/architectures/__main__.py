@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers.utils import logging
 
-from headrace_cli.progress import Progress
+from headrace_cli.progress import ProgressDisplay
 from tests.architectures import page
 from tests.architectures.catalog import CATALOG
 from tests.architectures.trial import Trial, play
@@ -31,7 +31,7 @@ def main() -> int:
     began = time.process_time()
     trials: list[Trial] = []
     broken: list[str] = []
-    with Progress("test-architectures", len(CATALOG), unit="architectures") as progress:
+    with ProgressDisplay("test-architectures", len(CATALOG), unit="architectures") as progress:
         for done, architecture in enumerate(CATALOG):
             progress.at(done, doing=architecture.name)
             try:

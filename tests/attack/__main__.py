@@ -19,7 +19,7 @@ import time
 import traceback
 from pathlib import Path
 
-from headrace_cli.progress import Progress
+from headrace_cli.progress import ProgressDisplay
 from tests.attack import attacks
 from tests.attack.line import Line
 from tests.support import reaper
@@ -35,7 +35,7 @@ def main() -> int:
     print(f"attack: SEED={seed}, {len(arguments.only)} attacks", flush=True)
     results: dict[str, object] = {}
     held = True
-    with Progress("attack", len(arguments.only), unit="attacks") as progress:
+    with ProgressDisplay("attack", len(arguments.only), unit="attacks") as progress:
         for done, name in enumerate(arguments.only):
             progress.at(done, doing=name)
             began = time.monotonic()

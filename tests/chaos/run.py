@@ -15,7 +15,7 @@ from pathlib import Path
 
 import aiohttp
 
-from headrace_cli.progress import Progress
+from headrace_cli.progress import ProgressDisplay
 from tests.chaos.balancer import Balancer
 from tests.chaos.client import Client, ClientLedger
 from tests.chaos.facts import Facts, Reader
@@ -68,7 +68,7 @@ class Outcome:
     steps: int = 0
 
 
-async def run(options: Options, progress: Progress, keep: Path | None = None) -> Outcome:
+async def run(options: Options, progress: ProgressDisplay, keep: Path | None = None) -> Outcome:
     """Raises `TimeoutError` or `StartFailed` when the stack does not come back: a promise of its own that broke.
 
     `keep` is a folder for data and logs; without one they go when the run ends.
@@ -91,7 +91,7 @@ def _environ(nemeses: Iterable[Nemesis], machine: str) -> dict[str, str]:
     return {name: value for nemesis in nemeses for name, value in nemesis.prepare(machine).items()}
 
 
-async def _run(options: Options, stack: Stack, nemeses: Mapping[str, Nemesis], progress: Progress) -> Outcome:
+async def _run(options: Options, stack: Stack, nemeses: Mapping[str, Nemesis], progress: ProgressDisplay) -> Outcome:
     ledger, facts = ClientLedger(), Facts()
     pairs = [(name, victim) for name, nemesis in nemeses.items() for victim in nemesis.victims(options.bus)]
     strikes = plan(options.seed, options.strikes, pairs, options.mean_pause_s)
@@ -151,7 +151,7 @@ async def _break(
     nemeses: Mapping[str, Nemesis],
     balancer: Balancer,
     ledger: ClientLedger,
-    progress: Progress,
+    progress: ProgressDisplay,
 ) -> Counter[str]:
     """One strike after the other; one that its victim still suffers from is over before the next of its kind."""
     struck: Counter[str] = Counter()
@@ -174,7 +174,7 @@ def _keep(folder: Path, kept: Path) -> None:
     shutil.copytree(folder, kept, symlinks=True, ignore_dangling_symlinks=True)
 
 
-async def _catch_up(reader: Reader, ledger: ClientLedger, facts: Facts, progress: Progress) -> float:
+async def _catch_up(reader: Reader, ledger: ClientLedger, facts: Facts, progress: ProgressDisplay) -> float:
     """Returns how long it took. What does not come any more is left to the comparison."""
 
     def pending() -> bool:

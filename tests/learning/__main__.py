@@ -18,7 +18,7 @@ import structlog
 import torch
 import transformers
 
-from headrace_cli.progress import Progress
+from headrace_cli.progress import ProgressDisplay
 from headrace_trainer.settings import OptimizerSettings
 from tests.learning.corrections import AFTER, LAG, Case, Run, moved, rest
 from tests.learning.exact import differing_bytes
@@ -109,7 +109,7 @@ def main() -> int:
     torch.set_num_threads(1)
     began, lines = time.perf_counter(), []
     with (
-        Progress("test-learning", LINES, unit="lines") as progress,
+        ProgressDisplay("test-learning", LINES, unit="lines") as progress,
         tempfile.TemporaryDirectory(prefix="headrace-learning-") as scratch,
     ):
         base = tiny_model.build(Path(scratch) / "base", layers=1)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
 
-from headrace_cli.progress import Progress
+from headrace_cli.progress import ProgressDisplay
 from tests.mutants import library
 from tests.mutants.library import Change, Group
 from tests.mutants.memory import Memory
@@ -102,7 +102,7 @@ def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Names
                     mutant = left.take(server.place) if time.monotonic() < ends else None
 
     with (
-        Progress("mutants", len(left), unit="mutants") as progress,
+        ProgressDisplay("mutants", len(left), unit="mutants") as progress,
         ThreadPoolExecutor(arguments.processes) as pool,  # each thread waits for a process of its own
     ):
         workers = [pool.submit(work) for _ in range(arguments.processes)]
@@ -137,7 +137,7 @@ class Waiting:
             return self._left.popleft()
 
 
-def _tell(progress: Progress, mutant: Mutant, verdict: Verdict, lived: int) -> None:
+def _tell(progress: ProgressDisplay, mutant: Mutant, verdict: Verdict, lived: int) -> None:
     """A mutant that lives is said at once."""
     progress.advance(doing=f"{lived} live")
     if not verdict.killed and not mutant.name.startswith("unchanged"):

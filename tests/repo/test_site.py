@@ -85,7 +85,7 @@ def test_a_figure_that_is_not_there_is_named() -> None:
         "1,234 lost",
         "<!-- end of results -->",
     ]
-    with pytest.raises(KeyError, match="chaos.kafka.lost: results.toml has no such value"):
+    with pytest.raises(KeyError, match=r"kafka\.lost: results\.toml has no such value"):
         results.written(page, {"chaos": {"kafka": {}}})
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from headrace_cli.progress import Progress
+from headrace_cli.progress import ProgressDisplay
 from tests.simulation.run import Outcome, simulate
 
 _SHOWN_MAX = 10
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 0 when every promise held in every run."""
     given = _parse(arguments)
     began = time.perf_counter()
-    with _played(given) as played, Progress("simulate", given.seeds, unit="seeds") as progress:
+    with _played(given) as played, ProgressDisplay("simulate", given.seeds, unit="seeds") as progress:
         outcomes = list(_watched(played, progress))
     report = summary(outcomes, given.first, time.perf_counter() - began)
     if given.report:
@@ -101,7 +101,7 @@ def _simulate(job: tuple[int, bool]) -> Outcome:
     return simulate(seed, verbose=verbose)
 
 
-def _watched(outcomes: Iterable[Outcome], progress: Progress) -> Iterator[Outcome]:
+def _watched(outcomes: Iterable[Outcome], progress: ProgressDisplay) -> Iterator[Outcome]:
     """Says at once which seed broke a promise."""
     failed = 0
     for outcome in outcomes:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace_cli.progress import Progress
+from headrace_cli.progress import ProgressDisplay
 
 
 def begin(config: pytest.Config) -> None:
@@ -25,7 +25,7 @@ class Heartbeat:
 
     def __init__(self, reporter: pytest.TerminalReporter) -> None:
         self._running: dict[str, None] = {}
-        self._progress = Progress("tests", unit="tests", log=lambda line: _write(reporter, line))
+        self._progress = ProgressDisplay("tests", unit="tests", log=lambda line: _write(reporter, line))
 
     def pytest_sessionstart(self) -> None:
         self._progress.__enter__()

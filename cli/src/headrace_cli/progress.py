@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 EVERY_S = 10.0
 
 
-class Progress:
+class ProgressDisplay:
     """One piece of work, in a `with` block. It is written to standard error, so that results can be piped.
 
     `total` is in `unit`s; None means that nobody knows it yet. `estimate=False` is for work that may end before its

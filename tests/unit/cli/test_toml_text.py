@@ -17,7 +17,7 @@ def read(value: object) -> object:
     return tomllib.loads(f"value = {toml(value)}")["value"]
 
 
-VALUES = (
+VALUES: tuple[object, ...] = (
     True, 0, -7, 2**62, 0.1, 1e300, 1e-7, math.inf, -math.inf, "", "plain", 'a "quoted" \\ path', "tab\tand\nline",
     "DEL \x7f and \x00 and \x1f", "é 日本 😀", [], [1, [2.5, "x"]], {}, {"a": 1, "*": 2.0, "a b": {"ü": ["\x7f"]}},
     date(2026, 1, 2), datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),

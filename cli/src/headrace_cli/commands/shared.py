@@ -109,9 +109,9 @@ def console(*, stderr: bool = False) -> Console:
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
     """The body says what is being done, how far it is, and how far it will go."""
-    from headrace_cli.progress import Progress
+    from headrace_cli.progress import ProgressDisplay
 
-    with Progress(what, console=console(stderr=True)) as progress:
+    with ProgressDisplay(what, console=console(stderr=True)) as progress:
         yield lambda doing, done, total: progress.at(done, total or None, doing)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from headrace_cli.demo.report import Report
-from headrace_cli.progress import Progress
+from headrace_cli.progress import ProgressDisplay
 from headrace_schemas import ModelEvent
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class ConsoleReporter:
         """`with_its_own_bar`: what is done draws a bar in a terminal, and is silent elsewhere."""
         began = time.monotonic()
         drawn = with_its_own_bar and self._console.is_terminal
-        with contextlib.nullcontext() if drawn else Progress("demo", doing=what, console=self._console):
+        with contextlib.nullcontext() if drawn else ProgressDisplay("demo", doing=what, console=self._console):
             yield
         self._console.print(f"[dim]{what}: {time.monotonic() - began:.1f} s[/]")
 
@@ -51,7 +51,9 @@ class ConsoleReporter:
     def working(self, seconds: float) -> Iterator[Callable[[Watch], None]]:
         """The agent works for so many seconds at most; it stops as soon as it has become good enough."""
         began = time.monotonic()
-        with Progress("the agent works", seconds, unit="s at most", estimate=False, console=self._console) as progress:
+        with ProgressDisplay(
+            "the agent works", seconds, unit="s at most", estimate=False, console=self._console
+        ) as progress:
 
             def update(watch: Watch) -> None:
                 told = f"{watch.swaps} swaps, {watch.gain * 100:+.1f} points"
