@@ -104,6 +104,20 @@ class NameIn:
         return name
 
 
+@dataclass(frozen=True, slots=True)
+class OrNameIn:
+    """`Annotated[str, OrNameIn(registry)]` is a setting: a name that is announced, or something else, such as a path.
+    Whoever uses the setting tells them apart; the reference lists the names."""
+
+    registry: Registry[Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler(source)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {**handler(schema), "examples": list(self.registry.names())}
+
+
 @lru_cache(maxsize=4)
 def _read(_path: tuple[str, ...]) -> _Groups:
     """Read once for what can be imported: a process asks again and again, and reading takes milliseconds."""
