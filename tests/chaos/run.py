@@ -108,10 +108,10 @@ async def _run(options: Options, stack: Stack, nemeses: Mapping[str, Nemesis], p
         await stack.all_ready()
         drain_s = await _catch_up(Reader(stack.bus, stack.blobs), ledger, facts, progress)
     trainer = stack.trainer_ledger()
-    books = facts.books.close()
-    fates = {"trained": books.trained, **{f"waiting for {k}": v for k, v in books.waiting.items()}}
-    fates |= {f"dropped: {k}": v for k, v in books.dropped.items()}
-    findings = compare(ledger, facts, books, trainer)
+    account = facts.account.close()
+    fates = {"trained": account.trained, **{f"waiting for {k}": v for k, v in account.waiting.items()}}
+    fates |= {f"dropped: {k}": v for k, v in account.dropped.items()}
+    findings = compare(ledger, facts, account, trainer)
     return Outcome(
         options,
         ledger,

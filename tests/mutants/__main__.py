@@ -33,7 +33,7 @@ SHARE_MIN = 0.95
 
 
 @dataclass
-class Account:
+class Tried:
     """What became of what was tried."""
 
     verdicts: dict[Mutant, Verdict] = field(default_factory=dict)
@@ -67,11 +67,11 @@ def main() -> int:
     if broken:
         print(*(mutant.name for mutant in broken), "fail without any mutant; what they would say of one means nothing")
         return 1
-    account = try_all(mutants, memory, arguments)
+    tried = try_all(mutants, memory, arguments)
     if not (arguments.sample or arguments.only or arguments.planted or arguments.again):
         there = {change.lines for change in changes.values()}
         stale += [f"no mutant turns {one[1]!r} into {one[2]!r} in {one[0]}" for one in sorted(listed - there)]
-    return _report(account, changes, listed, stale, arguments)
+    return _report(tried, changes, listed, stale, arguments)
 
 
 def unchanged(mutants: Sequence[Mutant]) -> list[Mutant]:
@@ -84,11 +84,11 @@ def unchanged(mutants: Sequence[Mutant]) -> list[Mutant]:
     return list(found.values())
 
 
-def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Namespace) -> Account:
+def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Namespace) -> Tried:
     """Bounded by `--minutes`: what has begun by then is finished, the rest stays untried."""
-    account = Account({mutant: known for mutant in mutants if (known := memory.of(mutant))})
-    left = Waiting(mutant for mutant in mutants if mutant not in account.verdicts)
-    print(f"mutants: {len(mutants)}, of which {len(account.verdicts)} are known from before", flush=True)
+    tried = Tried({mutant: known for mutant in mutants if (known := memory.of(mutant))})
+    left = Waiting(mutant for mutant in mutants if mutant not in tried.verdicts)
+    print(f"mutants: {len(mutants)}, of which {len(tried.verdicts)} are known from before", flush=True)
     ends = time.monotonic() + 60 * arguments.minutes
     told: Queue[tuple[Mutant, Verdict]] = Queue()
 
@@ -109,14 +109,14 @@ def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Names
         while not (told.empty() and all(worker.done() for worker in workers)):
             with contextlib.suppress(Empty):
                 mutant, verdict = told.get(timeout=1.0)
-                account.verdicts[mutant] = verdict
+                tried.verdicts[mutant] = verdict
                 if verdict.outcome != "not run":
                     memory.keep(mutant, verdict)
-                _tell(progress, mutant, verdict, len(account.lived()))
+                _tell(progress, mutant, verdict, len(tried.lived()))
         for worker in workers:
             worker.result()
-    account.untried = len(left)
-    return account
+    tried.untried = len(left)
+    return tried
 
 
 class Waiting:
@@ -147,39 +147,39 @@ def _tell(progress: ProgressDisplay, mutant: Mutant, verdict: Verdict, lived: in
 
 
 def _report(
-    account: Account,
+    tried: Tried,
     changes: dict[Mutant, Change],
     listed: set[tuple[str, str, str]],
     stale: list[str],
     arguments: argparse.Namespace,
 ) -> int:
-    lived = account.lived()
+    lived = tried.lived()
     excused = [mutant for mutant in lived if mutant in changes and changes[mutant].lines in listed]
     unexcused = [mutant for mutant in lived if mutant not in excused]
-    killed_lines = {changes[m].lines for m, verdict in account.verdicts.items() if verdict.killed and m in changes}
+    killed_lines = {changes[m].lines for m, verdict in tried.verdicts.items() if verdict.killed and m in changes}
     lived_lines = {changes[mutant].lines for mutant in lived if mutant in changes}
     killed = sorted(listed & killed_lines - lived_lines)
     stale += [f"a test kills {one[1]!r} -> {one[2]!r} in {one[0]}" for one in killed]
     survived = sorted(mutant.name for mutant in unexcused)
-    counted = len(account.verdicts) - len(excused) - len(account.not_run())
+    counted = len(tried.verdicts) - len(excused) - len(tried.not_run())
     share = 1 - len(unexcused) / counted if counted else 0.0
     by_hand = [mutant.name for mutant in unexcused if mutant not in changes]
-    held = share >= SHARE_MIN and not (by_hand or stale or account.untried or account.not_run())
+    held = share >= SHARE_MIN and not (by_hand or stale or tried.untried or tried.not_run())
     report = {
         "held": held,
         "killed_share": round(share, 4),
-        "tried": len(account.verdicts),
-        "untried": account.untried,
+        "tried": len(tried.verdicts),
+        "untried": tried.untried,
         "excused": len(excused),
         "survived": survived,
-        "not_run": sorted(mutant.name for mutant in account.not_run()),
+        "not_run": sorted(mutant.name for mutant in tried.not_run()),
         "stale": sorted(stale),
         "seed": arguments.seed if arguments.sample else None,
     }
     arguments.report.parent.mkdir(parents=True, exist_ok=True)
     arguments.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(*(f"stale: {problem}" for problem in stale), *(f"survived: {name}" for name in survived), sep="\n")
-    print(f"killed {100 * share:.1f} % of {counted} (limit: at least 95 %), {account.untried} untried", flush=True)
+    print(f"killed {100 * share:.1f} % of {counted} (limit: at least 95 %), {tried.untried} untried", flush=True)
     return 0 if held else 1
 
 

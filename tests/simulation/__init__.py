@@ -1,6 +1,6 @@
 """The simulation: all stream services at once, in one process, on a clock that jumps, while everything goes wrong.
 
-`simulate(seed)` (`run.py`) plays one `Town` (`town.py`): agents work through two gateways, collectors, scorers, the
+`simulate(seed)` (`run.py`) plays one `Cluster` (`cluster.py`): agents work through two gateways, collectors, scorers, the
 trainer, the registry and replicas do what they do in production, and a plan of faults drawn from the seed happens to
 them: deaths (also before and after a commit, and in the middle of a save), rebalances, duplicates, delays, a slow
 trainer, a bus or a blob store that is away, commits that fail or of which nobody hears, records that are no events.

@@ -14,13 +14,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from headrace_cli.bookkeeping import account_of
 from headrace_cli.demo import agent
 from headrace_cli.demo.console_reporter import ConsoleReporter
 from headrace_cli.demo.recipe import Goal, Recipe
 from headrace_cli.demo.report import Report, VersionScore
 from headrace_cli.demo.watch import Watch
 from headrace_cli.errors import StartFailed
+from headrace_cli.from_topics import read_turn_account
 from headrace_cli.supervisor import Supervisor
 from headrace_runtime.parent_death import bound_to_parent
 
@@ -97,7 +97,7 @@ async def perform(recipe: Recipe, options: Options, place: Place, reporter: Cons
             await _last_audit(watch)
         with reporter.doing("measuring the last version"):
             after = await _measured(recipe, options, place, watch.champions[-1])
-    account = await account_of(place.bus)
+    account = await read_turn_account(place.bus)
     return Report(
         before=before,
         after=after,

@@ -154,9 +154,7 @@ class JudgeSettings(ServiceSettings):
     retry: RetrySettings = RetrySettings()
     budget: BudgetSettings = BudgetSettings()
     pairs: PairSettings = PairSettings()
-    rubrics: Annotated[tuple[Rubric, ...], Field(min_length=1, max_length=16)] = (
-        "helpfulness",
-    )
+    rubrics: Annotated[tuple[Rubric, ...], Field(min_length=1, max_length=16)] = ("helpfulness",)
     """Names of rubrics that are announced, or paths of rubric files (TOML); each is a source of rewards of its own."""
     templates_dir: Path | None = None
     """Folder whose prompt templates replace the shipped ones of the same name."""

@@ -38,7 +38,7 @@ _ENDS_HERE = frozenset({("collector", "turns"), ("scorer", "trajectories"), ("tr
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class TurnAccount:
     """`captured` is the sum of `trained`, `waiting` and `dropped`; without `problems`, no turn is in two of them."""
 
     captured: int
@@ -109,7 +109,7 @@ class _Report:
     restored: tuple[Restored, ...]
 
 
-class Books:
+class TurnAccountBuilder:
     """`add` every event of `TOPICS` once or more often, in any order, then `close`."""
 
     def __init__(self, lineages: Mapping[str, str] | None = None) -> None:
@@ -247,7 +247,7 @@ class Books:
         if earlier is None or earlier.dropped is not None:
             known[verdict.revision] = verdict
 
-    def close(self, *, complete: bool = True) -> Account:
+    def close(self, *, complete: bool = True) -> TurnAccount:
         """Where every captured turn is.
 
         `complete`: the topics still hold everything they ever held, so that a missing cause is a problem.
@@ -264,7 +264,7 @@ class Books:
         )
         waiting = {name: count for (state, name), count in sorted(standings.items()) if state == "waiting"}
         dropped = {name: count for (state, name), count in sorted(standings.items()) if state == "dropped"}
-        return Account(
+        return TurnAccount(
             captured=standings.total(),
             trained=standings["trained", ""],
             waiting=waiting,
@@ -343,9 +343,11 @@ class Books:
             self._problems.append(text)
 
 
-def account(events: Iterable[Event], lineages: Mapping[str, str] | None = None, *, complete: bool = True) -> Account:
-    """Account for all `events` at once; see `Books`."""
-    books = Books(lineages)
+def turn_account_of(
+    events: Iterable[Event], lineages: Mapping[str, str] | None = None, *, complete: bool = True
+) -> TurnAccount:
+    """Account for all `events` at once; see `TurnAccountBuilder`."""
+    builder = TurnAccountBuilder(lineages)
     for event in events:
-        books.add(event)
-    return books.close(complete=complete)
+        builder.add(event)
+    return builder.close(complete=complete)

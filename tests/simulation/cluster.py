@@ -31,7 +31,7 @@ QUIET_MAX_S = 300.0
 _AGENTS_MAX_S = 200.0
 
 
-class Town:
+class Cluster:
     """What a run is made of. Everything random comes from the seed; each source of chance has its own."""
 
     request_timeout_s = 3.0
