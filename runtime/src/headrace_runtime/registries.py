@@ -1,4 +1,4 @@
-"""What installed packages announce by name: a registry for each kind of thing that is added without a change here.
+"""Registries of what installed packages announce by name: one for each kind of extension.
 
 A package announces with an entry point, and ours do it in the same way:
 

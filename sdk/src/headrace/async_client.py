@@ -60,7 +60,7 @@ class AsyncClient:
         return AsyncSession(self, Identity(session_id or new_id(), task_id, run_id, purpose))
 
     async def feedback(self, **options: Unpack[FeedbackOptions]) -> str:
-        """Judge a session, or exactly the responses `msg_ids`, early, late or again. Returns the feedback's id."""
+        """Send feedback about a session or about the responses `msg_ids`, at any time, also again. Returns its id."""
         body = feedback_body(options)
         await self._post("/v1/feedback", body)
         return str(body["feedback_id"])
@@ -105,7 +105,7 @@ class AsyncSession:
         """For `AsyncOpenAI(base_url=...)`: names the session, but neither task nor run."""
 
     async def feedback(self, value: float | None = None, **options: Unpack[FeedbackDetails]) -> str:
-        """Judge the whole session. Returns the feedback's id."""
+        """Send feedback about the whole session. Returns its id."""
         me = self._identity
         found = await self._client.feedback(
             session_id=me.session_id, task_id=me.task_id, run_id=me.run_id, value=value, **options
@@ -114,7 +114,7 @@ class AsyncSession:
         return found
 
     async def end(self) -> None:
-        """The run is over; more calls do nothing. A session that nobody ends is over when it was idle for a while."""
+        """End the run. Further calls do nothing. A session that is not ended ends after some idle time."""
         if not self._ended:
             await self._client._post(self._identity.end_path())
             self._ended = True

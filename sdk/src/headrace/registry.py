@@ -63,27 +63,27 @@ class ModelRegistry:
         return self._change(name, "promote", PromoteRequest(version=version, force=force))
 
     def roll_back(self, name: str, *, reason: str = "") -> ModelState:
-        """The previous version is champion again, the present one is withdrawn."""
+        """Make the previous version champion again and withdraw the present one."""
         return self._change(name, "rollback", RollbackRequest(reason=reason))
 
     def withdraw(self, name: str, version: str, *, reason: str = "") -> ModelState:
-        """No turn goes to this version any more."""
+        """Withdraw a version: it gets no more turns."""
         return self._change(name, "withdraw", WithdrawRequest(version=version, reason=reason))
 
     def pin(self, name: str, version: str | None = None, *, reason: str = "") -> ModelState:
-        """A version stays champion until it is unpinned: the present champion, or another once it is probed."""
+        """Keep a version champion until it is unpinned: the present champion, or another one as soon as it is probed."""
         return self._change(name, "pin", PinRequest(version=version, reason=reason))
 
     def unpin(self, name: str, *, reason: str = "") -> ModelState:
-        """Candidates may take over again."""
+        """Let candidates take over again."""
         return self._change(name, "unpin", HoldRequest(reason=reason))
 
     def pause(self, name: str, *, reason: str = "") -> ModelState:
-        """New versions are registered and wait; what an operator asks for goes on."""
+        """Let new versions wait after they are registered. Requests of operators are still carried out."""
         return self._change(name, "pause", HoldRequest(reason=reason))
 
     def resume(self, name: str, *, reason: str = "") -> ModelState:
-        """What waited has its turn."""
+        """Process the versions that waited."""
         return self._change(name, "resume", HoldRequest(reason=reason))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""When a request is made again. All that the SDK sends may be sent twice: feedback by its id, the rest by nature."""
+"""When a request is repeated. Every request of the SDK may be repeated: feedback has an id, the others are idempotent."""
 
 from __future__ import annotations
 

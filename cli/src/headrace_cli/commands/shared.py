@@ -1,4 +1,4 @@
-"""What the commands share: options, errors, where things are."""
+"""What the commands share: options, errors, the console."""
 
 from __future__ import annotations
 

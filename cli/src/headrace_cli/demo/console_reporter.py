@@ -1,4 +1,4 @@
-"""Tells the demo on the terminal: a line per version, and one line that moves while the agent works."""
+"""Prints the demo: a line for each version, and the progress of each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a demo ends with: numbers in a file, and whether they are good."""
+"""The report of a demo, and whether it reached its goal."""
 
 from __future__ import annotations
 

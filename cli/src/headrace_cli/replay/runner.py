@@ -1,4 +1,4 @@
-"""Plans, runs and resumes replays: the order of the steps, and what is compared at the end."""
+"""Plans, runs and resumes replays, and compares the result."""
 
 from __future__ import annotations
 

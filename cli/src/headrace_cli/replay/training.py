@@ -1,4 +1,4 @@
-"""A trainer of the replay's own: started, watched through what it reports on the bus, ended with us."""
+"""Starts a trainer for the replay, follows its reports on the bus, and stops it."""
 
 from __future__ import annotations
 
