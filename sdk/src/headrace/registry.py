@@ -71,7 +71,7 @@ class ModelRegistry:
         return self._change(name, "withdraw", WithdrawRequest(version=version, reason=reason))
 
     def pin(self, name: str, version: str | None = None, *, reason: str = "") -> ModelState:
-        """Keep a version champion until it is unpinned: the present champion, or another one as soon as it is probed."""
+        """Keep a version champion until it is unpinned: the present champion, or another one once it is probed."""
         return self._change(name, "pin", PinRequest(version=version, reason=reason))
 
     def unpin(self, name: str, *, reason: str = "") -> ModelState:

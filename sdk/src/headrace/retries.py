@@ -1,4 +1,4 @@
-"""When a request is repeated. Every request of the SDK may be repeated: feedback has an id, the others are idempotent."""
+"""When a request is repeated. Every request of the SDK may be: feedback has an id, the others are idempotent."""
 
 from __future__ import annotations
 
