@@ -3,8 +3,8 @@
 `simulate(seed)` (`run.py`) plays one `Cluster` (`cluster.py`). Agents work through two gateways; collectors, scorers,
 the trainer, the registry and replicas work as in production. The seed decides which faults happen: deaths (also before
 and after a commit, and during a save), rebalances, duplicates, delays, a slow trainer, a bus or a blob store that is
-away, commits that fail or whose answer is lost, and records that are no events. Then the faults stop. Every service has to
-come to rest (`rest.py`), and every promise is checked (`promises/`).
+away, commits that fail or whose answer is lost, and records that are no events. Then the faults stop. Every service has
+to come to rest (`rest.py`), and every promise is checked (`promises/`).
 
 The services' code is the real one, from their `app.run` down. What is replaced is listed in `substitutes.py`: the event
 loop's clock and threads (`loop.py`), Kafka's clients (`kafka.py`: `bus.py`, `clients.py` and `faust_app.py`, held by
