@@ -95,8 +95,11 @@ def as_toml(found: Values) -> str:
 
 
 def _attack(report: Values) -> Values:
-    """The figures of an attack by the places of their lines."""
-    figures = {name: [line["figure"] for line in one["lines"]] for name, one in report["attacks"].items()}
+    """The figures of an attack by the places of their lines. One that was not played to its end has other lines."""
+    held = {
+        name: one["lines"] for name, one in report["attacks"].items() if all(line["holds"] for line in one["lines"])
+    }
+    figures = {name: [line["figure"] for line in lines] for name, lines in held.items()}
     return {name: {str(place): figure for place, figure in enumerate(one)} for name, one in figures.items()}
 
 

@@ -99,8 +99,10 @@ def test_how_a_figure_is_shown(value: object, form: str, shown: str) -> None:
 
 def test_a_report_gives_what_pages_name(tmp_path: Path) -> None:
     report = tmp_path / "attack.json"
-    lines = [{"what": "flips", "figure": f"{number} of 9"} for number in range(2)]
-    report.write_text(json.dumps({"attacks": {"spool_flips": {"lines": lines}}}), encoding="utf-8")
+    lines = [{"what": "flips", "figure": f"{number} of 9", "holds": True} for number in range(2)]
+    broken = [{"what": "played to its end", "figure": "TimeoutError", "holds": False}]
+    attacks = {"spool_flips": {"lines": lines}, "secrets": {"lines": broken}}
+    report.write_text(json.dumps({"attacks": attacks}), encoding="utf-8")
     found: dict[str, Any] = {"attack": {"spool_flips": {"0": "7 of 9"}, "secrets": {"0": "0 of 4"}}}
     wanted = dict.fromkeys(["attack.spool_flips.1", "attack.secrets.0", "chaos.kafka.load_s"])
     assert results.take(report, found, wanted) == ["attack.secrets.0"], "it stays as it was"
