@@ -69,7 +69,9 @@ def data_dir(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    """After the terminal reporter is there."""
     heartbeat.begin(config)
 
 

@@ -14,14 +14,15 @@ from headrace_cli.progress import ProgressDisplay
 
 
 def begin(config: pytest.Config) -> None:
-    """Only in the process that reports; with several workers that is another one than those that test."""
+    """Only where workers test and this process reports (`--numprocesses`, as `make` does): what a process prints while
+    it tests itself belongs to the test."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None and not reporter.isatty and not hasattr(config, "workerinput"):
+    if reporter is not None and not reporter.isatty and config.getoption("numprocesses", None):
         config.pluginmanager.register(Heartbeat(reporter), "heartbeat")
 
 
 class Heartbeat:
-    """Follows what the session, or its workers, begin and end."""
+    """Follows what the workers begin and end."""
 
     def __init__(self, reporter: pytest.TerminalReporter) -> None:
         self._running: dict[str, None] = {}
@@ -32,9 +33,6 @@ class Heartbeat:
 
     def pytest_sessionfinish(self) -> None:
         self._progress.__exit__()
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._progress.at(total=len(session.items) or None)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[Any]) -> None:
