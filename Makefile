@@ -6,18 +6,30 @@ WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
+CLIENTS := .venv-clients
+PEERS := .venv-peers
+HELM := .venv-helm
+DOCS := .venv-docs
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images clean
+.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+	@awk -F ':.*## ' '/^##@ / { print "\n" substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+##@ Try it
+
+demo: $(VENV)/installed ## an agent gets better from its own calls, in about five minutes (SEED=0)
+	$(BIN)/headrace demo --seed $(SEED)
+
+up: $(VENV)/installed ## every service on this machine (ARGS="--set trainer.base=...")
+	$(BIN)/headrace up $(ARGS)
 
 install: $(VENV)/installed ## the virtual environment with the locked packages and the workspace in it
 
 $(UV): requirements-bootstrap.txt
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Headrace needs Python 3.11 or newer; set PYTHON=")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Headrace needs Python 3.11 or newer, and $(PYTHON) is %d.%d; name another one: make install PYTHON=python3.12" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements-bootstrap.txt
 	@touch $@
@@ -27,75 +39,7 @@ $(VENV)/installed: $(UV) requirements.lock $(MEMBERS:%=%/pyproject.toml)
 	$(UV) pip install --quiet --no-deps --no-build-isolation --python $(BIN)/python $(MEMBERS:%=--editable ./%)
 	@touch $@
 
-CLIENTS := .venv-clients
-CLIENT_TESTS = tests/integration/clients
-
-install-clients: $(CLIENTS)/installed ## what others build agents with, in an environment of its own (about 700 MB)
-
-$(CLIENTS)/installed: $(UV) requirements-clients.lock
-	$(PYTHON) -m venv $(CLIENTS)
-	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(CLIENTS)/bin/python requirements-clients.lock
-	@touch $@
-
-PEERS := .venv-peers
-
-install-peers: $(PEERS)/installed ## the trainer that ours is compared with, in an environment of its own (TRL; as large as ours)
-
-$(PEERS)/installed: $(UV) requirements-peers.lock
-	$(PYTHON) -m venv $(PEERS)
-	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(PEERS)/bin/python requirements-peers.lock
-	@touch $@
-
-test-clients: $(VENV)/installed $(CLIENTS)/installed ## litellm, smolagents, DSPy and openai against a gateway
-	REQUIRED_SERVERS=clients $(BIN)/pytest $(CLIENT_TESTS)
-
-HELM := .venv-helm
-HELM_VERSION := v3.19.0
-KUBECONFORM_VERSION := v0.7.0
-CRDS := github.com/kedacore/keda/v2@v2.16.1 github.com/prometheus-operator/prometheus-operator@v0.85.0
-
-install-helm: $(HELM)/installed ## helm, kubeconform and the schemas of Kubernetes, KEDA and the Prometheus operator (needs Go)
-
-$(HELM)/installed: $(UV) $(VENV)/installed requirements-helm.lock tests/repo/helm/schemas.py
-	$(PYTHON) -m venv $(HELM)
-	$(UV) pip sync --quiet --require-hashes --python $(HELM)/bin/python requirements-helm.lock
-	GOBIN=$(CURDIR)/$(HELM)/bin go install helm.sh/helm/v3/cmd/helm@$(HELM_VERSION)
-	GOBIN=$(CURDIR)/$(HELM)/bin go install github.com/yannh/kubeconform/cmd/kubeconform@$(KUBECONFORM_VERSION)
-	$(BIN)/python -m tests.repo.helm.schemas $(HELM) $(CRDS)
-	@touch $@
-
-test-helm: $(VENV)/installed $(HELM)/installed ## the Helm chart: linted, rendered, held to the schemas, and every setting to the services
-	REQUIRED_SERVERS=helm $(BIN)/pytest tests/repo/helm
-
-PACKAGES := headrace_schemas headrace_runtime headrace headrace_cli headrace_gateway $(addprefix headrace_,$(notdir $(wildcard services/*)))
-
-schemas: $(VENV)/installed ## write JSON Schema and AsyncAPI from the models
-	$(BIN)/python -m headrace_schemas.generate
-
-lint: $(VENV)/installed ## ruff, mypy strict, import contracts
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PACKAGES:%=-p %) -p docs.site
-	$(BIN)/mypy tests benchmarks examples
-	$(BIN)/lint-imports
-
-DOCS := .venv-docs
-
-$(DOCS)/installed: $(UV) requirements-docs.lock
-	$(PYTHON) -m venv $(DOCS)
-	$(UV) pip sync --quiet --require-hashes --python $(DOCS)/bin/python requirements-docs.lock
-	@touch $@
-
-docs: $(DOCS)/installed ## the documentation as a site in build/site: links strict, nothing from elsewhere (its environment takes 90 MB)
-	$(DOCS)/bin/python -m docs.site.assemble build/docs
-	$(DOCS)/bin/zensical build --clean --strict
-	$(DOCS)/bin/python -m docs.site.check build/site reports/docs.json
-
-demo: $(VENV)/installed ## an agent gets better from its own calls, in about five minutes (SEED=0)
-	$(BIN)/headrace demo --seed $(SEED)
-
-up: $(VENV)/installed ## every service on this machine (ARGS="--set trainer.base=...")
-	$(BIN)/headrace up $(ARGS)
+##@ Work on it
 
 PYTEST = $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=5
 
@@ -113,6 +57,31 @@ test-long: $(VENV)/installed ## the tests that kill and that play for minutes: t
 
 test-tutorials: $(VENV)/installed ## the tutorials, walked from top to end as a new user does; about 15 minutes
 	$(BIN)/pytest tests/docs/test_tutorials.py
+
+PACKAGES := headrace_schemas headrace_runtime headrace headrace_cli headrace_gateway $(addprefix headrace_,$(notdir $(wildcard services/*)))
+
+schemas: $(VENV)/installed ## write JSON Schema and AsyncAPI from the models
+	$(BIN)/python -m headrace_schemas.generate
+
+lint: $(VENV)/installed ## ruff, mypy strict, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(PACKAGES:%=-p %) -p docs.site
+	$(BIN)/mypy tests benchmarks examples
+	$(BIN)/lint-imports
+
+
+$(DOCS)/installed: $(UV) requirements-docs.lock
+	$(PYTHON) -m venv $(DOCS)
+	$(UV) pip sync --quiet --require-hashes --python $(DOCS)/bin/python requirements-docs.lock
+	@touch $@
+
+docs: $(DOCS)/installed ## the documentation as a site in build/site: links strict, nothing from elsewhere (its environment takes 90 MB)
+	$(DOCS)/bin/python -m docs.site.assemble build/docs
+	$(DOCS)/bin/zensical build --clean --strict
+	$(DOCS)/bin/python -m docs.site.check build/site reports/docs.json
+
+##@ Try to break it
 
 KILLS ?= 100
 chaos: $(VENV)/installed ## everything breaks at 50 turns/s, on each bus (SEED=, KILLS=strikes, BUS=embedded or kafka, NEMESIS=kill,stop,..., KEEP=folder)
@@ -144,13 +113,15 @@ test-learning: $(VENV)/installed ## what a correction leaves undone, what is no 
 compose-test: $(VENV)/installed ## build every image and play the shortened demo through the containers (Docker or podman)
 	$(BIN)/python -m tests.compose --seed $(SEED)
 
+##@ Measure it
+
 BENCHMARKS := $(filter-out _%,$(notdir $(basename $(wildcard benchmarks/*.py))))
 MEASURE = status=0; for name in $(1); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || status=1; done; exit $$status
 
 bench-bus: $(VENV)/installed ## both buses side by side, from answered call to experience, replay of 100,000 trajectories
 	@$(call MEASURE,$(filter bus replay,$(BENCHMARKS)))
 
-bench-state: $(VENV)/installed ## the databases with millions of turns behind them; what the gateway adds to a call
+bench-state: $(VENV)/installed ## the databases with millions of turns behind them; what the gateway adds to a call, and the SDK to a start
 	@$(call MEASURE,$(filter state gateway_overhead,$(BENCHMARKS)))
 
 bench-gate: $(VENV)/installed ## the error rates of the gate, against versions whose true scores are known
@@ -174,6 +145,47 @@ bench-gpu: $(VENV)/installed ## on one GPU: steps' share of its peak, their memo
 
 bench: $(VENV)/installed ## every benchmark that needs no GPU; each writes reports/bench-<name>.json
 	@$(call MEASURE,$(filter-out gpu,$(BENCHMARKS)))
+
+##@ With other people's software
+
+CLIENT_TESTS = tests/integration/clients
+
+install-clients: $(CLIENTS)/installed ## what others build agents with, in an environment of its own (about 700 MB)
+
+$(CLIENTS)/installed: $(UV) requirements-clients.lock
+	$(PYTHON) -m venv $(CLIENTS)
+	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(CLIENTS)/bin/python requirements-clients.lock
+	@touch $@
+
+
+install-peers: $(PEERS)/installed ## the trainer that ours is compared with, in an environment of its own (TRL; as large as ours)
+
+$(PEERS)/installed: $(UV) requirements-peers.lock
+	$(PYTHON) -m venv $(PEERS)
+	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(PEERS)/bin/python requirements-peers.lock
+	@touch $@
+
+test-clients: $(VENV)/installed $(CLIENTS)/installed ## litellm, smolagents, DSPy and openai against a gateway
+	REQUIRED_SERVERS=clients $(BIN)/pytest $(CLIENT_TESTS)
+
+HELM_VERSION := v3.19.0
+KUBECONFORM_VERSION := v0.7.0
+CRDS := github.com/kedacore/keda/v2@v2.16.1 github.com/prometheus-operator/prometheus-operator@v0.85.0
+
+install-helm: $(HELM)/installed ## helm, kubeconform and the schemas of Kubernetes, KEDA and the Prometheus operator (needs Go)
+
+$(HELM)/installed: $(UV) $(VENV)/installed requirements-helm.lock tests/repo/helm/schemas.py
+	$(PYTHON) -m venv $(HELM)
+	$(UV) pip sync --quiet --require-hashes --python $(HELM)/bin/python requirements-helm.lock
+	GOBIN=$(CURDIR)/$(HELM)/bin go install helm.sh/helm/v3/cmd/helm@$(HELM_VERSION)
+	GOBIN=$(CURDIR)/$(HELM)/bin go install github.com/yannh/kubeconform/cmd/kubeconform@$(KUBECONFORM_VERSION)
+	$(BIN)/python -m tests.repo.helm.schemas $(HELM) $(CRDS)
+	@touch $@
+
+test-helm: $(VENV)/installed $(HELM)/installed ## the Helm chart: linted, rendered, held to the schemas, and every setting to the services
+	REQUIRED_SERVERS=helm $(BIN)/pytest tests/repo/helm
+
+##@ Release it
 
 DISTRIBUTIONS := schemas runtime cli gateway $(notdir $(wildcard services/*))
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-annotate --no-header

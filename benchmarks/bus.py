@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _end_to_end, _rates
+from headrace_cli.progress import ProgressDisplay
 from headrace_runtime.blobs import BlobStore
 from tests.support import kafka_node
 from tests.support.broker_process import BrokerProcess
@@ -48,7 +49,9 @@ def running(name: str, folder: Path) -> Iterator[str]:
         server.stop()
 
 
-async def rates(root: Path, buses: list[str], rounds: int, scale: float) -> dict[str, object]:
+async def rates(
+    root: Path, buses: list[str], rounds: int, scale: float, progress: ProgressDisplay
+) -> dict[str, object]:
     """Every bus runs all the time, one at a time is measured."""
     blobs = BlobStore((root / "blobs").as_uri())
     found = {
@@ -61,27 +64,38 @@ async def rates(root: Path, buses: list[str], rounds: int, scale: float) -> dict
             address = stack.enter_context(running(name, root / name))
             opened.append(await stack.enter_async_context(_rates.opened(address, blobs, found[name])))
         for _ in range(rounds):
-            for bus in opened:
+            for name, bus in zip(buses, opened, strict=True):
+                progress.at(doing=f"rates of the {name} bus")
                 await bus.round()
+                progress.advance()
     record = {"bytes": next(iter(found.values())).bytes_per_record}
     return {"record": record, **{name: one.result() for name, one in found.items()}}
 
 
-async def end_to_end(root: Path, bus: str, rate: float, seconds: float) -> _end_to_end.EndToEnd:
+async def end_to_end(
+    root: Path, bus: str, rate: float, seconds: float, progress: ProgressDisplay
+) -> _end_to_end.EndToEnd:
+    progress.at(doing=f"end to end on the {bus} bus")
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(running("kafka", root / "kafka")) if bus == "kafka" else None
-        return await _end_to_end.measure(root, address, rate, seconds, seed=0)
+        found = await _end_to_end.measure(root, address, rate, seconds, seed=0)
+    progress.advance()
+    return found
 
 
 def measure(arguments: argparse.Namespace, buses: list[str]) -> dict[str, object]:
     report: dict[str, object] = {}
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+    each = arguments.rounds * (arguments.only != "end-to-end") + (arguments.only != "rates")
+    with (
+        ProgressDisplay("bench-bus", each * len(buses), unit="parts") as progress,
+        tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch,
+    ):
         root = Path(scratch)
         if arguments.only != "end-to-end":
-            report["rates"] = asyncio.run(rates(root / "rates", buses, arguments.rounds, arguments.scale))
+            report["rates"] = asyncio.run(rates(root / "rates", buses, arguments.rounds, arguments.scale, progress))
         if arguments.only != "rates":
             report["end_to_end"] = {
-                bus: asdict(asyncio.run(end_to_end(root / bus, bus, arguments.rate, arguments.seconds)))
+                bus: asdict(asyncio.run(end_to_end(root / bus, bus, arguments.rate, arguments.seconds, progress)))
                 for bus in buses
             }
     return report

@@ -23,6 +23,7 @@ import numpy as np
 from benchmarks._gate_histories import OLD_TASKS, Models, OldModels, audited
 from benchmarks._gate_trials import Outcomes, Trials, fresh, play
 from benchmarks._gate_worlds import SHARED, Floats
+from headrace_cli.progress import ProgressDisplay
 from headrace_registry.settings import GateSettings
 
 SCORES = (0.5, 0.8)
@@ -209,9 +210,11 @@ def main() -> int:
         "demo": lambda draw: demo(draw, gate, options.pairs),
     }
     report: dict[str, object] = {}
-    for number, (name, measure) in enumerate(parts.items()):
-        report[name] = measure(np.random.default_rng([options.seed, number]))
-        print(f"{name}: {json.dumps(report[name], indent=2)}", flush=True)
+    with ProgressDisplay("bench-gate", len(parts), unit="parts") as progress:
+        for number, (name, measure) in enumerate(parts.items()):
+            progress.at(number, doing=name)
+            report[name] = measure(np.random.default_rng([options.seed, number]))
+            print(f"{name}: {json.dumps(report[name], indent=2)}", flush=True)
     missed = failures(report)  # type: ignore[arg-type]
     report |= {
         "seed": options.seed,

@@ -28,6 +28,7 @@ import aiohttp
 import torch
 import transformers
 
+from headrace_cli.progress import ProgressDisplay
 from headrace_inference.engine import Sampling, Start
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
@@ -188,7 +189,10 @@ def http_case(http: aiohttp.ClientSession, url: str, version: str, *, stream: bo
 
 
 async def measure(rounds: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+    with (
+        ProgressDisplay("bench-inference", 2 * rounds, unit="rounds") as progress,
+        tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch,
+    ):
         root = Path(scratch)
         blobs, served, folder = build_model(root)
         async with contextlib.AsyncExitStack() as stack:
@@ -201,19 +205,20 @@ async def measure(rounds: int) -> dict[str, Any]:
             url = await stack.enter_async_context(replica(root, blobs, served))
             http = await stack.enter_async_context(aiohttp.ClientSession())
             cases += [http_case(http, url, served.version, stream=stream) for stream in (False, True)]
-            await _rounds(cases, rounds)
+            await _rounds(cases, rounds, progress)
         with transformers_case(folder) as library:  # alone: its thread spins while it has nothing to do
-            await _rounds([library], rounds)
+            await _rounds([library], rounds, progress)
         return {case.name: case.result for case in [*cases, library]}
 
 
-async def _rounds(cases: list[Case], rounds: int) -> None:
+async def _rounds(cases: list[Case], rounds: int, progress: ProgressDisplay) -> None:
     for case in cases:
         await case.run(CONCURRENT)  # warm up
     for _ in range(rounds):
         for case in cases:
             for requests in (1, 1, CONCURRENT):
                 await case.measure(requests)
+        progress.advance()
 
 
 def main() -> int:

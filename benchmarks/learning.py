@@ -31,10 +31,10 @@ from benchmarks import _learning_plot
 from benchmarks._learning_found import Arm, Found, Plan
 from benchmarks._learning_lines import Table, lines, markdown
 from headrace_cli.controls import kinds
+from headrace_cli.progress import ProgressDisplay
 
 SOURCES = ("function:answer", "function:evidence", "function:tool_use")
 LAGS = (2, 4, 8)
-TELL_S = 10.0
 ARMS = (
     Arm(kinds.TRUE, traced=True, tried=True),
     Arm(kinds.SHUFFLED),
@@ -83,25 +83,24 @@ def found_in(path: Path) -> Found:
 
 
 def play(jobs: Sequence[Job], parts: Path, workers: int) -> Iterator[Found]:
-    """All runs, those that were done before first; a line every ten seconds says how far it is."""
+    """All runs, those that were done before first."""
     parts.mkdir(parents=True, exist_ok=True)
     todo = [job for job in jobs if not job.place(parts).exists()]
     yield from (found_in(job.place(parts)) for job in jobs if job not in todo)
-    began = time.monotonic()
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
+    with (
+        ProgressDisplay("bench-learning", len(todo), unit="runs") as progress,
+        ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool,
+    ):
         waiting: dict[Future[Found], Job] = {pool.submit(work, job): job for job in todo}
-        done = 0
         while waiting:
-            ended, _ = wait(waiting, TELL_S, FIRST_COMPLETED)
+            ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
             for future in ended:
                 place = waiting.pop(future).place(parts)
                 found = future.result()
                 place.write_text(json.dumps(found.report()), encoding="utf-8")
-                done += 1
+                progress.advance()
                 yield found
-            if not ended:
-                print(f"  {done} of {len(todo)} runs after {time.monotonic() - began:.0f} s", flush=True)
 
 
 def main() -> int:

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from headrace.producing import Outgoing, producing
 from headrace.topics import Range
+from headrace_cli.progress import ProgressDisplay
 from headrace_cli.replay import copying, runner
 from headrace_cli.replay.journal import Journal
 from headrace_cli.replay.partition_merge import opened
@@ -108,7 +109,7 @@ def events(number: int) -> Iterator[Trajectory | Experience | Feedback]:
 
 
 @asynccontextmanager
-async def stored(folder: Path, count: int) -> AsyncIterator[str]:
+async def stored(folder: Path, count: int, progress: ProgressDisplay) -> AsyncIterator[str]:
     """A broker that holds so many trajectories and all that belongs to them."""
     broker = BrokerProcess(folder / "broker")
     await asyncio.to_thread(broker.start)
@@ -118,6 +119,7 @@ async def stored(folder: Path, count: int) -> AsyncIterator[str]:
             for first in range(0, count, 200):
                 numbers = range(first, min(first + 200, count))
                 await producer.send([Outgoing.of(one, "bench") for number in numbers for one in events(number)])
+                progress.at(numbers.stop, count, "storing")
         yield broker.address
     finally:
         await asyncio.to_thread(broker.stop)
@@ -139,13 +141,17 @@ def request(bus: str, folder: Path, lineage: str, *, rescored: bool) -> Request:
     return make(lineage, Range(topic), Overrides(None, settings, os.environ), bus)
 
 
-async def copied(wanted: Request) -> tuple[Report, float, float]:
+async def copied(wanted: Request, progress: ProgressDisplay) -> tuple[Report, float, float]:
     """The first half of a replay, up to where training would begin; its seconds, and those of CPU that it took."""
+
+    def tick(what: str, done: int, total: int) -> None:
+        progress.at(done, total or None, what)
+
     report = Report(wanted.lineage, wanted.of, wanted.wanted.topic)
     began, busy = time.perf_counter(), cpu_s()
     async with opened(wanted.bus, wanted.wanted) as merge:
         await copying.create(wanted.bus, wanted.lineage)
-        await runner.copy(wanted, report, merge, Journal((), (), "nothing was trained"), lambda *_: None)
+        await runner.copy(wanted, report, merge, Journal((), (), "nothing was trained"), tick)
     return report, time.perf_counter() - began, cpu_s() - busy
 
 
@@ -165,15 +171,19 @@ def decoding_rate() -> float:
 
 
 async def measure(count: int) -> dict[str, object]:
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as name:
+    with (
+        ProgressDisplay("bench-replay", unit="trajectories", estimate=False) as progress,
+        tempfile.TemporaryDirectory(prefix="headrace-bench-") as name,
+    ):
         folder = Path(name)
         before = decoding_rate()
         began = time.perf_counter()
-        async with stored(folder, count) as bus:
+        async with stored(folder, count, progress) as bus:
             print(f"{count} trajectories stored in {time.perf_counter() - began:.0f} s")
             rates, cpu_ms = {}, {}
             for what, rescored in (("copied", False), ("scored_again", True)):
-                report, seconds, busy_s = await copied(request(bus, folder, what.replace("_", "-"), rescored=rescored))
+                wanted = request(bus, folder, what.replace("_", "-"), rescored=rescored)
+                report, seconds, busy_s = await copied(wanted, progress)
                 assert report.experiences == count, report
                 rates[what], cpu_ms[what] = count / seconds, 1000 * busy_s / count
                 print(f"{what}: {rates[what]:,.0f} a second")

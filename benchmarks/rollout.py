@@ -19,15 +19,14 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks._rollout_picture import draw_canary
 from benchmarks._rollout_trials import NEVER, Crossings, play
 from benchmarks._rollout_worlds import Floats, World
+from headrace_cli.progress import ProgressDisplay
 from headrace_registry.rollouts.plan import RolloutPlan
 
 ROLLED_BACK_MAX = PROMOTED_MAX = 0.05
@@ -121,13 +120,11 @@ def failures(cases: Mapping[str, Numbers]) -> list[str]:
 
 def measure(plan: RolloutPlan, runs: int, seed: int) -> dict[str, Numbers]:
     found: dict[str, Numbers] = {}
-    columns = TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns) as progress:
+    with ProgressDisplay("bench-rollout", sum(case.sessions for case in CASES.values()), unit="sessions") as progress:
         for number, (name, case) in enumerate(CASES.items()):
-            task = progress.add_task(name, total=case.sessions)
+            progress.at(doing=name)
             chance = np.random.default_rng([seed, number])
-            told = partial(progress.advance, task)
-            crossings = play(chance, plan, case.world, case.sessions, runs, told)
+            crossings = play(chance, plan, case.world, case.sessions, runs, progress.advance)
             found[name] = of_case(crossings, plan, case.world)
     return found
 

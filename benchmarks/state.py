@@ -16,12 +16,13 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks._numbers import Summary
+from headrace_cli.progress import ProgressDisplay
 from headrace_collector import schema as collector_schema
 from headrace_collector import upkeep as collector
 from headrace_collector.settings import CollectorSettings
@@ -36,28 +37,11 @@ from tests.support.streams import START, Service, bench
 
 TICK_MS_MAX = 20.0
 FORGOTTEN_PER_S_MIN = 500.0
-_REPORT_EVERY_S = 10.0
 _IDLE_TICKS = 50
 """How often each timer runs once there is nothing left to do."""
 
 
-def progress(name: str) -> Callable[[int, int], None]:
-    """A bar in a terminal, a line each ten seconds elsewhere."""
-    told = time.monotonic()
-
-    def tell(done: int, total: int) -> None:
-        nonlocal told
-        if sys.stdout.isatty():
-            bar = "#" * (40 * done // total)
-            print(f"\r{name}: [{bar:40}] {done:,} of {total:,} rows", end="\n" if done == total else "", flush=True)
-        elif time.monotonic() - told > _REPORT_EVERY_S or done == total:
-            told = time.monotonic()
-            print(f"{name}: {done:,} of {total:,} rows", flush=True)
-
-    return tell
-
-
-async def measure(processor: Processor, steps: Mapping[str, Step], turns_old: int) -> dict[str, object]:
+async def measure(processor: Processor, steps: Mapping[str, Step], turns_old: int, name: str) -> dict[str, object]:
     """Run the timers until nothing is left, then some more."""
     ticks: dict[str, list[float]] = {name: [] for name in steps}
 
@@ -71,11 +55,12 @@ async def measure(processor: Processor, steps: Mapping[str, Step], turns_old: in
         return more
 
     began = time.monotonic()
-    await asyncio.gather(*(in_turns(SystemClock(), partial(timed, name)) for name in steps))
-    took_s = time.monotonic() - began
-    for name in steps:
-        for _ in range(_IDLE_TICKS):
-            await timed(name)
+    with ProgressDisplay(f"bench-state, {name}", doing=f"forgetting {turns_old:,} turns"):
+        await asyncio.gather(*(in_turns(SystemClock(), partial(timed, step)) for step in steps))
+        took_s = time.monotonic() - began
+        for step in steps:
+            for _ in range(_IDLE_TICKS):
+                await timed(step)
     together = [ms for found in ticks.values() for ms in found]
     return {
         "forgotten_per_s": round(turns_old / took_s, 1),
@@ -94,7 +79,8 @@ async def collect(url: str, folder: Path, turns: int, old: int, name: str) -> di
     async with bench(service, url, folder) as made:
         ages = Ages(epoch_ms(START), settings.remember_s, old=old, kept=old, open=min(10_000, turns // 10))
         began = time.monotonic()
-        await fill_collector(made.processor.database, turns, ages, progress(f"{name} collector"))
+        with ProgressDisplay(f"bench-state, {name} collector", unit="rows", doing="filling") as progress:
+            await fill_collector(made.processor.database, turns, ages, progress.at)
         fill_s = round(time.monotonic() - began, 1)
         steps: dict[str, Step] = {
             "forget": partial(collector.forget, settings=settings),
@@ -102,7 +88,7 @@ async def collect(url: str, folder: Path, turns: int, old: int, name: str) -> di
             "find_targets": partial(collector.find_targets, settings=settings),
             "forget_ids": made.processor._forget_ids,
         }
-        return {"fill_s": fill_s, **await measure(made.processor, steps, old)}
+        return {"fill_s": fill_s, **await measure(made.processor, steps, old, name)}
 
 
 async def score(url: str, folder: Path, turns: int, old: int, name: str) -> dict[str, object]:
@@ -111,14 +97,15 @@ async def score(url: str, folder: Path, turns: int, old: int, name: str) -> dict
     async with bench(service, url, folder) as made:
         ages = Ages(epoch_ms(START), settings.retention_s, old=old, kept=0, open=min(10_000, turns // 10))
         began = time.monotonic()
-        await fill_scorer(made.processor.database, turns, ages, progress(f"{name} scorer"))
+        with ProgressDisplay(f"bench-state, {name} scorer", unit="rows", doing="filling") as progress:
+            await fill_scorer(made.processor.database, turns, ages, progress.at)
         fill_s = round(time.monotonic() - began, 1)
         steps: dict[str, Step] = {
             "forget": partial(scorer.forget, retention_s=settings.retention_s),
             "measure": scorer.measure,
             "forget_ids": made.processor._forget_ids,
         }
-        return {"fill_s": fill_s, **await measure(made.processor, steps, old)}
+        return {"fill_s": fill_s, **await measure(made.processor, steps, old, name)}
 
 
 def measured(name: str, turns: int, old: int) -> dict[str, object]:

@@ -29,6 +29,7 @@ from typing import Any
 
 from benchmarks._peers import PEERS, Workload, compared
 from benchmarks._shapes import SHAPES
+from headrace_cli.progress import ProgressDisplay
 
 TOKENS, VOCABULARY = 32_768, 152_000
 PEAK_GB_MAX = 1.5
@@ -50,19 +51,21 @@ def child(module: str, **given: int) -> dict[str, Any]:
     return found
 
 
-def head(options: argparse.Namespace, missed: list[str]) -> dict[str, Any]:
+def head(options: argparse.Namespace, missed: list[str], progress: ProgressDisplay) -> dict[str, Any]:
     sizes = {"tokens": options.tokens, "vocabulary": VOCABULARY, "hidden": options.hidden, "threads": options.threads}
     found = child("_head_memory", **sizes)
+    progress.advance()
     if found["peak_gb"] > PEAK_GB_MAX:
         missed.append(f"head: {found['peak_gb']:g} GB, at most {PEAK_GB_MAX:g} GB")
     return found | {"peak_gb_max": PEAK_GB_MAX}
 
 
-def growth(options: argparse.Namespace, missed: list[str]) -> dict[str, Any]:
+def growth(options: argparse.Namespace, missed: list[str], progress: ProgressDisplay) -> dict[str, Any]:
     """Attention alone: everything else in a step costs the same for each token."""
     report: dict[str, Any] = {}
     for name, window, power in (("full", 0, 2), ("window", WINDOW, 1)):
         short, long = (child("_sequence_cost", length=n, window=window, threads=options.threads) for n in GROWN)
+        progress.advance()
         times = long["length"] / short["length"]
         grown = {what: round(long[what] / short[what], 2) for what in ("cpu_s", "peak_gb")}
         most = {"cpu_s": NOISE * times**power, "peak_gb": NOISE * times}
@@ -75,7 +78,7 @@ def growth(options: argparse.Namespace, missed: list[str]) -> dict[str, Any]:
     return report
 
 
-def beside_trl(options: argparse.Namespace, missed: list[str]) -> list[dict[str, Any]]:
+def beside_trl(options: argparse.Namespace, missed: list[str], progress: ProgressDisplay) -> list[dict[str, Any]]:
     if not (PEERS / "installed").exists():
         missed.append("TRL: not installed; make install-peers")
         return []
@@ -86,12 +89,14 @@ def beside_trl(options: argparse.Namespace, missed: list[str]) -> list[dict[str,
             for length in options.lengths:
                 for mix in options.mixes:
                     workload = Workload(length, MIXES[mix], options.step_tokens)
+                    progress.at(doing=f"beside TRL: {name}, {workload.name} tokens")
                     found = compared(SHAPES[name], model, workload, options.rounds, options.threads)
                     report.append({"model": name, "ratio_min": RATIO_MIN[name], **found})
                     print(f"{name}, {workload.name}: {json.dumps(found)}", flush=True)
                     if found["ratio"] < RATIO_MIN[name]:
                         said = f"{name}, {workload.name} tokens: {found['ratio']} times TRL, at least {RATIO_MIN[name]}"
                         missed.append(said)
+                    progress.advance()
     return report
 
 
@@ -110,10 +115,14 @@ def main() -> int:
     options = parser.parse_args()
     missed: list[str] = []
     report: dict[str, Any] = {"threads": options.threads, "machine": f"{os.cpu_count()} cores, {platform.machine()}"}
-    for name, measure in (("head", head), ("growth", growth), ("peers", beside_trl)):
-        if name in options.only:
-            report[name] = measure(options, missed)
-            print(f"{name}: {json.dumps(report[name])}", flush=True)
+    workloads = len(options.shapes) * len(options.lengths) * len(options.mixes)
+    counts = {"head": 1, "growth": 2, "peers": workloads}
+    with ProgressDisplay("bench-trainer", sum(counts[name] for name in options.only), unit="lines") as progress:
+        for name, measure in (("head", head), ("growth", growth), ("peers", beside_trl)):
+            if name in options.only:
+                progress.at(doing=name)
+                report[name] = measure(options, missed, progress)
+                print(f"{name}: {json.dumps(report[name])}", flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report | {"missed": missed}, indent=2) + "\n")
     for line in missed:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import kafka_node, postgres_node, presence, reaper
+from tests.support import heartbeat, kafka_node, postgres_node, presence, reaper
 from tests.support.broker_process import BrokerProcess
 
 reaper.start()
@@ -67,6 +67,12 @@ def database_url(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
     return tmp_path / "data"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """After the terminal reporter is there."""
+    heartbeat.begin(config)
 
 
 def pytest_collection_finish() -> None:

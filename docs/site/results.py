@@ -1,8 +1,18 @@
-"""Measurements that several pages name come from one file, `docs/results.toml`, so that no page differs from another.
+"""Measurements that pages name come from one file, `docs/results.toml`, so that no page differs from another.
 
-    python -m docs.site.results [--take reports/demo.json]
+    python -m docs.site.results [--take reports/demo.json ...]
 
-Each block between `<!-- results: NAME -->` and `<!-- end of results -->` is written anew; a test compares.
+A block of a page begins with its text as a comment, in which `{chaos.kafka.client.turns_acked:,}` is a value of the
+file. What follows the comment is written by this program; a test compares.
+
+    <!-- results
+    {demo.0.failed_requests} requests failed.
+    -->
+    0 requests failed.
+    <!-- end of results -->
+
+After the colon stands a format of Python's, or `p`: a share as a number of percent. `--take` reads the report of a
+target and takes from it those values that pages name.
 """
 
 from __future__ import annotations
@@ -10,94 +20,176 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from docs.site.pages import ROOT
+from headrace_cli.toml_text import key, toml
 
 FILE = ROOT / "docs" / "results.toml"
 PAGES = ("README.md", "docs/evidence.md", "docs/guides/sizing.md")
-BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
-Run = Mapping[str, Any]
+BLOCK = re.compile(r"(<!-- results\n(.*?)-->\n).*?(<!-- end of results -->)", re.DOTALL)
+FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]+))?\}")
+Values = Mapping[str, Any]
 
 
-def results() -> dict[str, list[dict[str, Any]]]:
-    """Target to its runs, the one that the README shows first."""
+def results() -> dict[str, Any]:
+    """Target to its values, as its report has them."""
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
-def _success(run: Run, unit: str = " %") -> str:
-    return f"{run['before'] * 100:.0f}{unit} → {run['after'] * 100:.0f} %"
+def written(text: str, found: Values) -> str:
+    """A page with its blocks as the results are. Raises `KeyError` for a value that is not there."""
+
+    def filled(block: re.Match[str]) -> str:
+        shown = FIELD.sub(lambda one: as_text(at(found, one[1]), one[2] or ""), block[2])
+        return block[1] + shown + block[3]
+
+    return BLOCK.sub(filled, text)
 
 
-def _demo(runs: Sequence[Run]) -> str:
-    run = runs[0]
-    calls = f"{run['turns_captured']:,} ({run['turns_of_the_gate']:,})"
-    where = f"{run['machine']}, {run['wall_s']} s, seed {run['seed']}"
-    return (
-        "| held-out success | calls captured (of them by the gate) | trained | swaps | failed requests | machine |\n"
-        "|---|---|---|---|---|---|\n"
-        f"| {_success(run)} | {calls} | {run['turns_trained']:,} | {run['swaps']} | {run['failed_requests']} "
-        f"| {where} |\n"
-    )
+def named(text: str) -> Iterator[str]:
+    """The paths of all values that a page names."""
+    for block in BLOCK.finditer(text):
+        yield from (field[1] for field in FIELD.finditer(block[2]))
 
 
-def _demo_seeds(runs: Sequence[Run]) -> str:
-    lines = [
-        "| `SEED` | before → after | versions that took over | failed requests | in all |",
-        "|---|---|---|---|---|",
-    ]
-    for run in runs:
-        failed = f"{run['failed_requests']} of {run['requests']:,}"
-        time = ", ".join(filter(None, (f"{run['wall_s']} s", run.get("note"))))
-        lines.append(f"| {run['seed']} | {_success(run, '')} | {run['swaps']} | {failed} | {time} |")
-    return "\n".join(lines) + "\n"
+def at(found: Values, path: str) -> Any:
+    """The value there. Raises `KeyError`."""
+    value: Any = found
+    for part in path.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise KeyError(f"{path}: {FILE.name} has no such value; take a report that has it, or write it there")
+        value = value[part]
+    return value
 
 
-def _demo_sentence(runs: Sequence[Run]) -> str:
-    run = runs[0]
-    rise = f"{run['before'] * 100:.0f} to {run['after'] * 100:.0f} %"
-    return f"Measured in `make demo`: {run['turns_trained']:,} trained turns took held-out success from {rise}.\n"
+def as_text(value: Any, form: str) -> str:
+    """A value as a page shows it. `,` also puts commas into the numbers of a text such as `0 of 3269`."""
+    if form == "p":
+        return f"{value * 100:.0f}"
+    if isinstance(value, str):
+        return re.sub(r"\d{4,}", lambda one: f"{int(one[0]):,}", value) if form == "," else value
+    return format(value, form)
 
 
-BLOCKS: dict[str, Callable[[Sequence[Run]], str]] = {
-    "demo": _demo,
-    "demo_seeds": _demo_seeds,
-    "demo_sentence": _demo_sentence,
+def paths(values: Values, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every single value with its path."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from paths(value, (*before, name))
+        else:
+            yield (*before, name), value
+
+
+def as_toml(found: Values) -> str:
+    """The file without its head: a table for each target."""
+    tables = []
+    for target, values in found.items():
+        lines = (f"{'.'.join(map(key, path))} = {toml(value)}\n" for path, value in paths(values))
+        tables.append(f"\n[{key(target)}]\n" + "".join(lines))
+    return "".join(tables)
+
+
+def _attack(report: Values) -> Values:
+    """The figures of an attack by the places of their lines. One that was not played to its end has other lines."""
+    held = {
+        name: one["lines"] for name, one in report["attacks"].items() if all(line["holds"] for line in one["lines"])
+    }
+    figures = {name: [line["figure"] for line in lines] for name, lines in held.items()}
+    return {name: {str(place): figure for place, figure in enumerate(one)} for name, one in figures.items()}
+
+
+def _bus(report: Values) -> Values:
+    """And how the best rates compare."""
+    rates = {bus: found["per_s"] for bus, found in report.get("rates", {}).items() if "per_s" in found}
+    if rates.keys() < {"embedded", "kafka"}:
+        return report
+    ours, theirs = rates["embedded"], rates["kafka"]
+    return {**report, "share_of_kafka": {name: ours[name]["best"] / theirs[name]["best"] for name in theirs}}
+
+
+def _compose(report: Values) -> Values:
+    """And what images add to their base, those with torch apart."""
+    added = [one["added_mb"] for name, one in report["images"].items() if name not in ("inference", "trainer")]
+    return {**report, "added_mb": {"least": min(added), "most": max(added)}}
+
+
+def _learning(report: Values) -> Values:
+    """What corrections leave, in training and of the very first batch."""
+    left = {"training": f"after {report['after']}: ", "the first batch": "after 0: "}
+    found = {}
+    for when, mark in left.items():
+        shares = [one["value"] for one in report["lines"] if one["name"].startswith("left by") and mark in one["name"]]
+        found[when] = {"least": min(shares), "most": max(shares)}
+    return {**report, "left": found}
+
+
+def _simulate(report: Values) -> Values:
+    totals = {name: sum(report[name].values()) for name in ("faults", "checks")}
+    return {**report, "total": {**totals, "failed": len(report["failed"])}}
+
+
+def _trainer(report: Values) -> Values:
+    """Workloads beside the peer by model and length."""
+    peers = {
+        f"{one['model']}, {'up to' if one['mixed'] else 'all'} {one['length']}": one for one in report.get("peers", ())
+    }
+    return {**report, "peers": peers}
+
+
+READERS: dict[str, Callable[[Values], Values]] = {
+    "attack": _attack,
+    "bench-bus": _bus,
+    "bench-trainer": _trainer,
+    "compose-test": _compose,
+    "demo": lambda report: {str(report["seed"]): report},
+    "simulate": _simulate,
+    "test-learning": _learning,
 }
+"""What pages name differently than the report has it. Other reports are read as they are."""
 
 
-def written(text: str) -> str:
-    """A page with its blocks as the results are."""
-    found = results()
-    return BLOCK.sub(lambda block: block[1] + BLOCKS[block[2]](found["demo"]) + block[3], text)
-
-
-def _take(path: Path) -> None:
-    """Put the report of a demo in the place of the run with its seed."""
-    report = json.loads(path.read_text(encoding="utf-8"))
-    runs = results()["demo"]
-    run = next(one for one in runs if one["seed"] == report["seed"])
-    run |= {name: report[name] for name in ("swaps", "failed_requests", "requests", "turns_captured", "turns_trained")}
-    run |= {"before": round(report["before"], 3), "after": round(report["after"], 3)}
-    run |= {"turns_of_the_gate": report["turns_dropped"].get("eval", 0), "wall_s": round(report["wall_s"])}
-    head = FILE.read_text(encoding="utf-8").split("\n[[", 1)[0]
-    tables = ["\n[[demo]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in one.items()) for one in runs]
-    FILE.write_text(head + "".join(tables), encoding="utf-8")
+def take(path: Path, found: dict[str, Any], wanted: Mapping[str, None]) -> list[str]:
+    """Put what a report has of the `wanted` values into `found`. Returns the paths that the report does not have."""
+    target = path.stem
+    report = READERS.get(target, dict)(json.loads(path.read_text(encoding="utf-8")))
+    missing = []
+    for name in wanted:
+        first, _, rest = name.partition(".")
+        if first != target:
+            continue
+        try:
+            value = at(report, rest)
+        except KeyError:
+            missing.append(name)
+            continue
+        place = found
+        *folders, last = name.split(".")
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[last] = round(value, 4) if isinstance(value, float) else value
+    return missing
 
 
 def main() -> None:
     """Write the pages."""
     parser = argparse.ArgumentParser(description="Write measurements into the pages that name them.")
-    parser.add_argument("--take", type=Path, metavar="REPORT", help="reports/demo.json of a new run")
+    parser.add_argument("--take", type=Path, nargs="+", default=[], metavar="REPORT", help="reports/demo.json, ...")
     options = parser.parse_args()
+    texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+    found = results()
+    for path in options.take:
+        for name in take(path, found, dict.fromkeys(name for text in texts.values() for name in named(text))):
+            sys.stdout.write(f"{path} has no {name}: it stays as it was\n")
     if options.take:
-        _take(options.take)
-    for page in PAGES:
-        path = ROOT / page
-        path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
+        head = FILE.read_text(encoding="utf-8").partition("\n[")[0]
+        FILE.write_text(head + as_toml(found), encoding="utf-8")
+    for page, text in texts.items():
+        (ROOT / page).write_text(written(text, found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import torch
 import transformers
 from transformers.utils import logging
 
+from headrace_cli.progress import ProgressDisplay
 from tests.architectures import page
 from tests.architectures.catalog import CATALOG
 from tests.architectures.trial import Trial, play
@@ -30,16 +31,18 @@ def main() -> int:
     began = time.process_time()
     trials: list[Trial] = []
     broken: list[str] = []
-    for architecture in CATALOG:
-        try:
-            trial = play(architecture)
-        except Exception as error:  # noqa: BLE001 - one that cannot be tried must not hide the others
-            traceback.print_exc()
-            broken.append(f"{architecture.name}: {type(error).__name__}: {error}")
-            continue
-        trials.append(trial)
-        print(page.table([trial]).splitlines()[-1], flush=True)
-        broken += [f"{trial.name}: silent with {kind}" for kind, one in trial.outcomes.items() if not one.spoken]
+    with ProgressDisplay("test-architectures", len(CATALOG), unit="architectures") as progress:
+        for done, architecture in enumerate(CATALOG):
+            progress.at(done, doing=architecture.name)
+            try:
+                trial = play(architecture)
+            except Exception as error:  # noqa: BLE001 - one that cannot be tried must not hide the others
+                traceback.print_exc()
+                broken.append(f"{architecture.name}: {type(error).__name__}: {error}")
+                continue
+            trials.append(trial)
+            print(page.table([trial]).splitlines()[-1], flush=True)
+            broken += [f"{trial.name}: silent with {kind}" for kind, one in trial.outcomes.items() if not one.spoken]
     if arguments.write:
         page.write(trials)
     if page.verdicts(page.written()) != page.verdicts(page.table(trials)):

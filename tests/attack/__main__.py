@@ -19,6 +19,7 @@ import time
 import traceback
 from pathlib import Path
 
+from headrace_cli.progress import ProgressDisplay
 from tests.attack import attacks
 from tests.attack.line import Line
 from tests.support import reaper
@@ -34,13 +35,15 @@ def main() -> int:
     print(f"attack: SEED={seed}, {len(arguments.only)} attacks", flush=True)
     results: dict[str, object] = {}
     held = True
-    for name in arguments.only:
-        began = time.monotonic()
-        title, lines = play(name, seed)
-        took_s = round(time.monotonic() - began, 1)
-        held = held and all(line.holds for line in lines)
-        print(f"{name}: {title} ({took_s} s)", *lines, sep="\n", flush=True)
-        results[name] = {"title": title, "took_s": took_s, "lines": [line.as_json() for line in lines]}
+    with ProgressDisplay("attack", len(arguments.only), unit="attacks") as progress:
+        for done, name in enumerate(arguments.only):
+            progress.at(done, doing=name)
+            began = time.monotonic()
+            title, lines = play(name, seed)
+            took_s = round(time.monotonic() - began, 1)
+            held = held and all(line.holds for line in lines)
+            print(f"{name}: {title} ({took_s} s)", *lines, sep="\n", flush=True)
+            results[name] = {"title": title, "took_s": took_s, "lines": [line.as_json() for line in lines]}
     arguments.report.parent.mkdir(parents=True, exist_ok=True)
     arguments.report.write_text(json.dumps({"seed": seed, "held": held, "attacks": results}, indent=2) + "\n")
     print("every line held" if held else f"BROKEN; again with: make attack SEED={seed}", flush=True)

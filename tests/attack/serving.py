@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import httpx
 
+from headrace_cli.toml_text import toml
 from headrace_runtime.blobs import BlobStore
 from headrace_schemas import Routing
 from headrace_schemas.base import utcnow
@@ -47,7 +47,7 @@ async def serving(folder: Path, tenants: tuple[str, ...] = (), **settings: objec
     data = folder / "data"
     broker = BrokerProcess(folder / "broker")
     keys = [{"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "tenant": name} for name in tenants]
-    given = {"GATEWAY__KEYS": _inline(keys)} if keys else {}
+    given = {"GATEWAY__KEYS": toml(keys)} if keys else {}
     await asyncio.to_thread(broker.start)
     gateway = GatewayProcess(data, broker.address, **given)
     replica = ReplicaProcess(data, broker.address, **settings)
@@ -70,12 +70,6 @@ async def serving(folder: Path, tenants: tuple[str, ...] = (), **settings: objec
 
 def _loaded(replica: ReplicaProcess) -> bool:
     return bool(httpx.get(f"{replica.url}/v1/models").json()["data"])
-
-
-def _inline(keys: list[dict[str, str]]) -> str:
-    """A list of tables as one line of TOML."""
-    tables = [", ".join(f"{name} = {json.dumps(value)}" for name, value in key.items()) for key in keys]
-    return "[" + ", ".join(f"{{{table}}}" for table in tables) + "]"
 
 
 def _gauge(metrics: str, kind: str) -> float:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from headrace.errors import HeadraceError
+from headrace_cli.progress import ProgressDisplay
 from tests.chaos import report
 from tests.chaos.nemeses import NEMESES
 from tests.chaos.run import Options, Outcome, run
@@ -65,12 +66,13 @@ def _run(options: Options, keep: Path | None) -> Outcome | dict[str, str]:
 
 async def _until_told(options: Options, keep: Path | None) -> Outcome:
     """Run; a signal ends everything that was started."""
-    task = asyncio.ensure_future(run(options, lambda line: print(line, flush=True), keep))
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with contextlib.suppress(NotImplementedError):
-            loop.add_signal_handler(number, task.cancel)
-    return await task
+    with ProgressDisplay(f"chaos on {options.bus}", options.strikes, unit="strikes", estimate=False) as progress:
+        task = asyncio.ensure_future(run(options, progress, keep))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(NotImplementedError):
+                loop.add_signal_handler(number, task.cancel)
+        return await task
 
 
 def _arguments() -> argparse.Namespace:

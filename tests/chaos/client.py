@@ -57,7 +57,7 @@ class Said:
 
 @dataclass(slots=True)
 class ClientLedger:
-    """What the users know. Nothing in it comes from the stack's own books."""
+    """What the users know. Nothing in it comes from the stack's own account."""
 
     acked: dict[str, Acked] = field(default_factory=dict)
     """By response id."""

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from headrace_cli import account
+from headrace_cli import turn_account
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.consumer import assign_all, consumer, record_of
 from headrace_runtime.settings import BusSettings
@@ -18,7 +18,7 @@ from headrace_runtime.wire import decode
 from headrace_schemas import DeadLetter, Event, Experience, Feedback, TrainingMetrics, Trajectory, Turn
 from tests.chaos.client import Acked, digest, tokens_digest
 
-TOPICS = (*account.TOPICS, Feedback.topic)
+TOPICS = (*turn_account.TOPICS, Feedback.topic)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 Revision = tuple[str, int]
 """An experience and one revision of it."""
@@ -53,14 +53,14 @@ class Facts:
     """Records that repeat an event: allowed, since consumers dedupe by id."""
     changed: list[str] = field(default_factory=list)
     """Events that were repeated with other contents: not allowed."""
-    books: account.Books = field(default_factory=account.Books)
+    account: turn_account.TurnAccountBuilder = field(default_factory=turn_account.TurnAccountBuilder)
     """The account that `headrace status` gives, kept beside ours and compared with it."""
     _bodies: dict[str, str] = field(default_factory=dict)
     """Digest by topic and event id."""
 
     def add(self, event: Event) -> None:
         self.records[event.topic] += 1
-        self.books.add(event)
+        self.account.add(event)
         if self._repeats(event):
             return
         match event:

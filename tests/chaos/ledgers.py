@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from headrace_cli.account import Account
+from headrace_cli.turn_account import TurnAccount
 from tests.chaos.client import ClientLedger
 from tests.chaos.facts import Facts
 
@@ -52,11 +52,11 @@ FAILED = "failed user requests"
 VALUES = "feedback that counts with another value than its user's last word"
 
 
-def compare(client: ClientLedger, topics: Facts, books: Account, trainer: TrainerLedger) -> Findings:
+def compare(client: ClientLedger, topics: Facts, account: TurnAccount, trainer: TrainerLedger) -> Findings:
     """Everything that the three ledgers must agree on."""
     findings = Findings()
     _client_and_topics(findings, client, topics)
-    _within_topics(findings, topics, books, trainer.lineage)
+    _within_topics(findings, topics, account, trainer.lineage)
     _topics_and_trainer(findings, topics, trainer)
     return findings
 
@@ -99,7 +99,7 @@ def _other_values(client: ClientLedger, topics: Facts) -> Iterable[str]:
             yield f"session {session} of {experiences[session]} experiences: {value}, the user said {words}; {reached}"
 
 
-def _within_topics(findings: Findings, topics: Facts, books: Account, lineage: str) -> None:
+def _within_topics(findings: Findings, topics: Facts, account: TurnAccount, lineage: str) -> None:
     findings.check(
         "turns in two trajectories", (turn for turn, found in topics.trajectory_of.items() if len(found) > 1)
     )
@@ -119,11 +119,13 @@ def _within_topics(findings: Findings, topics: Facts, books: Account, lineage: s
     findings.check(
         "verdicts on nothing", (name for name, revision in told if (name, revision) not in topics.experiences)
     )
-    findings.check("contradictions in the account of turns", books.problems)
-    total = books.trained + sum(books.waiting.values()) + sum(books.dropped.values())
-    gap = [f"{books.captured} captured, {total} accounted for"] if books.captured != total else []
+    findings.check("contradictions in the account of turns", account.problems)
+    total = account.trained + sum(account.waiting.values()) + sum(account.dropped.values())
+    gap = [f"{account.captured} captured, {total} accounted for"] if account.captured != total else []
     gap += (
-        [f"{len(topics.turns)} turns, {books.captured} in the account"] if len(topics.turns) != books.captured else []
+        [f"{len(topics.turns)} turns, {account.captured} in the account"]
+        if len(topics.turns) != account.captured
+        else []
     )
     findings.check("turns missing from the account", gap)
 

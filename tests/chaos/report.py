@@ -34,8 +34,9 @@ def table(outcome: Outcome) -> list[str]:
     if outcome.crashes:
         ended = Counter(outcome.crashes)
         lines.append("crashed  " + "; ".join(f"{line} ({count})" for line, count in sorted(ended.items())))
-    one = sum(len(client.reached[session]) == 1 for session in client.judged)
-    lines.append(f"words    {len(client.judged)} sessions were judged, {one} of them through one gateway alone")
+    lines.append(
+        f"feedback for {len(client.judged)} sessions, {_through_several(outcome)} of them through several gateways"
+    )
     for promise, count in findings.table.items():
         if count or promise in ALWAYS:
             lines.append(f"{'BROKEN' if count else 'held':8} {count} {promise}")
@@ -75,6 +76,7 @@ def as_json(outcome: Outcome) -> dict[str, object]:
             "redelivered": dict(sorted(topics.redelivered.items())),
             "fates_of_turns": outcome.fates,
         },
+        "judged": {"sessions": len(client.judged), "through_several_gateways": _through_several(outcome)},
         "trainer": {"steps": outcome.steps, "revisions_trained": _trained(outcome)},
         "promises": outcome.findings.table,
         "broken": {promise: found[:SHOWN] for promise, found in outcome.findings.broken.items()},
@@ -91,6 +93,11 @@ def latencies_ms(seconds: Sequence[float]) -> dict[str, int]:
         return {"p50": 0, "p95": 0, "max": 0}
     cuts = statistics.quantiles(seconds, n=100)
     return {"p50": round(cuts[49] * 1e3), "p95": round(cuts[94] * 1e3), "max": round(max(seconds) * 1e3)}
+
+
+def _through_several(outcome: Outcome) -> int:
+    """Sessions whose words have no order before the log: no single gateway has heard all of them."""
+    return sum(len(outcome.client.reached[session]) > 1 for session in outcome.client.judged)
 
 
 def _trained(outcome: Outcome) -> int:

@@ -9,12 +9,13 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
 
+from headrace_cli.progress import ProgressDisplay
 from tests.chaos.balancer import Balancer
 from tests.chaos.client import Client, ClientLedger
 from tests.chaos.facts import Facts, Reader
@@ -67,7 +68,7 @@ class Outcome:
     steps: int = 0
 
 
-async def run(options: Options, say: Callable[[str], None], keep: Path | None = None) -> Outcome:
+async def run(options: Options, progress: ProgressDisplay, keep: Path | None = None) -> Outcome:
     """Raises `TimeoutError` or `StartFailed` when the stack does not come back: a promise of its own that broke.
 
     `keep` is a folder for data and logs; without one they go when the run ends.
@@ -80,36 +81,37 @@ async def run(options: Options, say: Callable[[str], None], keep: Path | None = 
             scratch.enter_context(small_disk(folder / "a"))
             if keep is not None:  # before the small disk goes
                 scratch.callback(_keep, folder / "a", folder / "kept-a")
-        stack = Stack(folder, options.bus, base, say)
+        stack = Stack(folder, options.bus, base, progress.say)
         nemeses = {name: NEMESES[name](stack) for name in options.nemeses}
         stack.environ_of = lambda machine: _environ(nemeses.values(), machine)
-        return await _run(options, stack, nemeses, say)
+        return await _run(options, stack, nemeses, progress)
 
 
 def _environ(nemeses: Iterable[Nemesis], machine: str) -> dict[str, str]:
     return {name: value for nemesis in nemeses for name, value in nemesis.prepare(machine).items()}
 
 
-async def _run(options: Options, stack: Stack, nemeses: Mapping[str, Nemesis], say: Callable[[str], None]) -> Outcome:
+async def _run(options: Options, stack: Stack, nemeses: Mapping[str, Nemesis], progress: ProgressDisplay) -> Outcome:
     ledger, facts = ClientLedger(), Facts()
     pairs = [(name, victim) for name, nemesis in nemeses.items() for victim in nemesis.victims(options.bus)]
     strikes = plan(options.seed, options.strikes, pairs, options.mean_pause_s)
+    progress.at(doing="the stack starts")
     async with stack:
-        say("the stack is ready")
+        progress.say("the stack is ready")
         async with _users(options, stack, ledger) as (load, balancer):
             await asyncio.sleep(WARM_UP_S)
-            struck = await _break(strikes, nemeses, balancer, ledger, say)
+            struck = await _break(strikes, nemeses, balancer, ledger, progress)
             load.stop.set()
-        say("the last users have left; waiting for everything to come back and catch up")
+        progress.say("the last users have left; waiting for everything to come back and catch up")
         for nemesis in nemeses.values():
             await nemesis.heal()
         await stack.all_ready()
-        drain_s = await _catch_up(Reader(stack.bus, stack.blobs), ledger, facts)
+        drain_s = await _catch_up(Reader(stack.bus, stack.blobs), ledger, facts, progress)
     trainer = stack.trainer_ledger()
-    books = facts.books.close()
-    fates = {"trained": books.trained, **{f"waiting for {k}": v for k, v in books.waiting.items()}}
-    fates |= {f"dropped: {k}": v for k, v in books.dropped.items()}
-    findings = compare(ledger, facts, books, trainer)
+    account = facts.account.close()
+    fates = {"trained": account.trained, **{f"waiting for {k}": v for k, v in account.waiting.items()}}
+    fates |= {f"dropped: {k}": v for k, v in account.dropped.items()}
+    findings = compare(ledger, facts, account, trainer)
     return Outcome(
         options,
         ledger,
@@ -149,7 +151,7 @@ async def _break(
     nemeses: Mapping[str, Nemesis],
     balancer: Balancer,
     ledger: ClientLedger,
-    say: Callable[[str], None],
+    progress: ProgressDisplay,
 ) -> Counter[str]:
     """One strike after the other; one that its victim still suffers from is over before the next of its kind."""
     struck: Counter[str] = Counter()
@@ -162,8 +164,9 @@ async def _break(
         what = await nemesis.strike(strike.victim, balancer, random.Random(strike.seed))
         struck[strike.nemesis] += 1
         at = time.monotonic() - began
-        say(f"{at:6.1f} s  {number}/{len(strikes)} {strike.victim} {what}; {len(ledger.acked)} turns acked, "
-            f"{len(ledger.failures)} requests failed")  # fmt: skip
+        so_far = f"{len(ledger.acked)} turns acked, {len(ledger.failures)} requests failed"
+        progress.at(number, doing=so_far)
+        progress.say(f"{at:6.1f} s  {number}/{len(strikes)} {strike.victim} {what}; {so_far}")
     return struck
 
 
@@ -171,7 +174,7 @@ def _keep(folder: Path, kept: Path) -> None:
     shutil.copytree(folder, kept, symlinks=True, ignore_dangling_symlinks=True)
 
 
-async def _catch_up(reader: Reader, ledger: ClientLedger, facts: Facts) -> float:
+async def _catch_up(reader: Reader, ledger: ClientLedger, facts: Facts, progress: ProgressDisplay) -> float:
     """Returns how long it took. What does not come any more is left to the comparison."""
 
     def pending() -> bool:
@@ -180,6 +183,7 @@ async def _catch_up(reader: Reader, ledger: ClientLedger, facts: Facts) -> float
 
     began = quiet = time.monotonic()
     while time.monotonic() - began < _DRAIN_S_MAX:
+        progress.at(doing=f"catching up, {len(ledger.acked.keys() - facts.turns.keys())} turns still come")
         if await reader.read(facts):
             quiet = time.monotonic()
         elif time.monotonic() - quiet >= (_STALLED_S if pending() else _QUIET_S):

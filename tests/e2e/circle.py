@@ -20,8 +20,8 @@ from email_agent.react import SYSTEM
 from email_agent.tools import DEFINITIONS
 from headrace.registry import ModelRegistry
 from headrace.topics import Range, connected
-from headrace_cli.account import Account
-from headrace_cli.bookkeeping import account_of
+from headrace_cli.from_topics import read_turn_account
+from headrace_cli.turn_account import TurnAccount
 from headrace_runtime.settings import load
 from headrace_schemas import (
     Checkpoint,
@@ -37,7 +37,7 @@ from headrace_schemas import (
 )
 from headrace_schemas.registry_api import VersionState
 from tests.support.fake_llm import FakeLLM
-from tests.support.headrace_up import HeadraceUp, as_toml
+from tests.support.headrace_up import HeadraceUp, as_setting
 
 if TYPE_CHECKING:
     from headrace_trainer.settings import TrainerSettings
@@ -80,7 +80,7 @@ def trainer_settings(chosen: Mapping[str, object]) -> TrainerSettings:
     from headrace_trainer.settings import TrainerSettings
 
     own = {name: value for name, value in chosen.items() if name.startswith("trainer.")}
-    environ = {f"HEADRACE_{name.upper().replace('.', '__')}": as_toml(value) for name, value in own.items()}
+    environ = {f"HEADRACE_{name.upper().replace('.', '__')}": as_setting(value) for name, value in own.items()}
     return load("trainer", TrainerSettings, CONFIG, environ)[1]
 
 
@@ -214,14 +214,14 @@ def _received(answer: Any) -> Received:
     return Received(answer.id, answer.model, answer.prompt_token_ids, choice.token_ids, logprobs)
 
 
-async def settled(circle: HeadraceUp) -> Account:
+async def settled(circle: HeadraceUp) -> TurnAccount:
     """The account, once all that was captured is trained or dropped and every version has been decided about.
 
     A version is announced before the verdicts of its batch are, and heard of by the registry later: when nothing waits
     any more, a gate may still have its tasks to play."""
     deadline = time.monotonic() + _WAIT_S
     while True:
-        account = await account_of(circle.state.bus)
+        account = await read_turn_account(circle.state.bus)
         known = versions(circle)
         undecided = [
             one.id for one in known if one.state in ("registered", "probing", "evaluating") or _unmeasured(one)

@@ -20,7 +20,8 @@ from headrace.errors import HeadraceError
 from headrace.registry import ModelRegistry
 from headrace.topics import connected
 from headrace_cli.supervisor import RunState, read
-from tests.support.headrace_up import HEADRACE, as_toml
+from headrace_cli.toml_text import toml
+from tests.support.headrace_up import HEADRACE, as_setting
 from tests.support.processes import naming
 
 WAIT_S = 180.0
@@ -88,7 +89,7 @@ def endless(example: Path, folder: Path) -> Path:
 
 
 def _entries(table: Mapping[str, object]) -> str:
-    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in table.items())
+    return "".join(f"{name} = {toml(value)}\n" for name, value in table.items())
 
 
 class KilledDemo:
@@ -106,7 +107,7 @@ class KilledDemo:
         self.data, self._out, self._log = folder / "data", folder / "out", folder / "demo.log"
         self._command = [HEADRACE, "demo", str(demo), "--short", "--data-dir", str(self.data), "--out", str(self._out)]
         self._command += ["--cache", str(cache)]
-        self._command += [word for name, value in settings.items() for word in ("--set", f"{name}={as_toml(value)}")]
+        self._command += [word for name, value in settings.items() for word in ("--set", f"{name}={as_setting(value)}")]
         self._others = others
         self._process: subprocess.Popen[bytes] | None = None
 

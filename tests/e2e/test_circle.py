@@ -19,8 +19,8 @@ import pytest
 from email_agent.mailbox import generate
 from email_agent.react import SYSTEM
 from email_agent.tools import DEFINITIONS, Mailtools
-from headrace_cli.account import Account
-from headrace_cli.bookkeeping import account_of
+from headrace_cli.from_topics import read_turn_account
+from headrace_cli.turn_account import TurnAccount
 from headrace_schemas import Checkpoint, DeadLetter, Experience, ModelEvent, Reward, TrainingMetrics, Trajectory, Turn
 from tests.e2e import circle
 from tests.e2e.circle import MODEL, Observed, Work
@@ -308,9 +308,9 @@ def test_the_next_start_goes_on_where_this_one_ended(up: HeadraceUp, folder: Pat
     client = openai.OpenAI(base_url=up.base_url, api_key="none")
     answer = client.chat.completions.create(model=MODEL, messages=ask(QUESTIONS[0]), max_tokens=8)
 
-    async def more() -> tuple[Observed, Account]:
+    async def more() -> tuple[Observed, TurnAccount]:
         await circle.work(up, lambda: len(circle.versions(up)) > known, 0, folder.with_name("agent.json"))
-        return await circle.observe(up.state.bus), await account_of(up.state.bus)
+        return await circle.observe(up.state.bus), await read_turn_account(up.state.bus)
 
     after, account = asyncio.run(more())
     champions = [one.version for one in after.all(ModelEvent) if one.decision == "promoted"]

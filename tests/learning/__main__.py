@@ -18,6 +18,7 @@ import structlog
 import torch
 import transformers
 
+from headrace_cli.progress import ProgressDisplay
 from headrace_trainer.settings import OptimizerSettings
 from tests.learning.corrections import AFTER, LAG, Case, Run, moved, rest
 from tests.learning.exact import differing_bytes
@@ -28,6 +29,8 @@ REST_MAX = 0.25
 _SIZES = ((64, 1, 64), (64, 8, 8), (64, 64, 1), (64, 64, 64), (8, 8, 8), (1, 1, 1))
 _BEFORE = (0, 20)
 _SEEDS = 3
+LINES = 2 * len(_SIZES) * len(_BEFORE) + 3 + 2 + len(FAULTS)
+"""Of the four parts below, in their order."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,15 @@ def main() -> int:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     began, lines = time.perf_counter(), []
-    with tempfile.TemporaryDirectory(prefix="headrace-learning-") as scratch:
+    with (
+        ProgressDisplay("test-learning", LINES, unit="lines") as progress,
+        tempfile.TemporaryDirectory(prefix="headrace-learning-") as scratch,
+    ):
         base = tiny_model.build(Path(scratch) / "base", layers=1)
         for part in (corrections(base), steps(base), exact(Path(scratch), base), faults(Path(scratch), base)):
             for line in part:
                 lines.append(line)
+                progress.advance(doing=f"after: {line.name}")
                 print(f"{'holds' if line.holds else 'FAILS'}  {line.value:10.3f}  {line.name}", flush=True)
     seconds = time.perf_counter() - began
     shares = [(line.value, line.worst) for line in lines if line.worst is not None]

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
 
+from headrace_cli.progress import ProgressDisplay
 from tests.mutants import library
 from tests.mutants.library import Change, Group
 from tests.mutants.memory import Memory
@@ -29,11 +30,10 @@ from tests.mutants.planted import planted
 from tests.mutants.trial import Mutant, Place, Verdict, served
 
 SHARE_MIN = 0.95
-_LOG_EVERY_S = 10.0
 
 
 @dataclass
-class Account:
+class Tried:
     """What became of what was tried."""
 
     verdicts: dict[Mutant, Verdict] = field(default_factory=dict)
@@ -67,11 +67,11 @@ def main() -> int:
     if broken:
         print(*(mutant.name for mutant in broken), "fail without any mutant; what they would say of one means nothing")
         return 1
-    account = try_all(mutants, memory, arguments)
+    tried = try_all(mutants, memory, arguments)
     if not (arguments.sample or arguments.only or arguments.planted or arguments.again):
         there = {change.lines for change in changes.values()}
         stale += [f"no mutant turns {one[1]!r} into {one[2]!r} in {one[0]}" for one in sorted(listed - there)]
-    return _report(account, changes, listed, stale, arguments)
+    return _report(tried, changes, listed, stale, arguments)
 
 
 def unchanged(mutants: Sequence[Mutant]) -> list[Mutant]:
@@ -84,13 +84,12 @@ def unchanged(mutants: Sequence[Mutant]) -> list[Mutant]:
     return list(found.values())
 
 
-def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Namespace) -> Account:
+def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Namespace) -> Tried:
     """Bounded by `--minutes`: what has begun by then is finished, the rest stays untried."""
-    account = Account({mutant: known for mutant in mutants if (known := memory.of(mutant))})
-    left = Waiting(mutant for mutant in mutants if mutant not in account.verdicts)
-    print(f"mutants: {len(mutants)}, of which {len(account.verdicts)} are known from before", flush=True)
+    tried = Tried({mutant: known for mutant in mutants if (known := memory.of(mutant))})
+    left = Waiting(mutant for mutant in mutants if mutant not in tried.verdicts)
+    print(f"mutants: {len(mutants)}, of which {len(tried.verdicts)} are known from before", flush=True)
     ends = time.monotonic() + 60 * arguments.minutes
-    progress = _Progress(len(left))
     told: Queue[tuple[Mutant, Verdict]] = Queue()
 
     def work() -> None:
@@ -102,20 +101,22 @@ def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Names
                     told.put((mutant, server.tried(mutant, arguments.timeout_s)))
                     mutant = left.take(server.place) if time.monotonic() < ends else None
 
-    with ThreadPoolExecutor(arguments.processes) as pool:  # each waits for a process of its own
+    with (
+        ProgressDisplay("mutants", len(left), unit="mutants") as progress,
+        ThreadPoolExecutor(arguments.processes) as pool,  # each thread waits for a process of its own
+    ):
         workers = [pool.submit(work) for _ in range(arguments.processes)]
         while not (told.empty() and all(worker.done() for worker in workers)):
             with contextlib.suppress(Empty):
                 mutant, verdict = told.get(timeout=1.0)
-                account.verdicts[mutant] = verdict
+                tried.verdicts[mutant] = verdict
                 if verdict.outcome != "not run":
                     memory.keep(mutant, verdict)
-                progress.step(mutant, verdict)
-            progress.show()
+                _tell(progress, mutant, verdict, len(tried.lived()))
         for worker in workers:
             worker.result()
-    account.untried = len(left)
-    return account
+    tried.untried = len(left)
+    return tried
 
 
 class Waiting:
@@ -136,69 +137,49 @@ class Waiting:
             return self._left.popleft()
 
 
-class _Progress:
-    """A bar in a terminal, a line now and then in a log; each that lives is printed at once."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._done = 0
-        self._lived = 0
-        self._bar = sys.stdout.isatty()
-        self._shown_s = 0.0
-
-    def step(self, mutant: Mutant, verdict: Verdict) -> None:
-        self._done += 1
-        if not verdict.killed and not mutant.name.startswith("unchanged"):
-            self._lived += 1
-            print(f"{chr(13) if self._bar else ''}{verdict.outcome}: {mutant.name}", flush=True)
-            if verdict.outcome == "not run":
-                print(verdict.said, flush=True)
-
-    def show(self) -> None:
-        now = time.monotonic()
-        if now - self._shown_s < (0.5 if self._bar else _LOG_EVERY_S):
-            return
-        self._shown_s = now
-        text = f"{self._done} of {self._total} tried, {self._lived} live"
-        filled = 30 * self._done // max(self._total, 1)
-        line = f"\r[{'#' * filled:30}] {text} " if self._bar else f"mutants: {text}\n"
-        print(line, end="", flush=True)
+def _tell(progress: ProgressDisplay, mutant: Mutant, verdict: Verdict, lived: int) -> None:
+    """A mutant that lives is said at once."""
+    progress.advance(doing=f"{lived} live")
+    if not verdict.killed and not mutant.name.startswith("unchanged"):
+        progress.say(f"{verdict.outcome}: {mutant.name}")
+        if verdict.outcome == "not run":
+            progress.say(verdict.said)
 
 
 def _report(
-    account: Account,
+    tried: Tried,
     changes: dict[Mutant, Change],
     listed: set[tuple[str, str, str]],
     stale: list[str],
     arguments: argparse.Namespace,
 ) -> int:
-    lived = account.lived()
+    lived = tried.lived()
     excused = [mutant for mutant in lived if mutant in changes and changes[mutant].lines in listed]
     unexcused = [mutant for mutant in lived if mutant not in excused]
-    killed_lines = {changes[m].lines for m, verdict in account.verdicts.items() if verdict.killed and m in changes}
+    killed_lines = {changes[m].lines for m, verdict in tried.verdicts.items() if verdict.killed and m in changes}
     lived_lines = {changes[mutant].lines for mutant in lived if mutant in changes}
     killed = sorted(listed & killed_lines - lived_lines)
     stale += [f"a test kills {one[1]!r} -> {one[2]!r} in {one[0]}" for one in killed]
     survived = sorted(mutant.name for mutant in unexcused)
-    counted = len(account.verdicts) - len(excused) - len(account.not_run())
+    counted = len(tried.verdicts) - len(excused) - len(tried.not_run())
     share = 1 - len(unexcused) / counted if counted else 0.0
     by_hand = [mutant.name for mutant in unexcused if mutant not in changes]
-    held = share >= SHARE_MIN and not (by_hand or stale or account.untried or account.not_run())
+    held = share >= SHARE_MIN and not (by_hand or stale or tried.untried or tried.not_run())
     report = {
         "held": held,
         "killed_share": round(share, 4),
-        "tried": len(account.verdicts),
-        "untried": account.untried,
+        "tried": len(tried.verdicts),
+        "untried": tried.untried,
         "excused": len(excused),
         "survived": survived,
-        "not_run": sorted(mutant.name for mutant in account.not_run()),
+        "not_run": sorted(mutant.name for mutant in tried.not_run()),
         "stale": sorted(stale),
         "seed": arguments.seed if arguments.sample else None,
     }
     arguments.report.parent.mkdir(parents=True, exist_ok=True)
     arguments.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(*(f"stale: {problem}" for problem in stale), *(f"survived: {name}" for name in survived), sep="\n")
-    print(f"killed {100 * share:.1f} % of {counted} (limit: at least 95 %), {account.untried} untried", flush=True)
+    print(f"killed {100 * share:.1f} % of {counted} (limit: at least 95 %), {tried.untried} untried", flush=True)
     return 0 if held else 1
 
 

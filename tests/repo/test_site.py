@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -69,10 +72,82 @@ def test_a_link_to_code_leads_to_a_page_that_shows_it() -> None:
 
 
 def test_figures_are_those_of_the_one_file() -> None:
-    found = [(page, results.written(read(page)) == read(page)) for page in results.PAGES]
-    assert found == [(page, True) for page in results.PAGES], "run python -m docs.site.results"
-    used = {name for page in results.PAGES for _, name, _ in results.BLOCK.findall(read(page))}
-    assert used == results.BLOCKS.keys()
+    found = results.results()
+    wrong = [page for page in results.PAGES if results.written(read(page), found) != read(page)]
+    assert not wrong, "run python -m docs.site.results"
+    there = {".".join(path) for path, _ in results.paths(found)}
+    assert there == {name for page in results.PAGES for name in results.named(read(page))}, "each is named by a page"
+
+
+def test_a_figure_that_is_not_there_is_named() -> None:
+    page = "<!-- results\n{chaos.kafka.lost:,} lost\n-->\n7 lost\n<!-- end of results -->\n"
+    assert results.written(page, {"chaos": {"kafka": {"lost": 1234}}}).splitlines()[3:] == [
+        "1,234 lost",
+        "<!-- end of results -->",
+    ]
+    with pytest.raises(KeyError, match=r"kafka\.lost: results\.toml has no such value"):
+        results.written(page, {"chaos": {"kafka": {}}})
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "shown"),
+    [(0.4949, "p", "49"), (1485.8, ",.0f", "1,486"), ("0 of 3269 in 12 s", ",", "0 of 3,269 in 12 s"), ("5", "", "5")],
+)
+def test_how_a_figure_is_shown(value: object, form: str, shown: str) -> None:
+    assert results.as_text(value, form) == shown
+
+
+def test_a_report_gives_what_pages_name(tmp_path: Path) -> None:
+    report = tmp_path / "attack.json"
+    lines = [{"what": "flips", "figure": f"{number} of 9", "holds": True} for number in range(2)]
+    broken = [{"what": "played to its end", "figure": "TimeoutError", "holds": False}]
+    attacks = {"spool_flips": {"lines": lines}, "secrets": {"lines": broken}}
+    report.write_text(json.dumps({"attacks": attacks}), encoding="utf-8")
+    found: dict[str, Any] = {"attack": {"spool_flips": {"0": "7 of 9"}, "secrets": {"0": "0 of 4"}}}
+    wanted = dict.fromkeys(["attack.spool_flips.1", "attack.secrets.0", "chaos.kafka.load_s"])
+    assert results.take(report, found, wanted) == ["attack.secrets.0"], "it stays as it was"
+    assert found["attack"] == {"spool_flips": {"0": "7 of 9", "1": "1 of 9"}, "secrets": {"0": "0 of 4"}}
+    assert tomllib.loads(results.as_toml(found)) == found
+
+
+def test_reports_are_read_as_their_targets_write_them(tmp_path: Path) -> None:
+    """Which values of each report pages name, in the shapes that the targets give them."""
+    simulate = {"faults": {"kill": 2, "stop": 3}, "checks": {"p1": 4}, "failed": [{"seed": 1}], "seeds": 5}
+    learned = [
+        {"name": f"left by a correction: batch of 8, after {after}: weights", "value": value}
+        for after, value in ((0, 0.1), (20, 0.02), (20, 0.07))
+    ]
+    reports: dict[str, Any] = {
+        "simulate": simulate,
+        "demo": {"seed": 1, "before": 0.25},
+        "test-learning": {"after": 20, "lines": learned},
+        "bench-trainer": {"peers": [{"model": "demo", "length": 512, "mixed": False, "ratio": 1.5}]},
+        "compose-test": {"images": {"trainer": {"added_mb": 900}, "gateway": {"added_mb": 40}}},
+        "bench-bus": {
+            "rates": {
+                "record": {"bytes": 1},
+                "embedded": {"per_s": {"bulk": {"best": 5}}},
+                "kafka": {"per_s": {"bulk": {"best": 10}}},
+            }
+        },
+    }
+    expected = {
+        "simulate.total.faults": 5,
+        "simulate.total.failed": 1,
+        "simulate.seeds": 5,
+        "demo.1.before": 0.25,
+        "test-learning.left.training.most": 0.07,
+        "test-learning.left.the first batch.least": 0.1,
+        "bench-trainer.peers.demo, all 512.ratio": 1.5,
+        "compose-test.added_mb.most": 40,
+        "bench-bus.share_of_kafka.bulk": 0.5,
+    }
+    found: dict[str, Any] = {}
+    for target, report in reports.items():
+        path = tmp_path / f"{target}.json"
+        path.write_text(json.dumps(report), encoding="utf-8")
+        assert results.take(path, found, dict.fromkeys(expected)) == []
+    assert {name: results.at(found, name) for name in expected} == expected
 
 
 def test_decisions_are_numbered_without_gaps() -> None:

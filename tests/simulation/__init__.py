@@ -1,10 +1,10 @@
-"""The simulation: all stream services at once, in one process, on a clock that jumps, while everything goes wrong.
+"""The simulation: all stream services in one process, on a virtual clock, while everything goes wrong.
 
-`simulate(seed)` (`run.py`) plays one `Town` (`town.py`): agents work through two gateways, collectors, scorers, the
-trainer, the registry and replicas do what they do in production, and a plan of faults drawn from the seed happens to
-them: deaths (also before and after a commit, and in the middle of a save), rebalances, duplicates, delays, a slow
-trainer, a bus or a blob store that is away, commits that fail or of which nobody hears, records that are no events.
-Then nothing goes wrong any more: all has to come to rest (`rest.py`), and every promise is checked (`promises/`).
+`simulate(seed)` (`run.py`) plays one `Cluster` (`cluster.py`). Agents work through two gateways; collectors, scorers,
+the trainer, the registry and replicas work as in production. The seed decides which faults happen: deaths (also before
+and after a commit, and during a save), rebalances, duplicates, delays, a slow trainer, a bus or a blob store that is
+away, commits that fail or whose answer is lost, and records that are no events. Then the faults stop. Every service has
+to come to rest (`rest.py`), and every promise is checked (`promises/`).
 
 The services' code is the real one, from their `app.run` down. What is replaced is listed in `substitutes.py`: the event
 loop's clock and threads (`loop.py`), Kafka's clients (`kafka.py`: `bus.py`, `clients.py` and `faust_app.py`, held by

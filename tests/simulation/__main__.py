@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -12,13 +13,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
+from headrace_cli.progress import ProgressDisplay
 from tests.simulation.run import Outcome, simulate
 
 _SHOWN_MAX = 10
-_SAID_EVERY_S = 10.0
 FIGURES = {"wrong_last_words": "p10_late: wrong last word", "verdicts_on_the_wrong_run": "p10_late: wrong run"}
 """Named figures of the report, and what a broken promise that counts for them begins with."""
 
@@ -26,9 +24,9 @@ FIGURES = {"wrong_last_words": "p10_late: wrong last word", "verdicts_on_the_wro
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 0 when every promise held in every run."""
     given = _parse(arguments)
-    console = Console(stderr=True)
     began = time.perf_counter()
-    outcomes = list(_watched(_outcomes(given), given.seeds, console))
+    with _played(given) as played, ProgressDisplay("simulate", given.seeds, unit="seeds") as progress:
+        outcomes = list(_watched(played, progress))
     report = summary(outcomes, given.first, time.perf_counter() - began)
     if given.report:
         given.report.parent.mkdir(parents=True, exist_ok=True)
@@ -85,15 +83,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _outcomes(given: argparse.Namespace) -> Iterator[Outcome]:
+@contextlib.contextmanager
+def _played(given: argparse.Namespace) -> Iterator[Iterator[Outcome]]:
+    """The outcomes, as they come. The processes are forked here, before anything has started a thread."""
     seeds = [(seed, given.verbose) for seed in range(given.first, given.first + given.seeds)]
     gc.collect()
     gc.freeze()  # what is imported now is never garbage, and collecting after each run looks past it
     if given.processes < 2 or given.seeds < 2:
-        yield from map(_simulate, seeds)
+        yield map(_simulate, seeds)
         return
     with multiprocessing.get_context("fork").Pool(given.processes) as pool:
-        yield from pool.imap_unordered(_simulate, seeds, chunksize=2)
+        yield pool.imap_unordered(_simulate, seeds, chunksize=2)
 
 
 def _simulate(job: tuple[int, bool]) -> Outcome:
@@ -101,33 +101,14 @@ def _simulate(job: tuple[int, bool]) -> Outcome:
     return simulate(seed, verbose=verbose)
 
 
-def _watched(outcomes: Iterable[Outcome], total: int, console: Console) -> Iterator[Outcome]:
-    """With a bar on a terminal, a line now and then in a log."""
-    if not console.is_terminal:
-        yield from _logged(outcomes, total, console)
-        return
-    columns = (TextColumn("seeds"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("seeds", total=total)
-        for outcome in outcomes:
-            progress.advance(task)
-            if outcome.broken:
-                progress.console.print(f"seed {outcome.seed}: {outcome.broken[0]}", highlight=False)
-            yield outcome
-
-
-def _logged(outcomes: Iterable[Outcome], total: int, console: Console) -> Iterator[Outcome]:
-    began = said = time.monotonic()
+def _watched(outcomes: Iterable[Outcome], progress: ProgressDisplay) -> Iterator[Outcome]:
+    """Says at once which seed broke a promise."""
     failed = 0
-    for number, outcome in enumerate(outcomes, 1):
+    for outcome in outcomes:
+        failed += bool(outcome.broken)
+        progress.advance(doing=f"{failed} failed")
         if outcome.broken:
-            failed += 1
-            console.print(f"seed {outcome.seed}: {outcome.broken[0]}", highlight=False, soft_wrap=True)
-        now = time.monotonic()
-        if now - said >= _SAID_EVERY_S:
-            said = now
-            left_s = (now - began) / number * (total - number)
-            console.print(f"{number} of {total} seeds, {failed} failed, about {left_s:.0f} s left", highlight=False)
+            progress.say(f"seed {outcome.seed}: {outcome.broken[0]}")
         yield outcome
 
 

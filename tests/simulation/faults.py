@@ -17,7 +17,7 @@ from tests.simulation.loop import VirtualClock
 from tests.simulation.mishaps import USUAL_COMMIT_S
 
 if TYPE_CHECKING:
-    from tests.simulation.town import Town
+    from tests.simulation.cluster import Cluster
 
 SPAN_S = 20.0
 """Faults begin in this span of a run; they may last longer."""
@@ -44,141 +44,141 @@ def plan(draw: random.Random) -> list[Fault]:
     )
 
 
-async def inject(town: Town, faults: list[Fault]) -> None:
-    """Let them happen. Those that last are ended by `Town.heal` at the latest."""
+async def inject(cluster: Cluster, faults: list[Fault]) -> None:
+    """Let them happen. Those that last are ended by `Cluster.heal` at the latest."""
     loop = asyncio.get_running_loop()
     begun_s = loop.time()
     for fault in faults:
         await asyncio.sleep(max(0.0, begun_s + fault.at_s - loop.time()))
-        town.trace("fault", fault.kind)
-        KINDS[fault.kind][1](town, random.Random(fault.seed))
+        cluster.trace("fault", fault.kind)
+        KINDS[fault.kind][1](cluster, random.Random(fault.seed))
 
 
-def _kill(town: Town, draw: random.Random) -> None:
-    place = draw.choice(town.places)
+def _kill(cluster: Cluster, draw: random.Random) -> None:
+    place = draw.choice(cluster.places)
     if place.process is not None:
-        town.count("kill")
+        cluster.count("kill")
         place.process.die()
 
 
-def _stop(town: Town, draw: random.Random) -> None:
-    place = draw.choice([place for place in town.places if place.service in _STREAM])
+def _stop(cluster: Cluster, draw: random.Random) -> None:
+    place = draw.choice([place for place in cluster.places if place.service in _STREAM])
     if place.process is not None:
-        town.count("stop")
+        cluster.count("stop")
         place.process.stop()
 
 
-def _commit_refused(town: Town, draw: random.Random) -> None:
-    town.mishaps.arm_commit(draw.choice([*_STREAM, "registry"]), "refused", draw.randint(1, 4))
+def _commit_refused(cluster: Cluster, draw: random.Random) -> None:
+    cluster.mishaps.arm_commit(draw.choice([*_STREAM, "registry"]), "refused", draw.randint(1, 4))
 
 
-def _commit_unanswered(town: Town, draw: random.Random) -> None:
-    town.mishaps.arm_commit(draw.choice(_STREAM), "unanswered")
+def _commit_unanswered(cluster: Cluster, draw: random.Random) -> None:
+    cluster.mishaps.arm_commit(draw.choice(_STREAM), "unanswered")
 
 
-def _die_before_commit(town: Town, draw: random.Random) -> None:
-    town.mishaps.arm_commit(draw.choice([*_STREAM, "registry"]), "die_before")
+def _die_before_commit(cluster: Cluster, draw: random.Random) -> None:
+    cluster.mishaps.arm_commit(draw.choice([*_STREAM, "registry"]), "die_before")
 
 
-def _die_after_commit(town: Town, draw: random.Random) -> None:
-    town.mishaps.arm_commit(draw.choice([*_STREAM, "registry"]), "die_after")
+def _die_after_commit(cluster: Cluster, draw: random.Random) -> None:
+    cluster.mishaps.arm_commit(draw.choice([*_STREAM, "registry"]), "die_after")
 
 
-def _die_while_saving(town: Town, draw: random.Random) -> None:
-    town.mishaps.arm_blob_death("trainer", draw.randint(1, 9))
+def _die_while_saving(cluster: Cluster, draw: random.Random) -> None:
+    cluster.mishaps.arm_blob_death("trainer", draw.randint(1, 9))
 
 
-def _rebalance(town: Town, draw: random.Random) -> None:
-    groups = [group for _, group in sorted(town.bus.groups.items()) if len(group.members) > 1]
+def _rebalance(cluster: Cluster, draw: random.Random) -> None:
+    groups = [group for _, group in sorted(cluster.bus.groups.items()) if len(group.members) > 1]
     if groups:
-        town.count("rebalance")
+        cluster.count("rebalance")
         draw.choice(groups).rebalance()
 
 
-def _bus_silent(town: Town, draw: random.Random) -> None:
-    town.count("bus_away_silent")
-    town.bus.outage.until_s = asyncio.get_running_loop().time() + draw.choice([0.3, 2.0, 6.0])
-    town.bus.outage.how = "silent"
+def _bus_silent(cluster: Cluster, draw: random.Random) -> None:
+    cluster.count("bus_away_silent")
+    cluster.bus.outage.until_s = asyncio.get_running_loop().time() + draw.choice([0.3, 2.0, 6.0])
+    cluster.bus.outage.how = "silent"
 
 
-def _bus_refusing(town: Town, draw: random.Random) -> None:
-    town.count("bus_away_refusing")
-    town.bus.outage.until_s = asyncio.get_running_loop().time() + draw.choice([0.3, 2.0, 6.0])
-    town.bus.outage.how = "refusing"
+def _bus_refusing(cluster: Cluster, draw: random.Random) -> None:
+    cluster.count("bus_away_refusing")
+    cluster.bus.outage.until_s = asyncio.get_running_loop().time() + draw.choice([0.3, 2.0, 6.0])
+    cluster.bus.outage.how = "refusing"
 
 
-def _slow_bus(town: Town, draw: random.Random) -> None:
-    town.count("slow_bus")
-    town.bus.slow_s = draw.choice([0.02, 0.1])
-    asyncio.get_running_loop().call_later(draw.uniform(1, 5), setattr, town.bus, "slow_s", 0.0)
+def _slow_bus(cluster: Cluster, draw: random.Random) -> None:
+    cluster.count("slow_bus")
+    cluster.bus.slow_s = draw.choice([0.02, 0.1])
+    asyncio.get_running_loop().call_later(draw.uniform(1, 5), setattr, cluster.bus, "slow_s", 0.0)
 
 
-def _slow_database(town: Town, draw: random.Random) -> None:
-    town.count("slow_database")
-    town.mishaps.commit_s = draw.choice([0.1, 1.0])
-    asyncio.get_running_loop().call_later(draw.uniform(1, 5), setattr, town.mishaps, "commit_s", USUAL_COMMIT_S)
+def _slow_database(cluster: Cluster, draw: random.Random) -> None:
+    cluster.count("slow_database")
+    cluster.mishaps.commit_s = draw.choice([0.1, 1.0])
+    asyncio.get_running_loop().call_later(draw.uniform(1, 5), setattr, cluster.mishaps, "commit_s", USUAL_COMMIT_S)
 
 
-def _delay(town: Town, draw: random.Random) -> None:
-    town.count("delay")
+def _delay(cluster: Cluster, draw: random.Random) -> None:
+    cluster.count("delay")
     topic = draw.choice(["feedback", "session-ends", "trajectories", "rewards", "experiences", "model-events"])
-    town.bus.hold(draw.choice(town.bus.places(topic)), draw.uniform(0.5, 8.0))
+    cluster.bus.hold(draw.choice(cluster.bus.places(topic)), draw.uniform(0.5, 8.0))
 
 
-def _late_turns(town: Town, draw: random.Random) -> None:
+def _late_turns(cluster: Cluster, draw: random.Random) -> None:
     """Ends and feedback overtake the turns that they are about."""
-    town.count("late_turns")
+    cluster.count("late_turns")
     seconds = draw.uniform(0.5, 6.0)
-    for place in town.bus.places("turns"):
-        town.bus.hold(place, seconds)
+    for place in cluster.bus.places("turns"):
+        cluster.bus.hold(place, seconds)
 
 
-def _duplicates(town: Town, draw: random.Random) -> None:
-    town.bus.repeat = 0.4
-    asyncio.get_running_loop().call_later(draw.uniform(1, 6), setattr, town.bus, "repeat", 0.0)
+def _duplicates(cluster: Cluster, draw: random.Random) -> None:
+    cluster.bus.repeat = 0.4
+    asyncio.get_running_loop().call_later(draw.uniform(1, 6), setattr, cluster.bus, "repeat", 0.0)
 
 
-def _slow_trainer(town: Town, draw: random.Random) -> None:
-    town.count("slow_trainer")
-    town.training_s = draw.choice([0.5, 2.0])
-    asyncio.get_running_loop().call_later(draw.uniform(2, 8), setattr, town, "training_s", 0.02)
+def _slow_trainer(cluster: Cluster, draw: random.Random) -> None:
+    cluster.count("slow_trainer")
+    cluster.training_s = draw.choice([0.5, 2.0])
+    asyncio.get_running_loop().call_later(draw.uniform(2, 8), setattr, cluster, "training_s", 0.02)
 
 
-def _blobs_away(town: Town, draw: random.Random) -> None:
-    town.count("blobs_away")
-    town.mishaps.blobs_away = True
-    asyncio.get_running_loop().call_later(draw.uniform(0.2, 4.0), setattr, town.mishaps, "blobs_away", False)
+def _blobs_away(cluster: Cluster, draw: random.Random) -> None:
+    cluster.count("blobs_away")
+    cluster.mishaps.blobs_away = True
+    asyncio.get_running_loop().call_later(draw.uniform(0.2, 4.0), setattr, cluster.mishaps, "blobs_away", False)
 
 
-def _clock_step(town: Town, draw: random.Random) -> None:
+def _clock_step(cluster: Cluster, draw: random.Random) -> None:
     """Somebody's clock jumps, back as often as forth."""
-    town.count("clock_step")
-    town.skews_s[draw.choice(town.places).name] = draw.uniform(-SKEW_MAX_S, SKEW_MAX_S)
+    cluster.count("clock_step")
+    cluster.skews_s[draw.choice(cluster.places).name] = draw.uniform(-SKEW_MAX_S, SKEW_MAX_S)
 
 
-def _poison(town: Town, draw: random.Random) -> None:
+def _poison(cluster: Cluster, draw: random.Random) -> None:
     """A record that can never be an event."""
     topic = draw.choice(_POISONED)
-    place = draw.choice(town.bus.places(topic))
+    place = draw.choice(cluster.bus.places(topic))
     value, reason = draw.choice([(b"{", "invalid_json"), (b'{"time": 1}', "invalid_event"), (None, "empty_value")])
-    record = town.bus.append(place, b"k", value, (), "somebody")
-    town.ledger.poison[topic, place.partition, record.offset] = reason
-    town.count("poison")
+    record = cluster.bus.append(place, b"k", value, (), "somebody")
+    cluster.ledger.poison[topic, place.partition, record.offset] = reason
+    cluster.count("poison")
 
 
-def _astray(town: Town, draw: random.Random) -> None:
+def _astray(cluster: Cluster, draw: random.Random) -> None:
     """Feedback about a turn that there never was."""
     key = session_key("default", f"nobody {draw.getrandbits(32)}")
     said = Feedback(
         time=VirtualClock().now(), feedback_id=f"astray {key}", session_key=key, msg_ids=(response_id(key),), value=1.0
     )
-    place = TopicPartition(said.topic, town.bus.partition_of(said.topic, said.key.encode()))
-    town.bus.append(place, said.key.encode(), said.to_json(), Envelope.of(said, "somebody").headers(), "somebody")
-    town.ledger.astray.add(said.event_id)
-    town.count("feedback_astray")
+    place = TopicPartition(said.topic, cluster.bus.partition_of(said.topic, said.key.encode()))
+    cluster.bus.append(place, said.key.encode(), said.to_json(), Envelope.of(said, "somebody").headers(), "somebody")
+    cluster.ledger.astray.add(said.event_id)
+    cluster.count("feedback_astray")
 
 
-KINDS: dict[str, tuple[float, Callable[[Town, random.Random], None]]] = {
+KINDS: dict[str, tuple[float, Callable[[Cluster, random.Random], None]]] = {
     "kill": (4, _kill),
     "stop": (1, _stop),
     "commit_refused": (1, _commit_refused),

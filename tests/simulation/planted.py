@@ -58,7 +58,7 @@ async def _past_the_spool(publisher: Publisher, *events: Event) -> None:
     if publisher._producer is not None:
         with contextlib.suppress(Unavailable, TimeoutError):
             async with asyncio.timeout(publisher._settings.bus_wait_s):
-                return await publisher._send(publisher._producer, events)
+                return await publisher._send(publisher._producer, [(event, None) for event in events])
     return await _PUBLISH(publisher, *events)
 
 

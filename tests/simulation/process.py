@@ -31,7 +31,7 @@ def current() -> Process:
 
 
 def alive() -> bool:
-    """Whether the running code may act on the world. The town's own code always may."""
+    """Whether the running code may act on the world. The cluster's own code always may."""
     process = CURRENT.get()
     return process is None or not process.dead
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulation import rest, world
+from tests.simulation.cluster import Cluster
 from tests.simulation.loop import Stuck, VirtualLoop
 from tests.simulation.process import alive, end_others, task_factory
 from tests.simulation.promises import check_all
 from tests.simulation.substitutes import installed
-from tests.simulation.town import Town
 
 _MEMORY = Path("/dev/shm")
 
@@ -47,7 +47,7 @@ def simulate(seed: int, *, verbose: bool = False) -> Outcome:
     began = time.perf_counter()
     place = _MEMORY if _MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="headrace-", dir=place) as folder, installed(seed), _litter_lies():
-        return _play(Town(seed, Path(folder), verbose=verbose), began)
+        return _play(Cluster(seed, Path(folder), verbose=verbose), began)
 
 
 @contextlib.contextmanager
@@ -64,8 +64,8 @@ def _litter_lies() -> Iterator[None]:
             gc.enable()
 
 
-def _play(town: Town, began: float) -> Outcome:
-    loop = VirtualLoop(town.thread_delay_s, alive)
+def _play(cluster: Cluster, began: float) -> Outcome:
+    loop = VirtualLoop(cluster.thread_delay_s, alive)
     broken: list[str] = []
 
     def unheard(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -75,36 +75,36 @@ def _play(town: Town, began: float) -> Outcome:
     loop.set_task_factory(task_factory)
     loop.set_exception_handler(unheard)
     asyncio.set_event_loop(loop)
-    world.enter(town)
+    world.enter(cluster)
     try:
-        loop.run_until_complete(town.play())
+        loop.run_until_complete(cluster.play())
     except (rest.Restless, Stuck) as error:
         broken.append(f"liveness: {error}")
     finally:
-        virtual_s, events = loop.time(), town.trace.counts["append"]
-        _end(loop, town)
-    checks = check_all(town)
+        virtual_s, events = loop.time(), cluster.trace.counts["append"]
+        _end(loop, cluster)
+    checks = check_all(cluster)
     world.leave()
     broken += [text for check in checks for text in check.broken]
     return Outcome(
-        seed=town.seed,
+        seed=cluster.seed,
         broken=tuple(broken),
-        digest=town.trace.digest(),
+        digest=cluster.trace.digest(),
         events=events,
         virtual_s=virtual_s,
         wall_s=time.perf_counter() - began,
-        injected=dict(town.injected),
+        injected=dict(cluster.injected),
         checks={check.promise: check.made for check in checks},
-        story=tuple(town.trace.lines),
+        story=tuple(cluster.trace.lines),
     )
 
 
-def _end(loop: VirtualLoop, town: Town) -> None:
+def _end(loop: VirtualLoop, cluster: Cluster) -> None:
     loop.set_exception_handler(lambda *_: None)
     loop.more()
 
     async def kill() -> None:
-        town.end()
+        cluster.end()
         await end_others()
 
     loop.run_until_complete(kill())

@@ -13,7 +13,7 @@ _worlds: list[World] = []
 
 
 class World(Protocol):
-    """See `tests.simulation.town.Town`."""
+    """See `tests.simulation.cluster.Cluster`."""
 
     bus: Bus
     mishaps: Mishaps

@@ -6,8 +6,9 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +22,6 @@ from headrace_runtime.settings import BusSettings
 from headrace_runtime.wire import decode
 from headrace_schemas import Event
 from tests.support.ports import free_port, wait_open
-from tests.support.skewed import command
 
 E = TypeVar("E", bound=Event)
 
@@ -29,9 +29,10 @@ E = TypeVar("E", bound=Event)
 class GatewayProcess:
     """`start`, `kill` (SIGKILL) and `start` again on the same folder and port."""
 
-    def __init__(self, folder: Path, bus: str, skew: Path | None = None, /, **settings: object) -> None:
-        """`skew`: a file that says by how many seconds its clock is wrong."""
-        self._command = command("headrace_gateway", skew)
+    def __init__(self, folder: Path, bus: str, environ: Mapping[str, str] | None = None, /, **settings: object) -> None:
+        """`environ`: what it has besides its settings, for example `wrong_clock.environ`."""
+        self._command = [sys.executable, "-m", "headrace_gateway"]
+        self._environ = environ or {}
         self.port = free_port()
         self.folder = folder
         self._settings: dict[str, object] = {
@@ -54,7 +55,9 @@ class GatewayProcess:
         self.folder.mkdir(parents=True, exist_ok=True)
         environ = {f"HEADRACE_{name}": str(value) for name, value in self._settings.items()}
         with (self.folder / "gateway.log").open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env={**os.environ, **environ})
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, env={**os.environ, **self._environ, **environ}
+            )
         try:
             wait_open(self.port, timeout_s)
         except TimeoutError as error:

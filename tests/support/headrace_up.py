@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace_cli.supervisor import NotRunning, RunState, read
+from headrace_cli.toml_text import toml
 from tests.support.processes import wait_until
 
 HEADRACE = str(Path(sys.executable).with_name("headrace"))
@@ -32,7 +33,7 @@ class HeadraceUp:
     def __init__(self, folder: Path, config: Path, settings: Mapping[str, object], environ: Mapping[str, str]) -> None:
         self.folder = folder
         self._command = [HEADRACE, "up", "--data-dir", str(folder), "--config", str(config), "--auto-ports"]
-        self._command += [word for name, value in settings.items() for word in ("--set", f"{name}={as_toml(value)}")]
+        self._command += [word for name, value in settings.items() for word in ("--set", f"{name}={as_setting(value)}")]
         self._environ = {**os.environ, **environ}
         self._log = folder.with_name(f"{folder.name}.log")
         self._process: subprocess.Popen[bytes] | None = None
@@ -85,6 +86,6 @@ class HeadraceUp:
         return state is not None and state.ready
 
 
-def as_toml(value: object) -> str:
-    """A setting as `--set` and the environment take it; a string is taken as it stands."""
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+def as_setting(value: object) -> str:
+    """As `--set` and the environment take it: a string stands as it is, the rest is TOML."""
+    return value if isinstance(value, str) else toml(value)

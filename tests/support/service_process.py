@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
 
+from tests.support.headrace_up import as_setting
 from tests.support.ports import free_port
 from tests.support.processes import wait_until
-from tests.support.skewed import command
 
 
 class ServiceProcess:
     """`python -m headrace_<name>`. Its data folder is `folder`, where a successor finds the state of the dead."""
 
-    def __init__(self, name: str, folder: Path, bus: str, skew: Path | None = None, /, **settings: object) -> None:
-        """`skew`: a file that says by how many seconds its clock is wrong."""
-        self._command = command(f"headrace_{name}", skew)
+    def __init__(
+        self, name: str, folder: Path, bus: str, environ: Mapping[str, str] | None = None, /, **settings: object
+    ) -> None:
+        """`environ`: what it has besides its settings, for example `wrong_clock.environ`."""
+        self._command = [sys.executable, "-m", f"headrace_{name}"]
         self.name = name
         self.port = free_port()
         self._log = folder / f"{name}-{self.port}.log"
         names = {"DATA_DIR": folder, "BUS__ADDRESS": bus, f"{name.upper()}__PORT": self.port, **settings}
-        self._environ = os.environ | {f"HEADRACE_{key}": _text(value) for key, value in names.items()}
+        self._environ = (
+            os.environ | (environ or {}) | {f"HEADRACE_{key}": as_setting(value) for key, value in names.items()}
+        )
         self._process: subprocess.Popen[bytes] | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -75,7 +80,3 @@ class ServiceProcess:
             except subprocess.TimeoutExpired:
                 self.kill()
         return self._process.returncode
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)

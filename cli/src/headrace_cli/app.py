@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import typer
 
 from headrace_cli.commands import (
@@ -48,4 +50,5 @@ config.add_to(app)
 
 def main() -> None:
     """The entry point of the console script."""
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # a bus that is away is an error with a message of ours
     app()

@@ -1,4 +1,4 @@
-"""What only the command and its supervisor raise."""
+"""Errors that only the command and its supervisor raise."""
 
 from __future__ import annotations
 

@@ -1,19 +1,45 @@
-"""Values as TOML, for a settings file and for the environment; the standard library only reads it."""
+"""Values as TOML, for a settings file, the environment and figures; the standard library only reads it."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from collections.abc import Mapping
+from datetime import date, time
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def toml(value: object) -> str:
-    """A value as TOML on one line: JSON is the same for what settings are made of, tables apart. TOML has no null, so
-    what has none in a table is left out."""
+    """A value as TOML on one line. TOML has no null: a table leaves out what is None. Raises `TypeError` for what TOML
+    cannot say."""
     if isinstance(value, Mapping):
-        given = {name: item for name, item in value.items() if item is not None}
-        items = (f"{json.dumps(str(name), ensure_ascii=False)} = {toml(item)}" for name, item in given.items())
+        given = {str(name): item for name, item in value.items() if item is not None}
+        items = (f"{key(name)} = {toml(item)}" for name, item in given.items())
         return "{" + ", ".join(items) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml, value)) + "]"
-    return json.dumps(str(value) if isinstance(value, os.PathLike) else value, ensure_ascii=False)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, str | os.PathLike):
+        return _quoted(os.fspath(value))
+    raise TypeError(f"{value!r}: TOML has no {type(value).__name__}")
+
+
+def key(name: str) -> str:
+    """A name in front of `=`, in quotes where it has to be."""
+    return name if _BARE.fullmatch(name) else _quoted(name)
+
+
+def _quoted(text: str | bytes) -> str:
+    """A basic string: what JSON escapes, and DEL, which TOML allows no more than the other control characters."""
+    decoded = text if isinstance(text, str) else os.fsdecode(text)
+    return json.dumps(decoded, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -26,6 +26,7 @@ _STOP_TIMEOUT_S = 1.0
 _RECONNECT_S = 0.5
 _DAMAGED_BYTES_MAX = 700_000
 """What of a damaged record goes into its dead letter."""
+Span = contextlib.AbstractContextManager[object]
 
 
 class Publisher:
@@ -99,7 +100,7 @@ class Publisher:
         if self._spool.events == 0 and self._producer is not None:
             try:
                 async with asyncio.timeout(self._settings.bus_wait_s):
-                    await self._send(self._producer, events)
+                    await self._send(self._producer, [(event, None) for event in events])
                 self._count(events, "bus")
                 self._away = False
                 return
@@ -194,20 +195,17 @@ class Publisher:
 
     async def _send_spooled(self, producer: EventProducer, batch: Sequence[Spooled]) -> None:
         """Stage by stage: an end may be sent only once the turns of its session are acknowledged."""
-        read = [(item.traceparent, _event(item)) for item in batch]
-        for stage in in_stages(read, lambda one: one[1]):
-            ends = await self._ends([event for _, event in stage])
-            records: list[Outgoing] = []
-            for traceparent, event in stage:
-                with tracing.span(traceparent):
-                    records += await _records(producer, event, ends)
-            await producer.send_raw(records)
+        read = [(_event(item), tracing.span(item.traceparent)) for item in batch]
+        for stage in in_stages(read, lambda one: one[0]):
+            await self._send(producer, stage)
 
-    async def _send(self, producer: EventProducer, events: Sequence[Event]) -> None:
-        ends = await self._ends(events)
+    async def _send(self, producer: EventProducer, events: Sequence[tuple[Event, Span | None]]) -> None:
+        """Each in its span; without one it belongs to the request that is being answered."""
+        ends = await self._ends([event for event, _ in events])
         records: list[Outgoing] = []
-        for number, event in enumerate(events):
-            records += await _records(producer, event, ends)
+        for number, (event, span) in enumerate(events):
+            with span or contextlib.nullcontext():
+                records += await _records(producer, event, ends)
             if number:
                 await asyncio.sleep(0)  # many events of one request let other requests pass
         await producer.send_raw(records)

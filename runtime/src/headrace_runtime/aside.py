@@ -1,4 +1,4 @@
-"""Work whose length a caller decides, done beside the event loop: parsing, templates, tokenization, assembling answers.
+"""Runs work whose length depends on the caller in threads: parsing, templates, tokenization, assembling answers.
 
 Python's threads share one interpreter, so a thread helps as long as no single call of a library keeps the interpreter's
 lock for long. What would (parsing JSON, above all) is bounded by `headrace_runtime.json_bounds`.

@@ -1,4 +1,4 @@
-"""What a start would find wrong, found without starting: for `python -m headrace_<service> --check`.
+"""Finds what would stop a start, without starting: `python -m headrace_<service> --check`.
 
 Nothing is created and nothing is changed. What is a service's own is tried by its own function, `Service.check`.
 """

@@ -1,4 +1,4 @@
-"""Time is injected, so that tests and the simulation can own it."""
+"""The clock is a parameter, so that tests and the simulation can replace it."""
 
 from __future__ import annotations
 

@@ -58,7 +58,9 @@ async def assign_all(reader: AIOKafkaConsumer, topic: str) -> list[TopicPartitio
 
 async def partitions_of(reader: AIOKafkaConsumer, topic: str) -> list[TopicPartition]:
     """Every partition of `topic`, in order. Raises `Unavailable` when it does not exist (yet)."""
-    cluster = await reader._client.fetch_all_metadata()  # the public methods only know topics that are subscribed to
+    # aiokafka 0.14 has no public way: `topics()` asks the same and returns names alone, `partitions_for_topic` knows
+    # only what is subscribed to, and the admin client would be one more connection for each reader.
+    cluster = await reader._client.fetch_all_metadata()
     partitions = [TopicPartition(topic, number) for number in sorted(cluster.partitions_for_topic(topic) or ())]
     if not partitions:
         raise Unavailable(f"topic {topic} does not exist yet")

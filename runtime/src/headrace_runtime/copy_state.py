@@ -1,4 +1,4 @@
-"""Moves the services' own state from SQLite files to PostgreSQL, when one machine is not enough any more.
+"""Copies the state of services from SQLite files to PostgreSQL, for an installation that outgrows one machine.
 
 `python -m headrace_runtime.copy_state postgresql://user@host/database [--config headrace.toml]`, services stopped.
 

@@ -1,4 +1,4 @@
-"""One damaged batch costs one batch: it is handed on as a record that says so, and reading goes on behind it.
+"""Skips a damaged record batch: the reader gets a record that names the damage, and continues after it.
 
 aiokafka's own consumer, and Faust's on top of it, raise `CorruptRecordException` when a batch does not hash to its
 checksum, and again at every further poll: the position never moves. Importing this module replaces the class that

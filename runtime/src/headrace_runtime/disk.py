@@ -1,4 +1,4 @@
-"""A disk without room: how the many errors that mean it are told from others, how it is probed, how it is waited for.
+"""A full disk: which errors mean it, how it is probed, and how a service waits for room.
 
 A full disk mends itself as soon as somebody makes room, so nobody ends because of it: what needs the disk waits, says
 so, and goes on. Everything here names the folder, since that is what the reader has to look at.

@@ -1,4 +1,4 @@
-"""Programs that work on many events at once, as filters: lines in, lines out, and not a word to the bus.
+"""Filter programs of services: they read events as lines, write results as lines, and do not use the bus.
 
 A line is a word, a space, and JSON on the rest of it; `headrace_schemas.replay` says which words there are. Whoever
 starts such a program writes and reads at the same time. It is started like a service (`headrace_runtime.main`), with

@@ -1,4 +1,4 @@
-"""Who holds a lease: a name that tells, on the machine where its process ran, whether that process is still alive.
+"""The name of a lease holder. On the machine of the holder, the name tells whether its process still runs.
 
 A death that can be seen need not be waited for. A name from another machine, or from another container on this one,
 says nothing: whoever wants the lease then watches whether its holder gives a sign of life.

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with what it leaves out: time-outs while a request arrives, and one way to read it.
+"""uvicorn's HTTP/1.1 protocol with time-outs while a request arrives, and without ambiguous requests.
 
 A request whose length two readers could understand differently is refused (RFC 9112, section 6.1: request smuggling),
 and a client that sends a byte now and then does not keep its connection (slowloris).

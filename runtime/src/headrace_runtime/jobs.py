@@ -1,4 +1,4 @@
-"""Slow work (a judge's call, a user's function) outside transactions and partitions, yet crash-safe.
+"""Runs slow work (a judge's call, a user's function) outside of transactions. A crash loses none of it.
 
 A handler enqueues a job in its own transaction. Workers lease due jobs, do the work, and finish: the result's events
 and the job's removal commit together. A worker that dies lets its lease run out, and the job is done again.

@@ -1,4 +1,4 @@
-"""A sign of life for whoever started this process: the event loop writes to the pipe `LIVENESS_FD` while it turns.
+"""Shows the parent process that this one works: the event loop writes to the pipe `LIVENESS_FD` while it runs.
 
 A supervisor kills what is silent for long and starts it again. The loop itself writes, no thread: a loop that is stuck
 has to be silent. Long work belongs on threads, where it does not silence it.

@@ -1,4 +1,4 @@
-"""Watches whether another process still lives inside: its event loop writes to the pipe of `liveness`.
+"""Watches whether the event loop of another process still runs, by the pipe of `liveness`.
 
 A stopped process, and a loop that is stuck, write nothing. Load does not silence a loop that turns, as it can an HTTP
 server. What is counted is silence that was watched: while the watcher itself is stopped, nobody grows older.

@@ -1,4 +1,4 @@
-"""How long the event loop stood still: what one caller's request costs everybody else who is served by it.
+"""Measures how long the event loop was blocked. A block delays every request that the process serves.
 
 A task wakes up every 20 ms and looks at how late it is. `busy` is the CPU time that the loop's own thread spent between
 two wake-ups: one callback that computed for long. It means the same on a loaded machine. `late` is how late it woke up

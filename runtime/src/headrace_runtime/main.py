@@ -1,4 +1,4 @@
-"""How every service starts: parse, read settings, then import the rest, run until told to stop.
+"""Starts every service: parses arguments, reads settings, imports the rest, and runs until it is stopped.
 
 Exit status: 0 after a stop, 1 after a crash (a supervisor restarts), 2 when the settings are wrong (it does not).
 """

@@ -1,4 +1,4 @@
-"""Where partitions end and how far a consumer group has come; asked beside the group, not as its member."""
+"""End offsets of partitions and committed offsets of a consumer group, read without joining the group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transactional outbox: an effect and the events that it causes commit together, the bus gets them afterwards.
+"""The transactional outbox: an effect commits together with its events, and the events are published afterwards.
 
 Sent at least once: a crash between acknowledgement and deletion sends again, with the same ids, and consumers dedupe.
 """

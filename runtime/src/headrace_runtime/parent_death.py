@@ -1,4 +1,4 @@
-"""A child process that cannot outlive the process that started it, however that one ends.
+"""Starts a child process that ends when its parent ends, also when the parent is killed.
 
 Run as a script: `python parent_death.py PARENT LISTENER COMMAND...` asks Linux for SIGKILL at the parent's death, then
 becomes COMMAND. LISTENER is an open socket that it is handed, -1 for none, as systemd does it: sd_listen_fds(3).

@@ -1,4 +1,4 @@
-"""A consumer that refuses nearly everything stops, says so, and goes on when it is told to."""
+"""A consumer that refuses nearly every record pauses, reports it, and resumes when an operator says so."""
 
 from __future__ import annotations
 

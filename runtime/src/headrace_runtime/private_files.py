@@ -1,4 +1,4 @@
-"""Files and folders for their owner alone, whatever the umask."""
+"""Creates files and folders that only their owner can read, whatever the umask."""
 
 from __future__ import annotations
 

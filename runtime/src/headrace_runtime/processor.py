@@ -1,4 +1,4 @@
-"""The heart of a stream service, with no Kafka and no Faust in it: records in, effects and events out.
+"""The core of a stream service, without Kafka and Faust: it turns records into effects and events.
 
 One policy for all: decode or dead-letter; dedupe, effect, owed events and position in one transaction; retry what is
 away; dead-letter what one record alone breaks; crash when retrying does not help. At least once plus idempotence.

@@ -1,4 +1,4 @@
-"""Sends events and waits until the bus has them: idempotent, all replicas, nothing in flight forgotten."""
+"""Sends events and waits until all replicas of the bus have acknowledged them. The producer is idempotent."""
 
 from __future__ import annotations
 

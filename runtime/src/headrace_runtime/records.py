@@ -1,4 +1,4 @@
-"""One small value that several processes want to replace, by compare-and-swap on any blob back end.
+"""One small value that several processes replace by compare-and-swap, on any blob store.
 
 The value is a row of numbered records. A record is written once, exclusively, and never changed: whoever writes number
 n + 1 has replaced number n, and whoever comes second is told so. The one with the highest number is the value.

@@ -72,7 +72,7 @@ def _shown(adapter: TypeAdapter[Any], value: object) -> Any:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """A JSON Schema as a few words: `integer ≥ 1`, `"json" or "console"`, `list of string`."""
+    """A JSON Schema as a few words: `integer ≥ 1`, `"json" or "console"`, `list of string; installed: helpfulness`."""
     if "enum" in schema:
         return " or ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in schema["enum"])
     if "anyOf" in schema:
@@ -81,5 +81,6 @@ def _kind(schema: dict[str, Any]) -> str:
         return "table"
     if schema.get("type") == "array":
         return f"list of {_kind(schema.get('items', {}))}"
+    installed = f"; installed: {', '.join(names)}" if (names := schema.get("examples")) else ""
     bounds = [f"{sign} {schema[key]}" for key, sign in _BOUNDS.items() if key in schema]
-    return " ".join([schema.get("type", "value"), *bounds])
+    return " ".join([schema.get("type", "value"), *bounds]) + installed

@@ -1,4 +1,4 @@
-"""What installed packages announce by name: a registry for each kind of thing that is added without a change here.
+"""Registries of what installed packages announce by name: one for each kind of extension.
 
 A package announces with an entry point, and ours do it in the same way:
 
@@ -102,6 +102,20 @@ class NameIn:
     def _checked(self, name: str) -> str:
         self.registry.get(name)
         return name
+
+
+@dataclass(frozen=True, slots=True)
+class OrNameIn:
+    """`Annotated[str, OrNameIn(registry)]` is a setting: a name that is announced, or something else, such as a path.
+    Whoever uses the setting tells them apart; the reference lists the names."""
+
+    registry: Registry[Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler(source)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {**handler(schema), "examples": list(self.registry.names())}
 
 
 @lru_cache(maxsize=4)

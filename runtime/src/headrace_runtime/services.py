@@ -1,4 +1,4 @@
-"""What a service says of itself before it is started: the entry points `headrace.services`.
+"""What is known of a service before it is started: the entry points `headrace.services`.
 
     [project.entry-points."headrace.services"]
     echo = "headrace_echo.service:INFO"

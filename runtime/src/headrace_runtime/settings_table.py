@@ -1,4 +1,4 @@
-"""The settings as a table of names: a TOML file, overridden by the environment. What a name means is its section's.
+"""The settings as a table of names: a TOML file, overridden by the environment. Sections check the values.
 
 `HEADRACE_GATEWAY__PORT=8100` overrides `gateway.port`. Services read it through `settings`; the supervisor, which has
 to know a few settings of others, looks them up here.

@@ -1,4 +1,4 @@
-"""Whether sources of rewards work: how often each ended how, and the last error. For scorer and judge.
+"""Counts the outcomes of each reward source and keeps its last error, for scorer and judge.
 
 A source that begins to fail, and each further power of ten of failures in a row, is a line in the log; so is its
 recovery. All of it is counted since the process started; the metrics and the topic `rewards` keep more.

@@ -1,4 +1,4 @@
-"""aiosqlite with one trip to its thread per statement.
+"""aiosqlite with one switch to its thread for each statement.
 
 The stock adapter makes four: open a cursor, execute, fetch, close it. On a busy machine each waits for the scheduler,
 and a transaction of ten statements takes forty such waits. Here a statement is one function on the connection's thread,

@@ -1,4 +1,4 @@
-"""Tables that every stream processor has beside its own: what it has seen, what it has to send, what it has to do."""
+"""Tables that every stream processor has: processed event ids, events to publish, jobs to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forgets and counts in small pieces: who does it holds SQLite's only writer, or the locks of PostgreSQL's rows."""
+"""Deletes and counts rows in small steps, because each step blocks other writers of the database."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Insert-or-update, the one statement that SQLAlchemy spells differently for our two databases."""
+"""Insert-or-update, which SQLAlchemy spells differently for SQLite and PostgreSQL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions in and out of the blob store: a folder of model files becomes an immutable version and the other way round.
+"""Stores a folder of model files as an immutable version in the blob store, and unpacks a version into a folder.
 
 No torch here: what the weights answer (the fingerprint) is computed by the caller.
 """

@@ -1,4 +1,4 @@
-"""A parent for one service where no supervisor of ours runs, as in a container: it kills what hangs.
+"""The parent process of one service in a container: it kills the service when it hangs.
 
 `python -m headrace_runtime.watchdog COMMAND...` starts COMMAND, hands it the pipe of `liveness`, passes signals on and
 ends as it does. After `HANG_TIMEOUT_S` (30) without a sign of life it kills it and ends with 1, and whoever restarts

@@ -1,4 +1,4 @@
-"""A small file that is there as it was or as it is now, never half written."""
+"""Replaces a small file atomically: readers see the old content or the new one."""
 
 from __future__ import annotations
 

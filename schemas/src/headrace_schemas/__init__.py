@@ -1,54 +1,86 @@
-"""The events, one module per topic family."""
+"""The events. Importing this package imports none of them: each name is imported when it is asked for."""
 
-from headrace_schemas.base import Event
-from headrace_schemas.events.chat import (
-    FunctionCall,
-    FunctionDefinition,
-    Message,
-    Sampling,
-    TextPart,
-    Tool,
-    ToolCall,
-)
-from headrace_schemas.events.checkpoint import (
-    BatchRecord,
-    Checkpoint,
-    Read,
-    Restored,
-    TrainingMetrics,
-    TrainingOutcome,
-    Undone,
-)
-from headrace_schemas.events.dead_letter import DeadLetter
-from headrace_schemas.events.dead_letter_decision import DeadLetterDecision
-from headrace_schemas.events.experience import Experience, RewardPart
-from headrace_schemas.events.feedback import Feedback, SessionEnd
-from headrace_schemas.events.model_event import ModelEvent, RolloutStep
-from headrace_schemas.events.reward import Reward
-from headrace_schemas.events.routing import Arm, LoadedVersion, Probe, Replica, Routing, ServedVersion, TrafficSplit
-from headrace_schemas.events.trajectory import Branch, Dialogue, LeftOut, Span, Trajectory
-from headrace_schemas.events.turn import Choice, Turn, UnitAssignment, Usage
-from headrace_schemas.reward_result import RewardResult
+from __future__ import annotations
 
-EVENTS: dict[str, type[Event]] = {
-    event.topic: event
-    for event in (
-        Turn,
-        Feedback,
-        SessionEnd,
-        Trajectory,
-        Reward,
-        Experience,
-        Checkpoint,
-        Routing,
-        Replica,
-        ModelEvent,
-        TrainingMetrics,
-        DeadLetter,
-        DeadLetterDecision,
+from typing import TYPE_CHECKING
+
+from headrace_schemas.lazy import lazily
+
+if TYPE_CHECKING:
+    from headrace_schemas.base import Event
+    from headrace_schemas.by_topic import EVENTS
+    from headrace_schemas.events.chat import (
+        FunctionCall,
+        FunctionDefinition,
+        Message,
+        Sampling,
+        TextPart,
+        Tool,
+        ToolCall,
     )
-}
-"""Topic name to the event that it carries; one event type per topic."""
+    from headrace_schemas.events.checkpoint import (
+        BatchRecord,
+        Checkpoint,
+        Read,
+        Restored,
+        TrainingMetrics,
+        TrainingOutcome,
+        Undone,
+    )
+    from headrace_schemas.events.dead_letter import DeadLetter
+    from headrace_schemas.events.dead_letter_decision import DeadLetterDecision
+    from headrace_schemas.events.experience import Experience, RewardPart
+    from headrace_schemas.events.feedback import Feedback, SessionEnd
+    from headrace_schemas.events.model_event import ModelEvent, RolloutStep
+    from headrace_schemas.events.reward import Reward
+    from headrace_schemas.events.routing import Arm, LoadedVersion, Probe, Replica, Routing, ServedVersion, TrafficSplit
+    from headrace_schemas.events.trajectory import Branch, Dialogue, LeftOut, Span, Trajectory
+    from headrace_schemas.events.turn import Choice, Turn, UnitAssignment, Usage
+    from headrace_schemas.reward_result import RewardResult
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "headrace_schemas.base": ("Event",),
+            "headrace_schemas.by_topic": ("EVENTS",),
+            "headrace_schemas.events.chat": (
+                "FunctionCall",
+                "FunctionDefinition",
+                "Message",
+                "Sampling",
+                "TextPart",
+                "Tool",
+                "ToolCall",
+            ),
+            "headrace_schemas.events.checkpoint": (
+                "BatchRecord",
+                "Checkpoint",
+                "Read",
+                "Restored",
+                "TrainingMetrics",
+                "TrainingOutcome",
+                "Undone",
+            ),
+            "headrace_schemas.events.dead_letter": ("DeadLetter",),
+            "headrace_schemas.events.dead_letter_decision": ("DeadLetterDecision",),
+            "headrace_schemas.events.experience": ("Experience", "RewardPart"),
+            "headrace_schemas.events.feedback": ("Feedback", "SessionEnd"),
+            "headrace_schemas.events.model_event": ("ModelEvent", "RolloutStep"),
+            "headrace_schemas.events.reward": ("Reward",),
+            "headrace_schemas.events.routing": (
+                "Arm",
+                "LoadedVersion",
+                "Probe",
+                "Replica",
+                "Routing",
+                "ServedVersion",
+                "TrafficSplit",
+            ),
+            "headrace_schemas.events.trajectory": ("Branch", "Dialogue", "LeftOut", "Span", "Trajectory"),
+            "headrace_schemas.events.turn": ("Choice", "Turn", "UnitAssignment", "Usage"),
+            "headrace_schemas.reward_result": ("RewardResult",),
+        },
+    )
 
 __all__ = [
     "EVENTS",

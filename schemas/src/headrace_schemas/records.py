@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from pydantic import ValidationError
 
-from headrace_schemas import EVENTS
 from headrace_schemas.base import Event
 from headrace_schemas.blobs import BlobRef
+from headrace_schemas.by_topic import EVENTS
 from headrace_schemas.envelope import refers
 from headrace_schemas.errors import InvalidEvent
 

@@ -14,11 +14,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from headrace_schemas.lazy import lazily
+
 if TYPE_CHECKING:
     from headrace.async_client import AsyncClient, AsyncSession
     from headrace.client import Client, Session
     from headrace.errors import ApiError, HeadraceError, Unreachable
     from headrace.manager import ModelManager
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "headrace.async_client": ("AsyncClient", "AsyncSession"),
+            "headrace.client": ("Client", "Session"),
+            "headrace.errors": ("ApiError", "HeadraceError", "Unreachable"),
+            "headrace.manager": ("ModelManager",),
+        },
+    )
 
 __all__ = [
     "ApiError",
@@ -30,27 +42,3 @@ __all__ = [
     "Session",
     "Unreachable",
 ]
-
-_HOMES = {
-    "ApiError": "headrace.errors",
-    "AsyncClient": "headrace.async_client",
-    "AsyncSession": "headrace.async_client",
-    "Client": "headrace.client",
-    "HeadraceError": "headrace.errors",
-    "ModelManager": "headrace.manager",
-    "Session": "headrace.client",
-    "Unreachable": "headrace.errors",
-}
-
-
-def __getattr__(name: str) -> object:
-    """The public names, imported when they are asked for: `headrace --help` needs none of them."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self, Unpack
-
-import httpx2
-from pydantic import JsonValue
+from typing import TYPE_CHECKING, Self, Unpack
 
 from headrace.errors import HeadraceError
 from headrace.retries import Retries, checked
@@ -22,6 +19,10 @@ from headrace.sessions import (
     new_id,
     root_of,
 )
+
+if TYPE_CHECKING:
+    import httpx2
+    from pydantic import JsonValue
 
 
 class AsyncClient:
@@ -40,6 +41,8 @@ class AsyncClient:
         retries: Retries | None = None,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
+        import httpx2
+
         self.root = root_of(base_url)
         self._retries = retries or Retries()
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -57,7 +60,7 @@ class AsyncClient:
         return AsyncSession(self, Identity(session_id or new_id(), task_id, run_id, purpose))
 
     async def feedback(self, **options: Unpack[FeedbackOptions]) -> str:
-        """Judge a session, or exactly the responses `msg_ids`, early, late or again. Returns the feedback's id."""
+        """Send feedback about a session or about the responses `msg_ids`, at any time, also again. Returns its id."""
         body = feedback_body(options)
         await self._post("/v1/feedback", body)
         return str(body["feedback_id"])
@@ -72,13 +75,15 @@ class AsyncClient:
         await self.close()
 
     async def _post(self, path: str, body: Mapping[str, JsonValue] | None = None) -> httpx2.Response:
+        from httpx2 import TransportError
+
         attempt = 0
         while True:
             attempt += 1
             answer, cause = None, None
             try:
                 answer = await self._http.post(path, json=body)
-            except httpx2.TransportError as error:
+            except TransportError as error:
                 cause = error
             pause_s = self._retries.pause_s(attempt, answer)
             if pause_s is None:
@@ -100,7 +105,7 @@ class AsyncSession:
         """For `AsyncOpenAI(base_url=...)`: names the session, but neither task nor run."""
 
     async def feedback(self, value: float | None = None, **options: Unpack[FeedbackDetails]) -> str:
-        """Judge the whole session. Returns the feedback's id."""
+        """Send feedback about the whole session. Returns its id."""
         me = self._identity
         found = await self._client.feedback(
             session_id=me.session_id, task_id=me.task_id, run_id=me.run_id, value=value, **options
@@ -109,7 +114,7 @@ class AsyncSession:
         return found
 
     async def end(self) -> None:
-        """The run is over; more calls do nothing. A session that nobody ends is over when it was idle for a while."""
+        """End the run. Further calls do nothing. A session that is not ended ends after some idle time."""
         if not self._ended:
             await self._client._post(self._identity.end_path())
             self._ended = True

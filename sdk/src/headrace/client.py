@@ -1,17 +1,13 @@
-"""The client for programs that block."""
+"""The client for programs without asyncio."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self, Unpack
-
-import httpx2
-from pydantic import JsonValue
+from typing import TYPE_CHECKING, Self, Unpack
 
 from headrace.errors import HeadraceError
-from headrace.retries import Retries, checked
+from headrace.retries import Retries, answered
 from headrace.sessions import (
     DEFAULT_URL,
     FeedbackDetails,
@@ -22,6 +18,10 @@ from headrace.sessions import (
     new_id,
     root_of,
 )
+
+if TYPE_CHECKING:
+    import httpx2
+    from pydantic import JsonValue
 
 
 class Client:
@@ -40,6 +40,8 @@ class Client:
         retries: Retries | None = None,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
+        import httpx2  # half of what importing this package would take
+
         self.root = root_of(base_url)
         self._retries = retries or Retries()
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -57,7 +59,7 @@ class Client:
         return Session(self, Identity(session_id or new_id(), task_id, run_id, purpose))
 
     def feedback(self, **options: Unpack[FeedbackOptions]) -> str:
-        """Judge a session, or exactly the responses `msg_ids`, early, late or again. Returns the feedback's id."""
+        """Send feedback about a session or about the responses `msg_ids`, at any time, also again. Returns its id."""
         body = feedback_body(options)
         self._post("/v1/feedback", body)
         return str(body["feedback_id"])
@@ -72,18 +74,7 @@ class Client:
         self.close()
 
     def _post(self, path: str, body: Mapping[str, JsonValue] | None = None) -> httpx2.Response:
-        attempt = 0
-        while True:
-            attempt += 1
-            answer, cause = None, None
-            try:
-                answer = self._http.post(path, json=body)
-            except httpx2.TransportError as error:
-                cause = error
-            pause_s = self._retries.pause_s(attempt, answer)
-            if pause_s is None:
-                return checked(answer, cause, f"{self.root}{path}")
-            time.sleep(pause_s)
+        return answered(lambda: self._http.post(path, json=body), self._retries, f"{self.root}{path}")
 
 
 class Session:
@@ -100,7 +91,7 @@ class Session:
         """For `OpenAI(base_url=...)`: names the session, but neither task nor run."""
 
     def feedback(self, value: float | None = None, **options: Unpack[FeedbackDetails]) -> str:
-        """Judge the whole session. Returns the feedback's id."""
+        """Send feedback about the whole session. Returns its id."""
         me = self._identity
         found = self._client.feedback(
             session_id=me.session_id, task_id=me.task_id, run_id=me.run_id, value=value, **options
@@ -109,7 +100,7 @@ class Session:
         return found
 
     def end(self) -> None:
-        """The run is over; more calls do nothing. A session that nobody ends is over when it was idle for a while."""
+        """End the run. Further calls do nothing. A session that is not ended ends after some idle time."""
         if not self._ended:
             self._client._post(self._identity.end_path())
             self._ended = True

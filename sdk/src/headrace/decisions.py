@@ -1,4 +1,4 @@
-"""What the registry decides, heard as it happens and said in a line. Needs the extra `headrace[topics]`."""
+"""Follows the decisions of the registry and describes each in a line. Needs the extra `headrace[topics]`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AGAIN_S = 5.0
 
 
 class Listener:
-    """Hears `model-events` on a thread of its own, from now on. A bus that is away is tried again."""
+    """Reads new `model-events` in a thread, and reconnects when the bus was away."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Listener:
 
 
 def line(event: ModelEvent) -> str | None:
-    """A decision that people wait for, as a line; None for steps on the way to one."""
+    """A line about a decision, None for an intermediate step."""
     because = f": {event.reason}" if event.reason else ""
     if event.rollout is not None and event.decision in ("probed", "skipped"):
         return f"{event.version} has {event.rollout.share} of the traffic{because}"

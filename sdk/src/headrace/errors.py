@@ -1,4 +1,4 @@
-"""What the SDK raises on purpose. All are `HeadraceError`."""
+"""The errors of the SDK. All are a `HeadraceError`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ApiError(HeadraceError):
 
 
 class Unreachable(HeadraceError):
-    """A service did not answer, however often it was asked."""
+    """A service did not answer within all retries."""
 
 
 class UsageError(HeadraceError):
-    """What was asked for cannot be: a file, a setting, a combination of options."""
+    """The request cannot be carried out: a missing file, a wrong setting, options that contradict each other."""
 
 
 __all__ = ["ApiError", "HeadraceError", "Unreachable", "UsageError"]

@@ -22,7 +22,7 @@ REQUEST_BYTES_MAX = 1_048_576
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """What will be sent. `partition` None lets the key decide (murmur2, as Kafka's own clients)."""
+    """A record to send. With `partition` None the key chooses it (murmur2, as Kafka's own clients)."""
 
     topic: str
     key: bytes | None
@@ -32,7 +32,7 @@ class Outgoing:
 
     @classmethod
     def of(cls, event: Event, source: str) -> Outgoing:
-        """Raises `UsageError` for an event that only fits through the blob store, which is the services' own."""
+        """Raises `UsageError` for an event that is too large for a topic: only services may use the blob store."""
         value = event.to_json()
         if len(value) > PAYLOAD_BYTES_MAX:
             raise UsageError(f"{event.type}: {len(value)} bytes; at most {PAYLOAD_BYTES_MAX} travel on a topic")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
-import httpx2
-
-from headrace.retries import Retries, checked
+from headrace.retries import Retries, answered
 from headrace_schemas.base import Model
 from headrace_schemas.catalog import WHO_HEADER
 from headrace_schemas.registry_api import (
@@ -22,6 +19,9 @@ from headrace_schemas.registry_api import (
     VersionState,
     WithdrawRequest,
 )
+
+if TYPE_CHECKING:
+    import httpx2
 
 DEFAULT_URL = "http://127.0.0.1:8020"
 M = TypeVar("M", bound=Model)
@@ -43,6 +43,8 @@ class ModelRegistry:
         retries: Retries | None = None,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
+        import httpx2
+
         self._url = url.rstrip("/")
         self._retries = retries or Retries(attempts=3)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -64,27 +66,27 @@ class ModelRegistry:
         return self._change(name, "promote", PromoteRequest(version=version, force=force))
 
     def roll_back(self, name: str, *, reason: str = "") -> ModelState:
-        """The previous version is champion again, the present one is withdrawn."""
+        """Make the previous version champion again and withdraw the present one."""
         return self._change(name, "rollback", RollbackRequest(reason=reason))
 
     def withdraw(self, name: str, version: str, *, reason: str = "") -> ModelState:
-        """No turn goes to this version any more."""
+        """Withdraw a version: it gets no more turns."""
         return self._change(name, "withdraw", WithdrawRequest(version=version, reason=reason))
 
     def pin(self, name: str, version: str | None = None, *, reason: str = "") -> ModelState:
-        """A version stays champion until it is unpinned: the present champion, or another once it is probed."""
+        """Keep a version champion until it is unpinned: the present champion, or another one once it is probed."""
         return self._change(name, "pin", PinRequest(version=version, reason=reason))
 
     def unpin(self, name: str, *, reason: str = "") -> ModelState:
-        """Candidates may take over again."""
+        """Let candidates take over again."""
         return self._change(name, "unpin", HoldRequest(reason=reason))
 
     def pause(self, name: str, *, reason: str = "") -> ModelState:
-        """New versions are registered and wait; what an operator asks for goes on."""
+        """Let new versions wait after they are registered. Requests of operators are still carried out."""
         return self._change(name, "pause", HoldRequest(reason=reason))
 
     def resume(self, name: str, *, reason: str = "") -> ModelState:
-        """What waited has its turn."""
+        """Process the versions that waited."""
         return self._change(name, "resume", HoldRequest(reason=reason))
 
     def close(self) -> None:
@@ -103,17 +105,8 @@ class ModelRegistry:
 
     def ask(self, method: str, path: str, model: type[M], body: Model | None = None) -> M:
         """Any page of the interface; `headrace_schemas.catalog` and `registry_api` have what they take and answer."""
-        attempt = 0
-        while True:
-            attempt += 1
-            answer, cause = None, None
-            try:
-                content = body.model_dump_json().encode() if body else None
-                answer = self._http.request(method, path, content=content)
-            except httpx2.TransportError as error:
-                cause = error
-            pause_s = self._retries.pause_s(attempt, answer)
-            if pause_s is None:
-                content = checked(answer, cause, f"{self._url}{path}").content
-                return model.model_validate_json(content, extra="ignore")
-            time.sleep(pause_s)
+        content = body.model_dump_json().encode() if body else None
+        answer = answered(
+            lambda: self._http.request(method, path, content=content), self._retries, f"{self._url}{path}"
+        )
+        return model.model_validate_json(answer.content, extra="ignore")

@@ -1,13 +1,17 @@
-"""When a request is made again. All that the SDK sends may be sent twice: feedback by its id, the rest by nature."""
+"""When a request is repeated. Every request of the SDK may be: feedback has an id, the others are idempotent."""
 
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import httpx2
+from typing import TYPE_CHECKING
 
 from headrace.errors import ApiError, Unreachable
+
+if TYPE_CHECKING:
+    import httpx2
 
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -32,6 +36,24 @@ class Retries:
             return min(float(asked), self.pause_max_s)
         pause_s = self.first_pause_s * 2.0 ** (attempt - 1)
         return min(pause_s, self.pause_max_s) * random.uniform(0.5, 1.0)
+
+
+def answered(send: Callable[[], httpx2.Response], retries: Retries, url: str) -> httpx2.Response:
+    """What `send` gets from `url`, asked again as `retries` says. Raises `ApiError`, `Unreachable`."""
+    from httpx2 import TransportError
+
+    attempt = 0
+    while True:
+        attempt += 1
+        answer, cause = None, None
+        try:
+            answer = send()
+        except TransportError as error:
+            cause = error
+        pause_s = retries.pause_s(attempt, answer)
+        if pause_s is None:
+            return checked(answer, cause, url)
+        time.sleep(pause_s)
 
 
 def checked(answer: httpx2.Response | None, cause: Exception | None, url: str) -> httpx2.Response:

@@ -1,4 +1,4 @@
-"""Your own source of rewards as a consumer of the bus. Needs the extra `headrace[topics]`.
+"""A reward source of your own, as a consumer of the bus. Needs the extra `headrace[topics]`.
 
     from headrace.rewards import serve
 
@@ -44,7 +44,7 @@ _REASON_LENGTH_MAX = 1000
 
 
 def serve(function: Function, *, source: str, bus: str, timeout_s: float = 60.0) -> None:
-    """Give every trajectory that `function` has not seen a verdict by `source`, until SIGINT or SIGTERM.
+    """Reward every new trajectory with `function`, as `source`, until SIGINT or SIGTERM.
 
     Processes with one `source` share the work and continue where they were. A crash repeats calls, and each verdict
     counts once. An exception is the outcome `failed`, a call that takes longer than `timeout_s` is `timed_out`; neither
@@ -120,7 +120,7 @@ async def _trajectory(record: ConsumerRecord) -> Trajectory | None:
 
 
 async def verdict(function: Function, trajectory: Trajectory, source: str, timeout_s: float) -> Reward:
-    """What `function` makes of a trajectory; whatever goes wrong is said so, and never is a score (P6)."""
+    """The reward of a trajectory. An error of `function` is an outcome of its own and never a score (P6)."""
     outcome: Outcome
     result, limit = RewardResult(), asyncio.timeout(timeout_s)
     try:

@@ -1,16 +1,17 @@
-"""What a session is and what is sent about it: shared by the plain and the async client, free of I/O."""
+"""Sessions and the requests about them, without I/O: shared by the blocking and the asyncio client."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 from urllib.parse import quote
 
-from pydantic import JsonValue
-
 from headrace_schemas.ids import uuid7
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 Purpose = Literal["train", "eval"]
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -61,22 +62,22 @@ class Identity:
 
 
 class FeedbackDetails(TypedDict, total=False):
-    """What feedback may say. The newest one of a `source` about a target counts, whenever it comes."""
+    """The fields of feedback. The latest feedback of each `source` about a session or response counts."""
 
     source: str
-    """Who says so; sources are weighed by the scorer's settings."""
+    """Who gives the feedback. The scorer's settings give each source a weight."""
     comment: str
     context: Mapping[str, JsonValue]
     """Facts for reward functions, e.g. the expected answer."""
     ends_session: bool
     withdrawn: bool
-    """Takes earlier feedback of this source back."""
+    """Withdraws earlier feedback of this source."""
     feedback_id: str
-    """Equal ids are one feedback; made up when there is none."""
+    """Feedback with an equal id counts once. A new id is made when there is none."""
 
 
 class FeedbackOptions(FeedbackDetails, total=False):
-    """What feedback may say, and about what: a session, or exactly the responses `msg_ids`."""
+    """The fields of feedback with its target: a session, or the responses `msg_ids`."""
 
     value: float | None
     session_id: str

@@ -1,4 +1,4 @@
-"""Reads ranges of topics without a consumer group, so that nobody is disturbed. Needs the extra `headrace[topics]`."""
+"""Reads ranges of topics without a consumer group. Needs the extra `headrace[topics]`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _POLL_MS = 500
 _BATCH_MAX = 500
 _IDLE_POLLS_MAX = 60
-"""Polls in a row without a record, short of the end, after which the bus counts as gone."""
+"""After this many empty polls in a row before the end, the bus counts as unreachable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What of a topic is wanted. Bounds hold for each partition, ends are exclusive.
+    """A range of a topic. Bounds are for each partition; ends are exclusive.
 
     Times are those of the records and are turned into offsets as Kafka does: the first record that is not earlier.
     """
@@ -65,12 +65,12 @@ class Entry:
 
 @dataclass(slots=True)
 class Progress:
-    """How far a reading is. `total` counts the offsets of the range, whatever their keys."""
+    """How far reading has come. `total` counts all offsets of the range, whatever their keys."""
 
     total: int = 0
     passed: int = 0
     truncated: bool = False
-    """The topic does not reach back to its beginning any more."""
+    """The beginning of the topic has been deleted."""
 
 
 class Topics:
@@ -101,7 +101,7 @@ class Topics:
     async def records(
         self, wanted: Range, progress: Progress | None = None, ends: Mapping[int, int] | None = None
     ) -> AsyncIterator[ConsumerRecord]:
-        """The same as `read` without looking into the records."""
+        """Like `read`, without decoding the records."""
         progress = progress if progress is not None else Progress()
         spans = await self._spans(wanted, progress, ends or {})
         self._consumer.assign(list(spans))
@@ -249,7 +249,7 @@ async def event_of(topic: str, value: bytes | None, headers: Iterable[tuple[str,
 
 
 def fetch(ref: BlobRef) -> bytes:
-    """The bytes that a reference stands for, from where it says, checked against their digest. Blocks."""
+    """Fetches the bytes that a reference names and checks their digest. Blocks."""
     import fsspec
 
     with fsspec.open(ref.uri, "rb") as file:

@@ -11,6 +11,7 @@ import httpx2
 
 from headrace_schemas import Reward, Trajectory, Turn
 from tests.attack.line import Line, none_of
+from tests.support import wrong_clock
 from tests.support.broker_process import BrokerProcess
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view
 from tests.support.service_process import ServiceProcess
@@ -27,15 +28,18 @@ Words = dict[str, list[tuple[str, float]]]
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
-    clocks = [folder / f"{name}.skew" for name in _PLACES]
+    if reason := wrong_clock.missing():
+        raise RuntimeError(reason)
+    clocks = [folder / f"{name}.clock" for name in _PLACES]
+    environs = [wrong_clock.environ(folder, clock) for clock in clocks]
     for clock in clocks:
         _step(clock, rng)
     broker = BrokerProcess(folder / "bus")
     broker.start()
-    gateways = [GatewayProcess(folder / f"g{n}", broker.address, clock) for n, clock in enumerate(clocks[:2])]
+    gateways = [GatewayProcess(folder / f"g{n}", broker.address, own) for n, own in enumerate(environs[:2])]
     services: list[ServiceProcess] = [
-        ServiceProcess(name, folder / "services", broker.address, clock)
-        for name, clock in zip(_PLACES[2:], clocks[2:], strict=True)
+        ServiceProcess(name, folder / "services", broker.address, own)
+        for name, own in zip(_PLACES[2:], environs[2:], strict=True)
     ]
     try:
         async with bus_view(broker.address, folder / "services") as view:
@@ -50,9 +54,7 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
 
 
 def _step(clock: Path, rng: random.Random) -> None:
-    after = clock.with_suffix(".new")
-    after.write_text(str(rng.uniform(-_SKEW_MAX_S, _SKEW_MAX_S)), encoding="utf-8")
-    after.replace(clock)
+    wrong_clock.step(clock, rng.uniform(-_SKEW_MAX_S, _SKEW_MAX_S))
 
 
 async def _talk(urls: list[str], view: BusView, clocks: list[Path], rng: random.Random) -> Words:

@@ -68,7 +68,7 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
     everything = [data_dir, *data_dir.rglob("*")]
     open_to_others = [path for path in everything if not path.is_symlink() and path.stat().st_mode & 0o077]
     leaks, said = planted.leaks(), sum(bool(text) for text in planted.outputs.values())
-    found = f"{len(leaks)} of {said} {leaks}"
+    found = f"{len(leaks)} of {said}" + (f": {leaks}" if leaks else "")
     return [
         Line("outputs, logs, pages and files with a secret", found, "0", not leaks and said > len(planted.secrets)),
         Line("reward functions that looked", str(spied), "at least 1", spied > 0),

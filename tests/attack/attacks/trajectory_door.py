@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from headrace_cli.bookkeeping import account_of
+from headrace_cli.from_topics import read_turn_account
 from headrace_schemas import DeadLetter, Experience, Routing, ids
 from headrace_schemas.base import utcnow
 from headrace_schemas.events.routing import ServedVersion
@@ -61,7 +61,7 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
         reasons = {(one.source_topic, one.source_partition, one.source_offset): one.reason for one in letters}
         refused_kafka = [name for name, (place, reason) in places.items() if reasons.get(place) == reason]
         held = Counter(turn for name in {one.trajectory_id for one in made} for turn in _turns(made, name))
-        account = await account_of(stack.bus)
+        account = await read_turn_account(stack.bus)
         return [
             none_of("hostile fields that HTTP did not refuse by name", len(HOSTILE) - len(refused_http), len(HOSTILE)),
             none_of(

@@ -13,7 +13,7 @@ from aiokafka import AIOKafkaProducer
 
 from headrace.errors import Unreachable, UsageError
 from headrace.topics import Entry, Progress, Range, connected
-from headrace_cli.bookkeeping import account_of
+from headrace_cli.from_topics import read_turn_account
 from headrace_runtime import topics as catalogue
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
@@ -117,10 +117,10 @@ async def test_the_account_of_a_bus(own_bus: str, tmp_path: Path) -> None:
         await producer.send(event)
     await producer.stop()
     heard: list[tuple[int, int]] = []
-    found = await account_of(own_bus, report=lambda read, total: heard.append((read, total)))
+    found = await read_turn_account(own_bus, report=lambda read, total: heard.append((read, total)))
     assert found.problems == ()
     assert (found.captured, found.trained, found.waiting, found.dropped) == (4, 2, {"session": 2}, {})
     assert heard[-1] == (14, 14)
     assert len(list(blobs.digests())) == 1, "the large turn was a reference, and was followed"
-    again = await asyncio.gather(*(account_of(own_bus) for _ in range(3)))
+    again = await asyncio.gather(*(read_turn_account(own_bus) for _ in range(3)))
     assert set(map(str, again)) == {str(found)}, "reading changes nothing"

@@ -1,4 +1,4 @@
-"""What docs/kubernetes.md and the chart's README show is what helm and kubectl take."""
+"""What docs/guides/kubernetes.md and the chart's README show is what helm and kubectl take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.repo.compose_files import ROOT
 from tests.repo.helm.chart import BIN, CHART, values
 from tests.repo.helm.schemas import VERSIONS
 
-PAGE = ROOT / "docs/kubernetes.md"
+PAGE = ROOT / "docs/guides/kubernetes.md"
 COMMANDS = [line[2:] for one in fences(PAGE) if one.language == "console" for line in one.text.splitlines()]
 _INSTALL = {"--wait": 0, "--timeout": 1}
 """What only an installation takes, with the number of its words."""

@@ -25,9 +25,9 @@ from tests.simulation.promises import (
 from tests.simulation.promises.check import Check
 
 if TYPE_CHECKING:
-    from tests.simulation.town import Town
+    from tests.simulation.cluster import Cluster
 
-PROMISES: Mapping[str, Callable[[Town, Check], None]] = {
+PROMISES: Mapping[str, Callable[[Cluster, Check], None]] = {
     module.__name__.rpartition(".")[2]: module.check
     for module in (
         p1_captured,
@@ -50,12 +50,12 @@ PROMISES: Mapping[str, Callable[[Town, Check], None]] = {
 """By name, which is the file's."""
 
 
-def check_all(town: Town) -> list[Check]:
+def check_all(cluster: Cluster) -> list[Check]:
     """Every promise on one run."""
     made = []
     for name, check in PROMISES.items():
         that = Check(name)
-        check(town, that)
+        check(cluster, that)
         made.append(that)
     return made
 

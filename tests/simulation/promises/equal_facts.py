@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 from headrace_schemas import EVENTS, DeadLetter, Event, Replica
 
 if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
     from tests.simulation.promises.check import Check
-    from tests.simulation.town import Town
 
 
-def check(town: Town, that: Check) -> None:
+def check(cluster: Cluster, that: Check) -> None:
     """On every topic. A dead letter says when it was written; the same record refused again has another date."""
     for kind in EVENTS.values():
         if kind is Replica:
             continue
         contents: dict[str, bytes] = {}
-        for event in (event for partition in town.log.partitions(kind) for event in partition):
+        for event in (event for partition in cluster.log.partitions(kind) for event in partition):
             content = _content(event)
             first = contents.setdefault(event.event_id, content)
             that(first == content, f"{kind.topic}: {event.event_id} came with two contents")

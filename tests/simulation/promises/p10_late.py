@@ -11,41 +11,41 @@ from headrace_schemas import Experience, Feedback, Reward, Trajectory
 from tests.simulation.substitutes import right
 
 if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
     from tests.simulation.promises.check import Check
-    from tests.simulation.town import Town
 
 
-def check(town: Town, that: Check) -> None:
+def check(cluster: Cluster, that: Check) -> None:
     """The newest revision of each experience has the reward that the last words amount to, counted here anew."""
     newest: dict[str, Experience] = {}
     revisions: dict[str, list[int]] = {}
-    for made in town.log.all(Experience):
+    for made in cluster.log.all(Experience):
         revisions.setdefault(made.experience_id, []).append(made.revision)
         if made.experience_id not in newest or newest[made.experience_id].revision < made.revision:
             newest[made.experience_id] = made
     for name, found in revisions.items():
         that(sorted(found) == list(range(len(found))), f"{name} has revisions {sorted(found)}")
-    home = {turn_id: one for one in town.log.all(Trajectory) for turn_id in one.turn_ids}
-    acked = {turn.turn_id for run in town.ledger.runs for turn in run.turns}
-    words = _words(town, home)
-    for trajectory in town.log.all(Trajectory):
+    home = {turn_id: one for one in cluster.log.all(Trajectory) for turn_id in one.turn_ids}
+    acked = {turn.turn_id for run in cluster.ledger.runs for turn in run.turns}
+    words = _words(cluster, home)
+    for trajectory in cluster.log.all(Trajectory):
         if trajectory.purpose == "eval" or acked.isdisjoint(trajectory.turn_ids):
             continue  # of a piece that holds only what nobody was told about, nobody can say what it is worth
-        wanted = _reward(town, trajectory, words.get(trajectory.trajectory_id, []))
+        wanted = _reward(cluster, trajectory, words.get(trajectory.trajectory_id, []))
         for index in range(len(trajectory.branches)):
             last = newest.get(Experience.id_of(trajectory.trajectory_id, index))
             that(
                 last is not None and _equal(last.reward, wanted),
                 f"{trajectory.trajectory_id} is worth {last and last.reward}, the last words amount to {wanted}",
             )
-    _verdicts(town, that, words)
+    _verdicts(cluster, that, words)
 
 
-def _words(town: Town, home: Mapping[str, Trajectory]) -> dict[str, list[Feedback]]:
+def _words(cluster: Cluster, home: Mapping[str, Trajectory]) -> dict[str, list[Feedback]]:
     """What was said about each trajectory, in the order of acknowledgement: each word is about what holds the last turn
     that had been acknowledged when it was given, or the turns that it lists."""
     found: dict[str, list[Feedback]] = {}
-    for run in town.ledger.runs:
+    for run in cluster.ledger.runs:
         for said in run.feedback:
             listed = [home[turn].trajectory_id for turn in said.feedback.msg_ids if turn in home]
             about = listed or [home[said.after.turn_id].trajectory_id] if said.after.turn_id in home else listed
@@ -54,10 +54,10 @@ def _words(town: Town, home: Mapping[str, Trajectory]) -> dict[str, list[Feedbac
     return found
 
 
-def _verdicts(town: Town, that: Check, words: Mapping[str, list[Feedback]]) -> None:
+def _verdicts(cluster: Cluster, that: Check, words: Mapping[str, list[Feedback]]) -> None:
     """The ledger of rewards, by value: the last word, and none of what was said about another run."""
     last: dict[str, Reward] = {}
-    for reward in town.log.all(Reward):
+    for reward in cluster.log.all(Reward):
         known = last.get(reward.trajectory_id)
         if reward.source == "feedback" and (known is None or known.revision < reward.revision):
             last[reward.trajectory_id] = reward
@@ -73,12 +73,12 @@ def _verdicts(town: Town, that: Check, words: Mapping[str, list[Feedback]]) -> N
         that(found.value == value, f"wrong last word: {name} was told {found.value}, the last word was {value}")
 
 
-def _reward(town: Town, trajectory: Trajectory, said: Sequence[Feedback]) -> float | None:
+def _reward(cluster: Cluster, trajectory: Trajectory, said: Sequence[Feedback]) -> float | None:
     words: dict[str, float | None] = {"function:right": right(trajectory)}
     for one in said:
         if one.value is not None or one.withdrawn:
             words["feedback"] = None if one.withdrawn else one.value
-    critic = [one for one in town.ledger.critic if one.trajectory_id == trajectory.trajectory_id]
+    critic = [one for one in cluster.ledger.critic if one.trajectory_id == trajectory.trajectory_id]
     if critic:
         words["critic"] = max(critic, key=lambda one: one.revision).value
     values = [value for value in words.values() if value is not None]

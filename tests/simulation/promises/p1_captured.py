@@ -7,22 +7,24 @@ from typing import TYPE_CHECKING
 from headrace_schemas import Feedback, SessionEnd, Turn
 
 if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
     from tests.simulation.promises.check import Check
-    from tests.simulation.town import Town
 
 
-def check(town: Town, that: Check) -> None:
+def check(cluster: Cluster, that: Check) -> None:
     """After a quiet time nothing is left in a spool, so every acknowledged event is on the bus, as it was sent."""
-    turns = {turn.turn_id: turn for turn in town.log.all(Turn)}
-    for turn_id, sent in town.ledger.acked.items():
+    turns = {turn.turn_id: turn for turn in cluster.log.all(Turn)}
+    for turn_id, sent in cluster.ledger.acked.items():
         that(turns.get(turn_id) == sent, f"turn {turn_id} was acknowledged and is not on the bus as it was sent")
-    said = {event.event_id for kind in (Turn, Feedback, SessionEnd) for event in town.log.all(kind)}
-    for run, events in town.ledger.order.items():
+    said = {event.event_id for kind in (Turn, Feedback, SessionEnd) for event in cluster.log.all(kind)}
+    for run, events in cluster.ledger.order.items():
         for event_id in events:
             # A tenant's commit has a copy with an id of its own in each partition.
-            that(event_id in said or _copied(town, event_id), f"{event_id} of {run} was acknowledged and is lost")
+            that(event_id in said or _copied(cluster, event_id), f"{event_id} of {run} was acknowledged and is lost")
 
 
-def _copied(town: Town, event_id: str) -> bool:
-    copies = [end.model_copy(update={"partition": None}) for end in town.log.all(SessionEnd) if end.scope == "tenant"]
-    return sum(end.event_id == event_id for end in copies) == len(town.bus.places(SessionEnd.topic))
+def _copied(cluster: Cluster, event_id: str) -> bool:
+    copies = [
+        end.model_copy(update={"partition": None}) for end in cluster.log.all(SessionEnd) if end.scope == "tenant"
+    ]
+    return sum(end.event_id == event_id for end in copies) == len(cluster.bus.places(SessionEnd.topic))

@@ -9,19 +9,19 @@ from tests.simulation.learner import tokens_digest
 from tests.simulation.rest import lessons
 
 if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
     from tests.simulation.promises.check import Check
-    from tests.simulation.town import Town
 
 
-def check(town: Town, that: Check) -> None:
+def check(cluster: Cluster, that: Check) -> None:
     """From the turn that an agent made, by the trajectory, to the rows in the weights of every version."""
-    for trajectory in town.log.all(Trajectory):
+    for trajectory in cluster.log.all(Trajectory):
         for branch in trajectory.branches:
-            _spans(town, branch, that)
-    branches = {(one.experience_id, one.revision): one.branch for one in town.log.all(Experience)}
+            _spans(cluster, branch, that)
+    branches = {(one.experience_id, one.revision): one.branch for one in cluster.log.all(Experience)}
     digests = {name: _digest(branch) for name, branch in branches.items() if branch is not None}
     known = {experience_id for experience_id, _ in digests}
-    for version, learned in lessons(town).items():
+    for version, learned in lessons(cluster).items():
         for one in learned:
             # A withdrawal comes without tokens: those of an earlier revision are trained.
             wanted = digests.get((one.experience_id, one.revision))
@@ -32,9 +32,9 @@ def check(town: Town, that: Check) -> None:
             )
 
 
-def _spans(town: Town, branch: Branch, that: Check) -> None:
+def _spans(cluster: Cluster, branch: Branch, that: Check) -> None:
     for span in branch.spans:
-        turn = town.ledger.asked.get(span.turn_id)
+        turn = cluster.ledger.asked.get(span.turn_id)
         if not that(turn is not None, f"turn {span.turn_id} was never made"):
             continue
         assert turn is not None

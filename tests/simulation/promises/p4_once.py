@@ -10,40 +10,40 @@ from tests.simulation.rest import lessons, saved_lineage
 from tests.support.fates import follow
 
 if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
     from tests.simulation.promises.check import Check
-    from tests.simulation.town import Town
 
 
-def check(town: Town, that: Check) -> None:
+def check(cluster: Cluster, that: Check) -> None:
     """Versions remember what they were trained on; reports say what was trained. Each at most once, and the same."""
-    learned = lessons(town)
+    learned = lessons(cluster)
     in_weights: set[tuple[str, int]] = set()
     for version, lesson in learned.items():
         times = Counter((one.experience_id, one.revision) for one in lesson)
         in_weights |= set(times)
         for (name, revision), count in times.items():
             that(count == 1, f"{version} was trained {count} times on {name} revision {revision}")
-    reports = town.log.all(TrainingMetrics)
+    reports = cluster.log.all(TrainingMetrics)
     fates, wrong = follow(reports)
     that(not wrong, f"reports contradict each other: {wrong[:3]}")
     ever = {(one.experience_id, one.revision) for report in reports for one in report.verdicts if one.dropped is None}
     that(ever == in_weights, f"reported as trained and not in any weights, or the reverse: {ever ^ in_weights}")
-    _head(town, that, {key for key, fate in fates.items() if fate == "trained"})
-    _children(town, that)
+    _head(cluster, that, {key for key, fate in fates.items() if fate == "trained"})
+    _children(cluster, that)
 
 
-def _head(town: Town, that: Check, trained: set[tuple[str, int]]) -> None:
+def _head(cluster: Cluster, that: Check, trained: set[tuple[str, int]]) -> None:
     """What stays trained is what the weights in training hold, and nothing else is (what was undone is said)."""
-    saved = saved_lineage(town)
+    saved = saved_lineage(cluster)
     assert saved is not None
-    held = {(one.experience_id, one.revision) for one in lessons(town)[saved.head]}
+    held = {(one.experience_id, one.revision) for one in lessons(cluster)[saved.head]}
     that(trained == held, f"the weights hold what no report says, or the reverse: {trained ^ held}")
 
 
-def _children(town: Town, that: Check) -> None:
+def _children(cluster: Cluster, that: Check) -> None:
     """A version holds what its parent holds, and something new behind it."""
-    learned = lessons(town)
-    for checkpoint in town.log.all(Checkpoint):
+    learned = lessons(cluster)
+    for checkpoint in cluster.log.all(Checkpoint):
         if checkpoint.parent is None:
             continue
         mine, theirs = learned[checkpoint.version], learned.get(checkpoint.parent, ())
@@ -51,7 +51,7 @@ def _children(town: Town, that: Check) -> None:
             mine[: len(theirs)] == theirs and len(mine) > len(theirs),
             f"{checkpoint.version} does not go on from its parent",
         )
-    saved = saved_lineage(town)
+    saved = saved_lineage(cluster)
     assert saved is not None
     that(
         not saved.waiting or all(item.experience.reward is not None for item in saved.waiting),

@@ -9,17 +9,17 @@ from tests.simulation.rest import lessons
 from tests.simulation.services import MAX_STALENESS
 
 if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
     from tests.simulation.promises.check import Check
-    from tests.simulation.town import Town
 
 
-def check(town: Town, that: Check) -> None:
+def check(cluster: Cluster, that: Check) -> None:
     """What a version has and its parent has not was trained when the parent was the head: count versions from there."""
-    learned = lessons(town)
-    checkpoints = town.log.all(Checkpoint)
+    learned = lessons(cluster)
+    checkpoints = cluster.log.all(Checkpoint)
     parents = {one.version: one.parent for one in checkpoints}
     sampled: dict[str, set[str]] = {}
-    for made in town.log.all(Experience):
+    for made in cluster.log.all(Experience):
         if made.branch is not None:
             sampled.setdefault(made.experience_id, set()).update(span.version for span in made.branch.spans)
     for version, parent in parents.items():

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 from headrace_schemas import Experience, Reward
 
 if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
     from tests.simulation.promises.check import Check
-    from tests.simulation.town import Town
 
 
-def check(town: Town, that: Check) -> None:
+def check(cluster: Cluster, that: Check) -> None:
     """Every part of a total is a score that somebody gave, and the total is their weighted mean and nothing else."""
     scores: dict[tuple[str, str], set[float]] = {}
-    for reward in town.log.all(Reward):
+    for reward in cluster.log.all(Reward):
         that((reward.value is None) == (reward.outcome != "scored"), f"{reward.outcome} with value {reward.value}")
         if reward.value is not None:
             scores.setdefault((reward.trajectory_id, reward.source), set()).add(reward.value)
-    for made in town.log.all(Experience):
+    for made in cluster.log.all(Experience):
         name = f"{made.experience_id} revision {made.revision}"
         for part in made.parts:
             given = scores.get((made.trajectory_id, part.source), set())

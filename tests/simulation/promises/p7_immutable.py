@@ -9,19 +9,19 @@ from headrace_runtime.versions import read_manifest
 from headrace_schemas import Checkpoint, Routing
 
 if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
     from tests.simulation.promises.check import Check
-    from tests.simulation.town import Town
 
 
-def check(town: Town, that: Check) -> None:
+def check(cluster: Cluster, that: Check) -> None:
     """Of every checkpoint and every version in a routing: the manifest, and each file by its digest."""
-    announced = {one.version: one.manifest for one in town.log.all(Checkpoint)}
-    served = {one.version: one.manifest for routing in town.log.all(Routing) for one in routing.serve}
+    announced = {one.version: one.manifest for one in cluster.log.all(Checkpoint)}
+    served = {one.version: one.manifest for routing in cluster.log.all(Routing) for one in routing.serve}
     for version, ref in [*announced.items(), *served.items()]:
         try:
-            manifest = read_manifest(town.blobs, ref)
+            manifest = read_manifest(cluster.blobs, ref)
             for file in manifest.files:
-                town.blobs.get(file.blob)
+                cluster.blobs.get(file.blob)
         except (CorruptBlob, Unavailable) as error:
             that(False, f"{version} was announced and cannot be read: {error}")
         else:

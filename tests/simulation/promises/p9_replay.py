@@ -11,20 +11,20 @@ from headrace_trainer.offline.dry_run import DryRun
 from tests.simulation.services import TRAINER
 
 if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
     from tests.simulation.promises.check import Check
-    from tests.simulation.town import Town
 
 
-def check(town: Town, that: Check) -> None:
+def check(cluster: Cluster, that: Check) -> None:
     """A dry run of the lineage from its own journal, in the order in which its trainers, some of whom died, had read.
 
     A version that the registry refused takes the weights back, which no replay follows; batches are compared up to it.
     """
-    batches = [batch for report in _reports(town) for batch in report.batches]
-    straight = _straight_until(town)
+    batches = [batch for report in _reports(cluster) for batch in report.batches]
+    straight = _straight_until(cluster)
     settings = TRAINER.model_copy(update={"lineage": "again", "replays": "main", "cut": "recorded"})
-    dry_run = DryRun(settings, town.blobs)
-    for experience, mark in _journal(town):
+    dry_run = DryRun(settings, cluster.blobs)
+    for experience, mark in _journal(cluster):
         dry_run.add(experience, mark)
     again = dry_run.end().batches
     for batch, planned in zip(batches, again, strict=False):
@@ -37,20 +37,20 @@ def check(town: Town, that: Check) -> None:
     that(len(again) >= len(enough), f"{len(enough)} batches were trained, {len(again)} come out")
 
 
-def _reports(town: Town) -> list[TrainingMetrics]:
-    return sorted(town.log.all(TrainingMetrics), key=lambda report: report.account)
+def _reports(cluster: Cluster) -> list[TrainingMetrics]:
+    return sorted(cluster.log.all(TrainingMetrics), key=lambda report: report.account)
 
 
-def _journal(town: Town) -> Iterator[tuple[Experience, int | None]]:
+def _journal(cluster: Cluster) -> Iterator[tuple[Experience, int | None]]:
     """Experiences in the order of reading; with the last one before a batch, how many it had.
 
     A batch that time cut may have been cut after a save, and so long after its last experience was read.
     """
     position: dict[int, int] = {}
     last: Experience | None = None
-    for report in _reports(town):
+    for report in _reports(cluster):
         for read, cut in [*((batch.read, batch.experiences) for batch in report.batches), (report.read, None)]:
-            for event in _experiences(town, read, position):
+            for event in _experiences(cluster, read, position):
                 if last is not None:
                     yield last, None
                 last = event
@@ -61,23 +61,23 @@ def _journal(town: Town) -> Iterator[tuple[Experience, int | None]]:
         yield last, None
 
 
-def _experiences(town: Town, reads: tuple[Read, ...], position: dict[int, int]) -> Iterator[Experience]:
+def _experiences(cluster: Cluster, reads: tuple[Read, ...], position: dict[int, int]) -> Iterator[Experience]:
     for read in reads:
-        for event in town.log.raw(Experience, read.partition)[position.get(read.partition, 0) : read.until]:
+        for event in cluster.log.raw(Experience, read.partition)[position.get(read.partition, 0) : read.until]:
             if event is not None:
                 yield event
         position[read.partition] = read.until
 
 
-def _straight_until(town: Town) -> int:
+def _straight_until(cluster: Cluster) -> int:
     """The first step that a version which the registry took back may have had a part in: its version descends from
     another than the one before it, or it was reported after a refusal. The weights may have gone back by then and come
     forward again, with a later version's promotion, so that versions alone do not tell."""
-    versions = sorted(town.log.all(Checkpoint), key=lambda one: one.step)
+    versions = sorted(cluster.log.all(Checkpoint), key=lambda one: one.step)
     before = [None, *(one.version for one in versions)]
     turned = [one.step for one, parent in zip(versions, before, strict=False) if one.parent != parent]
     taken_back = ("rejected", "withdrawn", "rolled_back")
-    at = town.bus.first
-    refused = min((at[one.event_id] for one in town.log.all(ModelEvent) if one.decision in taken_back), default=None)
-    late = [] if refused is None else [one for one in _reports(town) if at[one.event_id] >= refused]
+    at = cluster.bus.first
+    refused = min((at[one.event_id] for one in cluster.log.all(ModelEvent) if one.decision in taken_back), default=None)
+    late = [] if refused is None else [one for one in _reports(cluster) if at[one.event_id] >= refused]
     return min([*turned, *(batch.step for report in late for batch in report.batches)], default=1 << 30)

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 from headrace_schemas import Trajectory, Turn
 
 if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
     from tests.simulation.promises.check import Check
-    from tests.simulation.town import Town
 
 
-def check(town: Town, that: Check) -> None:
+def check(cluster: Cluster, that: Check) -> None:
     """Only idleness may cut a run in two (decision 3): the collector cannot know that an agent still thinks. What ends
     a run leaves nothing behind that was acknowledged before it."""
     home: dict[str, Trajectory] = {}
-    for trajectory in town.log.all(Trajectory):
+    for trajectory in cluster.log.all(Trajectory):
         for turn_id in trajectory.turn_ids:
             other = home.setdefault(turn_id, trajectory).trajectory_id
             that(other == trajectory.trajectory_id, f"turn {turn_id} is in {other} and in {trajectory.trajectory_id}")
-    for turn in town.log.all(Turn):
+    for turn in cluster.log.all(Turn):
         that(turn.turn_id in home, f"turn {turn.turn_id} is in no trajectory")
-    for run in town.ledger.runs:
+    for run in cluster.ledger.runs:
         found = {home[turn.turn_id].trajectory_id: home[turn.turn_id] for turn in run.turns if turn.turn_id in home}
         pieces = sorted(found.values(), key=lambda piece: piece.turns_from or 0)
         left_behind = [piece.end_reason for piece in pieces[:-1] if piece.end_reason != "idle"]

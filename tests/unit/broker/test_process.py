@@ -21,7 +21,7 @@ from tests.support.ports import free_port
 
 START_CPU_RATIO_MAX = 4.0
 """Of what importing the event contracts alone costs here and now: machines differ, and so do their hours."""
-_IMPORTS = "import headrace_schemas, resource; used = resource.getrusage(resource.RUSAGE_SELF)"
+_IMPORTS = "import headrace_schemas.by_topic, resource; used = resource.getrusage(resource.RUSAGE_SELF)"
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ class World:
         events = (self.turn, self.feedback, self.trajectory, self.experience, self.report)
         for event in (*(one for one in events if one not in without), *more):
             topics.add(event)
-        return compare(self.client, topics, topics.books.close(), self.trainer)
+        return compare(self.client, topics, topics.account.close(), self.trainer)
 
 
 def test_where_all_is_well_nothing_is_found() -> None:

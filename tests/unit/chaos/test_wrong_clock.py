@@ -1,4 +1,4 @@
-"""The library under the nemesis `clock` moves the wall clock of a process, and nothing else."""
+"""A wrong clock is the wall clock of a process, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.nemeses.clock import Clock, step, wrong_clock
+from tests.support import wrong_clock
 
 PROGRAM = """
 import asyncio, datetime, sys, threading, time
@@ -23,15 +23,15 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.skipif(Clock.missing("kafka") is not None, reason="needs a C compiler")
+@pytest.mark.skipif(wrong_clock.missing() is not None, reason="needs a C compiler")
 def test_steps_in_both_directions(tmp_path: Path) -> None:
     file = tmp_path / "clock"
-    environ = wrong_clock(tmp_path, file)
+    environ = wrong_clock.environ(tmp_path, file)
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
     ) as process:
         for by_s in (0.0, 1000.0, -1000.0, 0.0):
-            step(file, by_s)
+            wrong_clock.step(file, by_s)
             assert process.stdin
             assert process.stdout
             process.stdin.write("\n")

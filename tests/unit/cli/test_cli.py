@@ -71,7 +71,7 @@ sys.argv = ["headrace", "--help"]
 try:
     main()
 except SystemExit:
-    heavy = ("httpx2", "pydantic", "aiokafka", "asyncio", "headrace_schemas", "headrace_runtime")
+    heavy = ("httpx2", "pydantic", "aiokafka", "asyncio", "headrace_schemas.base", "headrace_runtime")
     print("MODULES", len(sys.modules))
     print("HEAVY", [name for name in heavy if name in sys.modules])
 """

@@ -93,8 +93,17 @@ def test_a_taken_port_is_named_with_its_remedy(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=rf"gateway\.port = {port}: Address already in use; .*--auto-ports"):
-            make(tmp_path, f"[gateway]\nport = {port}\n")
+        with pytest.raises(UsageError, match=rf"gateway\.port = {port}: address already in use; .*--auto-ports"):
+            make(tmp_path, f"[gateway]\nport = {port}\n", auto_ports=False)
+
+
+def test_the_remedy_for_a_taken_port_is_not_what_was_done_already(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=rf"set another port, for example --set gateway\.port={port + 1}$"):
+            make(tmp_path, f"[gateway]\nport = {port}\n", auto_ports=True)
 
 
 def test_two_services_cannot_have_one_port(tmp_path: Path) -> None:

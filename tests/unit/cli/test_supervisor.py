@@ -157,6 +157,17 @@ def test_a_service_that_never_answers_is_named_with_its_last_words(make: Make, d
         supervisor.wait_up(0.1)
 
 
+def test_who_waits_for_the_bus_is_no_suspect(make: Make, dummies: Dummies) -> None:
+    dummies.tell("broker", "never answer")
+    supervisor = make()
+    supervisor.start()
+    wait_until(lambda: supervisor._processes["broker"].log.tail, 20, "its last words")
+    supervisor._processes["broker"].log.tail.append('{"event": "disk_full", "error": "disk: no space left on /data"}')
+    said = r"after 0\.1 s broker does not answer \(disk: no space left on /data\); alpha, beta waited for that$"
+    with pytest.raises(StartFailed, match=said):
+        supervisor.wait_up(0.1)
+
+
 def test_what_ignores_sigterm_is_killed_in_time(make: Make, dummies: Dummies) -> None:
     dummies.tell("alpha", "ignore SIGTERM")
     supervisor = make(Limits(stop_timeout_s=0.5, health_interval_s=0.02))

@@ -8,6 +8,7 @@ import pytest
 from pydantic import Field
 
 from headrace_runtime.reference import SettingDoc, describe
+from headrace_runtime.registries import OrNameIn, Registry
 from headrace_runtime.settings import Common, Section
 
 
@@ -24,6 +25,15 @@ class Own(Section):
     mode: Literal["a", "b"] | None = None
     weights: dict[str, float] = Field(default_factory=lambda: {"feedback": 1.0})
     secret: str = Field(default="", validate_default=True, repr=False)
+
+
+RUBRICS: Registry[object] = Registry("test_rubrics", object, "rubric")
+NOTHING: Registry[object] = Registry("test_nothing", object, "nothing")
+
+
+class Chosen(Section):
+    rubrics: tuple[Annotated[str, OrNameIn(RUBRICS)], ...] = ()
+    other: Annotated[str, OrNameIn(NOTHING)] = ""
 
 
 @pytest.mark.filterwarnings("error")
@@ -46,3 +56,9 @@ def test_settings_are_listed_with_values_before_sections() -> None:
 
 def test_every_common_setting_says_what_it_is() -> None:
     assert [doc.name for doc in describe(Common) if not doc.description] == []
+
+
+def test_names_that_are_installed_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RUBRICS, "names", lambda: ("helpful", "safe"))
+    assert [doc.kind for doc in describe(Chosen)] == ["list of string; installed: helpful, safe", "string"]
+    assert Chosen(rubrics=("mine.toml",)).rubrics == ("mine.toml",), "a path is one as well"

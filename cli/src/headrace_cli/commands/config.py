@@ -1,4 +1,4 @@
-"""`headrace config`: every setting there is, and whether a file is right."""
+"""`headrace config`: lists all settings, and checks a settings file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headrace_runtime.services import ServiceInfo
 
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, help="Every setting there is, and whether a file is right.")
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="List all settings, write a first file, and check one.")
 
 
 def check(file: Annotated[Path, typer.Argument(help="A settings file (TOML).", exists=True, dir_okay=False)]) -> None:

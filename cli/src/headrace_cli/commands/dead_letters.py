@@ -1,4 +1,4 @@
-"""`headrace dead-letters`: what services refused for good; look at it, put it back, give it up."""
+"""`headrace dead-letters`: list, show, retry and discard what services refused."""
 
 from __future__ import annotations
 

@@ -30,7 +30,6 @@ def demo(
     against each new version before it takes over. Exits with 1 when the agent did not get better as promised.
     """
     import asyncio
-    import logging
     import shutil
     import tempfile
 
@@ -39,7 +38,6 @@ def demo(
     from headrace_cli.demo.runner import Options, play
     from headrace_cli.supervisor.overrides import parse_assignments
 
-    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # that the bus died is told once, by the supervisor
     found = recipe.read(folder)
     place = data_dir or Path(tempfile.mkdtemp(prefix="headrace-demo-"))
     goal = found.short if short else found.goal

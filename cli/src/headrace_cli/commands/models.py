@@ -1,4 +1,4 @@
-"""`headrace models`: versions, aliases, promotion, rollback, and holding on to a version."""
+"""`headrace models`: versions, aliases, promotion, rollback, pinning."""
 
 from __future__ import annotations
 

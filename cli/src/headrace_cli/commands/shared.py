@@ -1,9 +1,10 @@
-"""What the commands share: options, errors, where things are."""
+"""What the commands share: options, errors, the console."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headrace_cli.supervisor.state import RunState, ServiceState
+
+_LOG_WIDTH = 200
 
 DataDir = Annotated[
     Path | None,
@@ -71,8 +74,6 @@ def command(app: typer.Typer, function: Callable[..., None], *examples: str, nam
 
 def folder(data_dir: Path | None, config: Path | None = None) -> Path:
     """The data directory that is meant: the option, the environment, the settings file, or the usual one."""
-    import os
-
     from headrace_cli.supervisor.overrides import Overrides
     from headrace_cli.supervisor.plan import data_dir_of
 
@@ -103,22 +104,19 @@ def topic_names() -> list[str]:
 def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
-    return Console(stderr=stderr, soft_wrap=True, highlight=False)
+    made = Console(stderr=stderr, soft_wrap=True, highlight=False)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = _LOG_WIDTH  # a path that is folded cannot be copied out of a log
+    return made
 
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar in a terminal. The body says what is being done, how far it is, and how far it will go."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    """The body says what is being done, how far it is, and how far it will go."""
+    from headrace_cli.progress import ProgressDisplay
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-
-        def tick(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total or None)
-
-        yield tick
+    with ProgressDisplay(what, console=console(stderr=True)) as progress:
+        yield lambda doing, done, total: progress.at(done, total or None, doing)
 
 
 def condition(service: ServiceState) -> str:

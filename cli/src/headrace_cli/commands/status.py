@@ -12,9 +12,9 @@ import typer
 from headrace_cli.commands.shared import AsJson, DataDir, command, condition, console, folder, progress, running, table
 
 if TYPE_CHECKING:
-    from headrace_cli.account import Account
     from headrace_cli.guard import Finding
     from headrace_cli.supervisor import RunState
+    from headrace_cli.turn_account import TurnAccount
     from headrace_schemas.registry_api import ModelState
     from headrace_schemas.source_api import SourceState
 
@@ -80,23 +80,23 @@ def _models(state: RunState, key: str | None) -> tuple[ModelState, ...]:
         return ()
 
 
-def _account(bus: str, lineage: list[str]) -> Account:
+def _account(bus: str, lineage: list[str]) -> TurnAccount:
     import asyncio
 
     from headrace.errors import UsageError
-    from headrace_cli.bookkeeping import account_of
+    from headrace_cli.from_topics import read_turn_account
 
     named = dict(one.partition("=")[::2] for one in lineage)
     if "" in named.values():
         raise UsageError("--lineage: write MODEL=LINEAGE")
     with progress("reading topics") as tick:
-        return asyncio.run(account_of(bus, named, lambda read, total: tick("reading topics", read, total)))
+        return asyncio.run(read_turn_account(bus, named, lambda read, total: tick("reading topics", read, total)))
 
 
 def _learning(bus: str) -> tuple[Finding, ...]:
     import asyncio
 
-    from headrace_cli.bookkeeping import findings_of
+    from headrace_cli.from_topics import findings_of
 
     return asyncio.run(findings_of(bus))
 
@@ -122,7 +122,7 @@ def _print_sources(sources: tuple[SourceState, ...]) -> None:
 
 
 def _print(
-    state: RunState | None, models: tuple[ModelState, ...], account: Account | None, alive: dict[str, str]
+    state: RunState | None, models: tuple[ModelState, ...], account: TurnAccount | None, alive: dict[str, str]
 ) -> None:
     out = console()
     if state is not None:
@@ -141,7 +141,7 @@ def _print(
         _print_account(account)
 
 
-def _print_account(account: Account) -> None:
+def _print_account(account: TurnAccount) -> None:
     out = console()
     rows = [("captured", "", str(account.captured)), ("trained", "", str(account.trained))]
     rows += [("waiting", f"for {what}", str(count)) for what, count in account.waiting.items()]
@@ -170,7 +170,7 @@ def _age(seconds: float) -> str:
 def _as_json(
     state: RunState | None,
     models: tuple[ModelState, ...],
-    account: Account | None,
+    account: TurnAccount | None,
     alive: dict[str, str],
     sources: tuple[SourceState, ...],
     learning: tuple[Finding, ...],

@@ -1,4 +1,4 @@
-"""What the controls came to: a table for people, an object for programs, and what is wrong in words."""
+"""The result of the controls: a table, JSON, and a sentence for each expectation that did not hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway and a replica on a bus of their own: they serve what was trained to the gate's program alone."""
+"""Runs a gateway and a replica on a separate bus, so that the gate's program can play the trained versions."""
 
 from __future__ import annotations
 

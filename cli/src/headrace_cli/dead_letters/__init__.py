@@ -1,4 +1,4 @@
-"""Dead letters as an operator handles them: look, put back, give up. Nothing is removed from the log by any of it.
+"""Lets an operator list, retry and discard dead letters. Nothing is removed from the log.
 
 A letter is open until a decision about it is on `dead-letter-decisions`, which is kept for ever. What was refused again
 after a retry is a new letter, because its record is at a new offset.

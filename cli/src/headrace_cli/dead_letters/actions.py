@@ -1,4 +1,4 @@
-"""Puts refused records back onto their topics, or gives them up; either is recorded."""
+"""Retries dead letters by putting their records back onto their topics, or discards them. Either is recorded."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from headrace_schemas.envelope import SEQUENCE_HEADER
 from headrace_schemas.events.dead_letter_decision import RETRY_HEADER
 
 TABLES = frozenset({"replicas", "routing"})
-"""Topics whose newest record is the truth: an old one put back would replace it."""
+"""Compacted topics: an old record that is put back would replace the newest one."""
 _CLOSED = frozenset({("collector", "invalid_trajectory")})
-"""Whose record had its effect before it was refused; put back, it would be taken for a duplicate."""
+"""Records of these had their effect before they were refused. Put back, they would count as duplicates."""
 _SOURCE = "headrace/dead-letters"
 _AT_ONCE_MAX = 50
 _KEY_LENGTH_MAX = 512

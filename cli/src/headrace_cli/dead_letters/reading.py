@@ -102,7 +102,7 @@ class Cut:
     ends: Mapping[int, int]
     decisions: Mapping[str, tuple[DeadLetterDecision, ...]]
     unreadable: dict[str, str] = field(default_factory=dict)
-    """Records of `dead-letters` that are none themselves: position to problem."""
+    """Records on `dead-letters` that could not be parsed: position to problem."""
 
 
 async def cut(topics: Topics) -> Cut:

@@ -1,4 +1,4 @@
-"""Dead letters as JSON for programs and as text that a terminal can be trusted with."""
+"""Shows dead letters as JSON, and as text without control characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent's process. Whatever ends the demo ends it too."""
+"""The agent's process. It ends when the demo ends."""
 
 from __future__ import annotations
 

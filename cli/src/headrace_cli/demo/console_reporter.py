@@ -1,4 +1,4 @@
-"""Tells the demo on the terminal: a line per version, and one line that moves while the agent works."""
+"""Prints the demo: a line for each version, and the progress of each step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from headrace_cli.demo.report import Report
+from headrace_cli.progress import ProgressDisplay
 from headrace_schemas import ModelEvent
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ConsoleReporter:
-    """Everything that the demo says. Moving lines appear in a terminal only."""
+    """Everything that the demo says."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -38,28 +39,25 @@ class ConsoleReporter:
             self._console.print(f"{event.version}  [yellow]{event.decision}[/]: {event.reason}")
 
     @contextlib.contextmanager
-    def doing(self, what: str) -> Iterator[None]:
+    def doing(self, what: str, *, with_its_own_bar: bool = False) -> Iterator[None]:
+        """`with_its_own_bar`: what is done draws a bar in a terminal, and is silent elsewhere."""
         began = time.monotonic()
-        with self._console.status(what) if self._console.is_terminal else contextlib.nullcontext():
+        drawn = with_its_own_bar and self._console.is_terminal
+        with contextlib.nullcontext() if drawn else ProgressDisplay("demo", doing=what, console=self._console):
             yield
         self._console.print(f"[dim]{what}: {time.monotonic() - began:.1f} s[/]")
 
     @contextlib.contextmanager
     def working(self, seconds: float) -> Iterator[Callable[[Watch], None]]:
-        """A progress bar over the agent's working time."""
-        if not self._console.is_terminal:
-            yield lambda watch: None
-            return
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("the agent works"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, console=self._console, transient=True) as progress:
-            task = progress.add_task("", total=seconds)
-            began = time.monotonic()
+        """The agent works for so many seconds at most; it stops as soon as it has become good enough."""
+        began = time.monotonic()
+        with ProgressDisplay(
+            "the agent works", seconds, unit="s at most", estimate=False, console=self._console
+        ) as progress:
 
             def update(watch: Watch) -> None:
-                text = f"{watch.swaps} swaps, {watch.gain * 100:+.1f} points"
-                progress.update(task, completed=time.monotonic() - began, description=text)
+                told = f"{watch.swaps} swaps, {watch.gain * 100:+.1f} points"
+                progress.at(time.monotonic() - began, doing=told)
 
             yield update
 

@@ -1,4 +1,4 @@
-"""What a demo is made of: commands of its own, settings of Headrace, and when it has shown enough."""
+"""The file `demo.toml`: the commands of a demo, settings of Headrace, and the goal at which it stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a demo ends with: numbers in a file, and whether they are good."""
+"""The report of a demo, and whether it reached its goal."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from headrace_cli.account import Account
 from headrace_cli.demo.recipe import Goal
+from headrace_cli.turn_account import TurnAccount
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Report:
     account_problems: tuple[str, ...] = ()
 
     @classmethod
-    def account(cls, account: Account) -> dict[str, object]:
+    def account(cls, account: TurnAccount) -> dict[str, object]:
         """The part of the report that the account gives."""
         return {
             "turns_captured": account.captured,

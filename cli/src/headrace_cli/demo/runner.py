@@ -14,13 +14,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from headrace_cli.bookkeeping import account_of
 from headrace_cli.demo import agent
 from headrace_cli.demo.console_reporter import ConsoleReporter
 from headrace_cli.demo.recipe import Goal, Recipe
 from headrace_cli.demo.report import Report, VersionScore
 from headrace_cli.demo.watch import Watch
 from headrace_cli.errors import StartFailed
+from headrace_cli.from_topics import read_turn_account
 from headrace_cli.supervisor import Supervisor
 from headrace_runtime.parent_death import bound_to_parent
 
@@ -58,7 +58,8 @@ async def play(recipe: Recipe, options: Options, reporter: ConsoleReporter) -> R
     """The whole demo; raises `StartFailed` when something cannot even begin. Nothing is left running."""
     began = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
-    base = await asyncio.to_thread(_build_base, recipe, _values(options))
+    with reporter.doing("building the base model", with_its_own_bar=True):
+        base = await asyncio.to_thread(_build_base, recipe, _values(options))
     settings = {"trainer.base": base, "trainer.seed": options.seed, **options.settings}
     supervisor = Supervisor(
         options.data_dir,
@@ -92,10 +93,11 @@ async def perform(recipe: Recipe, options: Options, place: Place, reporter: Cons
         traffic_began = time.time()
         summary = await _agent_at_work(recipe, options, place, watch, reporter)
         traffic_s = time.time() - traffic_began
-        await _last_audit(watch)
+        with reporter.doing("waiting until the last version is measured"):
+            await _last_audit(watch)
         with reporter.doing("measuring the last version"):
             after = await _measured(recipe, options, place, watch.champions[-1])
-    account = await account_of(place.bus)
+    account = await read_turn_account(place.bus)
     return Report(
         before=before,
         after=after,

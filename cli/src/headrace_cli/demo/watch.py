@@ -1,4 +1,4 @@
-"""Follows what the registry decides, so that the demo can tell it while it happens."""
+"""Follows the decisions of the registry while the demo runs."""
 
 from __future__ import annotations
 

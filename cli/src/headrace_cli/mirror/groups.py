@@ -1,4 +1,4 @@
-"""Copies where consumer groups are."""
+"""Copies the positions of consumer groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole of a mirroring, in the order in which it is safe to be killed: topics, records, positions, comparison."""
+"""Mirrors a bus: topics, records, positions, comparison. It may be killed and run again at any point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One of the two buses: what is there, reading a range of a partition, writing to exact offsets."""
+"""One of the two buses: lists its topics, reads a range of a partition, writes to exact offsets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies a partition of a compacted topic: the newest row of each key, in the order in which they were written."""
+"""Copies a partition of a compacted topic: the newest record of each key, in the order in which they were written."""
 
 from __future__ import annotations
 

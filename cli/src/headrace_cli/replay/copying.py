@@ -1,4 +1,4 @@
-"""The topics of a replay: made, filled, found again, removed. Live topics are never among them."""
+"""Creates, fills, finds and removes the topics of a replay. It never touches live topics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a lineage has written down of its own reading (`training-metrics`): enough to build its batches again (P9)."""
+"""Reads from `training-metrics` what a lineage has read, so that its batches can be built again (P9)."""
 
 from __future__ import annotations
 

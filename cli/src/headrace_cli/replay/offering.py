@@ -1,4 +1,4 @@
-"""Hands a replayed version to the registry, which treats it like any other: probe, gate, then traffic or not."""
+"""Offers a replayed version to the registry, which probes and gates it like any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The partitions of a topic side by side, in one order that does not depend on how fast each of them is read.
+"""Merges the partitions of a topic into one order that does not depend on how fast each of them is read.
 
 By time (of the records, then the number of the partition), or as a lineage has read them.
 """

@@ -1,4 +1,4 @@
-"""From the topics to experiences that can be trained, one after the other: taken over, or scored again."""
+"""Turns records of the topics into experiences to train on: copied, or scored again."""
 
 from __future__ import annotations
 

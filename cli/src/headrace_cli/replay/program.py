@@ -1,4 +1,4 @@
-"""A service's own program at work for a replay: spoken to over pipes, never without a reason for its failure."""
+"""Runs a service's own program for a replay, over pipes. A failure always has a reason."""
 
 from __future__ import annotations
 

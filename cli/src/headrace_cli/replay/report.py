@@ -1,4 +1,4 @@
-"""What a replay found, did or would do; for people a table, for programs JSON."""
+"""The result of a replay or of its plan, as a table or as JSON."""
 
 from __future__ import annotations
 

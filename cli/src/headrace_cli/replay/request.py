@@ -1,4 +1,4 @@
-"""What is asked for: which records, what is to be different, into which lineage."""
+"""What a replay is asked to do: which records, what to change, into which lineage."""
 
 from __future__ import annotations
 

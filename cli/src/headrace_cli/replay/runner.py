@@ -1,4 +1,4 @@
-"""Plans, runs and resumes replays: the order of the steps, and what is compared at the end."""
+"""Plans, runs and resumes replays, and compares the result."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def resume(request: Request, tick: Tick) -> Report:
 async def _train(request: Request, report: Report, told: Journal, tick: Tick) -> Report:
     total = report.experiences
 
-    def progress(accounts: training.Accounts) -> None:
+    def progress(accounts: training.TrainingReports) -> None:
         tick("training", accounts.decided, total)
 
     log = _place(request, ".log")

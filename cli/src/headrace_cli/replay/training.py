@@ -1,4 +1,4 @@
-"""A trainer of the replay's own: started, watched through what it reports on the bus, ended with us."""
+"""Starts a trainer for the replay, follows its reports on the bus, and stops it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _USAGE = 2
 
 
 @dataclass(slots=True)
-class Accounts:
+class TrainingReports:
     """What the trainer has reported so far."""
 
     offset: int = 0
@@ -54,7 +54,7 @@ class Accounts:
         )
 
 
-async def follow(topics: Topics, topic: str, accounts: Accounts) -> None:
+async def follow(topics: Topics, topic: str, accounts: TrainingReports) -> None:
     """Add what is new."""
     async for record in topics.records(Range(topic, from_offset=accounts.offset)):
         accounts.offset = record.offset + 1
@@ -72,7 +72,9 @@ async def checkpoints(topics: Topics, prefix: str) -> list[Checkpoint]:
     return [event for event in found.values() if isinstance(event, Checkpoint)]
 
 
-async def train(request: Request, recorded: bool, log: Path, progress: Callable[[Accounts], None]) -> Accounts:
+async def train(
+    request: Request, recorded: bool, log: Path, progress: Callable[[TrainingReports], None]
+) -> TrainingReports:
     """Run the trainer to its end. Raises `UsageError` for settings that it refuses, `HeadraceError` when it fails."""
     environ = request.environ(
         lineage=request.lineage,
@@ -83,7 +85,7 @@ async def train(request: Request, recorded: bool, log: Path, progress: Callable[
         announce_to=request.prefix,
         port=0,
     )
-    accounts = Accounts()
+    accounts = TrainingReports()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         command = bound_to_parent([sys.executable, "-m", module_of("trainer")])

@@ -1,4 +1,4 @@
-"""What a service says of itself at its `/health`, with the reasons that it gives."""
+"""Reads `/health` of a service, with the reasons when it is not ready."""
 
 from __future__ import annotations
 

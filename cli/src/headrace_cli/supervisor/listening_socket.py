@@ -1,4 +1,4 @@
-"""A service's listening socket, held by the supervisor so that it outlives the service.
+"""The listening socket of a service. The supervisor holds it, so that it stays open when the service restarts.
 
 Whoever calls between two lives of the gateway then waits for the next one instead of being refused, which together with
 the usual retry of a client makes a killed gateway a pause. Handed over as systemd does it: sd_listen_fds(3).

@@ -1,4 +1,4 @@
-"""What the settings will be, as far as a supervisor has to know: the file and the environment that services read.
+"""The settings that the supervisor has to know, from the file and the environment that services read.
 
 The meaning of a setting is its service's business; here they are looked up by name only.
 """

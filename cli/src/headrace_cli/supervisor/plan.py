@@ -18,6 +18,8 @@ from headrace_runtime.services import installed as announced
 
 DEFAULT_DATA_DIR = Path(".headrace")
 KAFKA_PORT = 9092
+_USERS_PORT = 1024
+"""Lower ones belong to the system."""
 _FREE, _FREE_TRIES = range(15_000, 32_000), 1000
 """Where `auto_ports` looks; outgoing connections have ports from 32768 on (Linux) or 49152 on."""
 
@@ -143,8 +145,10 @@ class _Ports:
                 probe.bind(("127.0.0.1", port))
             except OSError as error:
                 if port in self._taken or error.errno in (errno.EADDRINUSE, errno.EACCES):
+                    others = "" if self._auto else ", or have `headrace up --auto-ports` choose free ones"
                     raise UsageError(
-                        f"{setting} = {port}: {error.strerror}; set another one or use --auto-ports"
+                        f"{setting} = {port}: {(error.strerror or str(error)).lower()}; set another port, for example "
+                        f"--set {setting}={port + 1 if port >= _USERS_PORT else _USERS_PORT + port}{others}"
                     ) from None
                 raise
         if port in self._taken:

@@ -1,4 +1,4 @@
-"""One service as a process: bound to its parent, watched, restarted with growing pauses, stopped for sure."""
+"""One service as a process that ends with its parent. It is watched, restarted with growing pauses, and stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs: `<data_dir>/run/state.json`, true while a supervisor holds the lock beside it."""
+"""What runs: `<data_dir>/run/state.json`. It is valid while a supervisor holds the lock beside it."""
 
 from __future__ import annotations
 

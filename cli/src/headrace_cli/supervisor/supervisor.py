@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -253,14 +254,18 @@ class Supervisor:
         state = self._state
         if reached(state):
             return state
-        late = [f"{name} {what} {self._last_words(name)}" for name in state.services if not reached(_only(state, name))]
+        late = [name for name in state.services if not reached(_only(state, name))]
+        waiting = [name for name in late if state.services[name].pid is None and not self._processes[name].log.tail]
+        said = [f"{name} {what} {self._last_words(name)}" for name in late if name not in waiting]
+        if waiting and said:
+            said.append(f"{', '.join(waiting)} waited for that")
         self.stop()
-        raise StartFailed(self._failure or f"after {timeout_s:g} s {'; '.join(late)}")
+        raise StartFailed(self._failure or f"after {timeout_s:g} s {'; '.join(said) or 'nothing was started'}")
 
     def _last_words(self, name: str) -> str:
         lacks = self._state.services[name].lacks
         tail = self._processes[name].log.tail
-        return f"(it lacks {', '.join(lacks)})" if lacks else f"({tail[-1] if tail else 'it said nothing'})"
+        return f"(it lacks {', '.join(lacks)})" if lacks else f"({_sentence(tail[-1]) if tail else 'it said nothing'})"
 
 
 def _only(state: RunState, name: str) -> RunState:
@@ -272,6 +277,16 @@ def _refusal(name: str, tail: Iterable[str]) -> str:
     said = [line for line in tail if line.strip()]
     marked = [line for line in said if line.startswith(f"headrace {name}: ")]
     return (marked or said or ["it said nothing"])[-1].removeprefix(f"headrace {name}: ")
+
+
+def _sentence(line: str) -> str:
+    """What a line of a log says to people; logs may be JSON."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return line
+    said = fields.get("error") or fields.get("event") if isinstance(fields, dict) else None
+    return str(said or line)
 
 
 def _cause(status: int) -> str:

@@ -1,1 +1,1 @@
-"""Serves several immutable versions of language models side by side, and says exactly what it sampled."""
+"""Serves several immutable versions of language models at once, and reports the exact tokens that it sampled."""

@@ -1,4 +1,4 @@
-"""Tells the bus which versions this replica has: at every change at once, else every few seconds, and that it ends."""
+"""Publishes heartbeats: which versions this replica has, at every change and every few seconds, and when it stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine is: token ids in, sampled tokens with their logprobs out. Templates, parsers and HTTP know no more."""
+"""The interface of an engine: it takes token ids and returns sampled tokens with their logprobs."""
 
 from __future__ import annotations
 

@@ -8,9 +8,12 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, JsonValue, SecretStr, ValidationInfo, field_validator
 
+from headrace_judge.rubric import RUBRICS
 from headrace_judge.service import INFO
+from headrace_runtime.registries import OrNameIn
 from headrace_runtime.settings import Port, Section, ServiceSettings
 
+Rubric = Annotated[str, OrNameIn(RUBRICS)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Limit = Annotated[int, Field(ge=0)] | None
@@ -151,7 +154,7 @@ class JudgeSettings(ServiceSettings):
     retry: RetrySettings = RetrySettings()
     budget: BudgetSettings = BudgetSettings()
     pairs: PairSettings = PairSettings()
-    rubrics: Annotated[tuple[str, ...], Field(min_length=1, max_length=16)] = ("helpfulness",)
+    rubrics: Annotated[tuple[Rubric, ...], Field(min_length=1, max_length=16)] = ("helpfulness",)
     """Names of rubrics that are announced, or paths of rubric files (TOML); each is a source of rewards of its own."""
     templates_dir: Path | None = None
     """Folder whose prompt templates replace the shipped ones of the same name."""

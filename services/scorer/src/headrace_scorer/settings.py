@@ -6,7 +6,9 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from headrace_runtime.registries import OrNameIn
 from headrace_runtime.settings import Port, ServiceSettings
+from headrace_scorer.functions.loading import REWARDS
 from headrace_scorer.patterns import fits
 from headrace_scorer.service import INFO
 
@@ -24,7 +26,7 @@ class ScorerSettings(ServiceSettings):
 
     port: Port = INFO.port
     """Port of the service's HTTP; 0 lets the system choose."""
-    functions: tuple[str, ...] = ()
+    functions: tuple[Annotated[str, OrNameIn(REWARDS)], ...] = ()
     """Reward functions: `file.py:name`, `package.module:name`, or the name of an entry point in `headrace.rewards`."""
     function_timeout_s: Annotated[float, Field(gt=0)] = 10.0
     """How long one call of a reward function may take; then its process is killed and the outcome is `timed_out`."""

@@ -1,1 +1,1 @@
-"""Between messages and tokens: templates and exact prompts on the way in, parsers on the way out. Knows no engine."""
+"""Turns messages into prompt tokens (templates, exact prompts), and tokens into answers (parsers). Knows no engine."""

@@ -1,4 +1,4 @@
-"""One choice from sampled tokens to what a client reads. The same code serves streams and whole answers."""
+"""Turns the sampled tokens of one choice into what a client reads, for streams and whole answers alike."""
 
 from __future__ import annotations
 

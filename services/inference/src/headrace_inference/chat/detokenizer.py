@@ -1,4 +1,4 @@
-"""Tokens to text as they come, for every kind of tokenizer: byte-level, with bytes to fall back on, and neither.
+"""Turns tokens into text as they come, for each kind of tokenizer: byte-level, with byte fallback, and neither.
 
 `tokenizers.DecodeStream` raises where bytes are no characters, and keeps the end of a text that breaks off inside one.
 A model samples both. docs/decisions/0047 says what was tried.

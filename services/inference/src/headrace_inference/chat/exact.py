@@ -1,4 +1,4 @@
-"""Conversations that go on with exactly their own tokens.
+"""Continues a conversation with exactly the tokens that it had before.
 
 A client sends its conversation back as text and JSON. Tokenizing that text again gives other ids than were sampled more
 often than one would think: another split of the same text, other whitespace in a tool call's JSON after a client parsed

@@ -1,4 +1,4 @@
-"""Cutting text that comes in pieces, without ever giving out half of something."""
+"""Cuts text that arrives in pieces, and keeps back a piece that may be half of a marker."""
 
 from __future__ import annotations
 

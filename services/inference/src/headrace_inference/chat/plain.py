@@ -1,4 +1,4 @@
-"""Control tokens that stand in what people and tools wrote are text, and are tokenized as text.
+"""Tokenizes control tokens that occur in messages and tool results as plain text.
 
 A chat template joins its own control tokens and the texts of messages to one string, in which `<|im_end|>` looks the
 same wherever it comes from. So before rendering, each control token in the texts is replaced by a stand-in: digits that

@@ -1,4 +1,4 @@
-"""The body of `POST /v1/chat/completions`. What we do not know, or know and cannot honour, is refused by name."""
+"""The body of `POST /v1/chat/completions`. A field that is unknown or not supported is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers whose client may leave at any time."""
+"""Streams an answer whose client may disconnect at any time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `torch` engine's face to the event loop."""
+"""The part of the `torch` engine that runs in the event loop."""
 
 from __future__ import annotations
 

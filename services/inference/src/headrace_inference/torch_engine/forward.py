@@ -1,4 +1,4 @@
-"""One forward of a transformers model over rows of a batch whose KV lies in our own tensors.
+"""One forward pass of a transformers model over a batch whose KV is in our own tensors.
 
 Shapes: `_R` row of the batch, `_Q` new token of a row, `_T` position that attention sees, `_V` vocabulary.
 A row's positions are its own: rows of different lengths decode together, and a row may be prefilled further while

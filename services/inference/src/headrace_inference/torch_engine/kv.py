@@ -1,4 +1,4 @@
-"""The KV of the rows of one batch: one tensor for all layers, grown on demand inside a fixed budget."""
+"""The KV cache of one batch: one tensor for all layers, which grows on demand within a fixed budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV of finished sequences, found again by their tokens. One cache per version: KV of other weights is never here.
+"""Keeps the KV of finished sequences and finds it by their tokens. Each version has a cache of its own.
 
 Entries of one salt are not found with another, so that nobody can ask what others have asked (`cached_tokens`, or the
 time that a prompt takes, would tell).

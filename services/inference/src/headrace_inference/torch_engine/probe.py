@@ -1,4 +1,4 @@
-"""Does the engine answer as the trainer's fingerprint says?"""
+"""Compares the answers of the engine with the trainer's fingerprint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One choice while it is sampled. Its tokens are the truth; its KV can be lost and computed again at any time."""
+"""One choice while it is sampled. Its tokens define it; its KV can be dropped and computed again."""
 
 from __future__ import annotations
 

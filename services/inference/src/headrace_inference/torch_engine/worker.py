@@ -1,4 +1,4 @@
-"""The one thread that computes. It owns all batches; everybody else sends it work and gets tokens back."""
+"""The one thread that computes. It owns all batches; other threads send it work and receive tokens."""
 
 from __future__ import annotations
 

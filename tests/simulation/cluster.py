@@ -1,4 +1,4 @@
-"""One run: a bus, the services on it, agents at work, what goes wrong, and the quiet in which all settles."""
+"""One run: a bus, the services on it, agents at work, the faults, and the time in which everything comes to rest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUIET_MAX_S = 300.0
 _AGENTS_MAX_S = 200.0
 
 
-class Town:
+class Cluster:
     """What a run is made of. Everything random comes from the seed; each source of chance has its own."""
 
     request_timeout_s = 3.0
@@ -53,7 +53,7 @@ class Town:
         self.problems: list[str] = []
         """What no process should ever have done."""
         self.blobs = BlobStore(BLOBS)
-        self._draw = random.Random(f"town {seed}")
+        self._draw = random.Random(f"town {seed}")  # another word would be another run for each seed
         self._common = common(self.request_timeout_s, folder / "data")
         self.gateways = [Gateway(f"gateway-{number}", self._common, folder) for number in (1, 2)]
         self._tasks: set[asyncio.Task[Any]] = set()

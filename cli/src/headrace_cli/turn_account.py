@@ -34,23 +34,23 @@ PROBLEMS_MAX = 100
 """How many problems are spelt out; all are counted."""
 
 _ENDS_HERE = frozenset({("collector", "turns"), ("scorer", "trajectories"), ("trainer", "experiences")})
-"""Whose refusal of what ends the way of a turn. A judge that refuses a trajectory only abstains."""
+"""A dead letter of this service about this topic ends the turn. A judge that refuses a trajectory only abstains."""
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class TurnAccount:
     """`captured` is the sum of `trained`, `waiting` and `dropped`; without `problems`, no turn is in two of them."""
 
     captured: int
     trained: int
     waiting: Mapping[str, int]
-    """By what for: the end of its `session`, a `reward`, `training`."""
+    """By what they wait for: the end of their `session`, a `reward`, `training`."""
     dropped: Mapping[str, int]
     """By reason."""
     problems: tuple[str, ...]
     problems_total: int
     lineages: Mapping[str, str]
-    """Model to the lineage that is accounted; models that nothing trains are not in it."""
+    """Model to the lineage that was counted. A model that no trainer trains has none."""
 
     @property
     def consistent(self) -> bool:
@@ -59,7 +59,7 @@ class Account:
 
 @dataclass(slots=True)
 class _Turn:
-    """What is known of one turn, from whichever topic told it."""
+    """What the topics say about one turn."""
 
     model: str = ""
     captured: bool = False
@@ -112,7 +112,7 @@ class _Report:
     restored: tuple[Restored, ...]
 
 
-class Books:
+class TurnAccountBuilder:
     """`add` every event of `TOPICS` once or more often, in any order, then `close`."""
 
     def __init__(self, lineages: Mapping[str, str] | None = None) -> None:
@@ -170,7 +170,7 @@ class Books:
         )
 
     def _claim_turns(self) -> None:
-        """Turns belong to the trajectory that was taken; one that was refused has those that no other holds."""
+        """Assign each turn to the trajectory that was accepted; a refused one gets only turns that no other has."""
         refused = {name for name, one in self._arrived.items() if one.event_id in self._refused}
         for name, one in sorted(self._arrived.items(), key=lambda item: item[0] in refused):
             self._trajectories[name] = one.event_id
@@ -253,7 +253,7 @@ class Books:
         if earlier is None or earlier.dropped is not None:
             known[verdict.revision] = verdict
 
-    def close(self, *, complete: bool = True) -> Account:
+    def close(self, *, complete: bool = True) -> TurnAccount:
         """Where every captured turn is.
 
         `complete`: the topics still hold everything they ever held, so that a missing cause is a problem.
@@ -270,7 +270,7 @@ class Books:
         )
         waiting = {name: count for (state, name), count in sorted(standings.items()) if state == "waiting"}
         dropped = {name: count for (state, name), count in sorted(standings.items()) if state == "dropped"}
-        return Account(
+        return TurnAccount(
             captured=standings.total(),
             trained=standings["trained", ""],
             waiting=waiting,
@@ -281,7 +281,7 @@ class Books:
         )
 
     def _standing(self, turn_id: str, turn: _Turn, lineages: Mapping[str, str]) -> tuple[str, str]:
-        """The first of the states that the facts show, from the end of the way to its beginning."""
+        """The state of a turn: the latest step on its way that any event shows."""
         fates = [self._fate(name, lineages.get(self._experiences[name].model)) for name in sorted(turn.experiences)]
         shown = []
         if turn.eval:
@@ -303,7 +303,7 @@ class Books:
         return ("dropped", "dead_letter") if turn_id in self._refused else ("waiting", "session")
 
     def _fate(self, name: str, lineage: str | None) -> tuple[str, str]:
-        """Trained, unless that was undone, is trained for good; else the newest revision decides."""
+        """A revision that was trained and not undone decides; otherwise the newest revision does."""
         experience = self._experiences[name]
         verdicts = self._verdicts.get((lineage, name), {}) if lineage is not None else {}
         if any(verdict.dropped is None for verdict in verdicts.values()):
@@ -351,9 +351,11 @@ class Books:
             self._problems.append(text)
 
 
-def account(events: Iterable[Event], lineages: Mapping[str, str] | None = None, *, complete: bool = True) -> Account:
-    """Account for all `events` at once; see `Books`."""
-    books = Books(lineages)
+def turn_account_of(
+    events: Iterable[Event], lineages: Mapping[str, str] | None = None, *, complete: bool = True
+) -> TurnAccount:
+    """Account for all `events` at once; see `TurnAccountBuilder`."""
+    builder = TurnAccountBuilder(lineages)
     for event in events:
-        books.add(event)
-    return books.close(complete=complete)
+        builder.add(event)
+    return builder.close(complete=complete)

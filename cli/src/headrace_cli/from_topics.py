@@ -1,4 +1,4 @@
-"""The account of a running system: reads the topics and keeps the books."""
+"""What the topics of a running system say: what became of each turn, and how reward and score move."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from headrace.topics import Progress, Range, connected
 from headrace_cli import guard
-from headrace_cli.account import TOPICS, Account, Books
+from headrace_cli.turn_account import TOPICS, TurnAccount, TurnAccountBuilder
 
 _REPORT_EVERY = 100
 
@@ -17,15 +17,15 @@ async def findings_of(bus: str) -> tuple[guard.Finding, ...]:
         return await guard.read(topics)
 
 
-async def account_of(
+async def read_turn_account(
     bus: str, lineages: Mapping[str, str] | None = None, report: Callable[[int, int], None] | None = None
-) -> Account:
+) -> TurnAccount:
     """Account for everything that the topics at `bus` hold now. `report` hears (records read, records in all).
 
     End offsets are taken effects first, so that each effect that is read has its cause in what is read. Records that
     are no events (a service has dead-lettered them) were never captured and are passed over.
     """
-    books, complete, read = Books(lineages), True, 0
+    builder, complete, read = TurnAccountBuilder(lineages), True, 0
     async with connected(bus) as topics:
         ends = await topics.ends(TOPICS)
         total = sum(sum(partitions.values()) for partitions in ends.values())
@@ -34,10 +34,10 @@ async def account_of(
             async for entry in topics.read(Range(topic), progress, ends[topic]):
                 read += 1
                 if entry.event is not None:
-                    books.add(entry.event)
+                    builder.add(entry.event)
                 if report is not None and read % _REPORT_EVERY == 0:
                     report(read, total)
             complete = complete and not progress.truncated
     if report is not None:
         report(total, total)
-    return books.close(complete=complete)
+    return builder.close(complete=complete)

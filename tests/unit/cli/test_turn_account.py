@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace_cli.account import Account, account
+from headrace_cli.turn_account import TurnAccount, turn_account_of
 from headrace_schemas import Event, TrainingOutcome
 from tests.support.account_events import (
     CLOSED,
@@ -24,7 +24,7 @@ from tests.support.account_events import (
 )
 
 
-def summary(found: Account) -> tuple[int, int, dict[str, int], dict[str, int]]:
+def summary(found: TurnAccount) -> tuple[int, int, dict[str, int], dict[str, int]]:
     assert found.captured == found.trained + sum(found.waiting.values()) + sum(found.dropped.values())
     return found.captured, found.trained, dict(found.waiting), dict(found.dropped)
 
@@ -163,7 +163,7 @@ STATES: dict[str, tuple[tuple[Event, ...], tuple[int, int, dict[str, int], dict[
 @pytest.mark.parametrize("name", STATES)
 def test_each_state(name: str) -> None:
     events, expected = STATES[name]
-    found = account(events)
+    found = turn_account_of(events)
     assert found.problems == ()
     assert summary(found) == expected
 
@@ -175,7 +175,7 @@ def test_order_and_repetition_change_nothing(name: str) -> None:
         print(f"seed {seed}")
         shuffled = [*events, *events]
         random.Random(seed).shuffle(shuffled)
-        found = account(shuffled)
+        found = turn_account_of(shuffled)
         assert found.problems == ()
         assert summary(found) == expected
 
@@ -229,7 +229,7 @@ CONTRADICTIONS: dict[str, tuple[tuple[Event, ...], str]] = {
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 def test_each_contradiction_is_noticed(name: str) -> None:
     events, message = CONTRADICTIONS[name]
-    found = account(events)
+    found = turn_account_of(events)
     assert not found.consistent
     assert any(message in problem for problem in found.problems), found.problems
     summary(found)
@@ -239,12 +239,12 @@ def test_each_contradiction_is_noticed(name: str) -> None:
     "missing", ["a verdict about nothing", "an experience of nothing", "never captured", "undone out of nothing"]
 )
 def test_what_age_may_have_deleted_is_no_problem_when_topics_have_lost_their_beginning(missing: str) -> None:
-    assert account(CONTRADICTIONS[missing][0], complete=False).consistent
+    assert turn_account_of(CONTRADICTIONS[missing][0], complete=False).consistent
 
 
 @pytest.mark.parametrize("doubled", ["one revision trained twice", "two trajectories", "eval was trained"])
 def test_doubles_are_problems_all_the_same(doubled: str) -> None:
-    assert not account(CONTRADICTIONS[doubled][0], complete=False).consistent
+    assert not turn_account_of(CONTRADICTIONS[doubled][0], complete=False).consistent
 
 
 def test_each_lineage_has_its_own_account() -> None:
@@ -253,15 +253,15 @@ def test_each_lineage_has_its_own_account() -> None:
         report(verdict("E", "a", "b"), lineage="main"),
         report(verdict("E", "a", "b", dropped="stale"), lineage="replay", at_s=60),
     )
-    latest = account(events)
+    latest = turn_account_of(events)
     assert latest.lineages == {"m": "replay"}
     assert summary(latest) == (2, 0, {}, {"stale": 2})
-    assert summary(account(events, {"m": "main"})) == (2, 2, {}, {})
+    assert summary(turn_account_of(events, {"m": "main"})) == (2, 2, {}, {})
     assert latest.consistent, "two lineages may train the same experience"
 
 
 def test_many_problems_are_counted_and_some_are_spelt_out() -> None:
-    found = account([trajectory(f"T{number}", (f"t{number}",)) for number in range(150)])
+    found = turn_account_of([trajectory(f"T{number}", (f"t{number}",)) for number in range(150)])
     assert (len(found.problems), found.problems_total) == (100, 150)
 
 
@@ -289,6 +289,6 @@ def test_a_random_history_is_accounted_as_it_was_made(seed: int) -> None:
     chance.shuffle(verdicts)
     events += [report(*verdicts[at : at + 10], save=at) for at in range(0, len(verdicts), 10)]
     chance.shuffle(events)
-    found = account(events)
+    found = turn_account_of(events)
     assert found.consistent
     assert {**found.waiting, **found.dropped, "trained": found.trained} == expected
