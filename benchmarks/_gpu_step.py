@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from benchmarks._gpu_shapes import GPU_SHAPES, PROMPT, RANK
+from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.batches.batch import Batch, Row
-from headrace_trainer.settings import ComputeSettings, LoraSettings, LossSettings, OptimizerSettings
+from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSettings
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.step import train

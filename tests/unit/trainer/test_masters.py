@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from headrace_runtime.errors import SettingError
-from headrace_trainer.settings import ComputeSettings, LoraSettings, LossSettings, OptimizerSettings
+from headrace_trainer.algorithms.settings import LossSettings
+from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSettings
 from headrace_trainer.torch_learner import tensors
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
@@ -103,7 +104,7 @@ def test_saved_and_continued_is_never_stopped(narrow: Path) -> None:
     pair = tensors.freeze(policy, optimizer, "main")
     again = opened(narrow)
     other = Optimizer(again.parameters, OptimizerSettings(learning_rate=1e-4))
-    tensors.thaw(again, other, *pair, with_random=True)
+    tensors.thaw(again, other, pair, with_random=True)
     for name, weight in weights_of(policy).items():
         assert torch.equal(weight, weights_of(again)[name]), name
     for each, mine in ((policy, optimizer), (again, other)):

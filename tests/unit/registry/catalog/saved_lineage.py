@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from headrace_trainer.baselines import Baselines
-from headrace_trainer.history import Published
-from headrace_trainer.saved import Saved, Tensors
-
 from headrace_schemas import Checkpoint, TrainingMetrics
 from headrace_schemas.blobs import BlobRef
+from headrace_trainer.algorithms.baselines import Baselines
+from headrace_trainer.experiences.history import Published
+from headrace_trainer.lineage.saved import Saved, Tensors
 from tests.unit.registry.rig import START
 
 _BLOB = BlobRef(uri="none", sha256="0" * 64, size=0)

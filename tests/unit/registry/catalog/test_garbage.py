@@ -36,9 +36,8 @@ def there(desk: Desk, content: str) -> bool:
 
 
 def save_lineage(blobs: BlobStore, name: str, *versions: str) -> None:
-    """A trainer's state, as `headrace_trainer.saved` writes it, that goes on from the last of `versions`."""
-    from headrace_trainer.saved import Pointer
-
+    """A trainer's state, as `headrace_trainer.lineage.saved` writes it, that goes on from the last of `versions`."""
+    from headrace_trainer.lineage.saved import Pointer
     from tests.unit.registry.catalog.saved_lineage import saved
 
     state = saved(name, *versions)
@@ -221,8 +220,7 @@ def test_the_reader_of_states_agrees_with_the_trainer(tmp_path: object) -> None:
 
 
 def save_lineage_in_memory(blobs: BlobStore, names: list[str]) -> None:
-    from headrace_trainer.saved import Pointer
-
+    from headrace_trainer.lineage.saved import Pointer
     from tests.unit.registry.catalog.saved_lineage import saved
 
     state = saved("main", *names)
