@@ -184,7 +184,7 @@ FAULTS: list[tuple[str, Any]] = [
     ("_chunks", dropped_last),
     ("_chunks", overlapping),
     ("Tail.back", lambda self, gradient, answer: gradient),
-    ("_add_product", lambda total, left, right: total.copy_(left @ right)),
+    ("add_product", lambda total, left, right: total.copy_(left @ right)),
 ]
 
 
