@@ -50,6 +50,8 @@ class Made:
 
 @dataclass
 class Turn:
+    """What a client asked, which version answered, and how."""
+
     version: str
     prompt: list[int]
     token_ids: list[int] = field(default_factory=list)

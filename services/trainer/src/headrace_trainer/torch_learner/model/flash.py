@@ -58,6 +58,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Row:
+    """How a row is computed: part by part."""
+
     parts: tuple[Part, ...]
 
     @property
