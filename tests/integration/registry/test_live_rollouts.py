@@ -168,6 +168,7 @@ async def test_a_decision_reaches_every_gateway_within_a_second(own_bus: str, tm
                     revision = 10 + 2 * attempt
                     await _route(town.bus.producer, routing(old, (old, new), revision, split=split))
                     for url in (town.gateway.url, other.url):
+                        await _until_served(http, url, new, "by name", new)  # else the session would have begun before
                         await _until_served(http, url, town.model, session, new)
                     began = time.monotonic()
                     withdrawn = routing(old, (old,), revision + 1, withdrawn=(new,))
