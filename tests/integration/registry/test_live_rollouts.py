@@ -47,6 +47,7 @@ def own_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("better", [False, True])
 async def test_a_rollout_outlives_kill_9_at_any_moment(own_bus: str, tmp_path: Path, better: bool) -> None:
     seed = random.randrange(2**32)
@@ -67,7 +68,7 @@ async def test_a_rollout_outlives_kill_9_at_any_moment(own_bus: str, tmp_path: P
                 process.wait()
                 process, _ = town.registry()
             over = ("promoted",) if better else ("withdrawn",)
-            await town.until(lambda: set(over) & set(town.said(second)), "the end of the rollout", timeout_s=90)
+            await town.until(lambda: set(over) & set(town.said(second)), "the end of the rollout", timeout_s=300)
             champion = second if better else first
             await town.until(lambda: town.champion(model) == champion, "the champion on the bus")
         steps = [one.rollout.kind for one in town.decisions if one.rollout and one.version == second]
@@ -167,6 +168,7 @@ async def test_a_decision_reaches_every_gateway_within_a_second(own_bus: str, tm
                     revision = 10 + 2 * attempt
                     await _route(town.bus.producer, routing(old, (old, new), revision, split=split))
                     for url in (town.gateway.url, other.url):
+                        await _until_served(http, url, new, "by name", new)  # else the session would have begun before
                         await _until_served(http, url, town.model, session, new)
                     began = time.monotonic()
                     withdrawn = routing(old, (old,), revision + 1, withdrawn=(new,))
