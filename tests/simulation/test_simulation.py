@@ -19,7 +19,7 @@ from tests.simulation.run import simulate
 ROOT = Path(__file__).resolve().parents[2]
 CATCH_WITHIN = 36
 """Seeds; most are caught by the first few."""
-THERE_AND_BACK = 5
+THERE_AND_BACK = 43
 """Weights go back with a refusal and come forward with the next version's promotion."""
 KNOWN = {
     "weights come forward unsaid": THERE_AND_BACK,

@@ -33,7 +33,9 @@ COMMANDS = [
     ["sessions", "where"], ["replay", "events"], ["replay", "plan"], ["replay", "run"],
     ["replay", "resume"], ["replay", "offer"], ["replay", "list"], ["replay", "remove"], ["dead-letters", "list"],
     ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"], ["mirror"], ["controls"],
-    ["config", "init"], ["config", "check"], ["config", "reference"],
+    ["config", "init"], ["config", "check"], ["config", "reference"], ["rollouts", "list"], ["rollouts", "show"],
+    ["rollouts", "watch"], ["rollouts", "begin"], ["rollouts", "stop"], ["rollouts", "promote"],
+    ["rollouts", "rollback"],
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 import pytest_asyncio
 
-from headrace_registry.changes import Changes
+from headrace_registry.changes import RegistryChanges
 from headrace_registry.rollouts.api import RolloutApi
 from headrace_runtime import web
 from headrace_runtime.settings import Common, SecuritySettings
@@ -22,7 +22,7 @@ from tests.unit.registry.rig import MODEL, Rig
 
 def client(rig: Rig, key: str = "") -> httpx2.AsyncClient:
     common = Common(data_dir=Path("unused"), security=SecuritySettings(internal_key=key))
-    made = Changes(rig.processor, rig.lease, rig.director.wake.set)
+    made = RegistryChanges(rig.processor, rig.lease, rig.director.wake.set)
     api = RolloutApi(common, rig.settings.rollout, rig.database, made)
     transport = httpx2.ASGITransport(web.app({}, api.routes()))
     return httpx2.AsyncClient(transport=transport, base_url="http://registry", headers={WHO_HEADER: "ada"})

@@ -9,7 +9,16 @@ import pytest
 
 import headrace
 
-EXPORTS = ["ApiError", "AsyncClient", "AsyncSession", "Client", "HeadraceError", "Session", "Unreachable"]
+EXPORTS = [
+    "ApiError",
+    "AsyncClient",
+    "AsyncSession",
+    "Client",
+    "HeadraceError",
+    "ModelManager",
+    "Session",
+    "Unreachable",
+]
 
 
 def test_the_public_names_are_frozen() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,21 +19,27 @@ Folder = Annotated[Path, typer.Argument(help="A folder as Hugging Face or PEFT w
 Label = Annotated[
     str | None, typer.Option("--version-label", help="A name for this version alone, such as v1.0.", metavar="LABEL")
 ]
-Base = Annotated[
-    str | None, typer.Option("--base", help="Of an adapter: the version that it applies to.", metavar="MODEL@DIGEST")
-]
-Serve = Annotated[bool, typer.Option("--serve", help="Have replicas load it now.")]
+
+
+@dataclass(frozen=True)
+class FolderOptions:
+    """What a folder's version shall be."""
+
+    version_label: Label = None
+    base: Annotated[
+        str | None,
+        typer.Option("--base", help="Of an adapter: the version that it applies to.", metavar="MODEL@DIGEST"),
+    ] = None
+    serve: Annotated[bool, typer.Option("--serve", help="Have replicas load it now.")] = False
+    why: Why = ""
+    config: Config = None
 
 
 def register(
     folder: Folder,
     name: Annotated[str, typer.Option("--name", help="The model's name.", metavar="MODEL")],
-    version_label: Label = None,
-    base: Base = None,
-    serve: Serve = False,
-    why: Why = "",
-    config: Config = None,
     *,
+    wanted: FolderOptions,
     at: RegistryOptions,
 ) -> None:
     """Make a version of a model that nobody trains: an opponent, a teacher, a judge, v1.0 beside v1.1.
@@ -40,7 +47,7 @@ def register(
     The folder is loaded as a replica loads it and has to answer as transformers' own code does; then its files go into
     the blob store. What it answers is captured and never trained.
     """
-    _take(folder, name, version_label, base, serve, why, config, at)
+    _take(folder, name, wanted, at)
 
 
 def import_(
@@ -48,45 +55,32 @@ def import_(
     name: Annotated[
         str | None, typer.Option("--name", help="The model's name; default: the exported one's.", metavar="MODEL")
     ] = None,
-    version_label: Label = None,
-    base: Base = None,
-    serve: Serve = False,
-    why: Why = "",
-    config: Config = None,
     *,
+    wanted: FolderOptions,
     at: RegistryOptions,
 ) -> None:
     """Take a folder that `export` wrote, as the very same version, or any other folder as a new one.
 
     An exported folder is checked file by file against its manifest.
     """
-    _take(folder, name, version_label, base, serve, why, config, at)
+    _take(folder, name, wanted, at)
 
 
-def _take(
-    folder: Path,
-    name: str | None,
-    label: str | None,
-    base: str | None,
-    serve: bool,
-    why: str,
-    config: Path | None,
-    at: RegistryOptions,
-) -> None:
+def _take(folder: Path, name: str | None, wanted: FolderOptions, at: RegistryOptions) -> None:
     import asyncio
 
     from headrace_cli.catalog import importing
 
     with at.open() as api:
         below: BlobRef | None = None
-        if base is not None:
-            below = find(api, *parted(base)).manifest
+        if wanted.base is not None:
+            below = find(api, *parted(wanted.base)).manifest
         with console().status(f"loading {folder} as a replica would"):
-            made = asyncio.run(importing.stored(folder.absolute(), name, below, _environ(at, config)))
-        importing.register(api, made, label=label, serve=serve, why=why)
-    model = made.version.partition("@")[0]
+            made = asyncio.run(importing.stored(folder.absolute(), name, below, _environ(at, wanted.config)))
+        importing.register(api, made, label=wanted.version_label, serve=wanted.serve, why=wanted.why)
+    model, label = made.version.partition("@")[0], wanted.version_label
     console().print(f"[bold]{made.version}[/] is registered" + (f" as {model}:{label}" if label else ""))
-    if not serve:
+    if not wanted.serve:
         console().print(f"serve it with [bold]headrace models serve {model} {label or made.version}[/]")
 
 

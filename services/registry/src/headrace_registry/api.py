@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from headrace_registry import changes, http, lifecycle, probe, states, store
 from headrace_registry.catalog import audit
-from headrace_registry.changes import Changes
+from headrace_registry.changes import RegistryChanges
 from headrace_registry.leader import LeaderLease
 from headrace_registry.records import ModelRecord
 from headrace_registry.transition import Transition
@@ -55,7 +55,7 @@ class RegistryApi:
         self._database = database
         self._clock = processor.clock
         self._replicas = replicas
-        self._changes = Changes(processor, lease, changed)
+        self._changes = RegistryChanges(processor, lease, changed)
 
     def routes(self) -> list[Route]:
         return [

@@ -6,7 +6,7 @@ import asyncio
 
 from headrace_registry.api import RegistryApi
 from headrace_registry.catalog.api import CatalogApi
-from headrace_registry.changes import Changes
+from headrace_registry.changes import RegistryChanges
 from headrace_registry.director import Director
 from headrace_registry.garbage.collector import GarbageCollector
 from headrace_registry.gate import Gate
@@ -84,7 +84,7 @@ class _Registry:
         self._reconciler = Reconciler(self._processor, self._lease, self._routings.rows, clock, settings.reconcile_s)
         wake = self._director.wake.set
         garbage = GarbageCollector(blobs, self._processor, self._lease, settings.retired_for_s)
-        made = Changes(self._processor, self._lease, wake)
+        made = RegistryChanges(self._processor, self._lease, wake)
         self._api = RegistryApi(common, database, self._processor, self._lease, self._replicas.rows.values, wake)
         self._rollouts = RolloutApi(common, settings.rollout, database, made)
         self._catalog = CatalogApi(common, settings, blobs, database, made, garbage)

@@ -24,7 +24,7 @@ Work = Callable[[AsyncConnection, datetime, Transition], Awaitable[str | None]]
 """Changes the state, and says what the audit log shall keep besides the request. May raise `Refused` at any point."""
 
 
-class Changes:
+class RegistryChanges:
     """Only the leader makes any. `changed` wakes whoever acts on the state."""
 
     def __init__(self, processor: Processor, lease: LeaderLease, changed: Callable[[], None]) -> None:

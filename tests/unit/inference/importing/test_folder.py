@@ -122,7 +122,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "an unknown architecture": (_config(model_type="no_such_model"), "no_such_model"),
     "sliding attention": (
         _config(layer_types=["full_attention", "sliding_attention"], sliding_window=16),
-        "sliding_attention",
+        "sliding_window",
     ),
     "an unsteady rope": (
         _config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),

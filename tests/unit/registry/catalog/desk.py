@@ -8,7 +8,7 @@ import httpx2
 
 from headrace_registry.api import RegistryApi
 from headrace_registry.catalog.api import CatalogApi
-from headrace_registry.changes import Changes
+from headrace_registry.changes import RegistryChanges
 from headrace_registry.garbage.collector import GarbageCollector
 from headrace_runtime import web
 from headrace_runtime.settings import Common, SecuritySettings
@@ -28,7 +28,7 @@ class Desk:
         common = Common(data_dir=Path("unused"), security=SecuritySettings(internal_key=key))
         wake = rig.director.wake.set
         garbage = GarbageCollector(rig.blobs, rig.processor, rig.lease, retired_for_s)
-        made = Changes(rig.processor, rig.lease, wake)
+        made = RegistryChanges(rig.processor, rig.lease, wake)
         catalog = CatalogApi(common, rig.settings, rig.blobs, rig.database, made, garbage)
         api = RegistryApi(common, rig.database, rig.processor, rig.lease, rig.replicas.values, wake)
         transport = httpx2.ASGITransport(web.app({}, [*api.routes(), *catalog.routes()]))

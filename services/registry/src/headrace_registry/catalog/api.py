@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from headrace_registry import changes, http, states
 from headrace_registry.catalog import aliases, audit, describing, queries, registering, retiring, serving
-from headrace_registry.changes import Changes
+from headrace_registry.changes import RegistryChanges
 from headrace_registry.garbage.collector import GarbageCollector
 from headrace_registry.records import ModelRecord, VersionRecord
 from headrace_registry.settings import RegistrySettings
@@ -49,7 +49,7 @@ class CatalogApi:
         settings: RegistrySettings,
         blobs: BlobStore,
         database: Database,
-        made: Changes,
+        made: RegistryChanges,
         garbage: GarbageCollector,
     ) -> None:
         self._common = common

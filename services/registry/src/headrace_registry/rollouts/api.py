@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from headrace_registry import changes, http, lifecycle, store
 from headrace_registry.catalog import audit
-from headrace_registry.changes import Changes
+from headrace_registry.changes import RegistryChanges
 from headrace_registry.records import ModelRecord
 from headrace_registry.rollouts import kept, settling, states, steps
 from headrace_registry.rollouts.kept import KeptRollout
@@ -31,7 +31,7 @@ Change = Callable[[Transition, ModelRecord, KeptRollout, str], Awaitable[None]]
 class RolloutApi:
     """Any registry answers reads; only the leader takes changes."""
 
-    def __init__(self, common: Common, settings: RolloutSettings, database: Database, made: Changes) -> None:
+    def __init__(self, common: Common, settings: RolloutSettings, database: Database, made: RegistryChanges) -> None:
         self._common = common
         self._settings = settings
         self._database = database
