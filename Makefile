@@ -140,7 +140,7 @@ bench-learning: $(VENV)/installed ## controls of learning: shuffled, flipped and
 bench-trainer: $(VENV)/installed $(PEERS)/installed ## what a step holds, how it grows with a sequence, and tokens per CPU second beside TRL
 	@$(call MEASURE,trainer)
 
-bench-gpu: $(VENV)/installed ## on one GPU: steps' share of its peak, their memory, 64 streams through swaps; about 9 minutes
+bench-gpu: $(VENV)/installed ## on one GPU: steps' share of its peak, their memory, 64 streams through swaps; about 12 minutes
 	$(BIN)/python -m benchmarks.gpu
 
 bench: $(VENV)/installed ## every benchmark that needs no GPU; each writes reports/bench-<name>.json

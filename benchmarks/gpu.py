@@ -1,4 +1,4 @@
-"""Trainer and `torch` engine on one GPU: `make bench-gpu`. Writes `reports/bench-gpu.json`; some eight minutes.
+"""Trainer and `torch` engine on one GPU: `make bench-gpu`. Writes `reports/bench-gpu.json`; some twelve minutes.
 
 Models are random, of the sizes of Qwen3-0.6B and Qwen3-8B, in bfloat16, built on the spot. The lines:
 

@@ -91,7 +91,7 @@ class ComputeSettings(Section):
     weights in `dtype`."""
     compile: bool = False
     """Fuse what a layer does between its products by torch.compile, on a GPU above all. Needs a C compiler; the first
-    step waits for it, up to a minute."""
+    step waits for it, a minute and a half with a large model."""
     threads: Count = 1
     """Threads of a CPU step; the other services of a small machine need the rest."""
     packing: Literal["blocks", "padded"] = "blocks"

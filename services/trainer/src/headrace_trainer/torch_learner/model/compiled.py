@@ -4,8 +4,9 @@ A GPU multiplies a layer's matrices in the time that it takes to read and write 
 written out in single operations they are read and written some forty times. Compiled is a layer's own code, once for
 all layers and all lengths. Attention stays outside: what it is told about a row of sequences is no tensor.
 
-Compiling needs a C compiler and takes half a minute at the first step. Outside of training (`eagerly`) the code runs as
-it is written: a comparison, or a version's fingerprint, is worth no compilation of its own.
+Compiling needs a C compiler and takes half a minute to a minute and a half at the first step. Outside of training
+(`eagerly`) the code runs as it is written: a comparison, or a version's fingerprint, is worth no compilation of its
+own.
 """
 
 from __future__ import annotations
