@@ -27,7 +27,7 @@ from tests.mutants.library import Change, Group
 from tests.mutants.memory import Memory
 from tests.mutants.overlay import ROOT
 from tests.mutants.planted import planted
-from tests.mutants.trial import Mutant, Place, Verdict, served
+from tests.mutants.trial import UNCHANGED, Mutant, Place, Verdict, served
 
 SHARE_MIN = 0.95
 
@@ -79,7 +79,7 @@ def unchanged(mutants: Sequence[Mutant]) -> list[Mutant]:
     found = {}
     for mutant in mutants:
         text = (ROOT / mutant.file).read_text(encoding="utf-8")
-        name = f"unchanged {mutant.file}, {' '.join(mutant.tests)}"
+        name = f"{UNCHANGED}{mutant.file}, {' '.join(mutant.tests)}"
         found[mutant.place] = Mutant(name, mutant.file, text, mutant.tests)
     return list(found.values())
 
@@ -112,7 +112,7 @@ def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Names
                 tried.verdicts[mutant] = verdict
                 if verdict.outcome != "not run":
                     memory.keep(mutant, verdict)
-                _tell(progress, mutant, verdict, len(tried.lived()))
+                _tell(progress, mutant, verdict, sum(not one.control for one in tried.lived()))
         for worker in workers:
             worker.result()
     tried.untried = len(left)
@@ -140,7 +140,7 @@ class Waiting:
 def _tell(progress: ProgressDisplay, mutant: Mutant, verdict: Verdict, lived: int) -> None:
     """A mutant that lives is said at once."""
     progress.advance(doing=f"{lived} live")
-    if not verdict.killed and not mutant.name.startswith("unchanged"):
+    if not verdict.killed and not mutant.control:
         progress.say(f"{verdict.outcome}: {mutant.name}")
         if verdict.outcome == "not run":
             progress.say(verdict.said)

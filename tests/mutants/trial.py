@@ -18,7 +18,8 @@ from tests.mutants.overlay import ROOT, overlaid
 Outcome = Literal["killed", "survived", "timeout", "not run"]
 """A mutant that never ends is noticed, too; `not run` is a fault of the trial: the tests could not be started."""
 
-
+UNCHANGED = "unchanged "
+"""How the names of controls begin."""
 Place = tuple[str, tuple[str, ...]]
 """A file, and the tests that its mutants are tried with: what mutants must have in common to be tried by one server."""
 
@@ -31,6 +32,11 @@ class Mutant:
     file: str
     text: str
     tests: tuple[str, ...]
+
+    @property
+    def control(self) -> bool:
+        """Whether it changes nothing, and so has to survive."""
+        return self.name.startswith(UNCHANGED)
 
     @property
     def place(self) -> Place:
