@@ -145,7 +145,8 @@ def _get(api: ModelRegistry, wanted: str) -> RolloutState:
     of_model = [one.id for one in listed if one.model == wanted][:1]
     found = of_model or [one.id for one in listed if one.id.startswith(wanted)]
     if len(found) != 1:
-        raise UsageError(f"{wanted}: {len(found)} rollouts begin like this; see `headrace rollouts list`")
+        many = f"{len(found)} rollouts begin" if found else "no model with rollouts is called, and no rollout begins,"
+        raise UsageError(f"{wanted}: {many} like this; see `headrace rollouts list`")
     return rollouts.get(found[0])
 
 
