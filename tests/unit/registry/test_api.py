@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from headrace_registry.api import RegistryApi
+from headrace_registry.changes import RegistryChanges
 from headrace_runtime import web
 from headrace_runtime.settings import Common, SecuritySettings
 from headrace_schemas.registry_api import ModelList, ModelState, VersionList
@@ -18,7 +19,8 @@ from tests.unit.registry.rig import MODEL, Rig, loaded
 
 def client(rig: Rig, key: str = "") -> httpx2.AsyncClient:
     common = Common(data_dir=Path("unused"), security=SecuritySettings(internal_key=key))
-    api = RegistryApi(common, rig.database, rig.processor, rig.lease, rig.replicas.values, rig.director.wake.set)
+    made = RegistryChanges(rig.processor, rig.lease, rig.director.wake.set)
+    api = RegistryApi(common, rig.database, rig.processor.clock, rig.replicas.values, made)
     transport = httpx2.ASGITransport(web.app({}, api.routes()))
     return httpx2.AsyncClient(transport=transport, base_url="http://registry")
 

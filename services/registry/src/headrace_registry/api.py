@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import datetime
+from functools import partial
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.requests import Request
@@ -13,15 +14,13 @@ from starlette.routing import Route
 from headrace_registry import changes, http, lifecycle, probe, states, store
 from headrace_registry.catalog import audit
 from headrace_registry.changes import RegistryChanges
-from headrace_registry.leader import LeaderLease
 from headrace_registry.records import ModelRecord
 from headrace_registry.transition import Transition
+from headrace_runtime.clock import Clock
 from headrace_runtime.database import Database
 from headrace_runtime.errors import Refused
 from headrace_runtime.logs import get_logger
-from headrace_runtime.processor import Processor
 from headrace_runtime.settings import Common
-from headrace_runtime.web import require_internal_key
 from headrace_schemas import Replica
 from headrace_schemas.registry_api import (
     HoldRequest,
@@ -34,7 +33,6 @@ from headrace_schemas.registry_api import (
 )
 
 log = get_logger(__name__)
-Page = Callable[[Request], Awaitable[Response]]
 Change = Callable[[Transition, ModelRecord, AsyncConnection], Awaitable[None]]
 """May raise `Refused`: then nothing has changed."""
 
@@ -46,39 +44,30 @@ class RegistryApi:
         self,
         common: Common,
         database: Database,
-        processor: Processor,
-        lease: LeaderLease,
+        clock: Clock,
         replicas: Callable[[], Iterable[Replica]],
-        changed: Callable[[], None],
+        made: RegistryChanges,
     ) -> None:
         self._common = common
         self._database = database
-        self._clock = processor.clock
+        self._clock = clock
         self._replicas = replicas
-        self._changes = RegistryChanges(processor, lease, changed)
+        self._changes = made
 
     def routes(self) -> list[Route]:
+        guarded = partial(http.for_insiders, self._common)
         return [
-            Route("/v1/models", self._for_insiders(self.models)),
-            Route("/v1/models/{name}", self._for_insiders(self.model)),
-            Route("/v1/models/{name}/versions", self._for_insiders(self.versions)),
-            Route("/v1/models/{name}/promote", self._for_insiders(self.promote), methods=["POST"]),
-            Route("/v1/models/{name}/rollback", self._for_insiders(self.roll_back), methods=["POST"]),
-            Route("/v1/models/{name}/withdraw", self._for_insiders(self.withdraw), methods=["POST"]),
-            Route("/v1/models/{name}/pin", self._for_insiders(self.pin), methods=["POST"]),
-            Route("/v1/models/{name}/unpin", self._for_insiders(self.unpin), methods=["POST"]),
-            Route("/v1/models/{name}/pause", self._for_insiders(self.pause), methods=["POST"]),
-            Route("/v1/models/{name}/resume", self._for_insiders(self.resume), methods=["POST"]),
+            Route("/v1/models", guarded(self.models)),
+            Route("/v1/models/{name}", guarded(self.model)),
+            Route("/v1/models/{name}/versions", guarded(self.versions)),
+            Route("/v1/models/{name}/promote", guarded(self.promote), methods=["POST"]),
+            Route("/v1/models/{name}/rollback", guarded(self.roll_back), methods=["POST"]),
+            Route("/v1/models/{name}/withdraw", guarded(self.withdraw), methods=["POST"]),
+            Route("/v1/models/{name}/pin", guarded(self.pin), methods=["POST"]),
+            Route("/v1/models/{name}/unpin", guarded(self.unpin), methods=["POST"]),
+            Route("/v1/models/{name}/pause", guarded(self.pause), methods=["POST"]),
+            Route("/v1/models/{name}/resume", guarded(self.resume), methods=["POST"]),
         ]
-
-    def _for_insiders(self, page: Page) -> Page:
-        """Require the internal key, where there is one, for reads and changes."""
-
-        async def guarded(request: Request) -> Response:
-            require_internal_key(request, self._common)
-            return await page(request)
-
-        return guarded
 
     async def models(self, _request: Request) -> Response:
         async with self._database.transaction() as tx:

@@ -82,10 +82,9 @@ class _Registry:
             self._processor, self._lease, Gate(settings.gate), settings, self._replicas.rows.values, self._watch
         )
         self._reconciler = Reconciler(self._processor, self._lease, self._routings.rows, clock, settings.reconcile_s)
-        wake = self._director.wake.set
         garbage = GarbageCollector(blobs, self._processor, self._lease, settings.retired_for_s)
-        made = RegistryChanges(self._processor, self._lease, wake)
-        self._api = RegistryApi(common, database, self._processor, self._lease, self._replicas.rows.values, wake)
+        made = RegistryChanges(self._processor, self._lease, self._director.wake.set)
+        self._api = RegistryApi(common, database, clock, self._replicas.rows.values, made)
         self._rollouts = RolloutApi(common, settings.rollout, database, made)
         self._catalog = CatalogApi(common, settings, blobs, database, made, garbage)
 

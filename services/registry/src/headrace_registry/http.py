@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -9,11 +10,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace_runtime.errors import Refused
+from headrace_runtime.settings import Common
+from headrace_runtime.web import require_internal_key
 from headrace_schemas.base import Model
 
 _BODY_BYTES_MAX = 65_536
 _LIST_MAX = 1000
 M = TypeVar("M", bound=Model)
+Page = Callable[[Request], Awaitable[Response]]
+
+
+def for_insiders(common: Common, page: Page) -> Page:
+    """Require the internal key, where there is one, for reads and changes."""
+
+    async def guarded(request: Request) -> Response:
+        require_internal_key(request, common)
+        return await page(request)
+
+    return guarded
 
 
 def answer(value: Model, status: int = 200) -> Response:

@@ -26,11 +26,10 @@ class Desk:
     def __init__(self, rig: Rig, key: str = "", *, retired_for_s: float = 0.0, who: str = "ada") -> None:
         self.rig = rig
         common = Common(data_dir=Path("unused"), security=SecuritySettings(internal_key=key))
-        wake = rig.director.wake.set
         garbage = GarbageCollector(rig.blobs, rig.processor, rig.lease, retired_for_s)
-        made = RegistryChanges(rig.processor, rig.lease, wake)
+        made = RegistryChanges(rig.processor, rig.lease, rig.director.wake.set)
         catalog = CatalogApi(common, rig.settings, rig.blobs, rig.database, made, garbage)
-        api = RegistryApi(common, rig.database, rig.processor, rig.lease, rig.replicas.values, wake)
+        api = RegistryApi(common, rig.database, rig.processor.clock, rig.replicas.values, made)
         transport = httpx2.ASGITransport(web.app({}, [*api.routes(), *catalog.routes()]))
         headers = {WHO_HEADER: who, **({"authorization": f"Bearer {key}"} if key else {})}
         self.http = httpx2.AsyncClient(transport=transport, base_url="http://registry", headers=headers)

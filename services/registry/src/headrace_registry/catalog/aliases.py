@@ -9,7 +9,7 @@ from datetime import datetime
 from sqlalchemy import delete, insert, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry import lifecycle, store
+from headrace_registry import changes, lifecycle, store
 from headrace_registry.catalog import queries, room
 from headrace_registry.records import ModelRecord
 from headrace_registry.tables import ALIASES
@@ -64,9 +64,7 @@ async def _check(tx: AsyncConnection, model: ModelRecord, alias: str, one: Alias
 
 async def check_servable(tx: AsyncConnection, model: ModelRecord, name: str) -> None:
     """Raises `Refused` for a version that could not serve this model."""
-    version = await store.version(tx, name)
-    if version is None or version.model != model.model:
-        raise Refused(404, "version_not_found", f"model {model.model!r} has no version {name!r}", "version")
+    version = await changes.version(tx, model, name)
     if version.state in ("withdrawn", "rejected"):
         raise Refused(409, version.state, f"{name} was {version.state}; it cannot be served", "version")
     problem = lifecycle.objection(version, await store.view(tx, model, "", version))

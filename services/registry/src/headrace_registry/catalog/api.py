@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import datetime
+from functools import partial
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.requests import Request
@@ -21,7 +22,6 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.database import Database
 from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.settings import Common
-from headrace_runtime.web import require_internal_key
 from headrace_schemas.catalog import (
     AliasesRequest,
     AuditList,
@@ -36,7 +36,6 @@ from headrace_schemas.catalog import (
 from headrace_schemas.registry_api import VersionList
 
 _NUMBER_MAX = 2**63 - 1
-Page = Callable[[Request], Awaitable[Response]]
 OfVersion = Callable[[AsyncConnection, datetime, Transition, ModelRecord, VersionRecord], Awaitable[str | None]]
 
 
@@ -60,6 +59,7 @@ class CatalogApi:
         self._garbage = garbage
 
     def routes(self) -> list[Route]:
+        guarded = partial(http.for_insiders, self._common)
         posts = {
             "register": self.register,
             "serve": self.serve,
@@ -70,23 +70,15 @@ class CatalogApi:
             "notes": self.note,
         }
         changing = [
-            Route(f"/v1/models/{{name}}/{path}", self._for_insiders(page), methods=["POST"])
-            for path, page in posts.items()
+            Route(f"/v1/models/{{name}}/{path}", guarded(page), methods=["POST"]) for path, page in posts.items()
         ]
         return [
             *changing,
-            Route("/v1/models/{name}/notes", self._for_insiders(self.notes), methods=["GET"]),
-            Route("/v1/versions/{version}", self._for_insiders(self.one)),
-            Route("/v1/garbage", self._for_insiders(self.collect), methods=["POST"]),
-            Route("/v1/audit", self._for_insiders(self.audited)),
+            Route("/v1/models/{name}/notes", guarded(self.notes), methods=["GET"]),
+            Route("/v1/versions/{version}", guarded(self.one)),
+            Route("/v1/garbage", guarded(self.collect), methods=["POST"]),
+            Route("/v1/audit", guarded(self.audited)),
         ]
-
-    def _for_insiders(self, page: Page) -> Page:
-        async def guarded(request: Request) -> Response:
-            require_internal_key(request, self._common)
-            return await page(request)
-
-        return guarded
 
     async def register(self, request: Request) -> Response:
         """201: the version is known; where it is to be served, replicas load and probe it now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import datetime
+from functools import partial
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.requests import Request
@@ -21,10 +22,8 @@ from headrace_registry.transition import Transition
 from headrace_runtime.database import Database
 from headrace_runtime.errors import Refused
 from headrace_runtime.settings import Common
-from headrace_runtime.web import require_internal_key
 from headrace_schemas.rollout_api import RolloutChange, RolloutList, RolloutRequest
 
-Page = Callable[[Request], Awaitable[Response]]
 Change = Callable[[Transition, ModelRecord, KeptRollout, str], Awaitable[None]]
 
 
@@ -38,23 +37,17 @@ class RolloutApi:
         self._changes = made
 
     def routes(self) -> list[Route]:
+        guarded = partial(http.for_insiders, self._common)
         posts = {"stop": _stop, "promote": _promote, "rollback": _roll_back}
         return [
-            Route("/v1/rollouts", self._for_insiders(self.list)),
-            Route("/v1/rollouts/{rollout}", self._for_insiders(self.one)),
-            Route("/v1/models/{name}/rollouts", self._for_insiders(self.begin), methods=["POST"]),
+            Route("/v1/rollouts", guarded(self.list)),
+            Route("/v1/rollouts/{rollout}", guarded(self.one)),
+            Route("/v1/models/{name}/rollouts", guarded(self.begin), methods=["POST"]),
             *(
-                Route(f"/v1/rollouts/{{rollout}}/{path}", self._for_insiders(self._page(change)), methods=["POST"])
+                Route(f"/v1/rollouts/{{rollout}}/{path}", guarded(self._page(change)), methods=["POST"])
                 for path, change in posts.items()
             ),
         ]
-
-    def _for_insiders(self, page: Page) -> Page:
-        async def guarded(request: Request) -> Response:
-            require_internal_key(request, self._common)
-            return await page(request)
-
-        return guarded
 
     async def list(self, request: Request) -> Response:
         limit = http.limit(request)
@@ -92,7 +85,7 @@ class RolloutApi:
         act = audit.Act(audit.asker(request, self._common), "rollout", body.version, body.reason)
         return http.answer(await self._changes.make(request.path_params["name"], act, work), 202)
 
-    def _page(self, change: Change) -> Page:
+    def _page(self, change: Change) -> http.Page:
         async def page(request: Request) -> Response:
             body = await http.body(request, RolloutChange)
             rollout_id = request.path_params["rollout"]

@@ -99,7 +99,7 @@ class Conductor:
 
     async def _take_readings(self, rollout: KeptRollout) -> None:
         looks: list[Look] = [look for look in rollout.plan.looks if look != "shadow"]
-        metrics = Evidence(rollout.plan).metrics
+        metrics = (await self._evidence(rollout)).evidence.metrics
         for taken, look in enumerate(looks):
             last = taken + 1 == len(looks)
             more = True

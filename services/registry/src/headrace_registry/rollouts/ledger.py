@@ -40,12 +40,6 @@ class DueUnit:
     """Topic and value of each event, in the order in which they were read."""
 
 
-async def clock_ms(tx: AsyncConnection, rollout_id: str) -> int | None:
-    """None: it does not go on."""
-    query = select(ROLLOUTS.c.observed_ms).where(ROLLOUTS.c.rollout_id == rollout_id, ROLLOUTS.c.phase.in_(UNDER_WAY))
-    return (await tx.execute(query)).scalar_one_or_none()
-
-
 async def elapse(tx: AsyncConnection, milliseconds: int) -> None:
     """All that was on the topics so long ago has been read."""
     later = {"observed_ms": ROLLOUTS.c.observed_ms + milliseconds}
