@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     )
     from headrace_schemas.events.dead_letter import DeadLetter
     from headrace_schemas.events.dead_letter_decision import DeadLetterDecision
-    from headrace_schemas.events.experience import Experience, RewardPart
+    from headrace_schemas.events.experience import Edit, Experience, PreferenceSide, RewardPart, TurnReward
     from headrace_schemas.events.feedback import Feedback, SessionEnd
     from headrace_schemas.events.model_event import ModelEvent, RolloutStep
     from headrace_schemas.events.reward import Reward
@@ -63,7 +63,7 @@ else:
             ),
             "headrace_schemas.events.dead_letter": ("DeadLetter",),
             "headrace_schemas.events.dead_letter_decision": ("DeadLetterDecision",),
-            "headrace_schemas.events.experience": ("Experience", "RewardPart"),
+            "headrace_schemas.events.experience": ("Edit", "Experience", "PreferenceSide", "RewardPart", "TurnReward"),
             "headrace_schemas.events.feedback": ("Feedback", "SessionEnd"),
             "headrace_schemas.events.model_event": ("ModelEvent", "RolloutStep"),
             "headrace_schemas.events.reward": ("Reward",),
@@ -92,6 +92,7 @@ __all__ = [
     "DeadLetter",
     "DeadLetterDecision",
     "Dialogue",
+    "Edit",
     "Event",
     "Experience",
     "Feedback",
@@ -101,6 +102,7 @@ __all__ = [
     "LoadedVersion",
     "Message",
     "ModelEvent",
+    "PreferenceSide",
     "Probe",
     "Read",
     "Replica",
@@ -122,6 +124,7 @@ __all__ = [
     "TrainingOutcome",
     "Trajectory",
     "Turn",
+    "TurnReward",
     "Undone",
     "UnitAssignment",
     "Usage",

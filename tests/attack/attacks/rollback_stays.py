@@ -10,7 +10,7 @@ import httpx2
 
 from headrace_schemas import Routing
 from tests.attack.line import Line, none_of
-from tests.integration.registry.town import Town
+from tests.integration.registry.rig import RegistryRig
 from tests.support.broker_process import BrokerProcess
 
 TITLE = "descendants of a withdrawn version never serve"
@@ -24,28 +24,28 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
     broker = BrokerProcess(folder / "broker")
     broker.start()
     try:
-        return await _play(Town(broker.address, folder), rng)
+        return await _play(RegistryRig(broker.address, folder), rng)
     finally:
         broker.stop()
 
 
-async def _play(town: Town, rng: random.Random) -> list[Line]:
+async def _play(rig: RegistryRig, rng: random.Random) -> list[Line]:
     served: list[Routing] = []
     parents: dict[str, str | None] = {}
     barred: set[str] = set()
 
     def all_taken_back() -> bool:
-        return all(_taken_back(town, name) for name in barred)
+        return all(_taken_back(rig, name) for name in barred)
 
-    async with town.open(), httpx2.AsyncClient(timeout=20) as http:
-        watching = asyncio.create_task(_watch(town, served))
-        process, url = town.registry()
-        champion = await town.publish(MODEL, 0)
+    async with rig.open(), httpx2.AsyncClient(timeout=20) as http:
+        watching = asyncio.create_task(_watch(rig, served))
+        process, url = rig.registry()
+        champion = await rig.publish(MODEL, 0)
         parents[champion] = None
-        await town.until(lambda: town.champion(MODEL) == champion, "the first champion")
+        await rig.until(lambda: rig.champion(MODEL) == champion, "the first champion")
         for turn in range(ROUNDS):
-            bad = await _promoted(town, parents, champion)
-            early = [await _publish(town, parents, bad)] if rng.random() < 0.7 else []
+            bad = await _promoted(rig, parents, champion)
+            early = [await _publish(rig, parents, bad)] if rng.random() < 0.7 else []
             await asyncio.sleep(rng.random() * 0.5)
             answer = await http.post(f"{url}/v1/models/{MODEL}/rollback", json={"reason": "worse"})
             answer.raise_for_status()
@@ -53,27 +53,27 @@ async def _play(town: Town, rng: random.Random) -> list[Line]:
             if turn % 4 == 3:
                 process.kill()
                 process.wait()
-                process, url = town.registry()
+                process, url = rig.registry()
             gone = [one for one in (bad, *early) if one != champion]  # `bad` serves if its child was promoted first
-            barred |= {*gone, *[await _publish(town, parents, parent) for parent in gone]}
-            await town.until(all_taken_back, "the children are withdrawn")
+            barred |= {*gone, *[await _publish(rig, parents, parent) for parent in gone]}
+            await rig.until(all_taken_back, "the children are withdrawn")
         await asyncio.sleep(LATER_S)
         watching.cancel()
     wrong = [one for one in served if set(one.aliases.values()) & _barred_then(one, parents)]
     return [
         none_of("routings that name a descendant of a withdrawn version", len(wrong), len(served)),
-        none_of("barred versions that were promoted", sum(_after(town, name) for name in barred), len(barred)),
+        none_of("barred versions that were promoted", sum(_after(rig, name) for name in barred), len(barred)),
     ]
 
 
-async def _promoted(town: Town, parents: dict[str, str | None], champion: str) -> str:
-    version = await _publish(town, parents, champion, score=1.0)
-    await town.until(lambda: town.champion(MODEL) == version, f"{version} is champion")
+async def _promoted(rig: RegistryRig, parents: dict[str, str | None], champion: str) -> str:
+    version = await _publish(rig, parents, champion, score=1.0)
+    await rig.until(lambda: rig.champion(MODEL) == version, f"{version} is champion")
     return version
 
 
-async def _publish(town: Town, parents: dict[str, str | None], parent: str, score: float = 1.0) -> str:
-    version = await town.publish(MODEL, len(parents), {"t": score}, parent)
+async def _publish(rig: RegistryRig, parents: dict[str, str | None], parent: str, score: float = 1.0) -> str:
+    version = await rig.publish(MODEL, len(parents), {"t": score}, parent)
     parents[version] = parent
     return version
 
@@ -90,19 +90,19 @@ def _barred_then(routing: Routing, parents: dict[str, str | None]) -> set[str]:
     return {name for name in parents if any(_descends(name, gone, parents) for gone in routing.withdrawn)}
 
 
-def _taken_back(town: Town, version: str) -> bool:
-    return not {"rolled_back", "withdrawn"}.isdisjoint(town.said(version))
+def _taken_back(rig: RegistryRig, version: str) -> bool:
+    return not {"rolled_back", "withdrawn"}.isdisjoint(rig.said(version))
 
 
-def _after(town: Town, version: str) -> bool:
+def _after(rig: RegistryRig, version: str) -> bool:
     """Whether the version was promoted after it had been taken back."""
-    said = town.said(version)
+    said = rig.said(version)
     return "promoted" in said[min(said.index(word) for word in ("rolled_back", "withdrawn") if word in said) :]
 
 
-async def _watch(town: Town, served: list[Routing]) -> None:
+async def _watch(rig: RegistryRig, served: list[Routing]) -> None:
     while True:
-        routing = town.routing.rows.get(MODEL)
+        routing = rig.routing.rows.get(MODEL)
         if routing is not None and (not served or served[-1] != routing):
             served.append(routing)
         await asyncio.sleep(0.005)

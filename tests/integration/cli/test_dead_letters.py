@@ -25,7 +25,7 @@ from headrace_schemas import DeadLetter, Trajectory
 from headrace_schemas.envelope import SEQUENCE_HEADER
 from headrace_schemas.events.dead_letter_decision import RETRY_HEADER
 from tests.contract.bus.clients import eventually
-from tests.integration.streams.town import Town
+from tests.integration.streams.rig import StreamsRig
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import ask, end, feedback, user
 
@@ -181,13 +181,13 @@ async def test_a_letter_that_was_never_on_its_topic_goes_where_its_event_belongs
 
 
 @pytest.fixture
-async def town(embedded_bus: str, tmp_path: Path) -> AsyncIterator[Town]:
+async def rig(embedded_bus: str, tmp_path: Path) -> AsyncIterator[StreamsRig]:
     """A collector that soon gives up on feedback about nothing."""
     settings = BusSettings(address=embedded_bus)
     await catalogue.ensure(settings)
     producer = EventProducer(settings, "test", BlobStore(f"file://{tmp_path}/blobs"))
     await producer.start()
-    made = Town(tmp_path, embedded_bus, producer, "sqlite", 1)
+    made = StreamsRig(tmp_path, embedded_bus, producer, "sqlite", 1)
     made.processes = {
         "collector": [ServiceProcess("collector", tmp_path, embedded_bus, COLLECTOR__FEEDBACK_WAIT_S=0.5)],
     }
@@ -197,26 +197,26 @@ async def town(embedded_bus: str, tmp_path: Path) -> AsyncIterator[Town]:
     made.stop()
 
 
-async def test_a_retried_record_has_its_effect_and_has_it_once(town: Town) -> None:
+async def test_a_retried_record_has_its_effect_and_has_it_once(rig: StreamsRig) -> None:
     """Feedback came for a turn that nobody had seen; the turn was in a spool, and is here now."""
     session = uuid.uuid4().hex
     turn = ask([user("q")], session=session)
     said = feedback(session, turn, task_id="t7")
-    await town.producer.send(said)
+    await rig.producer.send(said)
     letters: list[DeadLetter] = []
 
     async def refused() -> bool:
-        letters[:] = [one for one in await town.read(DeadLetter) if one.key == said.key]
+        letters[:] = [one for one in await rig.read(DeadLetter) if one.key == said.key]
         return bool(letters)
 
     async def closed() -> list[Trajectory]:
-        return [one for one in await town.read(Trajectory) if one.key == said.key]
+        return [one for one in await rig.read(Trajectory) if one.key == said.key]
 
     await eventually(refused, 30)
-    await town.producer.send(turn)
+    await rig.producer.send(turn)
     for _ in range(2):
-        await headrace("dead-letters", "retry", letters[0].event_id, "--again", "--bus", town.bus)
-    await town.producer.send(end(session))
+        await headrace("dead-letters", "retry", letters[0].event_id, "--again", "--bus", rig.bus)
+    await rig.producer.send(end(session))
 
     async def ended() -> bool:
         return bool(await closed())
@@ -224,4 +224,4 @@ async def test_a_retried_record_has_its_effect_and_has_it_once(town: Town) -> No
     await eventually(ended, 30)
     (trajectory,) = await closed()
     assert (trajectory.task_id, trajectory.turn_ids) == ("t7", (turn.turn_id,))
-    assert len([one for one in await town.read(DeadLetter) if one.key == said.key]) == 1
+    assert len([one for one in await rig.read(DeadLetter) if one.key == said.key]) == 1

@@ -18,7 +18,7 @@ from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings
 from headrace_schemas import Experience, Trajectory, Turn
 from tests.contract.bus.clients import eventually
-from tests.integration.streams.town import Town, assert_equal_facts, town_on
+from tests.integration.streams.rig import StreamsRig, assert_equal_facts, rig_on
 from tests.support.broker_process import BrokerProcess
 from tests.support.postgres_node import PostgresNode
 from tests.support.service_process import ServiceProcess
@@ -55,14 +55,14 @@ async def test_a_session_that_began_on_a_laptop_ends_on_a_cluster(
     first = ask([user("q")], session=late)
     second = ask(after(first, user("go on")), session=late, at=1)
     scored = ask([user("q")], session=early)
-    async with town_on(laptop_bus, tmp_path) as town:
-        town.processes = services(tmp_path, laptop_bus)
-        await start(town)
+    async with rig_on(laptop_bus, tmp_path) as rig:
+        rig.processes = services(tmp_path, laptop_bus)
+        await start(rig)
         for event in (first, scored, feedback(early, value=0.25), end(early)):
-            await town.producer.send(event)
-        await experience(town, early, 0, 0.25)
-        assert town.stop() == [0, 0]
-        town.processes = {}
+            await rig.producer.send(event)
+        await experience(rig, early, 0, 0.25)
+        assert rig.stop() == [0, 0]
+        rig.processes = {}
         made = await mirror(laptop_bus, kafka)
         assert made.moving == []
         assert set(made.positions) == {"headrace-collector", "headrace-scorer"}
@@ -77,20 +77,20 @@ async def test_a_session_that_began_on_a_laptop_ends_on_a_cluster(
     blobs = BlobStore(f"file://{tmp_path}/blobs")
     producer = EventProducer(BusSettings(address=kafka), "test", blobs)
     await producer.start()
-    town = Town(tmp_path, kafka, producer, url, 1, services(tmp_path, kafka, DATABASE__URL=url))
+    rig = StreamsRig(tmp_path, kafka, producer, url, 1, services(tmp_path, kafka, DATABASE__URL=url))
     try:
-        await start(town)
+        await start(rig)
         for event in (second, feedback(late, value=1.0), end(late), feedback(early, value=0.75, at=90)):
             await producer.send(event)
-        await experience(town, late, 0, 1.0)
-        await experience(town, early, 1, 0.75)
-        ours = [one for one in await town.read(Trajectory) if one.session_id in (early, late)]
+        await experience(rig, late, 0, 1.0)
+        await experience(rig, early, 1, 0.75)
+        ours = [one for one in await rig.read(Trajectory) if one.session_id in (early, late)]
         assert_equal_facts(ours)  # what a service still owed when it was stopped, it sends again
         assert {one.turn_ids for one in ours} == {(scored.turn_id,), (first.turn_id, second.turn_id)}
         assert len({one.event_id for one in ours}) == 2
-        assert {one.turn_id for one in await town.read(Turn)} >= {first.turn_id, second.turn_id, scored.turn_id}
+        assert {one.turn_id for one in await rig.read(Turn)} >= {first.turn_id, second.turn_id, scored.turn_id}
     finally:
-        town.stop()
+        rig.stop()
         await producer.stop()
     status, printed = await copy_state(url, tmp_path)
     assert status == 1, "what has moved on is not mixed with what was"
@@ -115,19 +115,19 @@ async def own_database(node: PostgresNode) -> str:
     return node.url(name)
 
 
-async def start(town: Town) -> None:
-    for process in town.every:
+async def start(rig: StreamsRig) -> None:
+    for process in rig.every:
         process.start(ready=False)
 
     async def healthy() -> bool:
-        return all([await asyncio.to_thread(process.healthy) for process in town.every])
+        return all([await asyncio.to_thread(process.healthy) for process in rig.every])
 
     await eventually(healthy, 90)
 
 
-async def experience(town: Town, session: str, revision: int, reward: float) -> None:
+async def experience(rig: StreamsRig, session: str, revision: int, reward: float) -> None:
     async def there() -> bool:
-        found = [one for one in await town.read(Experience) if one.session_id == session]
+        found = [one for one in await rig.read(Experience) if one.session_id == session]
         return (revision, reward) in [(one.revision, one.reward) for one in found]
 
     await eventually(there, 60)

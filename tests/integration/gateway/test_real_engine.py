@@ -62,7 +62,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 @dataclass
-class Town:
+class GatewayRig:
     """One replica with two addresses: its own, and one through the scissors."""
 
     gateway: GatewayProcess
@@ -71,7 +71,7 @@ class Town:
 
 
 @contextlib.asynccontextmanager
-async def town(folder: Path, bus: str) -> AsyncIterator[Town]:
+async def rig(folder: Path, bus: str) -> AsyncIterator[GatewayRig]:
     data = folder / "data"
     replica, gateway = ReplicaProcess(data, bus), GatewayProcess(data, bus)
     scissors = Scissors(replica.port)
@@ -90,7 +90,7 @@ async def town(folder: Path, bus: str) -> AsyncIterator[Town]:
             assert beat.ready(champion.version)
             through = {"replica_id": "through-scissors", "url": f"http://127.0.0.1:{scissors.port}", "ttl_s": 600.0}
             await view.producer.send(beat.model_copy(update={"time": utcnow(), **through}))
-            yield Town(gateway, view, scissors)
+            yield GatewayRig(gateway, view, scissors)
         finally:
             await asyncio.to_thread(gateway.stop)
             await asyncio.to_thread(replica.stop)
@@ -127,7 +127,7 @@ async def test_a_cut_stream_of_the_real_engine_is_the_one_that_was_not(
     tmp_path: Path, mortal_bus: BrokerProcess
 ) -> None:
     """Greedy, so that the same tokens come from a resumed stream and from a whole answer."""
-    async with town(tmp_path, mortal_bus.address) as made:
+    async with rig(tmp_path, mortal_bus.address) as made:
         async with openai.AsyncOpenAI(base_url=f"{made.gateway.url}/v1", api_key="none", max_retries=0) as client:
             streamed = await asyncio.gather(*(stream(client, number) for number in range(8)))
             assert made.scissors.cuts > 0, "no stream went through the scissors"

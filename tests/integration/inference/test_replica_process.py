@@ -35,7 +35,7 @@ TOOLS: list[openai.types.chat.ChatCompletionFunctionToolParam] = [
 
 
 @dataclass
-class Town:
+class ReplicaRig:
     """A broker, a blob store with versions, one replica, and what the bus says about it."""
 
     bus: BusSettings
@@ -116,7 +116,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture(scope="module")
-def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReplicaRig]:
     root = tmp_path_factory.mktemp("inference")
     broker = BrokerProcess(root / "broker")
     broker.start()
@@ -126,7 +126,7 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
     try:
         with ThreadPoolExecutor(1) as starting:  # importing torch takes both processes a while
             started = starting.submit(replica.start)
-            built = _town(root, bus, blobs, replica)
+            built = _rig(root, bus, blobs, replica)
             started.result()
         yield built
     finally:
@@ -134,7 +134,7 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
         broker.stop()
 
 
-def _town(root: Path, bus: BusSettings, blobs: BlobStore, replica: ReplicaProcess) -> Town:
+def _rig(root: Path, bus: BusSettings, blobs: BlobStore, replica: ReplicaProcess) -> ReplicaRig:
     base = tiny_model.build(root / "first")
     first = tiny_model.publish(blobs, base)
     trained = tiny_model.perturbed(base, root / "second", seed=1)
@@ -143,37 +143,37 @@ def _town(root: Path, bus: BusSettings, blobs: BlobStore, replica: ReplicaProces
     corrupt = tiny_model.publish(blobs, broken, step=2, parent=first.version)
     (weights,) = (blobs.ref(path.read_bytes()) for path in broken.glob("*.safetensors"))
     Path(weights.uri.removeprefix("file://")).write_bytes(b"not what it was")
-    return Town(bus, blobs, replica, first, second, corrupt)
+    return ReplicaRig(bus, blobs, replica, first, second, corrupt)
 
 
-async def test_01_it_is_healthy_before_anybody_routes_anything(town: Town) -> None:
-    beat = await town.until(lambda beat: True)
+async def test_01_it_is_healthy_before_anybody_routes_anything(rig: ReplicaRig) -> None:
+    beat = await rig.until(lambda beat: True)
     assert beat.versions == ()
-    assert beat.url == town.replica.url
-    async with httpx.AsyncClient(base_url=town.replica.url) as http:
-        await eventually(lambda: httpx.get(f"{town.replica.url}/health").status_code == 200)
+    assert beat.url == rig.replica.url
+    async with httpx.AsyncClient(base_url=rig.replica.url) as http:
+        await eventually(lambda: httpx.get(f"{rig.replica.url}/health").status_code == 200)
         assert (await http.get("/v1/models")).json()["data"] == []
     with pytest.raises(openai.NotFoundError) as missing:
-        town.client().chat.completions.create(model="tiny", messages=MESSAGES)
+        rig.client().chat.completions.create(model="tiny", messages=MESSAGES)
     assert missing.value.code == "model_not_found"
 
 
-async def test_02_routing_is_followed_and_announced(town: Town) -> None:
-    await town.route(town.first)
-    beat = await town.ready(town.first)
+async def test_02_routing_is_followed_and_announced(rig: ReplicaRig) -> None:
+    await rig.route(rig.first)
+    beat = await rig.ready(rig.first)
     probe = beat.versions[0].probe
     assert probe is not None
     assert probe.passed
     assert probe.max_abs_delta < 1e-3
-    assert [model.id for model in town.client().models.list()] == [town.first.version]
+    assert [model.id for model in rig.client().models.list()] == [rig.first.version]
 
 
-def test_03_the_openai_package_unmodified(town: Town) -> None:
-    client = town.client()
+def test_03_the_openai_package_unmodified(rig: ReplicaRig) -> None:
+    client = rig.client()
     answer = client.chat.completions.create(
-        model=town.first.version, messages=MESSAGES, max_tokens=12, logprobs=True, top_logprobs=2, seed=1, tools=TOOLS
+        model=rig.first.version, messages=MESSAGES, max_tokens=12, logprobs=True, top_logprobs=2, seed=1, tools=TOOLS
     )
-    assert answer.model == town.first.version
+    assert answer.model == rig.first.version
     choice = answer.choices[0]
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
@@ -181,7 +181,7 @@ def test_03_the_openai_package_unmodified(town: Town) -> None:
     assert len(choice.logprobs.content) == answer.usage.completion_tokens <= 12
     chunks = list(
         client.chat.completions.create(
-            model=town.first.version,
+            model=rig.first.version,
             messages=MESSAGES,
             max_tokens=12,
             seed=1,
@@ -204,8 +204,8 @@ def test_03_the_openai_package_unmodified(town: Town) -> None:
         client.chat.completions.create(model="tiny", messages=MESSAGES, logit_bias={"5": 1})
 
 
-async def test_04_the_async_package_with_many_at_once(town: Town) -> None:
-    async with town.async_client() as client:
+async def test_04_the_async_package_with_many_at_once(rig: ReplicaRig) -> None:
+    async with rig.async_client() as client:
 
         async def one(number: int) -> str | None:
             answer = await client.chat.completions.create(
@@ -222,8 +222,8 @@ async def test_04_the_async_package_with_many_at_once(town: Town) -> None:
     assert [end for end in ends if end] == ["length"]
 
 
-async def test_05_what_is_malformed_is_refused_and_nothing_else_is_disturbed(town: Town) -> None:
-    async with httpx.AsyncClient(base_url=town.replica.url) as http:
+async def test_05_what_is_malformed_is_refused_and_nothing_else_is_disturbed(rig: ReplicaRig) -> None:
+    async with httpx.AsyncClient(base_url=rig.replica.url) as http:
         going = asyncio.create_task(
             http.post(
                 "/v1/chat/completions",
@@ -240,24 +240,24 @@ async def test_05_what_is_malformed_is_refused_and_nothing_else_is_disturbed(tow
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_06_a_client_that_leaves_stops_its_sequence(town: Town, stream: bool) -> None:
+async def test_06_a_client_that_leaves_stops_its_sequence(rig: ReplicaRig, stream: bool) -> None:
     body = {"model": "tiny", "messages": MESSAGES, "stream": stream, "ignore_eos": True, "max_tokens": 1500}
     data = json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
-    _, writer = await asyncio.open_connection("127.0.0.1", town.replica.port)
+    _, writer = await asyncio.open_connection("127.0.0.1", rig.replica.port)
     writer.write(head.encode() + data)
     await writer.drain()
-    await eventually(lambda: town.replica.metric("headrace_inference_running") > 0)
-    before = await asyncio.to_thread(town.replica.metric, "headrace_inference_sampled_tokens_total")
+    await eventually(lambda: rig.replica.metric("headrace_inference_running") > 0)
+    before = await asyncio.to_thread(rig.replica.metric, "headrace_inference_sampled_tokens_total")
     writer.close()
-    await eventually(lambda: town.replica.metric("headrace_inference_running") == 0)
-    after = await asyncio.to_thread(town.replica.metric, "headrace_inference_sampled_tokens_total")
+    await eventually(lambda: rig.replica.metric("headrace_inference_running") == 0)
+    after = await asyncio.to_thread(rig.replica.metric, "headrace_inference_sampled_tokens_total")
     assert after - before < 1400, "it did not run to its end"
 
 
-async def test_07_weights_are_swapped_without_a_failed_request(town: Town) -> None:
+async def test_07_weights_are_swapped_without_a_failed_request(rig: ReplicaRig) -> None:
     """P8 and P3: under load, through loading, routing and unloading, every request gets the version it names."""
-    current = town.first.version
+    current = rig.first.version
     served: list[str] = []
     stop = asyncio.Event()
 
@@ -268,107 +268,105 @@ async def test_07_weights_are_swapped_without_a_failed_request(town: Town) -> No
             assert answer.model == asked
             served.append(asked)
 
-    async with town.async_client() as client, asyncio.TaskGroup() as tasks:
+    async with rig.async_client() as client, asyncio.TaskGroup() as tasks:
         for _ in range(6):
             tasks.create_task(work(client))
-        await town.route(town.first, town.second)
-        await town.ready(town.first, town.second)
-        current = town.second.version
+        await rig.route(rig.first, rig.second)
+        await rig.ready(rig.first, rig.second)
+        current = rig.second.version
         await asyncio.sleep(0.3)
-        await town.route(town.second)
-        await town.ready(town.second)
+        await rig.route(rig.second)
+        await rig.ready(rig.second)
         stop.set()
-    assert served.count(town.first.version) > 10
-    assert served.count(town.second.version) > 10
+    assert served.count(rig.first.version) > 10
+    assert served.count(rig.second.version) > 10
     with pytest.raises(openai.NotFoundError):
-        town.client().chat.completions.create(model=town.first.version, messages=MESSAGES)
+        rig.client().chat.completions.create(model=rig.first.version, messages=MESSAGES)
 
 
-async def test_08_a_corrupt_checkpoint_is_a_failed_version_and_nothing_more(town: Town) -> None:
-    await town.route(town.second, town.corrupt)
-    beat = await town.until(
-        lambda beat: len(beat.versions) == 2 and beat.versions[1].state == "failed", time.time() - 1
-    )
-    assert beat.ready(town.second.version)
+async def test_08_a_corrupt_checkpoint_is_a_failed_version_and_nothing_more(rig: ReplicaRig) -> None:
+    await rig.route(rig.second, rig.corrupt)
+    beat = await rig.until(lambda beat: len(beat.versions) == 2 and beat.versions[1].state == "failed", time.time() - 1)
+    assert beat.ready(rig.second.version)
     assert "do not hash to" in (beat.versions[1].error or "")
-    answer = town.client().chat.completions.create(model=town.second.version, messages=MESSAGES, max_tokens=3)
-    assert answer.model == town.second.version
-    await town.route(town.second)
-    await town.ready(town.second)
+    answer = rig.client().chat.completions.create(model=rig.second.version, messages=MESSAGES, max_tokens=3)
+    assert answer.model == rig.second.version
+    await rig.route(rig.second)
+    await rig.ready(rig.second)
 
 
-async def test_09_poison_on_routing_is_dead_lettered_and_changes_nothing(town: Town) -> None:
+async def test_09_poison_on_routing_is_dead_lettered_and_changes_nothing(rig: ReplicaRig) -> None:
     poison = [b"{", b'{"model": 3}', b"\xff\x00"]
-    async with town.producer() as producer:
+    async with rig.producer() as producer:
         await producer.send_raw([Outgoing(Routing.topic, b"tiny", value, ()) for value in poison])
-    reader = consumer(town.bus, "test")
+    reader = consumer(rig.bus, "test")
     await reader.start()
     try:
         await reader.seek_to_beginning(*await assign_all(reader, DeadLetter.topic))
         letters: list[DeadLetter] = []
         async with asyncio.timeout(WAIT_S):
             while len(letters) < len(poison):
-                event = (await decode(record_of(await reader.getone()), town.blobs)).event
+                event = (await decode(record_of(await reader.getone()), rig.blobs)).event
                 assert isinstance(event, DeadLetter)
                 letters.append(event)
     finally:
         await reader.stop()
     assert [letter.value for letter in letters] == poison
     assert {(letter.service, letter.source_topic) for letter in letters} == {("inference", "routing")}
-    await town.ready(town.second)
+    await rig.ready(rig.second)
 
 
-async def test_09b_an_older_table_than_the_newest_is_history(town: Town) -> None:
+async def test_09b_an_older_table_than_the_newest_is_history(rig: ReplicaRig) -> None:
     """A registry that lost its lease may still write; the highest revision is the truth."""
-    town.revision[0] -= 1
-    await town.route()  # the same revision: a correction, taken
-    await town.ready()
-    town.revision[0] += 3
-    await town.route(town.second)
-    await town.ready(town.second)
-    newest, town.revision[0] = town.revision[0], 0
-    await town.route()
+    rig.revision[0] -= 1
+    await rig.route()  # the same revision: a correction, taken
+    await rig.ready()
+    rig.revision[0] += 3
+    await rig.route(rig.second)
+    await rig.ready(rig.second)
+    newest, rig.revision[0] = rig.revision[0], 0
+    await rig.route()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(town.ready(), 1.5)
-    town.revision[0] = newest
-    await town.route(town.second)
-    await town.ready(town.second)
+        await asyncio.wait_for(rig.ready(), 1.5)
+    rig.revision[0] = newest
+    await rig.route(rig.second)
+    await rig.ready(rig.second)
 
 
-async def test_10_after_a_crash_it_has_again_what_routing_says(town: Town) -> None:
-    town.replica.kill()
-    await asyncio.to_thread(town.replica.start)
-    await town.ready(town.second)
-    answer = town.client().chat.completions.create(model=town.second.version, messages=MESSAGES, max_tokens=3)
-    assert answer.model == town.second.version
+async def test_10_after_a_crash_it_has_again_what_routing_says(rig: ReplicaRig) -> None:
+    rig.replica.kill()
+    await asyncio.to_thread(rig.replica.start)
+    await rig.ready(rig.second)
+    answer = rig.client().chat.completions.create(model=rig.second.version, messages=MESSAGES, max_tokens=3)
+    assert answer.model == rig.second.version
 
 
-async def test_11_a_clean_stop_finishes_what_was_begun_and_says_goodbye(town: Town) -> None:
+async def test_11_a_clean_stop_finishes_what_was_begun_and_says_goodbye(rig: ReplicaRig) -> None:
     stopped_at = time.time()
-    async with town.async_client() as client:
+    async with rig.async_client() as client:
         stream = await client.chat.completions.create(
             model="tiny", messages=MESSAGES, max_tokens=800, stream=True, extra_body={"ignore_eos": True}
         )
         chunks = aiter(stream)
         await anext(chunks)
-        town.replica.terminate()
+        rig.replica.terminate()
         reasons = [chunk.choices[0].finish_reason async for chunk in chunks if chunk.choices]
     assert reasons[-1] == "length"
-    assert await asyncio.to_thread(town.replica.wait) == 0
+    assert await asyncio.to_thread(rig.replica.wait) == 0
     last: list[Replica | None] = []
     async with asyncio.timeout(WAIT_S):
-        async for beat in town.heartbeats():
+        async for beat in rig.heartbeats():
             last.append(beat)
             if beat is None and last[-2] is not None and last[-2].time.timestamp() >= stopped_at:
                 break
     farewell = last[-2]
     assert farewell is not None
     assert farewell.stopping
-    assert not farewell.ready(town.second.version)
+    assert not farewell.ready(rig.second.version)
 
 
-def test_12_a_wrong_setting_stops_the_start_by_name(town: Town, tmp_path: Path) -> None:
-    wrong = ReplicaProcess(tmp_path, town.bus.address, INFERENCE__TTL_S=0.1)
+def test_12_a_wrong_setting_stops_the_start_by_name(rig: ReplicaRig, tmp_path: Path) -> None:
+    wrong = ReplicaProcess(tmp_path, rig.bus.address, INFERENCE__TTL_S=0.1)
     with pytest.raises(TimeoutError):
         wrong.start(timeout_s=0.1)
     assert wrong.wait() == 2, "without importing torch first"

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from headrace_schemas.manifest import File, Fingerprint, Manifest
-from tests.integration.registry.town import Town
+from tests.integration.registry.rig import RegistryRig
 from tests.support.broker_process import BrokerProcess
 
 MODEL = "opponent"
@@ -33,8 +33,8 @@ def own_bus(tmp_path: Path) -> Iterator[str]:
 class Pair:
     """Two registries; `ask` goes to whoever leads."""
 
-    def __init__(self, town: Town, http: httpx2.AsyncClient) -> None:
-        self._town = town
+    def __init__(self, rig: RegistryRig, http: httpx2.AsyncClient) -> None:
+        self._town = rig
         self._http = http
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -78,17 +78,17 @@ class Pair:
         self.start()
 
 
-async def registered(town: Town, pair: Pair, content: str) -> str:
+async def registered(rig: RegistryRig, pair: Pair, content: str) -> str:
     manifest = Manifest(
         name=MODEL,
         lineage="registered",
         step=0,
-        files=(File(path="model.safetensors", blob=town.blobs.put(content.encode())),),
+        files=(File(path="model.safetensors", blob=rig.blobs.put(content.encode())),),
         fingerprint=Fingerprint(token_ids=(1, 2), logprobs=(-1.0,)),
         tokenizer_sha256="a" * 64,
         template_sha256="b" * 64,
     )
-    body = {"manifest": town.blobs.put(manifest.canonical_json()).model_dump()}
+    body = {"manifest": rig.blobs.put(manifest.canonical_json()).model_dump()}
     answer = await pair.answered(f"models/{MODEL}/register", body)
     assert answer.status_code == 201, answer.text
     return manifest.version
@@ -111,26 +111,26 @@ async def test_a_pair_of_aliases_is_never_half_moved(own_bus: str, tmp_path: Pat
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    town = Town(own_bus, tmp_path / "town", database_url)
-    async with town.open(), httpx2.AsyncClient(timeout=10) as http:
-        pair = Pair(town, http)
+    rig = RegistryRig(own_bus, tmp_path / "rig", database_url)
+    async with rig.open(), httpx2.AsyncClient(timeout=10) as http:
+        pair = Pair(rig, http)
         pair.start()
         pair.start()
-        versions = [await registered(town, pair, f"v{n}") for n in range(3)]
+        versions = [await registered(rig, pair, f"v{n}") for n in range(3)]
         first = {name: {"version": versions[0], "expected": None} for name in ("blue", "green")}
         await pair.answered(f"models/{MODEL}/aliases", {"moves": first})
         moved = [0, 0]
         movers = [asyncio.create_task(move(pair, versions, random.Random(seed + n), moved)) for n in range(3)]
         for _ in range(KILLS):
             before = moved[0]
-            await town.until(lambda before=before: moved[0] > before + 5, "moves", 60)  # type: ignore[misc]
+            await rig.until(lambda before=before: moved[0] > before + 5, "moves", 60)  # type: ignore[misc]
             await pair.kill_one(chance)
         before = moved[0]
-        await town.until(lambda: moved[0] > before + 5, "moves after the last kill", 60)
+        await rig.until(lambda: moved[0] > before + 5, "moves after the last kill", 60)
         for mover in movers:
             mover.cancel()
         ended = await asyncio.gather(*movers, return_exceptions=True)
         assert all(isinstance(one, asyncio.CancelledError) for one in ended), ended
         last = await pair.aliases()
-        await town.until(lambda: town.routing.rows[MODEL].names == last, "the bus to say so", 30)
+        await rig.until(lambda: rig.routing.rows[MODEL].names == last, "the bus to say so", 30)
         assert moved[1] > 0, "some came second, and were told"

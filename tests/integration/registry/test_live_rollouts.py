@@ -19,7 +19,7 @@ from headrace_schemas.assignment import draw
 from headrace_schemas.base import utcnow
 from headrace_schemas.events.routing import Arm, TrafficSplit
 from tests.integration.gateway.conftest import circle
-from tests.integration.registry.town import Town
+from tests.integration.registry.rig import RegistryRig
 from tests.support.broker_process import BrokerProcess
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import routing
@@ -54,33 +54,33 @@ async def test_a_rollout_outlives_kill_9_at_any_moment(own_bus: str, tmp_path: P
     print(f"seed {seed}")
     dice = random.Random(seed)
     model = f"{MODEL}-{better}".lower()
-    town = Town(own_bus, tmp_path)
-    town.set({f"HEADRACE_REGISTRY__ROLLOUT__{name}": value for name, value in ROLLOUT.items()})
-    async with town.open():
-        process, _ = town.registry()
-        first = await town.publish(model, 0)
-        await town.until(lambda: town.champion(model) == first, "the first champion")
-        second = await town.publish(model, 1, {"t": 0.75 if better else 0.5})
-        async with _traffic(town, model, {first: 0.5, second: 0.95 if better else 0.05}, dice):
+    rig = RegistryRig(own_bus, tmp_path)
+    rig.set({f"HEADRACE_REGISTRY__ROLLOUT__{name}": value for name, value in ROLLOUT.items()})
+    async with rig.open():
+        process, _ = rig.registry()
+        first = await rig.publish(model, 0)
+        await rig.until(lambda: rig.champion(model) == first, "the first champion")
+        second = await rig.publish(model, 1, {"t": 0.75 if better else 0.5})
+        async with _traffic(rig, model, {first: 0.5, second: 0.95 if better else 0.05}, dice):
             for _ in range(4):
                 await asyncio.sleep(dice.uniform(0.5, 2.5))
                 process.kill()
                 process.wait()
-                process, _ = town.registry()
+                process, _ = rig.registry()
             over = ("promoted",) if better else ("withdrawn",)
-            await town.until(lambda: set(over) & set(town.said(second)), "the end of the rollout", timeout_s=300)
+            await rig.until(lambda: set(over) & set(rig.said(second)), "the end of the rollout", timeout_s=300)
             champion = second if better else first
-            await town.until(lambda: town.champion(model) == champion, "the champion on the bus")
-        steps = [one.rollout.kind for one in town.decisions if one.rollout and one.version == second]
+            await rig.until(lambda: rig.champion(model) == champion, "the champion on the bus")
+        steps = [one.rollout.kind for one in rig.decisions if one.rollout and one.version == second]
         assert steps[0] == "begin"
         assert steps[-1] == ("promote" if better else "roll_back")
         assert len(steps) == len(set(steps)), "each step once"
-        shown = town.routing.rows[model]
+        shown = rig.routing.rows[model]
         assert shown.split is None
         if not better:
             assert second in shown.withdrawn
-            child = await town.publish(model, 2, {"t": 1.0}, parent=second)
-            await town.until(lambda: "withdrawn" in town.said(child), "the child is barred")
+            child = await rig.publish(model, 2, {"t": 1.0}, parent=second)
+            await rig.until(lambda: "withdrawn" in rig.said(child), "the child is barred")
     _each_unit_once(tmp_path / "data" / "db" / "registry.sqlite")
 
 
@@ -92,13 +92,13 @@ def _each_unit_once(path: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _traffic(town: Town, model: str, rewards: dict[str, float], dice: random.Random) -> AsyncIterator[None]:
+async def _traffic(rig: RegistryRig, model: str, rewards: dict[str, float], dice: random.Random) -> AsyncIterator[None]:
     """Sessions as a gateway captures them, with a reward each, drawn by the routing of the moment."""
 
     async def users() -> None:
         count = 0
         while True:
-            routed = town.routing.rows[model]
+            routed = rig.routing.rows[model]
             for _ in range(4):
                 count += 1
                 key = ids.session_key("default", f"{model} {count}")
@@ -107,10 +107,10 @@ async def _traffic(town: Town, model: str, rewards: dict[str, float], dice: rand
                 if routed.split is not None:
                     version, assignment = draw(routed.split, routed.champion, key)
                 turn = _turn(key, model, version).model_copy(update={"assignment": assignment})
-                await town.producer.send(turn)
+                await rig.producer.send(turn)
                 value = float(dice.random() < rewards[version])
                 about = {"trajectory_id": f"t-{key}", "session_key": key, "source": "function:f", "value": value}
-                await town.producer.send(Reward.model_validate({"time": utcnow(), **about}))
+                await rig.producer.send(Reward.model_validate({"time": utcnow(), **about}))
             await asyncio.sleep(0.05)
 
     task = asyncio.create_task(users())
@@ -148,10 +148,10 @@ def _turn(key: str, model: str, version: str) -> Turn:
 async def test_a_decision_reaches_every_gateway_within_a_second(own_bus: str, tmp_path: Path) -> None:
     """From the record on the bus to the next turn of a session that had the withdrawn version; the best of some, for a
     machine that does other things beside."""
-    async with circle(tmp_path, own_bus, FakeReplica()) as town:
-        old = f"{town.model}@0123456789abcdef"
-        new = f"{town.model}@{'9' * 16}"
-        town.replicas[0].versions = (old, new)
+    async with circle(tmp_path, own_bus, FakeReplica()) as rig:
+        old = f"{rig.model}@0123456789abcdef"
+        new = f"{rig.model}@{'9' * 16}"
+        rig.replicas[0].versions = (old, new)
         other = GatewayProcess(tmp_path / "other", own_bus)
         await asyncio.to_thread(other.start)
         took: list[float] = []
@@ -166,15 +166,15 @@ async def test_a_decision_reaches_every_gateway_within_a_second(own_bus: str, tm
                         if draw(split, old, ids.session_key("default", f"{attempt}-{number}"))[0] == new
                     )
                     revision = 10 + 2 * attempt
-                    await _route(town.bus.producer, routing(old, (old, new), revision, split=split))
-                    for url in (town.gateway.url, other.url):
+                    await _route(rig.bus.producer, routing(old, (old, new), revision, split=split))
+                    for url in (rig.gateway.url, other.url):
                         await _until_served(http, url, new, "by name", new)  # else the session would have begun before
-                        await _until_served(http, url, town.model, session, new)
+                        await _until_served(http, url, rig.model, session, new)
                     began = time.monotonic()
                     withdrawn = routing(old, (old,), revision + 1, withdrawn=(new,))
-                    await _route(town.bus.producer, withdrawn)
-                    for url in (town.gateway.url, other.url):
-                        await _until_served(http, url, town.model, session, old)
+                    await _route(rig.bus.producer, withdrawn)
+                    for url in (rig.gateway.url, other.url):
+                        await _until_served(http, url, rig.model, session, old)
                     took.append(time.monotonic() - began)
         finally:
             other.stop()

@@ -10,7 +10,7 @@ import pytest
 
 from headrace_runtime.wire import Outgoing
 from headrace_schemas import Checkpoint
-from tests.integration.registry.town import Town
+from tests.integration.registry.rig import RegistryRig
 from tests.support import postgres_node
 from tests.support.broker_process import BrokerProcess
 from tests.support.ports import is_open
@@ -27,44 +27,44 @@ def own_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.long
 async def test_promotion_survives_kill_9_in_the_middle_of_the_gate(own_bus: str, tmp_path: Path) -> None:
-    town = Town(own_bus, tmp_path)
-    async with town.open():
-        process, url = town.registry()
-        first = await town.publish("life", 0)
-        await town.until(lambda: town.champion("life") == first, "the first champion")
-        await town.until(lambda: "evaluated" in town.said(first), "its baseline")
+    rig = RegistryRig(own_bus, tmp_path)
+    async with rig.open():
+        process, url = rig.registry()
+        first = await rig.publish("life", 0)
+        await rig.until(lambda: rig.champion("life") == first, "the first champion")
+        await rig.until(lambda: "evaluated" in rig.said(first), "its baseline")
         (tmp_path / "hold").touch()
-        second = await town.publish("life", 1, {"t": 0.75})
-        await town.until(lambda: set(town.runs()[1:]) & {first, second}, "the trial's start")
+        second = await rig.publish("life", 1, {"t": 0.75})
+        await rig.until(lambda: set(rig.runs()[1:]) & {first, second}, "the trial's start")
         process.kill()
         process.wait()
-        assert town.champion("life") == first
+        assert rig.champion("life") == first
         (tmp_path / "hold").unlink()
-        await town.producer.send_raw([Outgoing(Checkpoint.topic, b"life", b"{poison", ())])
-        _, url = town.registry()
-        await town.until(lambda: town.champion("life") == second, "the second champion")
-        assert len(town.runs()) >= 4, "the trial is begun anew"
-        await town.until(lambda: town.said(second)[-1] == "evaluated", "its audit")
-        assert town.said(second) == ["registered", "probed", "promoted", "evaluated"], "each once"
+        await rig.producer.send_raw([Outgoing(Checkpoint.topic, b"life", b"{poison", ())])
+        _, url = rig.registry()
+        await rig.until(lambda: rig.champion("life") == second, "the second champion")
+        assert len(rig.runs()) >= 4, "the trial is begun anew"
+        await rig.until(lambda: rig.said(second)[-1] == "evaluated", "its audit")
+        assert rig.said(second) == ["registered", "probed", "promoted", "evaluated"], "each once"
         async with httpx2.AsyncClient(base_url=url, timeout=10) as http:
             assert (await http.get("/v1/models/life")).json()["champion"] == second
             assert (await http.get("/health")).status_code == 200
             answer = await http.post("/v1/models/life/rollback")
             assert answer.json()["champion"] == first
-        await town.until(lambda: town.champion("life") == first, "the rollback on the bus")
+        await rig.until(lambda: rig.champion("life") == first, "the rollback on the bus")
 
 
 @pytest.mark.postgres
 async def test_a_standby_takes_over_from_a_killed_leader(
     own_bus: str, tmp_path: Path, postgres: postgres_node.PostgresNode
 ) -> None:
-    town = Town(own_bus, tmp_path, postgres.url())
+    rig = RegistryRig(own_bus, tmp_path, postgres.url())
     model = "standby"
-    async with town.open(), httpx2.AsyncClient(timeout=10) as http:
-        processes = {url: process for process, url in (town.registry(), town.registry())}
-        first = await town.publish(model, 0)
-        await town.until(lambda: town.champion(model) == first, "the first champion")
-        await town.until(lambda: all(is_open(httpx2.URL(url).port or 0) for url in processes), "both of them")
+    async with rig.open(), httpx2.AsyncClient(timeout=10) as http:
+        processes = {url: process for process, url in (rig.registry(), rig.registry())}
+        first = await rig.publish(model, 0)
+        await rig.until(lambda: rig.champion(model) == first, "the first champion")
+        await rig.until(lambda: all(is_open(httpx2.URL(url).port or 0) for url in processes), "both of them")
         answers = {url: await _who(http, url) for url in processes}
         assert sorted(answers.values()) == ["model_not_found", "not_leader"]
         (leader,) = (processes[url] for url, code in answers.items() if code == "model_not_found")
@@ -72,10 +72,10 @@ async def test_a_standby_takes_over_from_a_killed_leader(
         assert (await http.get(f"{standby}/v1/models/{model}")).json()["champion"] == first
         leader.kill()
         leader.wait()
-        second = await town.publish(model, 1)
-        await town.until(lambda: town.champion(model) == second, "the second champion")
-        await town.until(lambda: "promoted" in town.said(second), "its events, which are another topic's")
-        assert town.said(second)[:3] == ["registered", "probed", "promoted"]
+        second = await rig.publish(model, 1)
+        await rig.until(lambda: rig.champion(model) == second, "the second champion")
+        await rig.until(lambda: "promoted" in rig.said(second), "its events, which are another topic's")
+        assert rig.said(second)[:3] == ["registered", "probed", "promoted"]
 
 
 async def _who(http: httpx2.AsyncClient, url: str) -> str:

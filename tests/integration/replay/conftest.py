@@ -49,7 +49,7 @@ def own_bus(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @dataclass
-class Town:
+class ReplayRig:
     """`send` is how events get onto the bus; `headrace` runs the command as a user does."""
 
     bus: str
@@ -125,30 +125,30 @@ class Town:
 
 
 @pytest.fixture
-async def town(own_bus: str, base: Path, tmp_path: Path) -> AsyncIterator[Town]:
+async def rig(own_bus: str, base: Path, tmp_path: Path) -> AsyncIterator[ReplayRig]:
     settings = BusSettings(address=own_bus)
     await catalogue.ensure(settings)
     data_dir = tmp_path / "data"
     producer = EventProducer(settings, "test", BlobStore((data_dir / "blobs").as_uri()))
     await producer.start()
     model = f"m-{uuid.uuid4().hex[:8]}"
-    yield Town(own_bus, data_dir, base, producer, model, {"trainer.model": model})
+    yield ReplayRig(own_bus, data_dir, base, producer, model, {"trainer.model": model})
     await producer.stop()
 
 
 @pytest.fixture
-def live_trainer(town: Town, tmp_path: Path) -> Iterator[TrainerProcess]:
+def live_trainer(rig: ReplayRig, tmp_path: Path) -> Iterator[TrainerProcess]:
     """Cuts batches of 8, or of what has come within a second; so does a replay that is told the same."""
     own = {
-        "MODEL": town.model,
+        "MODEL": rig.model,
         "BATCH_EXPERIENCES": 8,
         "BATCH_EXPERIENCES_MIN": 1,
         "BATCH_WAIT_S": 1.0,
         "SAVE_INTERVAL_S": 0.2,
     }
-    process = TrainerProcess(tmp_path, town.bus, town.base, MAX_STALENESS=2, **own)
+    process = TrainerProcess(tmp_path, rig.bus, rig.base, MAX_STALENESS=2, **own)
     names = {"trainer.max_staleness": 2, **{f"trainer.{name.lower()}": value for name, value in own.items()}}
-    town.settings |= {name: str(value) for name, value in names.items()}
+    rig.settings |= {name: str(value) for name, value in names.items()}
     process.start()
     yield process
     process.end()

@@ -13,7 +13,7 @@ from headrace_schemas import Experience, Feedback, Span, Trajectory
 from headrace_schemas.base import utcnow
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import TrainerSettings
-from tests.integration.replay.conftest import Town
+from tests.integration.replay.conftest import ReplayRig
 from tests.support.fake_llm import FakeLLM, verdict
 from tests.support.trajectories import closed
 from tests.support.turns import ask, user
@@ -30,10 +30,10 @@ def strict(trajectory, context):
 COUNT = 22
 
 
-def lineage(town: Town) -> str:
+def lineage(rig: ReplayRig) -> str:
     """The live lineage as it began: its base version."""
-    blobs = BlobStore((town.data_dir / "blobs").as_uri())
-    return open_lineage(TrainerSettings(base=str(town.base), model=town.model), blobs, SystemClock()).saved.head
+    blobs = BlobStore((rig.data_dir / "blobs").as_uri())
+    return open_lineage(TrainerSettings(base=str(rig.base), model=rig.model), blobs, SystemClock()).saved.head
 
 
 def run(model: str, number: int, version: str, **fields: Any) -> Trajectory:
@@ -46,24 +46,24 @@ def run(model: str, number: int, version: str, **fields: Any) -> Trajectory:
 
 
 @pytest.fixture
-async def version(town: Town, tmp_path: Path) -> str:
+async def version(rig: ReplayRig, tmp_path: Path) -> str:
     """A bus with trajectories of this version, one of them held out, and feedback about one that brings a bonus."""
     (tmp_path / "rewards.py").write_text(REWARDS, encoding="utf-8")
-    version = lineage(town)
-    runs = [run(town.model, number, version) for number in range(COUNT)]
+    version = lineage(rig)
+    runs = [run(rig.model, number, version) for number in range(COUNT)]
     word = Feedback(
         time=utcnow(), feedback_id="f", session_key=runs[1].session_key, msg_ids=runs[1].turn_ids, context={"bonus": 7}
     )
-    await town.send(
-        *runs, run(town.model, COUNT, version, purpose="eval"), run(town.model, COUNT + 1, "other@0123456789ab"), word
+    await rig.send(
+        *runs, run(rig.model, COUNT, version, purpose="eval"), run(rig.model, COUNT + 1, "other@0123456789ab"), word
     )
-    town.settings |= {"trainer.batch_experiences": 4, "trainer.batch_experiences_min": 2}
+    rig.settings |= {"trainer.batch_experiences": 4, "trainer.batch_experiences_min": 2}
     return version
 
 
-async def test_another_reward(town: Town, version: str, tmp_path: Path) -> None:
+async def test_another_reward(rig: ReplayRig, version: str, tmp_path: Path) -> None:
     rewards = ["--rewards", f"{tmp_path / 'rewards.py'}:strict"]
-    plan = await town.report("plan", *rewards)
+    plan = await rig.report("plan", *rewards)
     assert plan["selected"] == COUNT + 2
     assert plan["versions"] == {version: COUNT + 1, "other@0123456789ab": 1}
     assert plan["scored"]["outcomes"] == {"function:strict": {"abstained": 3, "scored": COUNT - 2}}
@@ -76,18 +76,18 @@ async def test_another_reward(town: Town, version: str, tmp_path: Path) -> None:
     )
     assert (plan["cut"], plan["cut_because"]) == ("rules", "rewards are made again")
 
-    report = await town.report("run", "strict", *rewards)
+    report = await rig.report("run", "strict", *rewards)
     assert report["training"]["batches"] == plan["training"]["batches"], "run does what plan said"
     assert report["training"]["trained"] == plan["training"]["trained"]
     assert report["training"]["dropped"] == plan["training"]["dropped"]
-    assert report["version"].startswith(f"{town.model}@")
-    copied = {one.session_id: one for one in await town.read(Experience, "replay-strict-experiences")}
+    assert report["version"].startswith(f"{rig.model}@")
+    copied = {one.session_id: one for one in await rig.read(Experience, "replay-strict-experiences")}
     assert copied["s1"].reward == 8.0, "the bonus came with feedback"
     assert copied["s2"].reward == 2.0
     assert copied["s7"].no_reward == "no_reward", "P6: abstaining is no zero"
     assert f"s{COUNT}" not in copied, "what is held out is not trained"
 
-    grouped = await town.report(
+    grouped = await rig.report(
         "plan", *rewards, "--algorithm", "grpo", "--set", "trainer.group_size=2", "--version", version
     )
     assert grouped["selected"] == COUNT + 1
@@ -95,27 +95,27 @@ async def test_another_reward(town: Town, version: str, tmp_path: Path) -> None:
     assert "foreign_version" not in grouped["training"]["dropped"]
 
 
-async def test_another_judge(town: Town, version: str) -> None:
+async def test_another_judge(rig: ReplayRig, version: str) -> None:
     with FakeLLM(verdict(outcome=5, grounding=5, conduct=5, clarity=5)) as llm:
-        town.settings |= {"judge.endpoint.base_url": llm.base_url, "judge.endpoint.model": "judge-2"}
-        plan = await town.report("plan", "--judge", "--version", version)
+        rig.settings |= {"judge.endpoint.base_url": llm.base_url, "judge.endpoint.model": "judge-2"}
+        plan = await rig.report("plan", "--judge", "--version", version)
         calls = len(llm.calls)
-        again = await town.report("plan", "--judge", "--version", version)
+        again = await rig.report("plan", "--judge", "--version", version)
         assert len(llm.calls) == calls, "verdicts are not paid for twice"
     assert plan == again
     assert plan["judged"]["outcomes"] == {"judge:helpfulness": {"scored": COUNT}}
     assert plan["kinds"] == {"rewarded": COUNT}
 
 
-async def test_refusals_leave_nothing_behind(town: Town, version: str, tmp_path: Path) -> None:
-    wrong = await town.headrace("run", "broken", "--rewards", f"{tmp_path / 'rewards.py'}:missing", status=2)
+async def test_refusals_leave_nothing_behind(rig: ReplayRig, version: str, tmp_path: Path) -> None:
+    wrong = await rig.headrace("run", "broken", "--rewards", f"{tmp_path / 'rewards.py'}:missing", status=2)
     assert "scorer: setting scorer.functions" in wrong
     assert "missing" in wrong
-    assert (await town.headrace("list")).split() == []
-    unknown = await town.headrace("plan", "--of", "nobody", "--rescore", status=2)
+    assert (await rig.headrace("list")).split() == []
+    unknown = await rig.headrace("plan", "--of", "nobody", "--rescore", status=2)
     assert "trainer.replays = 'nobody': no such lineage" in unknown
-    assert "--cut recorded: rewards are made again" in await town.headrace(
+    assert "--cut recorded: rewards are made again" in await rig.headrace(
         "plan", "--rescore", "--cut", "recorded", status=2
     )
-    assert "was copied to its end from here" in await town.headrace("resume", "broken", status=2)
-    assert "'main' is the one that is trained live" in await town.headrace("run", "main", status=2)
+    assert "was copied to its end from here" in await rig.headrace("resume", "broken", status=2)
+    assert "'main' is the one that is trained live" in await rig.headrace("run", "main", status=2)

@@ -16,7 +16,7 @@ from headrace_schemas import Checkpoint, Experience, Feedback, TrainingMetrics, 
 from headrace_schemas.base import utcnow
 from headrace_schemas.ids import session_key
 from headrace_trainer.lineage.store import LineageStore
-from tests.integration.replay.conftest import LIVE, Town
+from tests.integration.replay.conftest import LIVE, ReplayRig
 from tests.integration.trainer.conftest import TrainerProcess
 from tests.support.trajectories import closed
 from tests.support.turns import ask, user
@@ -27,17 +27,17 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 Report = dict[str, Any]
 
 
-async def whole(town: Town, lineage: str, _plan: Report) -> Report:
+async def whole(rig: ReplayRig, lineage: str, _plan: Report) -> Report:
     """In one go."""
-    return await town.report("run", lineage)
+    return await rig.report("run", lineage)
 
 
-async def interrupted(town: Town, lineage: str, plan: Report) -> Report:
+async def interrupted(rig: ReplayRig, lineage: str, plan: Report) -> Report:
     """After two steps it stops, and goes on where it was."""
-    begun = await town.report("run", lineage, "--set", "trainer.max_steps=2")
+    begun = await rig.report("run", lineage, "--set", "trainer.max_steps=2")
     assert begun["training"]["batches"] == plan["training"]["batches"][:2]
     assert (begun["same"], begun["batches_equal"]) == (False, 2)
-    return await town.report("resume", lineage)
+    return await rig.report("resume", lineage)
 
 
 @pytest.mark.parametrize(
@@ -46,24 +46,24 @@ async def interrupted(town: Town, lineage: str, plan: Report) -> Report:
     indirect=["own_bus"],
 )
 async def test_p9_a_replay_repeats_the_batches_and_disturbs_nobody(
-    town: Town, live_trainer: TrainerProcess, replay: Callable[[Town, str, Report], Awaitable[Report]]
+    rig: ReplayRig, live_trainer: TrainerProcess, replay: Callable[[ReplayRig, str, Report], Awaitable[Report]]
 ) -> None:
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
-    sent = await live(town, random.Random(seed))
-    accounts = await verdicts_on(town, len(sent))
-    again = f"again-{town.model}"
+    sent = await live(rig, random.Random(seed))
+    accounts = await verdicts_on(rig, len(sent))
+    again = f"again-{rig.model}"
     digests = [batch.digest for account in accounts for batch in account.batches]
     sizes = {batch.experiences for account in accounts for batch in account.batches}
     assert len(sizes) > 1, "time has cut some of the batches"
     assert len({read.partition for one in accounts for batch in one.batches for read in batch.read}) > 1
 
-    await someone_listens(town)
-    before = await town.standing()
+    await someone_listens(rig)
+    before = await rig.standing()
     assert {group for (group, _, _), offset in before[0].items() if offset} == set(LIVE), "they have work behind them"
-    pointer = Records(BlobStore((town.data_dir / "blobs").as_uri()), "lineages/main").newest()
+    pointer = Records(BlobStore((rig.data_dir / "blobs").as_uri()), "lineages/main").newest()
 
-    plan = await town.report("plan")
+    plan = await rig.report("plan")
     assert plan["cut"] == "recorded", plan["cut_because"]
     assert plan["same"]
     assert [batch["digest"] for batch in plan["training"]["batches"]] == digests
@@ -71,66 +71,66 @@ async def test_p9_a_replay_repeats_the_batches_and_disturbs_nobody(
     assert plan["training"]["trained"] == len(trained)
     dropped = [reason for _, reason in fates(accounts) if reason is not None]
     assert plan["training"]["dropped"] == {reason: dropped.count(reason) for reason in sorted(set(dropped))}
-    assert await town.standing() == before, "a plan writes nothing"
+    assert await rig.standing() == before, "a plan writes nothing"
 
-    report = await replay(town, again, plan)
+    report = await replay(rig, again, plan)
     assert report["same"]
     assert report["training"]["batches"] == plan["training"]["batches"]
     assert report["training"]["trained"] == plan["training"]["trained"]
     assert report["training"]["dropped"] == plan["training"]["dropped"]
-    reported = await town.read(TrainingMetrics, f"replay-{again}-training-metrics")
+    reported = await rig.read(TrainingMetrics, f"replay-{again}-training-metrics")
     assert [batch.digest for account in reported for batch in account.batches] == digests
 
-    assert await town.standing() == before, "live topics, groups, offsets and lags are as they were"
-    assert Records(BlobStore((town.data_dir / "blobs").as_uri()), "lineages/main").newest() == pointer
+    assert await rig.standing() == before, "live topics, groups, offsets and lags are as they were"
+    assert Records(BlobStore((rig.data_dir / "blobs").as_uri()), "lineages/main").newest() == pointer
     assert live_trainer.status is None, "the live trainer has gone on"
-    same_weights(town, again)
-    await offered(town, again, report["version"])
+    same_weights(rig, again)
+    await offered(rig, again, report["version"])
 
 
 E = TypeVar("E", Checkpoint, TrainingMetrics)
 
 
-async def live(town: Town, draw: random.Random) -> list[Experience]:
+async def live(rig: ReplayRig, draw: random.Random) -> list[Experience]:
     """Bursts and pauses over all partitions, from the newest version and from the oldest, with a revision at times."""
-    (first,) = own(await town.until("the base version", lambda found: own(found, town), Checkpoint), town)
+    (first,) = own(await rig.until("the base version", lambda found: own(found, rig), Checkpoint), rig)
     sent: list[Experience] = []
     for burst in range(5):
-        newest = max(own(await town.read(Checkpoint), town), key=lambda one: one.step).version
+        newest = max(own(await rig.read(Checkpoint), rig), key=lambda one: one.step).version
         made = []
         for number in range(20 * burst, 20 * burst + draw.randint(3, 13)):
             version = first.version if number % 7 == 6 else newest
             made.append(
-                experience(number, version, draw.random(), task=f"t{number % 3}", run=str(number), model=town.model)
+                experience(number, version, draw.random(), task=f"t{number % 3}", run=str(number), model=rig.model)
             )
             if number % 5 == 3:
                 made.append(made[-1].model_copy(update={"revision": 1, "reward": -1.0}))
-        await town.send(*made)
+        await rig.send(*made)
         sent += made
-        await verdicts_on(town, len(sent))
+        await verdicts_on(rig, len(sent))
     return sent
 
 
-async def verdicts_on(town: Town, count: int) -> list[TrainingMetrics]:
-    found = await town.until(f"{count} verdicts", lambda found: len(fates(own(found, town))) >= count, TrainingMetrics)
-    return own(found, town)
+async def verdicts_on(rig: ReplayRig, count: int) -> list[TrainingMetrics]:
+    found = await rig.until(f"{count} verdicts", lambda found: len(fates(own(found, rig))) >= count, TrainingMetrics)
+    return own(found, rig)
 
 
-async def someone_listens(town: Town) -> None:
+async def someone_listens(rig: ReplayRig) -> None:
     """Live groups in the middle of their work."""
     runs = [closed(ask([user(str(number))], session=f"s{number}")) for number in range(12)]
     words = [
         Feedback(time=utcnow(), feedback_id=f"f{number}", session_key=session_key("default", f"s{number}"), value=1.0)
         for number in range(12)
     ]
-    await town.send(*runs, *words)
+    await rig.send(*runs, *words)
     for group, topic in zip(LIVE, (Feedback.topic, Trajectory.topic, Trajectory.topic), strict=True):
-        await town.take_part(group, topic, 5)
+        await rig.take_part(group, topic, 5)
 
 
-def same_weights(town: Town, lineage: str) -> None:
+def same_weights(rig: ReplayRig, lineage: str) -> None:
     """Equal batches make equal weights, bit by bit; only the names of the versions differ."""
-    blobs = BlobStore((town.data_dir / "blobs").as_uri())
+    blobs = BlobStore((rig.data_dir / "blobs").as_uri())
     stores = [LineageStore(blobs, name) for name in ("main", lineage)]
     live, again = (store.read() for store in stores)
     assert live is not None
@@ -142,23 +142,23 @@ def same_weights(town: Town, lineage: str) -> None:
     assert all(np.array_equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-async def offered(town: Town, lineage: str, version: str) -> None:
+async def offered(rig: ReplayRig, lineage: str, version: str) -> None:
     """Only now does the registry hear of it; then the topics go, and the replay's name with them."""
-    assert version not in [one.version for one in await town.read(Checkpoint)]
-    assert lineage in (await town.headrace("list")).split()
-    refused = await town.headrace("run", lineage, status=2)
+    assert version not in [one.version for one in await rig.read(Checkpoint)]
+    assert lineage in (await rig.headrace("list")).split()
+    refused = await rig.headrace("run", lineage, status=2)
     assert f"there was a replay into lineage '{lineage}' already" in refused
     assert f"headrace replay resume {lineage}" in refused
-    await town.headrace("offer", lineage)
-    (announced,) = (one for one in await town.read(Checkpoint) if one.version == version)
+    await rig.headrace("offer", lineage)
+    (announced,) = (one for one in await rig.read(Checkpoint) if one.version == version)
     assert announced.lineage == lineage
-    await town.headrace("remove", lineage)
-    assert lineage not in (await town.headrace("list")).split()
+    await rig.headrace("remove", lineage)
+    assert lineage not in (await rig.headrace("list")).split()
 
 
-def own(events: list[E], town: Town) -> list[E]:
+def own(events: list[E], rig: ReplayRig) -> list[E]:
     """Those of this test's model: Kafka is shared by many tests."""
-    return [event for event in events if event.model == town.model]
+    return [event for event in events if event.model == rig.model]
 
 
 def fates(accounts: list[TrainingMetrics]) -> list[tuple[tuple[str, int], str | None]]:

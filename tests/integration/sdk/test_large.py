@@ -17,7 +17,7 @@ from headrace_runtime.wire import Record
 from headrace_schemas import DeadLetter, Experience, Trajectory, Turn
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
 from tests.contract.bus.clients import eventually
-from tests.integration.streams.town import town_on
+from tests.integration.streams.rig import rig_on
 from tests.support.marks import kafka_is_long
 from tests.support.turns import ask, feedback, user
 
@@ -30,23 +30,23 @@ async def test_a_turn_of_three_mebibytes_becomes_an_experience(own_bus: str, tmp
     turn = ask([user("x" * MEBIBYTE)] * 3, "right", session=session, prompt_token_ids=(1, 2, 3))
     value = turn.to_json()
     assert len(value) > 3 * topics.catalogue()["turns"].max_message_bytes
-    async with town_on(own_bus, tmp_path) as town:
+    async with rig_on(own_bus, tmp_path) as rig:
         await the_bus_itself_refuses(own_bus, turn)
-        await town.start()
-        await town.producer.send(turn)
-        await town.producer.send(feedback(session, value=1.0, ends_session=True))
+        await rig.start()
+        await rig.producer.send(turn)
+        await rig.producer.send(feedback(session, value=1.0, ends_session=True))
 
         async def scored() -> bool:
-            return any(one.session_id == session for one in await town.read(Experience))
+            return any(one.session_id == session for one in await rig.read(Experience))
 
         await eventually(scored, 60)
-        assert [one for one in await town.read(Turn) if one.turn_id == turn.turn_id] == [turn]
-        (trajectory,) = [one for one in await town.read(Trajectory) if one.session_id == session]
+        assert [one for one in await rig.read(Turn) if one.turn_id == turn.turn_id] == [turn]
+        (trajectory,) = [one for one in await rig.read(Trajectory) if one.session_id == session]
         assert trajectory.messages[:3] == turn.messages
-        assert [one for one in await town.read(DeadLetter) if one.key == turn.key] == []
+        assert [one for one in await rig.read(DeadLetter) if one.key == turn.key] == []
         poison = Record("turns", 0, 7, turn.key.encode(), b"{" * (MEBIBYTE - 1000))
-        await town.producer.send(dead_letter("test", poison, "invalid_json", "not json"))
-        (letter,) = [one for one in await town.read(DeadLetter) if one.key == turn.key]
+        await rig.producer.send(dead_letter("test", poison, "invalid_json", "not json"))
+        (letter,) = [one for one in await rig.read(DeadLetter) if one.key == turn.key]
         assert letter.value == poison.value, "a refused record of the largest size is kept whole"
     blobs = BlobStore(f"file://{tmp_path}/blobs")
     for topic in ("turns", "trajectories", "dead-letters"):

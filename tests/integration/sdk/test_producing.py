@@ -21,7 +21,7 @@ from headrace_schemas import DeadLetter, Experience, Trajectory
 from headrace_schemas.ids import session_key
 from tests.contract.bus.clients import eventually
 from tests.docs.fences import fences
-from tests.integration.streams.town import Town, town_on
+from tests.integration.streams.rig import StreamsRig, rig_on
 from tests.support import node_client, presence
 from tests.support.marks import kafka_is_long
 from tests.support.service_process import ServiceProcess
@@ -52,9 +52,9 @@ def test_fifteen_lines_are_enough_with_the_sdk() -> None:
 
 
 @pytest.fixture
-async def town(own_bus: str, tmp_path: Path) -> AsyncIterator[Town]:
+async def rig(own_bus: str, tmp_path: Path) -> AsyncIterator[StreamsRig]:
     """A scorer that waits for both of the example's sources, on a bus that knows no models: it asks for none."""
-    async with town_on(own_bus, tmp_path) as made:
+    async with rig_on(own_bus, tmp_path) as made:
         settings = {"SCORER__REQUIRED": ["short", "polite"]}
         made.processes = {"scorer": [ServiceProcess("scorer", tmp_path, own_bus, **settings)]}
         with running("with_sdk.py", own_bus, tmp_path), running("without_sdk.py", own_bus, tmp_path):
@@ -101,12 +101,12 @@ async def produce(language: str, session: str, bus: str) -> str:
 
 
 @kafka_is_long("own_bus")
-async def test_every_language_is_scored_by_both_consumers(town: Town) -> None:
+async def test_every_language_is_scored_by_both_consumers(rig: StreamsRig) -> None:
     sessions = {language: session_for(language) for language in COMMANDS}
     skipped = {}
     for language, session in list(sessions.items()):
         try:
-            printed = await produce(language, session, town.bus)
+            printed = await produce(language, session, rig.bus)
         except pytest.skip.Exception as reason:
             skipped[language] = str(reason)
             del sessions[language]
@@ -119,24 +119,24 @@ async def test_every_language_is_scored_by_both_consumers(town: Town) -> None:
     found: dict[str, Experience] = {}
 
     async def scored() -> bool:
-        found.update({one.session_key: one for one in await town.read(Experience) if one.session_key in keys})
+        found.update({one.session_key: one for one in await rig.read(Experience) if one.session_key in keys})
         return found.keys() == keys
 
     await eventually(scored, 60)
     for one in found.values():
         assert one.reward == pytest.approx((0.9 + 0.0) / 2)
         assert {part.source: part.value for part in one.parts} == {"short": pytest.approx(0.9), "polite": 0.0}
-    assert [letter for letter in await town.read(DeadLetter) if letter.key in keys] == []
-    await partitions_hold(town, keys)
+    assert [letter for letter in await rig.read(DeadLetter) if letter.key in keys] == []
+    await partitions_hold(rig, keys)
     if skipped:
         pytest.skip(f"ran all but {skipped}")
 
 
-async def partitions_hold(town: Town, keys: set[str]) -> None:
+async def partitions_hold(rig: StreamsRig, keys: set[str]) -> None:
     """Every event lies where Kafka's own partitioner would have put it."""
     from headrace.topics import Range, connected
 
-    async with connected(BusSettings(address=town.bus).address) as topics:
+    async with connected(BusSettings(address=rig.bus).address) as topics:
         entries = [entry async for entry in topics.read(Range("trajectories", keys=keys))]
     assert {entry.key for entry in entries} == keys
     assert [entry.partition for entry in entries] == [partition_of(entry.key.encode()) for entry in entries]

@@ -7,24 +7,24 @@ import random
 
 import pytest
 
-from tests.integration.streams.town import Town, account, episode, play
+from tests.integration.streams.rig import StreamsRig, account, episode, play
 
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-async def test_nothing_is_lost_or_doubled_when_services_are_killed(town: Town) -> None:
+async def test_nothing_is_lost_or_doubled_when_services_are_killed(rig: StreamsRig) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
     choose = random.Random(seed)
     episodes = [episode(f"{seed}-{n}", choose, shared=f"{seed}" if n % 5 == 0 else None) for n in range(40)]
-    await town.start()
-    playing = asyncio.create_task(play(town, episodes, choose, 4.0))
+    await rig.start()
+    playing = asyncio.create_task(play(rig, episodes, choose, 4.0))
     for _ in range(2):
         for name in ("collector", "scorer"):
             await asyncio.sleep(0.3 + choose.random())
-            victim = choose.choice(town.processes[name])
+            victim = choose.choice(rig.processes[name])
             victim.kill()
             victim.start(ready=False)
     await playing
-    await account(town, episodes)
-    assert set(town.stop()) == {0}, "and they end cleanly when asked to"
+    await account(rig, episodes)
+    assert set(rig.stop()) == {0}, "and they end cleanly when asked to"

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace_schemas.base import Event, Finite, Model, ModelName, SessionKey, Text
+from headrace_schemas.events.chat import Message
 from headrace_schemas.events.trajectory import Branch
 from headrace_schemas.ids import derived_id
 
@@ -21,8 +22,36 @@ class RewardPart(Model):
     weight: Finite
 
 
+class TurnReward(Model):
+    """What one turn of the branch is worth by itself, beside the reward of the run."""
+
+    turn_id: Text
+    value: Finite
+
+
+class Edit(Model):
+    """What a turn should have answered. It follows the same prompt as the answer that it replaces."""
+
+    turn_id: Text
+    choice: Annotated[int, Field(ge=0)] = 0
+    source: Text = "feedback"
+    message: Message
+    """An assistant's message: its text, its tool calls, or both."""
+
+
+class PreferenceSide(Model):
+    """One of the two answers that somebody compared. The other has the same `preference_id`, in this experience or in
+    another one, whatever its session."""
+
+    preference_id: Text
+    side: Literal["chosen", "rejected"]
+    turn_id: Text
+    choice: Annotated[int, Field(ge=0)] = 0
+    source: Text = "feedback"
+
+
 class Experience(Event):
-    """One branch of one trajectory with its present reward.
+    """One branch of one trajectory with its present reward, and with what else was said of its turns.
 
     `experience_id` names the branch; `revision` counts the changes of its reward, and the highest one is valid.
     `reward` is None when the branch must not be trained (any more), and `no_reward` says why. The trainer counts these,
@@ -51,6 +80,14 @@ class Experience(Event):
     reward: Finite | None = None
     no_reward: NoReward | None = None
     parts: tuple[RewardPart, ...] = Field(default=(), max_length=64)
+    turn_rewards: tuple[TurnReward, ...] = Field(default=(), max_length=4096)
+    edits: tuple[Edit, ...] = Field(default=(), max_length=256)
+    """With one of these or of `preferences` the branch is there also where there is no reward."""
+    preferences: tuple[PreferenceSide, ...] = Field(default=(), max_length=256)
+    origin: Literal["sampled", "written"] = "sampled"
+    """`written`: no version sampled the tokens of its spans; a person or a data set wrote them. Their logprobs are 0
+    and say nothing, their version is the one that the lineage begins with, and only algorithms that need neither
+    train them."""
 
     @model_validator(mode="after")
     def _trainable_or_not(self) -> Self:
@@ -58,6 +95,8 @@ class Experience(Event):
             raise ValueError("exactly one of reward and no_reward must be set")
         if self.reward is not None and self.branch is None:
             raise ValueError("an experience with a reward needs its branch")
+        if (self.edits or self.preferences) and self.branch is None:
+            raise ValueError("an experience with an edit or a preference needs its branch")
         return self
 
     @staticmethod

@@ -75,7 +75,7 @@ def _said(folder: Path, remedy: str) -> str:
 
 def _problems(folder: Path) -> Iterator[str]:
     if not folder.is_dir():
-        yield "is not a folder"
+        yield "is not a folder; name one in Hugging Face's layout"
         return
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:

@@ -19,7 +19,7 @@ from headrace_trainer.learner import Learner
 def check_base(folder: Path) -> None:
     """Raises `SettingError` when `folder` cannot be the start of a lineage (P7)."""
     if not folder.is_dir():
-        raise SettingError("trainer.base", str(folder), "is not a folder")
+        raise SettingError("trainer.base", str(folder), "is not a folder; name one in Hugging Face's layout")
     for pattern, what in (("*.safetensors", "weights in safetensors"), ("config.json", "config.json")):
         if not any(folder.glob(pattern)):
             raise SettingError("trainer.base", str(folder), f"has no {what}; convert the model first")

@@ -41,7 +41,7 @@ for line in sys.stdin:
 HEARTBEAT_S = 0.1
 
 
-class Town:
+class RegistryRig:
     """`registry(n)` starts a process; `publish` a version; `settled` waits for what the routing says."""
 
     def __init__(self, address: str, folder: Path, database_url: str = "sqlite") -> None:

@@ -34,13 +34,13 @@ WAIT_S = 90.0
 
 
 @contextlib.asynccontextmanager
-async def town_on(bus: str, folder: Path, database_url: str = "sqlite", replicas: int = 1) -> AsyncIterator[Town]:
-    """A town that is not started yet, and that is stopped in the end."""
+async def rig_on(bus: str, folder: Path, database_url: str = "sqlite", replicas: int = 1) -> AsyncIterator[StreamsRig]:
+    """A rig that is not started yet, and that is stopped in the end."""
     settings = BusSettings(address=bus)
     await topics.ensure(settings)
     producer = EventProducer(settings, "test", BlobStore(f"file://{folder}/blobs"))
     await producer.start()
-    made = Town(folder, bus, producer, database_url, replicas)
+    made = StreamsRig(folder, bus, producer, database_url, replicas)
     try:
         yield made
     finally:
@@ -49,7 +49,7 @@ async def town_on(bus: str, folder: Path, database_url: str = "sqlite", replicas
 
 
 @dataclass
-class Town:
+class StreamsRig:
     """The processes, by service; any of a service's may die as long as it is started again."""
 
     folder: Path
@@ -153,7 +153,7 @@ def episode(name: str, choose: random.Random, *, shared: str | None = None) -> E
     return Episode(tuple(turns), (said,) if ends else (said, end(session)), value, right)
 
 
-async def play(town: Town, episodes: Sequence[Episode], choose: random.Random, seconds: float) -> None:
+async def play(rig: StreamsRig, episodes: Sequence[Episode], choose: random.Random, seconds: float) -> None:
     """Send everything over `seconds`, each event once or, as a gateway that retries would, twice."""
 
     async def one(played: Episode) -> None:
@@ -166,25 +166,25 @@ async def play(town: Town, episodes: Sequence[Episode], choose: random.Random, s
         async with asyncio.timeout(WAIT_S):
             while True:
                 with contextlib.suppress(Unavailable):
-                    return await town.producer.send(event)
+                    return await rig.producer.send(event)
                 await asyncio.sleep(0.2)
 
     await asyncio.gather(*(one(played) for played in episodes))
 
 
-async def account(town: Town, episodes: Sequence[Episode]) -> None:
+async def account(rig: StreamsRig, episodes: Sequence[Episode]) -> None:
     """Wait for the experience of each episode, then check that nothing was lost, doubled or changed on the way."""
     known = {played.turns[0].session_key for played in episodes}
     wanted = {played.trajectory_id: played for played in episodes}
     deadline = asyncio.get_running_loop().time() + WAIT_S
     while True:
-        experiences = [one for one in await town.read(Experience) if one.key in known]
+        experiences = [one for one in await rig.read(Experience) if one.key in known]
         missing = wanted.keys() - {one.trajectory_id for one in experiences}
         if not missing:
             break
         assert asyncio.get_running_loop().time() < deadline, f"{len(missing)} of {len(wanted)} never came"
         await asyncio.sleep(1.0)
-    trajectories = [one for one in await town.read(Trajectory) if one.key in known]
+    trajectories = [one for one in await rig.read(Trajectory) if one.key in known]
     assert_equal_facts([*experiences, *trajectories])
     members = {one.trajectory_id: one.turn_ids for one in trajectories}
     assert members == {name: tuple(turn.turn_id for turn in played.turns) for name, played in wanted.items()}
@@ -194,7 +194,7 @@ async def account(town: Town, episodes: Sequence[Episode]) -> None:
         assert one.branch is not None
         last = played.turns[-1]
         assert one.branch.token_ids == last.prompt_token_ids + last.choices[0].token_ids, "bit for bit (P2)"
-    assert [letter for letter in await town.read(DeadLetter) if letter.key in known] == []
+    assert [letter for letter in await rig.read(DeadLetter) if letter.key in known] == []
 
 
 def assert_equal_facts(events: Sequence[Event]) -> None:
