@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 
 import httpx2
@@ -26,6 +27,7 @@ async def _send(client: httpx2.AsyncClient) -> None:
 
 
 async def main() -> None:
+    os.nice(10)  # an attacker has a machine of its own: what it computes here is not taken from the gateway
     url, key = sys.argv[1:3]
     headers = {"authorization": f"Bearer {key}"}
     async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=30) as client, asyncio.TaskGroup() as group:

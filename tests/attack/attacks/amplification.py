@@ -26,7 +26,7 @@ from tests.support.hostile_feedback import SESSIONS, body
 TITLE = "one request becomes many events"
 _SPOOL_BYTES_MAX = 2_000_000
 _WINDOW_S = 5.0
-_WINDOWS = 3
+_WINDOWS = 6
 _REQUESTS = 20
 _GROWTH_MAX = 10.0
 _FILL_MAX = 400
