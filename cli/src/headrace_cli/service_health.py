@@ -17,6 +17,7 @@ from headrace_cli.supervisor.state import RunState, ServiceState, Status
 from headrace_schemas.source_api import SourceList, SourceState
 
 TIMEOUT_S = 3.0
+ALIVE = "yes"
 _BODY_BYTES_MAX = 1_048_576
 _READY, _UNREADY = 200, 503
 T = TypeVar("T")
@@ -31,9 +32,11 @@ def asked(state: RunState) -> tuple[RunState, dict[str, str]]:
     return state.model_copy(update={"services": services}), {name: alive for name, (_, alive) in found.items()}
 
 
-def sources(state: RunState, key: str | None) -> tuple[SourceState, ...]:
-    """How reward functions and rubrics fare, of every service that says so. `key` is `security.internal_key`."""
-    found = _each(state.services, lambda service: _sources(service, key))
+def sources(state: RunState, alive: Mapping[str, str], key: str | None) -> tuple[SourceState, ...]:
+    """How reward functions and rubrics fare, of every service that says so. Those that did not answer a moment ago
+    (`alive`, as `asked` returned it) are not waited for once more. `key` is `security.internal_key`."""
+    answering = {name: service for name, service in state.services.items() if alive.get(name) == ALIVE}
+    found = _each(answering, lambda service: _sources(service, key))
     return tuple(one for said in found.values() for one in said)
 
 
@@ -55,9 +58,9 @@ def _health(service: ServiceState) -> tuple[ServiceState, str]:
     except (OSError, http.client.HTTPException) as error:
         return service, type(error).__name__
     if status not in (_READY, _UNREADY):  # somebody else's page
-        return service, "yes"
+        return service, ALIVE
     said: Status = "ready" if status == _READY else "unready"
-    return service.model_copy(update={"status": said, "lacks": lacking(body)}), "yes"
+    return service.model_copy(update={"status": said, "lacks": lacking(body)}), ALIVE
 
 
 def _sources(service: ServiceState, key: str | None) -> tuple[SourceState, ...]:

@@ -46,7 +46,7 @@ def status(
     from headrace_cli import service_health
 
     state, alive = (None, {}) if bus else service_health.asked(running(data_dir))
-    sources = service_health.sources(state, key) if state else ()
+    sources = service_health.sources(state, alive, key) if state else ()
     models = _models(state, key) if state else ()
     address = bus or (state.bus if state else "")
     found = _account(address, lineage or []) if account else None
