@@ -1,7 +1,7 @@
 """The lines between `headrace train` and the program that knows a model's tokenizer and chat template.
 
-See `headrace_schemas.replay` for what a line is. First one line `base`, answered by `opened`; then a line `row` for each
-row, each answered by `written` or `refused`, in the same order.
+See `headrace_schemas.replay` for what a line is. First one line `base`, answered by `opened`; then a line `row` for
+each row, each answered by `written` or `refused`, in the same order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OpenedLine(Model):
 
 
 class RowLine(Model):
-    """A line `row`: a conversation that somebody wrote. What follows the prompt is trained, where the assistant speaks."""
+    """A line `row`: a conversation that somebody wrote. What the assistant says behind the prompt is trained."""
 
     number: Annotated[int, Field(ge=1)]
     prompt: tuple[Message, ...] = Field(default=(), max_length=8192)

@@ -1,4 +1,4 @@
-"""Offline training from a program: what `headrace train` does. Needs `headrace-cli`, and is imported when it is used."""
+"""Offline training from a program: what `headrace train` does. Needs `headrace-cli`, when it is used."""
 
 from headrace_schemas.lazy import lazily
 

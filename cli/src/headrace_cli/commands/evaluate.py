@@ -26,7 +26,10 @@ def evaluate(
     metric: Annotated[
         list[str] | None,
         typer.Option(
-            "--metric", "-m", help="A name, or FILE.py:NAME; may be repeated. Default: what the tasks allow.", metavar="NAME"
+            "--metric",
+            "-m",
+            help="A name, or FILE.py:NAME; may be repeated. Default: what the tasks allow.",
+            metavar="NAME",
         ),
     ] = None,
     agent: Annotated[
@@ -37,7 +40,7 @@ def evaluate(
         str | None, typer.Option(help="The gateway, with /v1; default: of what runs here.", metavar="URL")
     ] = None,
     key: Annotated[
-        str | None, typer.Option(envvar="HEADRACE_API_KEY", help="An API key of the gateway.", show_default=False)
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="An API key of the gateway.", show_default=False)
     ] = None,
     plays: Annotated[int, typer.Option(min=1, help="Of each task.")] = 1,
     seed: Annotated[int, typer.Option(help="Of sampling, and of what the agent draws.")] = 0,
@@ -45,13 +48,11 @@ def evaluate(
     max_calls: Annotated[int, typer.Option(min=1, help="Calls of the model in one play.")] = 8,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Of each answer.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, max=2, help="Default: the service's.")] = None,
-    gate: Annotated[
-        bool, typer.Option("--gate", help="Be a gate's program: read plays from standard input.")
-    ] = False,
+    gate: Annotated[bool, typer.Option("--gate", help="Be a gate's program: read plays from standard input.")] = False,
     data_dir: DataDir = None,
     json: AsJson = False,
 ) -> None:
-    """Play tasks with one version and measure: success, steps, format, tools and their arguments, recall, metrics of yours.
+    """Play tasks with one version and measure: success, steps, format, tools, arguments, recall, metrics of yours.
 
     Intervals are of 95 %: Wilson's for shares of single plays, else a bootstrap over tasks. Nothing of it is trained. A
     play that fails ends the evaluation with status 1: it is no wrong answer.
@@ -102,6 +103,6 @@ def add_to(app: typer.Typer) -> None:
         app,
         evaluate,
         "headrace evaluate support@3f9c2d41aa07b6e5 --tasks held_out.jsonl",
-        "headrace evaluate support@3f9c2d41aa07b6e5 --tasks held_out.jsonl -m success -m my.py:politeness --plays 4 --json",
+        "headrace evaluate support@3f9c2d41aa07b6e5 --tasks held_out.jsonl -m success -m my.py:kind --plays 4 --json",
         "headrace evaluate --gate --tasks held_out.jsonl -m success --url http://127.0.0.1:8000/v1",
     )

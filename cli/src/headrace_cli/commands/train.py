@@ -133,7 +133,9 @@ def _recipe(path: Path, training: TrainingOptions, place: JobPlace, *, json: boo
     from headrace_cli.jobs import recipe
 
     with progress(f"training {path.name}") as tick:
-        results = recipe.run(recipe.read(path), recipe.Where(place.config, place.bus, place.data_dir), tick, training.offer)
+        results = recipe.run(
+            recipe.read(path), recipe.Where(place.config, place.bus, place.data_dir), tick, training.offer
+        )
     if json:
         typer.echo(train_report.stages_as_json(results))
     else:

@@ -46,7 +46,9 @@ class ReadingOptions:
     ] = 0
     held_out: Annotated[
         list[Path] | None,
-        typer.Option(help="A file of tasks that no row may ask; may be repeated.", metavar="FILE", rich_help_panel=_ROWS),
+        typer.Option(
+            help="A file of tasks that no row may ask; may be repeated.", metavar="FILE", rich_help_panel=_ROWS
+        ),
     ] = None
     gate_tasks: Annotated[
         bool,
@@ -76,7 +78,9 @@ class TrainingOptions:
 
     base: Annotated[
         Path | None,
-        typer.Option(help="The model to begin with; default: trainer.base.", metavar="FOLDER", rich_help_panel=_TRAINING),
+        typer.Option(
+            help="The model to begin with; default: trainer.base.", metavar="FOLDER", rich_help_panel=_TRAINING
+        ),
     ] = None
     lineage: Annotated[
         str | None,

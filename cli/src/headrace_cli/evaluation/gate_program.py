@@ -1,4 +1,4 @@
-"""The same tasks as a gate's program: it names them, then answers each play with the value of one metric (docs/gate.md)."""
+"""The same tasks as a gate's program: it names them, then answers each play with a metric's value (docs/gate.md)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def serve(
             with lock:
                 out.write(line + "\n")
                 out.flush()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (raised by who reads)
             failures.append(error)
 
     player = Player(options)

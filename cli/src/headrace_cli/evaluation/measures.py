@@ -38,8 +38,8 @@ def format_kept(task: EvaluationTask, played: Playthrough) -> bool | None:
 
 
 def tool(task: EvaluationTask, played: Playthrough) -> float | None:
-    """The share of the tools in `tool` (one, or several in order) that were called in this order. A task whose `tool` is
-    an empty list wants none."""
+    """The share of the tools in `tool` (one, or several in order) that were called in this order. A task whose `tool`
+    is an empty list wants none."""
     if task.fields.get("tool") is None:
         return None
     wanted = _listed(task.fields["tool"])

@@ -86,7 +86,9 @@ def evaluate(
 ) -> Evaluation:
     """Raises `UsageError` for what is no exact version, `HeadraceError` when a play fails."""
     if not _VERSION.fullmatch(version):
-        raise UsageError(f"{version!r} is no exact version; name one as in `headrace models list`, model@3f9c2d41aa07b6e5")
+        raise UsageError(
+            f"{version!r} is no exact version; name one as in `headrace models list`, model@3f9c2d41aa07b6e5"
+        )
     metrics = chosen(options.metrics or fitting(tasks))
     player = Player(options)
     values: dict[str, dict[str, list[float]]] = {name: {} for name in metrics}

@@ -58,7 +58,9 @@ def value_of(name: str, metric: TaskMetric, task: EvaluationTask, played: Playth
     try:
         found = metric.compute(task, played)
     except Exception as error:
-        raise HeadraceError(f"the metric {name} failed on task {task.name!r}: {type(error).__name__}: {error}") from error
+        raise HeadraceError(
+            f"the metric {name} failed on task {task.name!r}: {type(error).__name__}: {error}"
+        ) from error
     if found is None:
         return None
     if not isinstance(found, int | float) or not math.isfinite(found):

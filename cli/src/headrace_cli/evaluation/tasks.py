@@ -54,7 +54,7 @@ def splits(tasks: Sequence[EvaluationTask]) -> dict[str, list[str]]:
     names = {split: [task.name for task in tasks if task.split == split] for split in SPLITS}
     empty = [split for split, members in names.items() if not members]
     if empty:
-        raise UsageError(f"no task is of the split {empty[0]}; write more tasks, or \"split\": \"{empty[0]}\" into some")
+        raise UsageError(f'no task is of the split {empty[0]}; write more tasks, or "split": "{empty[0]}" into some')
     return names
 
 

@@ -9,4 +9,6 @@ from __future__ import annotations
 
 from headrace_schemas.lazy import lazily
 
-__getattr__, __dir__ = lazily(__name__, {"headrace_cli.jobs.job": ("Job", "RowOptions"), "headrace_cli.jobs.runner": ("run",)})
+__getattr__, __dir__ = lazily(
+    __name__, {"headrace_cli.jobs.job": ("Job", "RowOptions"), "headrace_cli.jobs.runner": ("run",)}
+)

@@ -1,4 +1,4 @@
-"""The bus of a job: the one that is named, that of what runs here, or the embedded broker for as long as the job takes."""
+"""The bus of a job: the one that is named, that of what runs here, or the embedded broker while the job runs."""
 
 from __future__ import annotations
 

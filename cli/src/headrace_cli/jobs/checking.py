@@ -1,4 +1,4 @@
-"""Reads, checks and tokenizes the rows of a job. What is left lies in one file, `jobs/<lineage>.rows`, whole or not at all."""
+"""Reads, checks and tokenizes the rows of a job. What is left is a file, `jobs/<lineage>.rows`, whole or not there."""
 
 from __future__ import annotations
 
@@ -94,14 +94,17 @@ class Checking:
             self._waiting[number] = file, place, row
             shown = self.report.rows <= self._preview
             line = RowLine(
-                number=number, prompt=row.prompt, answers=row.answers, tools=row.tools, untrained=row.untrained, shown=shown
+                number=number,
+                prompt=row.prompt,
+                answers=row.answers,
+                tools=row.tools,
+                untrained=row.untrained,
+                shown=shown,
             )
             await program.feed("row", line.model_dump_json(exclude_none=True).encode())
         program.close()
 
-    def _checked(
-        self, found: dict[str, object] | BadRow, place: str, repeats: Repeats, held_out: HeldOut
-    ) -> DataRow:
+    def _checked(self, found: dict[str, object] | BadRow, place: str, repeats: Repeats, held_out: HeldOut) -> DataRow:
         if isinstance(found, BadRow):
             raise found
         row = self._reader.read(found)
@@ -138,9 +141,16 @@ class Checking:
         if any(branch.texts for branches in line.answers for branch in branches):
             self.report.shown.append(Shown(file.path.name, place, line.answers))
         if out is not None:
-            answers = tuple(tuple(one.model_copy(update={"texts": ()}) for one in branches) for branches in line.answers)
+            answers = tuple(
+                tuple(one.model_copy(update={"texts": ()}) for one in branches) for branches in line.answers
+            )
             checked = CheckedRow(
-                file=file.sha256, row=place, label=row.label, reward=row.reward, prompt=row.prompt_digest, answers=answers
+                file=file.sha256,
+                row=place,
+                label=row.label,
+                reward=row.reward,
+                prompt=row.prompt_digest,
+                answers=answers,
             )
             out.write(checked.model_dump_json(exclude_none=True).encode() + b"\n")
 

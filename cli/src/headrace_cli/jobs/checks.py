@@ -26,7 +26,9 @@ def _check_order(messages: Sequence[Message]) -> None:
             raise BadRow("order", f"message {place} is the system's; only the first may be")
         if role == "assistant" and (previous is None or previous.role in ("assistant", "system", "developer")):
             before = "the beginning" if previous is None else f"the {previous.role}"
-            raise BadRow("order", f"message {place} is the assistant's, right after {before}; somebody has to ask first")
+            raise BadRow(
+                "order", f"message {place} is the assistant's, right after {before}; somebody has to ask first"
+            )
         if role == "tool" and (previous is None or not _called(messages[: place - 1])):
             raise BadRow("order", f"message {place} is a tool's, and the assistant has called none")
         if role == "user" and previous is not None and previous.role == "assistant" and previous.tool_calls:

@@ -1,8 +1,8 @@
 """Puts a job's experiences on its topic, from where an earlier process has stopped.
 
 They go to one partition, in an order that follows from the job alone, by a producer that never doubles or reorders what
-it sends. So what is on the topic is always the beginning of what belongs there, and its length says what is missing. Each
-record carries its place, and the last one is looked at: a topic that holds something else is refused.
+it sends. So what is on the topic is always the beginning of what belongs there, and its length says what is missing.
+Each record carries its place, and the last one is looked at: a topic that holds something else is refused.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ async def fill(prepared: Prepared, journal: JobJournal, bus: str, topic: str, to
     finally:
         await producer.stop()
     if there > place + 1:
-        raise HeadraceError(f"topic {topic} holds {there} records, and the job has {place + 1} experiences; name another lineage")
+        raise HeadraceError(
+            f"topic {topic} holds {there} records, and the job has {place + 1} experiences; name another lineage"
+        )
     return place + 1
 
 
@@ -76,9 +78,7 @@ def _events(prepared: Prepared, journal: JobJournal) -> Iterator[Experience]:
     for epoch in range(job.epochs):
         places = order(len(rows), epoch, job.seed, shuffle=job.shuffle)
         for _, row in rows.read(iter(places)):
-            yield from experiences(
-                row, epoch, model=prepared.model, version=journal.base, time=journal.begun
-            )
+            yield from experiences(row, epoch, model=prepared.model, version=journal.base, time=journal.begun)
 
 
 def _blobs_url(prepared: Prepared) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 from headrace_cli.jobs.messages import chat, said, tools, weights
 from headrace_cli.jobs.rows import BadRow, DataRow
 from headrace_runtime.registries import Registry
-from headrace_schemas import Message
 
 Record = Mapping[str, Any]
 _ALWAYS = ("system", "tools", "reward")
@@ -81,7 +80,7 @@ class RowReader:
             forms = "; ".join(f"{name}: {', '.join(one.columns)}" for name, one in ROW_FORMATS.all().items())
             raise BadRow(
                 "format",
-                f"no format has the columns {_listed(record)}; there are {forms}; name columns with --column NAME=COLUMN",
+                f"no format has the columns {_listed(record)}; there are {forms}; see --column NAME=COLUMN",
             )
         return max(fitting, key=lambda one: len(one.columns))
 
@@ -95,9 +94,7 @@ def _conversations(record: Record) -> DataRow:
 
 
 def _completion(record: Record) -> DataRow:
-    return DataRow(
-        said(record["prompt"], "user", "prompt"), (said(record["completion"], "assistant", "completion"),)
-    )
+    return DataRow(said(record["prompt"], "user", "prompt"), (said(record["completion"], "assistant", "completion"),))
 
 
 def _question(record: Record) -> DataRow:
@@ -115,7 +112,9 @@ def _instruction(record: Record) -> DataRow:
 def _preference(record: Record) -> DataRow:
     prompt = said(record["prompt"], "user", "prompt")
     sides = [said(record[name], "assistant", name) for name in ("chosen", "rejected")]
-    sides = [side[len(prompt) :] if side[: len(prompt)] == prompt and len(side) > len(prompt) else side for side in sides]
+    sides = [
+        side[len(prompt) :] if side[: len(prompt)] == prompt and len(side) > len(prompt) else side for side in sides
+    ]
     return DataRow(prompt, (sides[0], sides[1]))
 
 
@@ -151,7 +150,7 @@ def _with_system(row: DataRow, text: object) -> DataRow:
     opening = row.prompt or row.answers[0]
     if not text.strip() or opening[0].role in ("system", "developer"):
         return row
-    first = Message(role="system", content=text)
+    (first,) = said(text, "system", "system")
     if row.prompt:
         return replace(row, prompt=(first, *row.prompt), untrained=tuple(place + 1 for place in row.untrained))
     answers = tuple((first, *answer) for answer in row.answers)

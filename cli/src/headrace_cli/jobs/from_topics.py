@@ -56,5 +56,7 @@ def topic_of(sources: list[str]) -> str | None:
     if not topics:
         return None
     if len(sources) > 1:
-        raise UsageError(f"{PREFIX}{topics[0]} is the only source of a job that has it; train files in a job of their own")
+        raise UsageError(
+            f"{PREFIX}{topics[0]} is the only source of a job that has it; train files in a job of their own"
+        )
     return topics[0]

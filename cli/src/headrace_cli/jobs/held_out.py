@@ -61,7 +61,7 @@ class HeldOut:
 
 
 def tasks_of_files(paths: Iterable[Path]) -> dict[str, str]:
-    """The tasks of files of rows: what the user asks in each. Raises `UsageError` where a row has no such column."""
+    """The tasks of files of rows: what the user asks. Raises `UsageError` where none has such a column."""
     found: dict[str, str] = {}
     for path in paths:
         for number, row in RowFile(path).rows():
@@ -75,7 +75,7 @@ def tasks_of_files(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def tasks_of_gate(command: Iterable[str], base_url: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The names of all tasks of the gate's program, which it prints before it is asked anything. Raises `UsageError`."""
+    """The names of all tasks of the gate's program, which it prints before it is asked. Raises `UsageError`."""
     filled = [one.replace("{base_url}", base_url).replace("{python}", sys.executable) for one in command]
     try:
         done = subprocess.run(

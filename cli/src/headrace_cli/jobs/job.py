@@ -134,7 +134,9 @@ def prepare(job: Job, environ: Mapping[str, str] | None = None) -> Prepared:
 def _base(overrides: Overrides) -> Path:
     given = overrides.get("trainer.base")
     if not given:
-        raise UsageError("no base: name a Hugging Face folder with --base, or trainer.base in a settings file (--config)")
+        raise UsageError(
+            "no base: name a Hugging Face folder with --base, or trainer.base in a settings file (--config)"
+        )
     folder = Path(str(given)).absolute()
     if not folder.is_dir():
         raise UsageError(f"the base {folder} is not a folder; name one in Hugging Face's layout")

@@ -10,6 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Self
 
+from pydantic import Field
+
 from headrace.errors import UsageError
 from headrace_cli.jobs.job import Prepared
 from headrace_runtime import whole_file
@@ -36,7 +38,7 @@ class JobJournal(Model):
     """The last one; the job is done."""
     manifest: BlobRef | None = None
     trained: int = 0
-    dropped: dict[str, int] = {}
+    dropped: dict[str, int] = Field(default_factory=dict)
     waiting: int = 0
     batches: tuple[Sha256, ...] = ()
     """Digests of the batches, in order: what was trained, byte for byte."""

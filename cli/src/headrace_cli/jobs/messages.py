@@ -105,6 +105,8 @@ def _message(value: dict[str, Any], place: str) -> Message:
     if (call := value.pop("function_call", None)) is not None:
         value["tool_calls"] = [call]
     if calls := value.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise BadRow("format", f"{place}: tool_calls is {_kind(calls)}; a list is wanted")
         value["tool_calls"] = [_call(one, number, place) for number, one in enumerate(calls)]
     else:
         value.pop("tool_calls", None)
@@ -136,7 +138,13 @@ def _without_nulls(value: object) -> object:
 
 
 def _kind(value: object) -> str:
-    names: dict[type, str] = {str: "a text", bool: "true or false", int: "a number", float: "a number", type(None): "null"}
+    names: dict[type, str] = {
+        str: "a text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        type(None): "null",
+    }
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "a list" if value else "empty"
     return names.get(type(value), "an object" if isinstance(value, Mapping) else type(value).__name__)

@@ -112,7 +112,9 @@ async def _versions(bus: str, lineage: str) -> tuple[Checkpoint, Checkpoint]:
     async with connected(bus) as topics:
         made = [one for one in await training.checkpoints(topics, "") if one.lineage == lineage]
     if len(made) < 2:
-        raise HeadraceError(f"lineage {lineage} has no version beyond its base; trainer.steps_per_version is more than steps")
+        raise HeadraceError(
+            f"lineage {lineage} has only its base; the stage has fewer steps than trainer.steps_per_version"
+        )
     return made[0], made[-1]
 
 

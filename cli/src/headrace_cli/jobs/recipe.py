@@ -123,7 +123,9 @@ async def _run(recipe: StagedTraining, where: Where, tick: Tick, offer: bool) ->
             tick(f"stage {number}: {doing}", done, total)
 
         prepared = prepare(_job(recipe, stage, number, base, where, offer=offer and last))
-        run_stage = playing.play(prepared, stage.play, stage.steps, told) if stage.play else runner.train(prepared, told)
+        run_stage = (
+            playing.play(prepared, stage.play, stage.steps, told) if stage.play else runner.train(prepared, told)
+        )
         result = await run_stage
         results.append(result)
         if not last:
@@ -192,5 +194,3 @@ def _cleared(folder: Path) -> None:
     import shutil
 
     shutil.rmtree(folder, ignore_errors=True)
-
-

@@ -16,7 +16,7 @@ from headrace.errors import HeadraceError
 from headrace.topics import connected
 from headrace_cli.jobs.bus import bus_of
 from headrace_cli.jobs.check_report import CheckReport
-from headrace_cli.jobs.checking import Checking, CheckedRows
+from headrace_cli.jobs.checking import CheckedRows, Checking
 from headrace_cli.jobs.filling import fill
 from headrace_cli.jobs.job import Job, Prepared, prepare
 from headrace_cli.jobs.journal import JobJournal, held
@@ -73,9 +73,7 @@ async def train(prepared: Prepared, tick: Tick) -> JobResult:
         return JobResult(prepared.lineage, journal, checked, offered)
 
 
-async def _checked(
-    prepared: Prepared, journal: JobJournal, tick: Tick
-) -> tuple[JobJournal, CheckReport | None]:
+async def _checked(prepared: Prepared, journal: JobJournal, tick: Tick) -> tuple[JobJournal, CheckReport | None]:
     path = prepared.place(".rows")
     if journal.rows is not None and path.exists():
         return journal, None
@@ -119,8 +117,8 @@ async def _trained(prepared: Prepared, journal: JobJournal, bus: str, tick: Tick
 async def _run_trainer(
     prepared: Prepared, bus: str, progress: Callable[[training.TrainingReports], None]
 ) -> training.TrainingReports:
-    """To the end of what is on the topic, which is nothing before it was filled: then the lineage is begun, and what the
-    trainer refuses is refused before a record is written."""
+    """To the end of what is on the topic, which is nothing before it was filled: then the lineage is begun, and what
+    the trainer refuses is refused before a record is written."""
     prefix = topic_prefix(prepared.lineage)
     overrides = prepared.overrides
     own = {
@@ -153,4 +151,3 @@ def _nothing_trained(prepared: Prepared, dropped: dict[str, int], waiting: int) 
         f"{prepared.job.kind} learns from, or trainer.batch_experiences_min is more than there are; "
         f"the trainer's log is {prepared.place('.log')}"
     )
-

@@ -31,9 +31,7 @@ def order(rows: int, epoch: int, seed: int, *, shuffle: bool) -> list[int]:
     return places
 
 
-def experiences(
-    row: CheckedRow, epoch: int, *, model: str, version: str, time: datetime
-) -> Iterator[Experience]:
+def experiences(row: CheckedRow, epoch: int, *, model: str, version: str, time: datetime) -> Iterator[Experience]:
     """Those of one row in one epoch. `version` is the one that the lineage begins with."""
     pair = derived_id("written-preference", row.file, row.row, epoch) if len(row.answers) > 1 else None
     for side, branches in enumerate(row.answers):

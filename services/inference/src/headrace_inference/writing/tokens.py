@@ -130,7 +130,8 @@ class Writer:
         back, meant = tokenizer.spelled(found), tokenizer.plain(said)
         if _bare(back) != _bare(meant):
             raise Unwritable(
-                "tokenizer", f"message {place + 1}: the tokenizer cannot write it; {_apart(meant.strip(), back.strip())}"
+                "tokenizer",
+                f"message {place + 1}: the tokenizer cannot write it; {_apart(meant.strip(), back.strip())}",
             )
         return found
 
@@ -160,8 +161,8 @@ class Writer:
         part = next(number for number in range(3) if found[number] != wanted[number])
         raise Unwritable(
             "template",
-            f"message {place + 1}: its {words[part]} would be read as {_short(found[part])}, and {_short(wanted[part])} "
-            "was written; the chat template drops or changes it, or inference.tool_parser and "
+            f"message {place + 1}: its {words[part]} would be read as {_short(found[part])}, and "
+            f"{_short(wanted[part])} was written; the chat template drops or changes it, or inference.tool_parser and "
             "inference.reasoning_parser are not those of this model",
         )
 
