@@ -103,7 +103,7 @@ def _run(job: Job, *, json: bool) -> None:
     from headrace_cli.jobs.job import prepare
 
     prepared = prepare(job)
-    with progress("reading the rows") as tick:
+    with progress(job.kind) as tick:
         result = asyncio.run(runner.train(prepared, tick))
     if json:
         typer.echo(train_report.as_json(result))

@@ -45,9 +45,7 @@ def show_checked(report: CheckReport) -> None:
         spread = ", ".join(f"{name} {value}" for name, value in report.spread().items())
         out.print(f"tokens of a sequence: {spread}; at most {report.tokens_max} can be trained", markup=False)
         whole = sum(report.lengths)
-        out.print(
-            f"{report.trained_tokens} of {whole} tokens are trained, in {report.experiences} sequences", markup=False
-        )
+        out.print(f"{report.trained_tokens} of {whole} tokens are trained, in {report.experiences} sequences")
     if report.forks:
         out.print(
             f"[yellow]{report.forks} sequences more than answers[/]: the chat template shows earlier messages otherwise "

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Annotated
 
 from pydantic import Field
 
-from headrace.errors import HeadraceError
 from headrace_cli.jobs.check_report import CheckReport, Refusal, Shown
 from headrace_cli.jobs.checks import Repeats, check
 from headrace_cli.jobs.formats import RowReader
@@ -64,10 +63,7 @@ class Checking:
                 draft.parent.mkdir(parents=True, exist_ok=True)
                 out = stack.enter_context(draft.open("wb"))
             async with started(_SERVICE, self._prepared.overrides.environ, _FILTER) as program:
-                await self._open(program)
-                lines = aiter(program.lines())
-                self.report.tokens_max = await self._opened(lines)
-                await side_by_side(self._feed(program, held_out), self._drain(lines, out))
+                await side_by_side(self._feed(program, held_out), self._drain(program, out))
         if draft is not None and self._target is not None:
             draft.replace(self._target)
         return self.report
@@ -77,12 +73,8 @@ class Checking:
         line = BaseLine(folder=str(self._prepared.base), tokens_max=bound)
         await program.feed("base", line.model_dump_json().encode())
 
-    async def _opened(self, lines: AsyncIterator[tuple[str, bytes]]) -> int:
-        async for _, value in lines:
-            return OpenedLine.model_validate_json(value).tokens_max
-        raise HeadraceError(f"the {_SERVICE} program ended without an answer")
-
     async def _feed(self, program: Program, held_out: HeldOut) -> None:
+        await self._open(program)
         repeats = Repeats(allowed=self._options.keep_duplicates)
         for number, (file, place, found) in enumerate(self._numbered(), 1):
             self.report.rows += 1
@@ -119,11 +111,13 @@ class Checking:
             for place, found in file.rows():
                 yield file, place, found
 
-    async def _drain(self, lines: AsyncIterator[tuple[str, bytes]], out: IO[bytes] | None) -> None:
-        answered = 0
-        async for word, value in lines:
+    async def _drain(self, program: Program, out: IO[bytes] | None) -> None:
+        answered = -1
+        async for word, value in program.lines():
             answered += 1
-            if word == "refused":
+            if word == "opened":
+                self.report.tokens_max = OpenedLine.model_validate_json(value).tokens_max
+            elif word == "refused":
                 self._refused(RefusedLine.model_validate_json(value))
             else:
                 self._written(WrittenLine.model_validate_json(value), out)

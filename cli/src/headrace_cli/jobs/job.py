@@ -121,7 +121,7 @@ def prepare(job: Job, environ: Mapping[str, str] | None = None) -> Prepared:
     overrides.default("trainer.batch_experiences_min", 1)  # nothing more will come, so no row is left over
     files = tuple(file for source in job.sources for file in files_of(source, job.rows.split))
     digest = _digest(job, overrides, base, files)
-    lineage = job.lineage or f"{job.kind}-{_word(job.sources)}-{digest[:8]}"
+    lineage = job.lineage or f"{_word(job.kind)}-{_word(job.sources[0].stem if job.sources else '')}-{digest[:8]}"
     live = str(overrides.get("trainer.lineage") or "main")
     if not _NAME.fullmatch(lineage):
         raise UsageError(f"lineage {lineage!r}: use letters, digits, dots, underscores and hyphens, at most 100")
@@ -160,5 +160,6 @@ def _acting(base: Path) -> list[Path]:
     return [path for path in versions.model_files(base) if not versions.is_weights(path.name)]
 
 
-def _word(sources: Sequence[Path]) -> str:
-    return _NOT_IN_NAMES.sub("-", sources[0].stem if sources else "").strip("-.")[:40] or "rows"
+def _word(name: str) -> str:
+    """As much of it as a lineage may be called."""
+    return _NOT_IN_NAMES.sub("-", name).strip("-.")[:40] or "rows"

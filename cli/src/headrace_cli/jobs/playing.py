@@ -91,7 +91,7 @@ async def _played(
                 tick("playing and training", min(_taken(accounts), steps), steps)
                 if process.returncode is not None and _taken(accounts) < steps:
                     raise HeadraceError(
-                        f"{filled[0]} ended with status {process.returncode} after {_taken(accounts)} of {steps} steps; "
+                        f"{filled[0]} ended (status {process.returncode}) after {_taken(accounts)} of {steps} steps; "
                         "the same command goes on from there"
                     )
                 with contextlib.suppress(TimeoutError):
