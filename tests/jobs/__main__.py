@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import sys
@@ -11,7 +12,7 @@ import time
 from pathlib import Path
 
 from headrace_cli.progress import ProgressDisplay
-from tests.jobs.killing import Place, case_of, differences, killed, manifests, moments, to_the_end, written
+from tests.jobs.killing import Place, case_of, differences, killed, manifests, moments, set_aside, to_the_end, written
 from tests.support import tiny_model
 
 REPORT = Path("reports/test-jobs.json")
@@ -22,18 +23,21 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--algorithm", default="sft")
+    parser.add_argument("--keep", type=Path, help="a new folder that is kept")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     options = parser.parse_args()
     draw = random.Random(options.seed)
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="headrace-jobs-") as name, ProgressDisplay("jobs", 3) as progress:
+    with contextlib.ExitStack() as stack, ProgressDisplay("jobs", 3) as progress:
         progress.say(f"seed {options.seed}")
-        folder = Path(name)
+        temporary = tempfile.TemporaryDirectory(prefix="headrace-jobs-")
+        folder = options.keep or Path(stack.enter_context(temporary))
         case = case_of(options.rows, options.seed, options.algorithm)
         base, rows = tiny_model.build(folder / "base", layers=1), written(case, folder / "rows.jsonl")
-        quiet, disturbed = Place(folder / "quiet", base, rows), Place(folder / "disturbed", base, rows)
+        disturbed = Place(folder / "work", base, rows)
         progress.at(0, doing="undisturbed")
-        journal = to_the_end(case, quiet)
+        journal = to_the_end(case, disturbed)
+        quiet = set_aside(disturbed, folder / "quiet")
         quiet_s = time.monotonic() - began
         progress.at(1, doing=f"killed {options.kills} times")
         log = killed(case, disturbed, moments(draw, options.kills, len(manifests(quiet))), draw)
@@ -59,9 +63,8 @@ def main() -> int:
     REPORT.parent.mkdir(exist_ok=True)
     REPORT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for line in lines:
-        print(
-            f"{'holds' if line['holds'] else 'DOES NOT HOLD'}: {line['name']}: {line['value']} (wanted {line['wanted']})"
-        )
+        said = "holds" if line["holds"] else "DOES NOT HOLD"
+        print(f"{said}: {line['name']}: {line['value']} (wanted {line['wanted']})")
     for one in apart:
         print(f"  {one}")
     return 0 if all(line["holds"] for line in lines) else 1

@@ -99,6 +99,12 @@ def to_the_end(case: Case, place: Place) -> JobJournal:
     return journal
 
 
+def set_aside(place: Place, folder: Path) -> Place:
+    """Move what came of a job. Manifests name where blobs lie, so what is compared has been made in one place."""
+    place.folder.rename(folder)
+    return Place(folder, place.base, place.rows)
+
+
 Moment = tuple[str, Callable[[Place], bool]]
 
 
@@ -160,13 +166,12 @@ def killed(case: Case, place: Place, plan: Sequence[Moment], draw: random.Random
 
 def differences(one: Place, other: Place) -> list[str]:
     """What is not the same, byte for byte; empty when two jobs made the same."""
-    found = []
     mine, theirs = one.journal(), other.journal()
     assert mine is not None
     assert theirs is not None
-    for name in ("base", "version", "experiences", "trained", "dropped", "waiting", "batches"):
-        if getattr(mine, name) != getattr(theirs, name):
-            found.append(f"{name}: {getattr(mine, name)} and {getattr(theirs, name)}"[:300])
+    compared = ("base", "version", "experiences", "trained", "dropped", "waiting", "batches")
+    pairs = {name: (getattr(mine, name), getattr(theirs, name)) for name in compared}
+    found = [f"{name}: {ours} and {others}"[:300] for name, (ours, others) in pairs.items() if ours != others]
     if (ours := manifests(one)) != (others := manifests(other)):
         found.append(f"versions: {len(ours)} and {len(others)}, {len(ours.keys() & others.keys())} the same")
     weights = [_weights(place, journal) for place, journal in ((one, mine), (other, theirs))]

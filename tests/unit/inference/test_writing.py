@@ -14,7 +14,7 @@ from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.settings import InferenceSettings
 from headrace_inference.writing.program import opened, written
-from headrace_inference.writing.tokens import Unwritable, Writer
+from headrace_inference.writing.tokens import Unwritable, ConversationWriter
 from headrace_runtime.versions import file_digest
 from headrace_schemas import FunctionCall, FunctionDefinition, Message, Tool, ToolCall
 from headrace_schemas.written import BaseLine, RefusedLine, RowLine, WrittenBranch, WrittenLine
@@ -31,8 +31,8 @@ CALL = Message(
 RESULT = Message(role="tool", content='3 mails "new"', tool_call_id="a")
 
 
-def writer(tokenizer: ChatTokenizer, tokens_max: int = 2048) -> Writer:
-    return Writer(tokenizer, PARSERS, tokens_max)
+def writer(tokenizer: ChatTokenizer, tokens_max: int = 2048) -> ConversationWriter:
+    return ConversationWriter(tokenizer, PARSERS, tokens_max)
 
 
 def with_template(models: Models, root: Path, template: str) -> ChatTokenizer:

@@ -134,7 +134,7 @@ def _recipe(path: Path, training: TrainingOptions, place: JobPlace, *, json: boo
 
     with progress(f"training {path.name}") as tick:
         results = recipe.run(
-            recipe.read(path), recipe.Where(place.config, place.bus, place.data_dir), tick, training.offer
+            recipe.read(path), recipe.StagePlace(place.config, place.bus, place.data_dir), tick, training.offer
         )
     if json:
         typer.echo(train_report.stages_as_json(results))

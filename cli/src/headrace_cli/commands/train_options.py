@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -38,9 +38,9 @@ class ReadingOptions:
         list[str] | None,
         typer.Option(help="A field of messages to pass over; may be repeated.", metavar="FIELD", rich_help_panel=_ROWS),
     ] = None
-    duplicates: Annotated[
-        Literal["refuse", "keep"], typer.Option(help="Rows that say the same.", rich_help_panel=_ROWS)
-    ] = "refuse"
+    keep_duplicates: Annotated[
+        bool, typer.Option("--keep-duplicates", help="Take rows that say the same.", rich_help_panel=_ROWS)
+    ] = False
     skip_bad: Annotated[
         int, typer.Option(min=0, help="So many bad rows may be left out.", metavar="N", rich_help_panel=_ROWS)
     ] = 0
@@ -65,7 +65,7 @@ class ReadingOptions:
             form=self.form,
             split=self.split,
             ignored=frozenset(self.ignore or ()),
-            keep_duplicates=self.duplicates == "keep",
+            keep_duplicates=self.keep_duplicates,
             skip_bad=self.skip_bad,
             held_out=tuple(self.held_out or ()),
             gate_tasks=self.gate_tasks,

@@ -48,8 +48,8 @@ def show_checked(report: CheckReport) -> None:
         out.print(f"{report.trained_tokens} of {whole} tokens are trained, in {report.experiences} sequences")
     if report.forks:
         out.print(
-            f"[yellow]{report.forks} sequences more than answers[/]: the chat template shows earlier messages otherwise "
-            "later on (it may drop reasoning), so their rows are trained in parts"
+            f"[yellow]{report.forks} sequences more than answers[/]: the chat template shows earlier messages "
+            "otherwise later on (it may drop reasoning), so their rows are trained in parts"
         )
     if report.unread:
         columns = ", ".join(f"{name} ({count})" for name, count in report.unread.most_common(20))

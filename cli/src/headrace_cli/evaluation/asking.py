@@ -91,7 +91,8 @@ class Asking:
         raise AssertionError("the last try returns or raises")
 
 
-Agent = Callable[[EvaluationTask, Asking], Playthrough]
+Agent = Callable[[EvaluationTask, Asking], object]
+"""Of anybody: it returns a `Playthrough`, messages, or a text."""
 
 
 def connection(base_url: str, key: str | None) -> httpx2.Client:

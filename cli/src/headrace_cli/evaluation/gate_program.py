@@ -28,7 +28,8 @@ def serve(
         raise UsageError(f"a gate has one score: name one --metric, not {len(options.metrics)}")
     ((name, metric),) = chosen(options.metrics).items()
     by_name = {task.name: task for task in tasks}
-    out, failures, lock = target or sys.stdout, [], threading.Lock()
+    out, lock = target or sys.stdout, threading.Lock()
+    failures: list[Exception] = []
     names = splits(tasks)
 
     def answer(play: Play) -> None:

@@ -150,7 +150,7 @@ def _agent(options: EvaluationOptions) -> Agent:
     return loaded(Path(path), name)
 
 
-def _parts(found: Any) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
+def _parts(found: object) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
     """What agents may return besides a `Playthrough`: messages, a text, or an object with messages in it."""
     if isinstance(found, str):
         return [{"role": "assistant", "content": found}], {}

@@ -18,7 +18,8 @@ from headrace_cli.evaluation.asking import Playthrough
 from headrace_cli.evaluation.tasks import EvaluationTask
 from headrace_runtime.registries import PluginError, Registry
 
-Compute = Callable[[EvaluationTask, Playthrough], float | bool | None]
+Compute = Callable[[EvaluationTask, Playthrough], object]
+"""A function of anybody: what it returns is looked at."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from headrace_cli.errors import NotRunning
-from headrace_cli.jobs.job import Prepared
+from headrace_cli.jobs.job import PreparedJob
 from headrace_cli.supervisor import Supervisor
 from headrace_cli.supervisor.plan import installed
 from headrace_cli.supervisor.state import read
 
 
 @contextlib.asynccontextmanager
-async def bus_of(prepared: Prepared) -> AsyncIterator[str]:
+async def bus_of(prepared: PreparedJob) -> AsyncIterator[str]:
     """Its address, which the programs of the job are told, too. Raises `UsageError`, `StartFailed`."""
     address = prepared.job.bus or str(prepared.overrides.get("bus.address") or "") or _of_what_runs(prepared)
     if address:
@@ -35,7 +35,7 @@ async def bus_of(prepared: Prepared) -> AsyncIterator[str]:
         await asyncio.to_thread(supervisor.stop)
 
 
-def _of_what_runs(prepared: Prepared) -> str | None:
+def _of_what_runs(prepared: PreparedJob) -> str | None:
     try:
         return read(prepared.data_dir).bus
     except NotRunning:

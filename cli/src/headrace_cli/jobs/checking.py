@@ -13,7 +13,7 @@ from headrace_cli.jobs.check_report import CheckReport, Refusal, Shown
 from headrace_cli.jobs.checks import Repeats, check
 from headrace_cli.jobs.formats import RowReader
 from headrace_cli.jobs.held_out import HeldOut, tasks_of_files, tasks_of_gate
-from headrace_cli.jobs.job import Prepared
+from headrace_cli.jobs.job import PreparedJob
 from headrace_cli.jobs.rows import BadRow, DataRow
 from headrace_cli.jobs.sources import RowFile
 from headrace_cli.replay.pipeline import side_by_side
@@ -21,7 +21,8 @@ from headrace_cli.replay.program import Program, started
 from headrace_schemas.base import Finite, Model, Sha256
 from headrace_schemas.written import BaseLine, OpenedLine, RefusedLine, RowLine, WrittenBranch, WrittenLine
 
-_SERVICE, _FILTER = "inference", "written"
+_SERVICE = "inference"
+_FILTER = "written"
 _TICK = 50
 Tick = Callable[[str, int, int], None]
 
@@ -41,7 +42,7 @@ class CheckedRow(Model):
 class Checking:
     """One pass over the rows. `target`: where the lines go; None keeps nothing. The first `preview` rows are shown."""
 
-    def __init__(self, prepared: Prepared, tick: Tick, target: Path | None = None, preview: int = 0) -> None:
+    def __init__(self, prepared: PreparedJob, tick: Tick, target: Path | None = None, preview: int = 0) -> None:
         self._prepared = prepared
         self._tick = tick
         self._target = target

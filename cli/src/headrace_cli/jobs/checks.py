@@ -82,7 +82,7 @@ class Repeats:
             if swapped in self._places:
                 raise BadRow("contradiction", f"{self._places[swapped]} prefers the other answer")
         if not self._allowed and digest in self._places:
-            raise BadRow("duplicate", f"{self._places[digest]} is the same; --duplicates keep takes both")
+            raise BadRow("duplicate", f"{self._places[digest]} is the same; --keep-duplicates takes both")
         self._places.setdefault(digest, place)
         self._labels.setdefault(digest, (place, row.label))
 

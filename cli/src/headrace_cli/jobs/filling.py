@@ -13,7 +13,7 @@ from dataclasses import replace
 from headrace.errors import HeadraceError
 from headrace.topics import Range, Topics, connected
 from headrace_cli.jobs.checking import CheckedRows
-from headrace_cli.jobs.job import Prepared
+from headrace_cli.jobs.job import PreparedJob
 from headrace_cli.jobs.journal import JobJournal
 from headrace_cli.jobs.written_experiences import experiences, order
 from headrace_runtime.blobs import BlobStore
@@ -28,7 +28,7 @@ _SEND_AT_ONCE = 200
 Tick = Callable[[str, int, int], None]
 
 
-async def fill(prepared: Prepared, journal: JobJournal, bus: str, topic: str, total: int, tick: Tick) -> int:
+async def fill(prepared: PreparedJob, journal: JobJournal, bus: str, topic: str, total: int, tick: Tick) -> int:
     """Send what is missing. Returns how many experiences the topic has then, which are all of them."""
     async with connected(bus) as topics:
         there = await _there(topics, topic)
@@ -72,7 +72,7 @@ async def _there(topics: Topics, topic: str) -> int:
     )
 
 
-def _events(prepared: Prepared, journal: JobJournal) -> Iterator[Experience]:
+def _events(prepared: PreparedJob, journal: JobJournal) -> Iterator[Experience]:
     assert journal.base is not None
     job, rows = prepared.job, CheckedRows(prepared.place(".rows"))
     for epoch in range(job.epochs):
@@ -81,5 +81,5 @@ def _events(prepared: Prepared, journal: JobJournal) -> Iterator[Experience]:
             yield from experiences(row, epoch, model=prepared.model, version=journal.base, time=journal.begun)
 
 
-def _blobs_url(prepared: Prepared) -> str:
+def _blobs_url(prepared: PreparedJob) -> str:
     return str(prepared.overrides.get("blobs.url") or (prepared.data_dir / "blobs").as_uri())

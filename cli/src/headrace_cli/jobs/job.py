@@ -77,12 +77,13 @@ class Job:
 
     @property
     def sources(self) -> tuple[Path, ...]:
-        one = isinstance(self.source, str | Path)
-        return tuple(Path(path) for path in ([self.source] if one else self.source))  # type: ignore[list-item]
+        if isinstance(self.source, str | Path):
+            return (Path(self.source),)
+        return tuple(map(Path, self.source))
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedJob:
     """A job with everything that follows from it. `prepare` makes one; nothing has been started."""
 
     job: Job
@@ -99,7 +100,7 @@ class Prepared:
         return self.data_dir / "jobs" / f"{self.lineage}{suffix}"
 
 
-def prepare(job: Job, environ: Mapping[str, str] | None = None) -> Prepared:
+def prepare(job: Job, environ: Mapping[str, str] | None = None) -> PreparedJob:
     """Check what can be checked without starting anything. Raises `UsageError` with the remedy."""
     try:
         ALGORITHMS.point(job.kind)
@@ -128,7 +129,7 @@ def prepare(job: Job, environ: Mapping[str, str] | None = None) -> Prepared:
     if lineage == live:
         raise UsageError(f"lineage {lineage!r} is the one that is trained live; name another one for the job")
     model = str(overrides.get("trainer.model") or "headrace")
-    return Prepared(job, overrides, base, files, digest, lineage, model, data_dir)
+    return PreparedJob(job, overrides, base, files, digest, lineage, model, data_dir)
 
 
 def _base(overrides: Overrides) -> Path:

@@ -13,7 +13,7 @@ from typing import Self
 from pydantic import Field
 
 from headrace.errors import UsageError
-from headrace_cli.jobs.job import Prepared
+from headrace_cli.jobs.job import PreparedJob
 from headrace_runtime import whole_file
 from headrace_schemas.base import Model, Sha256, Timestamp, Version
 from headrace_schemas.blobs import BlobRef
@@ -48,7 +48,7 @@ class JobJournal(Model):
         return cls.model_validate_json(path.read_bytes()) if path.exists() else None
 
     @classmethod
-    def begin(cls, prepared: Prepared, now: datetime) -> Self:
+    def begin(cls, prepared: PreparedJob, now: datetime) -> Self:
         """The journal of this job, a new one if there is none. Raises `UsageError` when its name is another job's."""
         path = prepared.place(".json")
         found = cls.read(path)
@@ -74,7 +74,7 @@ class JobJournal(Model):
 
 
 @contextlib.contextmanager
-def held(prepared: Prepared) -> Iterator[None]:
+def held(prepared: PreparedJob) -> Iterator[None]:
     """One process at a time works on a job. Raises `UsageError` when another one does."""
     path = prepared.place(".lock")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from headrace.errors import HeadraceError, Unreachable
 from headrace.topics import connected
-from headrace_cli.jobs.job import Prepared
+from headrace_cli.jobs.job import PreparedJob
 from headrace_cli.jobs.journal import JobJournal, held
 from headrace_cli.jobs.runner import JobResult
 from headrace_cli.replay import training
@@ -24,7 +24,7 @@ _READY_S_MAX = 600.0
 Tick = Callable[[str, int, int], None]
 
 
-async def play(prepared: Prepared, command: Sequence[str], steps: int, tick: Tick) -> JobResult:
+async def play(prepared: PreparedJob, command: Sequence[str], steps: int, tick: Tick) -> JobResult:
     """Returns with the last version. A stage that was interrupted goes on with the weights that it had.
 
     Raises `StartFailed` when the services do not come up, `HeadraceError` when the program ends before the steps were
@@ -53,7 +53,7 @@ async def play(prepared: Prepared, command: Sequence[str], steps: int, tick: Tic
 
 
 @contextlib.asynccontextmanager
-async def _services(prepared: Prepared) -> AsyncIterator[Supervisor]:
+async def _services(prepared: PreparedJob) -> AsyncIterator[Supervisor]:
     """Everything that `headrace up` starts, in a folder of the stage's own. Blobs are shared with the other stages."""
     overrides = prepared.overrides
     blobs = overrides.get("blobs.url") or (prepared.data_dir / "blobs").as_uri()
@@ -71,7 +71,7 @@ async def _services(prepared: Prepared) -> AsyncIterator[Supervisor]:
 
 
 async def _played(
-    prepared: Prepared, supervisor: Supervisor, command: Sequence[str], steps: int, tick: Tick
+    prepared: PreparedJob, supervisor: Supervisor, command: Sequence[str], steps: int, tick: Tick
 ) -> training.TrainingReports:
     values = {
         "python": sys.executable,

@@ -35,7 +35,7 @@ from headrace.errors import UsageError
 from headrace_cli.catalog.exporting import export, manifest_of
 from headrace_cli.catalog.importing import merged
 from headrace_cli.jobs import playing, runner
-from headrace_cli.jobs.job import Job, Prepared, RowOptions, prepare
+from headrace_cli.jobs.job import Job, PreparedJob, RowOptions, prepare
 from headrace_cli.jobs.journal import JobJournal
 from headrace_cli.jobs.runner import JobResult
 from headrace_schemas.importing import MANIFEST_FILE
@@ -55,7 +55,7 @@ class TrainingStage(_Strict):
     play: tuple[str, ...] = ()
     """A command. `{python}`, `{base_url}`, `{url}` and `{model}` are filled in; so are variables of its environment."""
     steps: int = Field(default=20, ge=1)
-    """Where a program plays: training steps after which it is stopped."""
+    """StagePlace a program plays: training steps after which it is stopped."""
     epochs: int = Field(default=1, ge=1)
     shuffle: bool = True
     seed: int = 0
@@ -63,7 +63,7 @@ class TrainingStage(_Strict):
     format: str | None = None
     split: str | None = None
     ignore: tuple[str, ...] = ()
-    duplicates: str = Field(default="refuse", pattern="^(refuse|keep)$")
+    keep_duplicates: bool = False
     skip_bad: int = Field(default=0, ge=0)
     held_out: tuple[str, ...] = ()
     settings: dict[str, Any] = {}
@@ -86,7 +86,7 @@ class StagedTraining(_Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class StagePlace:
     """Settings file, bus and data directory of all stages."""
 
     config: Path | None = None
@@ -108,12 +108,12 @@ def read(path: Path) -> StagedTraining:
         raise UsageError(f"{path}: {'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}") from None
 
 
-def run(recipe: StagedTraining, where: Where, tick: Tick, offer: bool = False) -> list[JobResult]:
+def run(recipe: StagedTraining, where: StagePlace, tick: Tick, offer: bool = False) -> list[JobResult]:
     """All stages, one after the other; those that are done are passed. Raises as `headrace_cli.jobs.run` does."""
     return asyncio.run(_run(recipe, where, tick, offer))
 
 
-async def _run(recipe: StagedTraining, where: Where, tick: Tick, offer: bool) -> list[JobResult]:
+async def _run(recipe: StagedTraining, where: StagePlace, tick: Tick, offer: bool) -> list[JobResult]:
     base = recipe.folder / recipe.base if recipe.base else None
     results: list[JobResult] = []
     for number, stage in enumerate(recipe.stages, 1):
@@ -134,7 +134,7 @@ async def _run(recipe: StagedTraining, where: Where, tick: Tick, offer: bool) ->
 
 
 def _job(
-    recipe: StagedTraining, stage: TrainingStage, number: int, base: Path | None, where: Where, *, offer: bool
+    recipe: StagedTraining, stage: TrainingStage, number: int, base: Path | None, where: StagePlace, *, offer: bool
 ) -> Job:
     """Settings of the stage win over those of the recipe, which win over those of the file."""
     options = RowOptions(
@@ -142,7 +142,7 @@ def _job(
         form=stage.format,
         split=stage.split,
         ignored=frozenset(stage.ignore),
-        keep_duplicates=stage.duplicates == "keep",
+        keep_duplicates=stage.keep_duplicates,
         skip_bad=stage.skip_bad,
         held_out=tuple(recipe.folder / path for path in stage.held_out),
     )
@@ -171,7 +171,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     return found
 
 
-async def _folder_of(prepared: Prepared, journal: JobJournal) -> Path:
+async def _folder_of(prepared: PreparedJob, journal: JobJournal) -> Path:
     """The stage's last version as a folder, an adapter merged into its base: what the next stage begins with."""
     folder = prepared.place(".version")
     if folder.exists():

@@ -18,7 +18,7 @@ from headrace_cli.jobs.bus import bus_of
 from headrace_cli.jobs.check_report import CheckReport
 from headrace_cli.jobs.checking import CheckedRows, Checking
 from headrace_cli.jobs.filling import fill
-from headrace_cli.jobs.job import Job, Prepared, prepare
+from headrace_cli.jobs.job import Job, PreparedJob, prepare
 from headrace_cli.jobs.journal import JobJournal, held
 from headrace_cli.replay import copying, training
 from headrace_cli.replay.offering import offer
@@ -51,12 +51,12 @@ def run(job: Job, tick: Tick = lambda doing, done, total: None) -> str:
     return asyncio.run(train(prepare(job), tick)).version
 
 
-async def check(prepared: Prepared, tick: Tick, preview: int = 0) -> CheckReport:
+async def check(prepared: PreparedJob, tick: Tick, preview: int = 0) -> CheckReport:
     """Look at every row, and write and start nothing that stays."""
     return await Checking(prepared, tick, preview=preview).run()
 
 
-async def train(prepared: Prepared, tick: Tick) -> JobResult:
+async def train(prepared: PreparedJob, tick: Tick) -> JobResult:
     """Raises as `run` does."""
     with held(prepared):
         journal = JobJournal.begin(prepared, datetime.now(UTC))
@@ -73,7 +73,7 @@ async def train(prepared: Prepared, tick: Tick) -> JobResult:
         return JobResult(prepared.lineage, journal, checked, offered)
 
 
-async def _checked(prepared: Prepared, journal: JobJournal, tick: Tick) -> tuple[JobJournal, CheckReport | None]:
+async def _checked(prepared: PreparedJob, journal: JobJournal, tick: Tick) -> tuple[JobJournal, CheckReport | None]:
     path = prepared.place(".rows")
     if journal.rows is not None and path.exists():
         return journal, None
@@ -82,7 +82,7 @@ async def _checked(prepared: Prepared, journal: JobJournal, tick: Tick) -> tuple
     return journal.having(prepared.place(".json"), rows=report.kept, skipped=report.bad), report
 
 
-async def _trained(prepared: Prepared, journal: JobJournal, bus: str, tick: Tick) -> JobJournal:
+async def _trained(prepared: PreparedJob, journal: JobJournal, bus: str, tick: Tick) -> JobJournal:
     if journal.version is not None:
         return journal
     prefix, path = topic_prefix(prepared.lineage), prepared.place(".json")
@@ -115,7 +115,7 @@ async def _trained(prepared: Prepared, journal: JobJournal, bus: str, tick: Tick
 
 
 async def _run_trainer(
-    prepared: Prepared, bus: str, progress: Callable[[training.TrainingReports], None]
+    prepared: PreparedJob, bus: str, progress: Callable[[training.TrainingReports], None]
 ) -> training.TrainingReports:
     """To the end of what is on the topic, which is nothing before it was filled: then the lineage is begun, and what
     the trainer refuses is refused before a record is written."""
@@ -143,7 +143,7 @@ async def _made(bus: str, prefix: str, place: int) -> Checkpoint:
     return made[place]
 
 
-def _nothing_trained(prepared: Prepared, dropped: dict[str, int], waiting: int) -> str:
+def _nothing_trained(prepared: PreparedJob, dropped: dict[str, int], waiting: int) -> str:
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
     parts = [f"dropped: {reasons}" if reasons else "", f"{waiting} too few for a batch" if waiting else ""]
     return (

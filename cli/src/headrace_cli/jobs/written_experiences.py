@@ -73,7 +73,7 @@ def _reward(row: CheckedRow, *, paired: bool) -> float | None:
 
 def _side(pair: str, side: int, branch: Branch) -> PreferenceSide:
     last = branch.spans[-1]
-    return PreferenceSide(preference_id=pair, side=_SIDES[side], turn_id=last.turn_id, source="written")  # type: ignore[arg-type]
+    return PreferenceSide(preference_id=pair, side=_SIDES[side], turn_id=last.turn_id, source="written")
 
 
 def _branch(written: WrittenBranch, run: str, version: str) -> Branch:

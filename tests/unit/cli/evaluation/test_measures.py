@@ -28,7 +28,9 @@ def said(text: str = "", *calls: tuple[str, Any], **fields: Any) -> Playthrough:
         {"function": {"name": name, "arguments": given if isinstance(given, str) else json.dumps(given)}}
         for name, given in calls
     ]
-    first = [{"role": "assistant", "content": "", "tool_calls": made}, {"role": "tool", "content": "r"}] if made else []
+    first: list[dict[str, Any]] = (
+        [{"role": "assistant", "content": "", "tool_calls": made}, {"role": "tool", "content": "r"}] if made else []
+    )
     return Playthrough([*first, {"role": "assistant", "content": text}], fields)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ Answer = Callable[[dict[str, Any]], dict[str, Any] | int]
 
 
 @pytest.fixture
-def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Answer], list[dict[str, Any]]]]:
+def gateway(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[dict[str, Any]]]:
     """What answers instead of a gateway; returns the requests that it got."""
 
     def install(answer: Answer) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Answer], list
         monkeypatch.setattr(asking, "_PAUSE_S", 0.0)
         return seen
 
-    yield install
+    return install
 
 
 def tasks_of(tmp_path: Path, *rows: dict[str, Any]) -> tuple[EvaluationTask, ...]:
@@ -94,7 +94,7 @@ def test_tools_answer_with_what_the_task_says(tmp_path: Path, gateway: Any) -> N
 @pytest.mark.parametrize(
     ("answer", "error", "message"),
     [
-        (lambda body: 404, HeadraceError, r"does not answer \(404\): no such version; is it served\? headrace models serve"),
+        (lambda body: 404, HeadraceError, r"does not answer \(404\): no such version; is it served\?"),
         (lambda body: 503, HeadraceError, r"does not answer \(503\)"),
         (lambda body: {"content": "x", "top": {"model": "m@ffffffffffff"}}, HeadraceError, "m@ffffffffffff answered"),
     ],

@@ -10,7 +10,7 @@ from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, Par
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.errors import VersionUnusable
 from headrace_inference.settings import InferenceSettings
-from headrace_inference.writing.tokens import Unwritable, Writer
+from headrace_inference.writing.tokens import Unwritable, ConversationWriter
 from headrace_runtime import versions
 from headrace_runtime.filters import Lines
 from headrace_runtime.settings import Common
@@ -25,7 +25,7 @@ _UNBOUNDED = 1 << 30
 async def run(_common: Common, settings: InferenceSettings) -> None:
     """Raises `VersionUnusable` with what is wrong with the base."""
     lines = Lines()
-    writer: Writer | None = None
+    writer: ConversationWriter | None = None
     async for word, value in lines.read():
         if word == "base":
             writer = opened(BaseLine.model_validate_json(value), settings)
@@ -39,7 +39,7 @@ async def run(_common: Common, settings: InferenceSettings) -> None:
     lines.flush()
 
 
-def opened(line: BaseLine, settings: InferenceSettings) -> Writer:
+def opened(line: BaseLine, settings: InferenceSettings) -> ConversationWriter:
     """The tokenizer of a folder. Raises `VersionUnusable`."""
     folder = Path(line.folder)
     for name in (versions.TOKENIZER_FILE, "config.json"):
@@ -47,10 +47,12 @@ def opened(line: BaseLine, settings: InferenceSettings) -> Writer:
             raise VersionUnusable(f"{folder} has no {name}; name a Hugging Face folder with a fast tokenizer")
     parsers = Parsers(TOOL_PARSERS.get(settings.tool_parser), REASONING_PARSERS.get(settings.reasoning_parser))
     context = _context(folder)
-    return Writer(ChatTokenizer(folder, _manifest(folder)), parsers, min(context, line.tokens_max or context))
+    return ConversationWriter(
+        ChatTokenizer(folder, _manifest(folder)), parsers, min(context, line.tokens_max or context)
+    )
 
 
-def written(writer: Writer, row: RowLine) -> WrittenLine | RefusedLine:
+def written(writer: ConversationWriter, row: RowLine) -> WrittenLine | RefusedLine:
     """Whatever is wrong with a row is said of that row, and the next one is read."""
     try:
         answers = tuple(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from headrace_inference.chat.answer import Reading, Text
 from headrace_inference.chat.exact import for_template
@@ -45,7 +46,7 @@ class _Sequence:
     spans: list[WrittenSpan] = field(default_factory=list)
 
 
-class Writer:
+class ConversationWriter:
     """Of one base. `tokens_max`: a longer sequence is refused."""
 
     def __init__(self, tokenizer: ChatTokenizer, parsers: Parsers, tokens_max: int) -> None:
@@ -74,7 +75,7 @@ class Writer:
             raise Unwritable("empty", "nobody says anything that could be trained")
         return tuple(self._branch(one, shown=shown) for one in sequences)
 
-    def _add(self, sequences: list[_Sequence], messages: Sequence[Message], tools: list[object]) -> None:
+    def _add(self, sequences: list[_Sequence], messages: Sequence[Message], tools: Sequence[Any]) -> None:
         """Another answer, the last of `messages`: in the last sequence where its prompt continues that one."""
         place = len(messages) - 1
         before, said, eos = self._rendered(messages, tools)
@@ -96,7 +97,7 @@ class Writer:
         if len(found.token_ids) > self.tokens_max:
             raise Unwritable("too_long", f"{len(found.token_ids)} tokens; at most {self.tokens_max} can be trained")
 
-    def _rendered(self, messages: Sequence[Message], tools: list[object]) -> tuple[str, str, int]:
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[str, str, int]:
         """The prompt of the last message, that message as the template writes it, and the token that ends it."""
         place = len(messages) - 1
         tokenizer = self._tokenizer
