@@ -10,7 +10,7 @@ from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, Par
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.errors import VersionUnusable
 from headrace_inference.settings import InferenceSettings
-from headrace_inference.writing.tokens import Unwritable, ConversationWriter
+from headrace_inference.writing.tokens import ConversationWriter, Unwritable
 from headrace_runtime import versions
 from headrace_runtime.filters import Lines
 from headrace_runtime.settings import Common
