@@ -57,7 +57,7 @@ class AdmissionLimits:
     examples_max: int = 64
 
     def examples(self, experience: Experience) -> tuple[Example, ...]:
-        """What of it is trained, as far as a sequence may be long."""
+        """What of it is trained; of its answers those that a sequence has room for."""
         found = examples(experience, self.signals, self.rules.worth, self.write)
         branch = experience.branch
         if branch is None:
@@ -65,7 +65,8 @@ class AdmissionLimits:
         return tuple(
             one
             for one in found
-            if tokens_of(one, branch) <= self.sequence_tokens and max(one.tokens, default=0) < self.vocabulary
+            if not one.part
+            or (tokens_of(one, branch) <= self.sequence_tokens and max(one.tokens, default=0) < self.vocabulary)
         )
 
     @property

@@ -63,10 +63,10 @@ def due(
     if entry is None or not entry.trained:
         return tuple(Due(one, one.value) for one in given)
     held: dict[str, list[Contribution]] = {}
-    for one in entry.held(history, steps):
-        held.setdefault(one.part, []).append(one)
-    tried = {one.part for one in entry.contributions}
-    found = []
+    for past in entry.held(history, steps):
+        held.setdefault(past.part, []).append(past)
+    tried = {past.part for past in entry.contributions}
+    found: list[Due] = []
     for one in given:
         if one.value is None and (one.part not in tried or (terms.anew and one.part not in held)):
             found.append(Due(one, None))

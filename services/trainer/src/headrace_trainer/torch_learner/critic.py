@@ -113,7 +113,7 @@ class Critic:
             self._advantages[name] = float(found[0].sum() / reached.sum())
         errors_N = values_N - torch.from_numpy(returns).to(values_N)
         loss = 0.5 * (errors_N**2).sum() / count
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return torch.from_numpy(advantages).to(one.advantage_N), float(((values - returns) ** 2).sum() / count)
 
     def _shared(self, one: Pack) -> Pack:
