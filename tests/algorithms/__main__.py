@@ -1,5 +1,5 @@
-"""`python -m tests.algorithms`: each loss and advantage beside an independent result, gradients by differences, what the
-stream promises with edits and preferences in it, and planted faults; status 1 when a line does not hold."""
+"""`python -m tests.algorithms`: each loss and advantage beside an independent result, gradients by differences, what
+the stream promises with edits and preferences in it, and planted faults; status 1 when a line does not hold."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def of_advantages(seeds: int) -> Iterator[Line]:
         found = [advantages.of_turns(seed, norm=norm, weight=weight, decay=decay) for seed in range(seeds)]
         yield Line(f"advantage step_wise_grpo, norm {norm}, weight {weight}, decay {decay}", max(found))
     for gamma, lam in ((1.0, 1.0), (0.99, 0.95), (0.9, 0.0)):
-        yield Line(f"advantage ppo {gamma} {lam}", max(advantages.of_a_critic(seed, gamma, lam) for seed in range(seeds)))
+        yield Line(
+            f"advantage ppo {gamma} {lam}", max(advantages.of_a_critic(seed, gamma, lam) for seed in range(seeds))
+        )
         revised = [advantages.of_a_revised_reward(seed, gamma, lam) for seed in range(seeds)]
         yield Line(f"revised reward ppo {gamma} {lam}", max(revised))
 
@@ -76,7 +78,9 @@ def of_streams(base: Path, seeds: int) -> Iterator[Line]:
 def of_weights(base: Path) -> Iterator[Line]:
     for algorithm in weights.KINDS:
         yield Line(f"{algorithm}: nats that what is liked gains", weights.gain_of_training(base, algorithm), 0.05, 1e9)
-        yield Line(f"{algorithm}: left by a withdrawal, as a share", weights.left_by_a_withdrawal(base, algorithm), high=1e-4)
+        yield Line(
+            f"{algorithm}: left by a withdrawal, as a share", weights.left_by_a_withdrawal(base, algorithm), high=1e-4
+        )
         yield Line(f"{algorithm}: gradient that depends on passes", weights.left_by_passes(base, algorithm), high=1e-6)
     yield Line("dpo: slope at the base", weights.slope_beside_the_gradient(base))
 

@@ -117,8 +117,7 @@ def ours(case: Case, told: Sequence[Told], rows: Sequence[Row] | None = None) ->
     batch = Batch(tuple(rows_of(told) if rows is None else rows), None, case.agg_mode, settings.horizon_tokens)
     pack = forward.collate([batch.weighted(row) for row in batch.rows], torch.device("cpu"), padded=False)
     current_N, start_N, reference_N = (
-        torch.tensor(np.concatenate([getattr(one, name) for one in told]))
-        for name in ("current", "start", "reference")
+        torch.tensor(np.concatenate([getattr(one, name) for one in told])) for name in ("current", "start", "reference")
     )
     current_N.requires_grad_()
     sampled = Sampled(

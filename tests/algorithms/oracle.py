@@ -1,7 +1,8 @@
-"""Losses and advantages in NumPy, written from the equations of the papers, and of TRL and Trinity-RFT where these have them.
+"""Losses and advantages in NumPy, written from the equations of the papers, and of TRL and Trinity-RFT where these have
+them.
 
-Nothing in here knows our code. `frozen` are the logprobs that no gradient flows through: for a derivative by differences
-they stay where they were.
+Nothing in here knows our code. `frozen` are the logprobs that no gradient flows through: for a derivative by
+differences they stay where they were.
 """
 
 from __future__ import annotations

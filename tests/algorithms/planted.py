@@ -61,7 +61,7 @@ def _crossed() -> contextlib.AbstractContextManager[Any]:
 
 
 def _by_tokens() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.object(batch.Batch, "factor", lambda _self, _row: 1.0)
+    return mock.patch.object(batch.Batch, "factor", return_value=1.0)
 
 
 def _swapped() -> contextlib.AbstractContextManager[Any]:
@@ -102,7 +102,7 @@ def _slopeless() -> contextlib.AbstractContextManager[Any]:
 
 
 def _forgets_edits() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.object(due, "_gone", lambda _one: examples.BRANCH)
+    return mock.patch.object(due, "_gone", return_value=examples.BRANCH)
 
 
 def _alone() -> contextlib.AbstractContextManager[Any]:

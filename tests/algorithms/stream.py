@@ -107,8 +107,9 @@ def revisions(draw: random.Random, number: int) -> list[Experience]:
 
 
 def wrong_in_the_end(base: Path, signals: Signals, kind: str, seed: int) -> int:
-    """Revisions in any order, some twice, with steps in between: examples of which the weights do not hold the last word.
-    Sides of a preference are trained with their partners, so they are compared where both have a last word that says so."""
+    """Revisions in any order, some twice, with steps in between: examples of which the weights do not hold the last
+    word. Sides of a preference are trained with their partners, so they are compared where both have a last word that
+    says so."""
     draw = random.Random(seed)
     stream = Stream(base, signals, kind, seed)
     histories = [revisions(draw, number) for number in range(8)]
@@ -217,7 +218,8 @@ def tenants_that_met(base: Path, seed: int) -> int:
 
 
 def outcomes_that_are_wrong(base: Path, seed: int) -> int:
-    """P5 and P6: what is too old, what carries no signal, and what waits in vain ends as that, and nothing as a zero."""
+    """P5 and P6: what is too old, what carries no signal, and what waits in vain ends as that, and nothing as a
+    zero."""
     old = Stream(base, SFT, "demonstrations", seed, chain(5))
     old.send(
         told(1, name(1), edits=(edit("nobody", turn(1)),)),

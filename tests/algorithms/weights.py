@@ -109,14 +109,16 @@ def left_by_passes(base: Path, algorithm: str) -> float:
 
 
 def slope_beside_the_gradient(base: Path) -> float:
-    """A correction of DPO comes with the token weight that its first training had; its gradient is that of the plain policy
-    gradient. The measured factor has to be that of a token of the batch."""
+    """A correction of DPO comes with the token weight that its first training had; its gradient is that of the plain
+    policy gradient. The measured factor has to be that of a token of the batch."""
     settings, policy = settings_of(base, "dpo"), opened(base)
     batch = replace(prepared_for(base, "dpo").batch, agg_mode=settings.loss.agg_mode)
     _, taken = gradients(policy, batch, settings)
     beta = 0.1  # at the base itself the margin is 0, so that a pair's slope is 2 beta sigmoid(0)
-    return max(abs(value - beta) for value in taken.slopes.values()) + abs(len(taken.slopes) - 4) + (
-        0.0 if taken.measured[GRADIENT_FACTOR] > 0 else 1.0
+    return (
+        max(abs(value - beta) for value in taken.slopes.values())
+        + abs(len(taken.slopes) - 4)
+        + (0.0 if taken.measured[GRADIENT_FACTOR] > 0 else 1.0)
     )
 
 

@@ -1,4 +1,5 @@
-"""Algorithms by their names: what each needs, what is refused at the start, and `make test-algorithms` with one seed."""
+"""Algorithms by their names: what each needs, what is refused at the start, and `make test-algorithms` with one
+seed."""
 
 from __future__ import annotations
 
@@ -68,9 +69,18 @@ def test_the_default_trains_rewards_alone_and_as_it_did(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ('algorithm = "sft"\nloss.kind = "clipped"', r"loss\.kind = 'clipped': needs the engine's logprobs, which written"),
-        ('algorithm = "grpo"\nloss.kind = "dpo"', r"loss\.kind = 'dpo': compares two answers, and advantages of kind grpo"),
-        ('algorithm = "on_policy_distill"', r"teacher\.model = '': on_policy_distill learns from a teacher: name a model's"),
+        (
+            'algorithm = "sft"\nloss.kind = "clipped"',
+            r"loss\.kind = 'clipped': needs the engine's logprobs, which written",
+        ),
+        (
+            'algorithm = "grpo"\nloss.kind = "dpo"',
+            r"loss\.kind = 'dpo': compares two answers, and advantages of kind grpo",
+        ),
+        (
+            'algorithm = "on_policy_distill"',
+            r"teacher\.model = '': on_policy_distill learns from a teacher: name a model's",
+        ),
         ('algorithm = "multi_step_grpo"\ngroup_size = 1', r"group_size = 1: step_wise_grpo compares runs of one task"),
         ('algorithm = "opmd"\ngroup_size = 1', r"group_size = 1: opmd compares runs of one task"),
         ('algorithm = "ddpo"', r"algorithm = 'ddpo': .* did you mean 'dpo'\?"),
@@ -87,7 +97,9 @@ def test_a_back_end_that_has_no_pairs_refuses_dpo_by_name(tmp_path: Path, monkey
     from tests.simulation.learner import BACKEND
 
     monkeypatch.setattr("headrace_trainer.torch_learner.backend.TORCH", BACKEND)
-    with pytest.raises(SettingError, match=r"trainer\.algorithm = 'dpo': .* need reference and pairs, which the back end"):
+    with pytest.raises(
+        SettingError, match=r"trainer\.algorithm = 'dpo': .* need reference and pairs, which the back end"
+    ):
         read(tmp_path, 'algorithm = "dpo"')
 
 

@@ -108,7 +108,9 @@ def test_what_is_no_algorithm_is_refused_with_its_package(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("foreign")
 def test_what_nobody_has_stops_the_start(tmp_path: Path) -> None:
-    said = r"trainer\.algorithm = 'theirs': advantages of kind plain and the loss valued need reference and critic, which"
+    said = (
+        r"trainer\.algorithm = 'theirs': advantages of kind plain and the loss valued need reference and critic, which"
+    )
     with pytest.raises(SettingError, match=said):
         settings_of(tmp_path, 'algorithm = "theirs"\nbackend = "frugal"')
     assert settings_of(tmp_path, 'algorithm = "theirs"').needs.critic, "and torch has both"
@@ -136,7 +138,9 @@ def test_our_algorithms(tmp_path: Path, name: str, kind: str, scale: str) -> Non
 
 
 def test_an_unknown_algorithm_stops_the_start_and_lists_the_known(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"trainer.algorithm = 'grop'.*'grpo'\? there are cispo, dapo, dpo, dr-grpo, dr_grpo, grpo"):
+    with pytest.raises(
+        SettingError, match=r"trainer.algorithm = 'grop'.*'grpo'\? there are cispo, dapo, dpo, dr-grpo, dr_grpo, grpo"
+    ):
         settings_of(tmp_path, 'algorithm = "grop"')
 
 

@@ -132,8 +132,8 @@ class TeacherSettings(Section):
     """Whom `on_policy_distill` learns from."""
 
     model: str = ""
-    """A model's folder with the token ids of `trainer.base`, or the address of an endpoint (`http://host:port`) that takes
-    token ids and answers `prompt_logprobs`."""
+    """A model's folder with the token ids of `trainer.base`, or the address of an endpoint (`http://host:port`) that
+    takes token ids and answers `prompt_logprobs`."""
     name: str = ""
     """What the endpoint calls the model."""
     key: SecretStr = SecretStr("")
@@ -192,7 +192,8 @@ class MemorySettings(Section):
     baseline_runs: Count = 1024
     """Runs whose share in the baselines is remembered: a branch that comes later is not compared with its own run."""
     examples: Count = 64
-    """Examples that one experience may give: its branch, its edits, and its sides of preferences. With more it is dropped."""
+    """Examples that one experience may give: its branch, its edits, and its sides of preferences. With more it is
+    dropped."""
     versions: Annotated[int, Field(ge=16)] = 512
     """Published versions whose experiences are recognised."""
     restore_points: Annotated[int, Field(ge=3)] = 6
@@ -229,8 +230,8 @@ class TrainerSettings(ServiceSettings):
     """Seeds what is drawn at random (the initial LoRA matrices)."""
 
     algorithm: Annotated[str, NameIn(ALGORITHMS)] = "reinforce++"
-    """The kind of advantage, the loss, and what else goes with them; settings that are stated win over it. What each needs
-    is in docs/algorithms.md."""
+    """The kind of advantage, the loss, and what else goes with them; settings that are stated win over it. What each
+    needs is in docs/algorithms.md."""
     backend: Annotated[str, NameIn(BACKENDS)] = "torch"
     """What holds weights and optimizer and takes the steps. `torch` does it in the trainer's process, on one device."""
     batch_experiences: Count = 64

@@ -1,7 +1,7 @@
 """Estimates of a token's divergence from the base, by the names that Trinity-RFT and verl give them.
 
-With d = log pi_base - log pi: k1 is -d, k2 is d^2 / 2, k3 is e^d - 1 - d (Schulman 2020), `low_var_kl` is k3 within plus and
-minus 10, `abs` is |d|, and `corrected_k3` is k3 times the ratio of pi to the engine that sampled, at most 2.
+With d = log pi_base - log pi: k1 is -d, k2 is d^2 / 2, k3 is e^d - 1 - d (Schulman 2020), `low_var_kl` is k3 within
+plus and minus 10, `abs` is |d|, and `corrected_k3` is k3 times the ratio of pi to the engine that sampled, at most 2.
 """
 
 from __future__ import annotations

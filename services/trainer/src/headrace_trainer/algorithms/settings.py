@@ -43,8 +43,8 @@ class AdvantageSettings(Section):
     reward_max: Positive = 1e6
     """Rewards beyond plus or minus this are dropped as `invalid`: somebody's unit is wrong."""
     equal_groups: Literal["train", "drop"] = "train"
-    """What becomes of a group whose runs all have one reward: it is trained, with advantages of 0 and a part in the mean
-    over tokens, or dropped with `equal_rewards` (`dapo`)."""
+    """What becomes of a group whose runs all have one reward: it is trained, with advantages of 0 and a part in the
+    mean over tokens, or dropped with `equal_rewards` (`dapo`)."""
     demonstrations: bool = False
     """Train also what was written and what edits say, beside what `kind` trains (`mix`)."""
     limit: Positive = 10.0

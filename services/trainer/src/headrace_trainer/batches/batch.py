@@ -170,8 +170,8 @@ class Batch:
 
     def digest(self) -> str:
         """SHA-256 over ids, tokens, masks, behaviour, temperatures and advantages, little-endian, in order. Weights of
-        tokens follow from these, and from the batches before. What only some algorithms have is in it where it is there,
-        so batches without it have the digests that they always had."""
+        tokens follow from these, and from the batches before. What only some algorithms have is in it where it is
+        there, so batches without it have the digests that they always had."""
         digest = hashlib.sha256()
         for row in self.rows:
             digest.update(f"{row.experience_id}\0{row.revision}\0{row.length}\0".encode())

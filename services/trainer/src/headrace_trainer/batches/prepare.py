@@ -50,7 +50,8 @@ def prepare(
         item.experience.experience_id: _first(item, index, found, state, settings) for index, item in enumerate(new)
     }
     trained = tuple(
-        first[item.experience.experience_id] if one.missing is None else _of(item, one, state) for item, one in trainable
+        first[item.experience.experience_id] if one.missing is None else _of(item, one, state)
+        for item, one in trainable
     )
     assert {one.waiting.experience.experience_id for one in trained} == {one.experience.experience_id for one in items}
     agg_mode = loss.agg_mode if loss else "token-mean"

@@ -14,8 +14,8 @@ Every revision of an experience gets exactly one outcome, now or later, and chan
 A(old) is what the present weights hold of the experience: when a version was abandoned, the contributions of its steps
 are gone, and a correction then supplies the whole advantage.
 
-An experience is used if it carries what the algorithm trains (`Signals`). Otherwise it is dropped with the reason that it
-names itself, or else as `no_signal`.
+An experience is used if it carries what the algorithm trains (`Signals`). Otherwise it is dropped with the reason that
+it names itself, or else as `no_signal`.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class AdmissionLimits:
 
 
 def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> AdmissionLimits:
-    """For a model with so many token ids that can be trained on sequences of `context` tokens. Raises `SettingError` when
-    edits are trained and the base cannot write them."""
+    """For a model with so many token ids that can be trained on sequences of `context` tokens. Raises `SettingError`
+    when edits are trained and the base cannot write them."""
     advantage = settings.advantage
     kind, signals = advantage.estimator, advantage.signals
     worth, credit = kind.worth, kind.credit
@@ -168,8 +168,8 @@ def due_of(
 
 
 def stale(experience: Experience, history: History, max_staleness: int) -> DropReason | None:
-    """P5, by the oldest version of all its spans (P3: the versions that the engine reported). What nobody sampled is never
-    stale."""
+    """P5, by the oldest version of all its spans (P3: the versions that the engine reported). What nobody sampled is
+    never stale."""
     staleness = history.staleness(versions_of(experience))
     if staleness is None:
         return "foreign_version"

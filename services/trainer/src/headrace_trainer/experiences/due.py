@@ -1,9 +1,9 @@
 """What of an experience is still to be trained: what is new, and what the weights hold too little or too much of. Pure.
 
-The window remembers the contributions of each example (`part`) to the weights. An example with a value (an edit, a side of
-a preference) shall have contributions of that value, an example that is gone (a withdrawn preference, an edit that was
-written anew) of none; a branch shall have the advantage of its present reward, on the terms of its first training. What is
-missing is trained as a correction, with the opposite sign where there is too much.
+The window remembers the contributions of each example (`part`) to the weights. An example with a value (an edit, a side
+of a preference) shall have contributions of that value, an example that is gone (a withdrawn preference, an edit that
+was written anew) of none; a branch shall have the advantage of its present reward, on the terms of its first training.
+What is missing is trained as a correction, with the opposite sign where there is too much.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ class Terms:
     credit: Callable[[float, Sequence[float | None], float, float], Turns] | None = None
     """The advantages of the spans, where turns have advantages of their own."""
     anew: bool = False
-    """What the weights have lost is appraised as if it were new: a critic's terms of the first training say nothing now."""
+    """What the weights have lost is appraised as if it were new: a critic's terms of the first training say nothing
+    now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """One example. `missing` is the advantage to train it with; None: its reward is to be compared with others first."""
+    """One example. `missing` is the advantage to train it with; None: its reward is to be compared with others
+    first."""
 
     example: Example
     missing: float | None

@@ -1,8 +1,8 @@
 """The tokens of an answer that somebody wrote, as the model would have sampled them after its prompt.
 
-The base's chat template is rendered with a user's message and the answer, and with the user's message and the opening of an
-answer. What the first has after the second is the answer's text, and is tokenized by itself. The prompt's own tokens are
-those that the engine was asked with; nothing of them is made here (P2).
+The base's chat template is rendered with a user's message and the answer, and with the user's message and the opening
+of an answer. What the first has after the second is the answer's text, and is tokenized by itself. The prompt's own
+tokens are those that the engine was asked with; nothing of them is made here (P2).
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class Writer:
         self._cached = lru_cache(_CACHED_MAX)(self._written)
 
     def __call__(self, message: Message) -> tuple[int, ...] | None:
-        """None where the template does not end such an answer after the opening of one, or where the answer spells out a
-        control token: as text it would be another answer, and as a token it would end the turn or begin another one."""
+        """None where the template does not end such an answer after the opening of one, or where the answer spells out
+        a control token: as text it would be another answer, and as a token it would end the turn or begin another
+        one."""
         return self._cached(message)
 
     def _written(self, message: Message) -> tuple[int, ...] | None:

@@ -1,9 +1,9 @@
 """What of an experience is trained: its branch, single answers of it, and what should have been answered. Pure.
 
-An *example* is one sequence with the tokens of it that are in the loss; a row of a batch is made of one. Most algorithms
-know one example of an experience, its branch. A side of a preference is the branch up to the end of the answer, with that
-answer alone in the loss. An edit is the same up to the beginning of the answer, exactly as the engine was asked (P2), and
-then the edit's own tokens.
+An *example* is one sequence with the tokens of it that are in the loss; a row of a batch is made of one. Most
+algorithms know one example of an experience, its branch. A side of a preference is the branch up to the end of the
+answer, with that answer alone in the loss. An edit is the same up to the beginning of the answer, exactly as the engine
+was asked (P2), and then the edit's own tokens.
 """
 
 from __future__ import annotations
@@ -61,18 +61,15 @@ def examples(
     return tuple({one.part: one for one in held}.values())
 
 
-def _branch(
-    experience: Experience, signals: Signals, worth: Callable[[float], float] | None
-) -> Iterator[Example]:
+def _branch(experience: Experience, signals: Signals, worth: Callable[[float], float] | None) -> Iterator[Example]:
     if experience.origin == "written" and signals.written:
         if experience.no_reward != "withdrawn":
             yield Example(value=1.0)
     elif signals.branches:
         if experience.origin == "sampled":
             yield Example(value=1.0)
-    elif signals.rewards and experience.reward is not None:
-        if worth is None or worth(experience.reward) != 0.0:
-            yield BRANCH
+    elif signals.rewards and experience.reward is not None and (worth is None or worth(experience.reward) != 0.0):
+        yield BRANCH
 
 
 def _edited(experience: Experience, edit: Edit, signals: Signals, write: Write) -> Iterator[Example]:

@@ -20,8 +20,8 @@ Open = Callable[[Waiting], Sequence[Example]]
 
 
 def met(answers: Sequence[tuple[str, Example]]) -> dict[tuple[str, str], str]:
-    """Experience and part of each answer whose other one is there, to the name of the pair. Of several that claim the same
-    side of a comparison the first one is taken."""
+    """Experience and part of each answer whose other one is there, to the name of the pair. Of several that claim the
+    same side of a comparison the first one is taken."""
     sides: dict[str, dict[bool, tuple[str, str]]] = {}
     for name, one in answers:
         if one.pair and one.value:
@@ -31,7 +31,8 @@ def met(answers: Sequence[tuple[str, Example]]) -> dict[tuple[str, str], str]:
 
 @dataclass(frozen=True, slots=True)
 class Parties:
-    """What can go, party by party, corrections first; to which party each experience belongs; and what waited in vain."""
+    """What can go, party by party, corrections first; to which party each experience belongs; and what waited in
+    vain."""
 
     ready: tuple[Waiting, ...]
     party: Mapping[str, str]
@@ -39,7 +40,11 @@ class Parties:
 
 
 def parties(
-    waiting: Sequence[Waiting], wait: timedelta, now: datetime, open_answers: Open, is_correction: Callable[[Waiting], bool]
+    waiting: Sequence[Waiting],
+    wait: timedelta,
+    now: datetime,
+    open_answers: Open,
+    is_correction: Callable[[Waiting], bool],
 ) -> Parties:
     """`waiting` is in order of arrival. A correction has nothing that is open, or something else to train."""
     answers = {item.experience.experience_id: tuple(open_answers(item)) for item in waiting}
@@ -72,9 +77,7 @@ def parties(
     return Parties((*alone, *ready), party, tuple(unpaired))
 
 
-def _connected(
-    answers: Mapping[str, Sequence[Example]], pairs: Mapping[tuple[str, str], str]
-) -> dict[str, str]:
+def _connected(answers: Mapping[str, Sequence[Example]], pairs: Mapping[tuple[str, str], str]) -> dict[str, str]:
     """Each experience to the first one of its party."""
     root = {name: name for name in answers}
 

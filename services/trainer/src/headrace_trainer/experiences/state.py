@@ -57,8 +57,8 @@ class TrainedExperience:
     anew: bool = False
     """`baseline` is of this training, and not of the branch's first one."""
     factor: float = 1.0
-    """What the gradient of its tokens counted beside that of a token of the batch: the slope of its loss, and its share in
-    a mean over sequences."""
+    """What the gradient of its tokens counted beside that of a token of the batch: the slope of its loss, and its share
+    in a mean over sequences."""
 
     @property
     def name(self) -> str:
@@ -168,8 +168,8 @@ class LineageState:
         return decision
 
     def is_correction(self, item: Waiting) -> bool:
-        """Whether an earlier revision of the same experience was trained, and nothing of it is to be compared with others
-        for the first time."""
+        """Whether an earlier revision of the same experience was trained, and nothing of it is to be compared with
+        others for the first time."""
         entry = self.window.get(item.experience.experience_id)
         if entry is None or not entry.trained or self.limits.signals.rewards_alone:
             return entry is not None and entry.trained
@@ -182,7 +182,8 @@ class LineageState:
         return due_of(item.experience, entry, self.history, self.steps, self.limits)
 
     def open_answers(self, item: Waiting) -> tuple[Example, ...]:
-        """The answers of it that can only be trained with another one. One that was trained needs none: it is corrected."""
+        """The answers of it that can only be trained with another one. One that was trained needs none: it is
+        corrected."""
         return tuple(one.example for one in self.due(item) if one.new and one.example.pair)
 
     def has_corrections(self, item: Waiting) -> bool:

@@ -21,7 +21,6 @@ from headrace_schemas.manifest import Manifest
 from headrace_trainer.batches import summary
 from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay
 from headrace_trainer.batches.prepare import prepare
-from headrace_trainer.lineage.taken import as_taken
 from headrace_trainer.experiences.history import History, Published
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import Waiting
@@ -29,6 +28,7 @@ from headrace_trainer.learner import GRADIENT_FACTOR, Frozen, Learner, LearnerLo
 from headrace_trainer.lineage import control, versions
 from headrace_trainer.lineage.saved import Saved, Tensors
 from headrace_trainer.lineage.store import LineageStore
+from headrace_trainer.lineage.taken import as_taken
 from headrace_trainer.metrics import NOT_FINITE, REWINDS, SAVE_SECONDS
 from headrace_trainer.settings import TrainerSettings
 
@@ -103,7 +103,9 @@ class Lineage:
         was dropped as `invalid`. Raises `Abandoned` or `LearnerLost`, with nothing changed that a later save would
         see."""
         settings = self._settings
-        prepared = prepare(items, self.state, settings.advantage, self._decay, settings.batch_experiences, settings.loss)
+        prepared = prepare(
+            items, self.state, settings.advantage, self._decay, settings.batch_experiences, settings.loss
+        )
         digest = prepared.batch.digest()
         try:
             taken = self.learner.step(prepared.batch, stop, from_base=self._asks_base)

@@ -1,7 +1,7 @@
 """A critic: how much reward is to be expected from here, for each sampled token, and advantages from that (GAE).
 
-The value of a token is a linear map of the policy's last hidden state before it. No gradient of it reaches the policy, and
-its optimizer is its own. Formulas are in `headrace_trainer.algorithms.catalog.ppo`.
+The value of a token is a linear map of the policy's last hidden state before it. No gradient of it reaches the policy,
+and its optimizer is its own. Formulas are in `headrace_trainer.algorithms.catalog.ppo`.
 """
 
 from __future__ import annotations

@@ -115,7 +115,9 @@ def _appraiser(policy: Policy, settings: TrainerSettings) -> Appraiser | None:
     """What the kind of advantage needs beside rewards. Raises `SettingError`."""
     if settings.needs.critic:
         if policy.head.whole is not None:
-            remedy = f"a critic reads hidden states, and this model's cannot be had: {policy.head.whole}; use another one"
+            remedy = (
+                f"a critic reads hidden states, and this model's cannot be had: {policy.head.whole}; use another one"
+            )
             raise SettingError("trainer.algorithm", settings.algorithm, remedy)
         width = policy.model.config.get_text_config().hidden_size
         return Critic(width, settings.critic, policy.device)

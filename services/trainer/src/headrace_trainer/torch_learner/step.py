@@ -181,8 +181,8 @@ class _Share:
         return slope_N
 
     def by_row(self, logprobs_N: Tensor) -> Tensor:
-        """What stands in the place of 1 in each row's policy gradient (`_R`), where the loss is not linear. It is the same
-        for all tokens of a row."""
+        """What stands in the place of 1 in each row's policy gradient (`_R`), where the loss is not linear. It is the
+        same for all tokens of a row."""
         one = self.one
         slope_N = replace(self, kl=0.0).slope(logprobs_N, _ALL)
         unit_N = -one.weight_N * one.advantage_N

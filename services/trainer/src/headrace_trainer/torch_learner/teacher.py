@@ -1,9 +1,9 @@
-"""A teacher: another model that says how likely each sampled token is. The advantage of a token is what it would have given
-it beyond what the engine did (`headrace_trainer.algorithms.catalog.on_policy_distill`).
+"""A teacher: another model that says how likely each sampled token is. The advantage of a token is what it would have
+given it beyond what the engine did (`headrace_trainer.algorithms.catalog.on_policy_distill`).
 
-It is a model's folder, loaded beside the policy, or an endpoint of OpenAI's completions API that takes token ids and answers
-`prompt_logprobs`, as vLLM's does. An endpoint answers at temperature 1: tokens that were sampled at another one have no
-advantage then.
+It is a model's folder, loaded beside the policy, or an endpoint of OpenAI's completions API that takes token ids and
+answers `prompt_logprobs`, as vLLM's does. An endpoint answers at temperature 1: tokens that were sampled at another one
+have no advantage then.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def of(policy: Policy, settings: TrainerSettings) -> Teacher:
     other = Policy.open(folder, compute, LoraSettings(), settings.seed)
     other.model.requires_grad_(False).eval()
     if other.vocabulary != policy.vocabulary:
-        remedy = f"has {other.vocabulary} token ids, and trainer.base {policy.vocabulary}; a teacher needs the same ones"
+        remedy = (
+            f"has {other.vocabulary} token ids, and trainer.base {policy.vocabulary}; a teacher needs the same ones"
+        )
         raise SettingError("trainer.teacher.model", given.model, remedy)
 
     @torch.no_grad()

@@ -16,9 +16,7 @@ _RANDOM = "random/"
 _APPRAISER = "appraiser/"
 
 
-def freeze(
-    policy: Policy, optimizer: Optimizer, lineage: str, appraiser: Mapping[str, Tensor] | None = None
-) -> Frozen:
+def freeze(policy: Policy, optimizer: Optimizer, lineage: str, appraiser: Mapping[str, Tensor] | None = None) -> Frozen:
     """Equal tensors give equal bytes. `appraiser`: the state of one, where there is one."""
     random = {f"{_RANDOM}cpu": torch.get_rng_state()}
     if policy.device.type == "cuda":
@@ -31,7 +29,8 @@ def freeze(
 
 
 def thaw(policy: Policy, optimizer: Optimizer, frozen: Frozen, *, with_random: bool) -> dict[str, Tensor]:
-    """Continue from `freeze`'s answer, optionally with the random state of that moment. Returns the appraiser's state."""
+    """Continue from `freeze`'s answer, optionally with the random state of that moment. Returns the appraiser's
+    state."""
     tensors = load(frozen.optimizer)
     names = [name for name in tensors if name.startswith(_APPRAISER)]
     beside = {name.removeprefix(_APPRAISER): tensors.pop(name) for name in names}

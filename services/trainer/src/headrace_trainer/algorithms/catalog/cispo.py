@@ -2,8 +2,8 @@
 
     L = - 1/N sum_n sg(clip(pi/mu, 1 - clip_low, 1 + clip_high)) A log pi        sg: no gradient flows through it
 
-A as in `grpo`; mu is the engine that sampled it. Needs groups and logprobs. A revision is trained with the advantage that
-is missing.
+A as in `grpo`; mu is the engine that sampled it. Needs groups and logprobs. A revision is trained with the advantage
+that is missing.
 """
 
 from __future__ import annotations

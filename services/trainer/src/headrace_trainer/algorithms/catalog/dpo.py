@@ -1,15 +1,17 @@
 """`dpo`: direct preference optimization (arXiv:2305.18290), of the answers that somebody compared, and of edits.
 
-    m = beta ((log pi(y+) - log pi_base(y+)) - (log pi(y-) - log pi_base(y-))),    log pi(y) a sum over the answer's tokens
-    L = - mean over pairs of (1 - e) log sigmoid(m) + e log sigmoid(-m)            e = label_smoothing
+    m = beta ((log pi(y+) - log pi_base(y+)) - (log pi(y-) - log pi_base(y-)))
+    L = - mean over pairs of (1 - e) log sigmoid(m) + e log sigmoid(-m)
+
+where log pi(y) is the sum over the answer's tokens, and e is `label_smoothing`.
 
 Needs pairs and a reference. Both answers of a pair are rows of one pass: the chosen one with an advantage of 1, the
 rejected one with -1. An edit is a pair of its own: what should have been answered, over what was.
 
 The loss is not linear in the advantage. Its gradient is that of the policy gradient with the slope
-2 beta ((1 - e) sigmoid(-m) - e sigmoid(m)) in place of 1, the same for all tokens of both rows. That slope is remembered
-with the weight of the row's tokens, and a withdrawn preference is trained once more as a policy gradient with it and the
-opposite sign; the two sides need not meet for that.
+2 beta ((1 - e) sigmoid(-m) - e sigmoid(m)) in place of 1, the same for all tokens of both rows. That slope is
+remembered with the weight of the row's tokens, and a withdrawn preference is trained once more as a policy gradient
+with it and the opposite sign; the two sides need not meet for that.
 """
 
 from __future__ import annotations

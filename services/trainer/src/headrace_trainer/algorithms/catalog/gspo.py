@@ -3,8 +3,8 @@
     s = exp(1/T sum_t (log pi - log mu))        mu: the engine that sampled it
     L = - mean over sequences of min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)
 
-A as in `grpo`. Needs groups and logprobs. Each token's share is s with the token's own gradient, and no more than the mean
-of a sequence's tokens counts (`seq-mean-token-mean`). A revision is trained with the advantage that is missing.
+A as in `grpo`. Needs groups and logprobs. Each token's share is s with the token's own gradient, and no more than the
+mean of a sequence's tokens counts (`seq-mean-token-mean`). A revision is trained with the advantage that is missing.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """`kto`: Kahneman-Tversky optimization (arXiv:2402.01306), of answers that somebody called good or bad, each by itself.
 
     h = log pi(y) - log pi_base(y)                        a sum over the answer's tokens
-    L = mean over answers of  l+ (1 - sigmoid(beta (h - z)))  for good ones,  l- (1 - sigmoid(beta (z - h)))  for bad ones
+    L = mean over answers of    l+ (1 - sigmoid(beta (h - z)))    for good ones,
+                                l- (1 - sigmoid(beta (z - h)))    for bad ones
 
-Needs a reference, and any of: a reward (a thumb is one), an edit, a side of a preference. Sides need not meet. The paper
-estimates z from answers to other prompts of the batch; here it is a constant, `reference_point`, so that what one answer
-does to the weights does not depend on those beside it, and a revision can take it back. With 0 it is what TRL calls
-`apo_zero_unpaired`.
+Needs a reference, and any of: a reward (a thumb is one), an edit, a side of a preference. Sides need not meet. The
+paper estimates z from answers to other prompts of the batch; here it is a constant, `reference_point`, so that what one
+answer does to the weights does not depend on those beside it, and a revision can take it back. With 0 it is what TRL
+calls `apo_zero_unpaired`.
 
-Rewards from `good_min` on are good, those up to `bad_max` bad, and what lies between says nothing (`no_signal`). Revisions
-are trained as in `dpo`, by the slope that was remembered.
+Rewards from `good_min` on are good, those up to `bad_max` bad, and what lies between says nothing (`no_signal`).
+Revisions are trained as in `dpo`, by the slope that was remembered.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     L = (1 - mu) 1/N sum over sampled tokens of the clipped loss  +  mu 1/M sum over written tokens of - log pi
 
-N sampled and M written tokens of the batch (`token-mean-by-origin`). The advantage of sampled runs is `reinforce++`, or any
-other kind that `advantage.kind` names; that of demonstrations is 1. Needs demonstrations and logprobs, of sampled tokens
-alone. Both parts are linear in the advantage, and revisions are trained as in `reinforce++` and `sft`.
+N sampled and M written tokens of the batch (`token-mean-by-origin`). The advantage of sampled runs is `reinforce++`, or
+any other kind that `advantage.kind` names; that of demonstrations is 1. Needs demonstrations and logprobs, of sampled
+tokens alone. Both parts are linear in the advantage, and revisions are trained as in `reinforce++` and `sft`.
 """
 
 from __future__ import annotations
@@ -55,6 +55,4 @@ def _load() -> Compute:
 
 
 LOSS = Loss(_load, Needs(logprobs=True, demonstrations=True), MixSettings, by_token=True, origins=True)
-MIX = Algorithm(
-    "reinforce++", "mix", {"advantage.demonstrations": True, "loss.agg_mode": "token-mean-by-origin"}
-)
+MIX = Algorithm("reinforce++", "mix", {"advantage.demonstrations": True, "loss.agg_mode": "token-mean-by-origin"})

@@ -1,15 +1,15 @@
 """`multi_step_grpo`: step-wise GRPO: the run's advantage for all its turns, and to each turn what its own reward adds.
 
-    A_run = (r - mean of the group) / (standard deviation + 1e-6),   with `step_norm` divided by the turns of the run
-    A_k   = A_run + turn_weight * sum over j >= k of turn_decay^(j - k) (u_j - mean of u) / (standard deviation of u + 1e-6)
+    A_run = (r - mean of the group) / (standard deviation + 1e-6),        divided by the run's turns with `step_norm`
+    A_k   = A_run + turn_weight * sum over j >= k of turn_decay^(j - k) (u_j - mean of u) / (deviation of u + 1e-6)
 
-r is the reward of a run, u_j that of its turn j (`Experience.turn_rewards`); mean and deviation of u are over all turns of
-the group's runs that have one. The first line is `step_wise_grpo` of Trinity-RFT, the second the process supervision of
-GRPO (arXiv:2402.03300, section 4.1.3), which sums over the turns from this one on, in its branch. A turn without a reward
-adds nothing: that is no zero. Needs groups and turn rewards; without any of the latter it is `grpo`.
+r is the reward of a run, u_j that of its turn j (`Experience.turn_rewards`); mean and deviation of u are over all turns
+of the group's runs that have one. The first line is `step_wise_grpo` of Trinity-RFT, the second the process supervision
+of GRPO (arXiv:2402.03300, section 4.1.3), which sums over the turns from this one on, in its branch. A turn without a
+reward adds nothing: that is no zero. Needs groups and turn rewards; without any of the latter it is `grpo`.
 
-Both lines are linear in the rewards, so a revision of either is trained with what is missing in each turn, by the means and
-deviations of the first training.
+Both lines are linear in the rewards, so a revision of either is trained with what is missing in each turn, by the means
+and deviations of the first training.
 """
 
 from __future__ import annotations

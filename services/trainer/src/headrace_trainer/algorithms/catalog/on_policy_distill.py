@@ -1,4 +1,5 @@
-"""`on_policy_distill`: a teacher grades each token that the student sampled (arXiv:2306.13649; Trinity-RFT's of this name).
+"""`on_policy_distill`: a teacher grades each token that the student sampled (arXiv:2306.13649; Trinity-RFT's of this
+name).
 
     A_n = coefficient (log pi_teacher(n) - log mu(n)),        mu: the engine that sampled it
     L   = - 1/N sum_n min(rho A, clip(rho) A)

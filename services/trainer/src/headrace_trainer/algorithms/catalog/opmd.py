@@ -1,4 +1,5 @@
-"""`opmd`: online policy mirror descent, in the form that Trinity-RFT has it (arXiv:2505.17826, "OPMD: a simple variant").
+"""`opmd`: online policy mirror descent, in the form that Trinity-RFT has it (arXiv:2505.17826, "OPMD: a simple
+variant").
 
     A = r - b,    b = mean of the group,  or  tau log(mean of exp(r / tau))
     L = - 1/N sum_n A log pi / (1 + tau)

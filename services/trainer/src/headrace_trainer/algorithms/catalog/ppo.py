@@ -5,13 +5,14 @@
     L_V = 1/N sum_n (V_t - (A_t + V_t before the step))^2 / 2
 
 r_t is the run's reward at the last sampled token, and 0 before it. Needs a critic and logprobs; single runs are enough.
-V is a linear map of the policy's last hidden states, with an optimizer of its own; no gradient of it reaches the policy.
-`[trainer.critic]` has gamma, lam and its learning rate.
+V is a linear map of the policy's last hidden states, with an optimizer of its own; no gradient of it reaches the
+policy. `[trainer.critic]` has gamma, lam and its learning rate.
 
-Advantages are not whitened over the batch as in Trinity-RFT: that would make difficulty of tasks out of quality, and full
-advantages out of a good critic's rounding. The reward enters A_t as (gamma lam)^(T - t) r, so a revision is trained with
-that times what is missing, exactly, whatever V was. For a withdrawal the learner reports what the critic had expected of
-each row: it is taken back in the sum over the row's tokens, and evenly among them. The critic keeps what it learned.
+Advantages are not whitened over the batch as in Trinity-RFT: that would make difficulty of tasks out of quality, and
+full advantages out of a good critic's rounding. The reward enters A_t as (gamma lam)^(T - t) r, so a revision is
+trained with that times what is missing, exactly, whatever V was. For a withdrawal the learner reports what the critic
+had expected of each row: it is taken back in the sum over the row's tokens, and evenly among them. The critic keeps
+what it learned.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     L = - 1/N sum_n log pi(n)        over the N tokens of demonstrations
 
 Needs demonstrations: experiences with `origin = "written"`, and edits. The loss is the one of a policy gradient with an
-advantage of 1 and without ratios, so it is linear: what is withdrawn is trained once more with an advantage of -1, and a
-revised edit so for its old tokens, and with 1 for its new ones.
+advantage of 1 and without ratios, so it is linear: what is withdrawn is trained once more with an advantage of -1, and
+a revised edit so for its old tokens, and with 1 for its new ones.
 """
 
 from __future__ import annotations
