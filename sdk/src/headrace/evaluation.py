@@ -2,6 +2,4 @@
 
 from headrace_schemas.lazy import lazily
 
-__getattr__, __dir__ = lazily(
-    __name__, {"headrace_cli.evaluation": ("Asking", "Playthrough", "TaskMetric", "evaluate")}
-)
+__getattr__, __dir__ = lazily(__name__, {"headrace_cli.evaluation": ("Asking", "TaskMetric", "evaluate")})

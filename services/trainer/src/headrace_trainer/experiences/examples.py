@@ -75,7 +75,7 @@ def _demonstration(
     experience: Experience, signals: Signals, worth: Callable[[float], float] | None
 ) -> Iterator[Example]:
     """What somebody wrote is to be learned, unless it says otherwise: a rejected answer is none to learn, a side of a
-    preference is trained as such where preferences are, and where rewards are labels a label says whether it is good."""
+    preference is trained as such where preferences are, and where rewards are labels the label says what it is."""
     sides = {one.side for one in experience.preferences}
     if experience.no_reward == "withdrawn" or "rejected" in sides or (sides and signals.preferences):
         return
