@@ -20,7 +20,7 @@ from headrace_schemas import Branch, Experience, Span
 from headrace_schemas.events.chat import FunctionCall, Message, ToolCall
 from headrace_schemas.events.experience import TurnReward
 from headrace_trainer.batches.batch import Batch, Row, passes
-from headrace_trainer.experiences.edits import Writer
+from headrace_trainer.experiences.edits import EditWriter
 from headrace_trainer.learner import LearnerLost
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
@@ -372,7 +372,7 @@ class TestEdits:
     def text(self, base: Path, message: Message) -> str | None:
         from transformers import AutoTokenizer
 
-        tokens = Writer(base)(message)
+        tokens = EditWriter(base)(message)
         return None if tokens is None else str(AutoTokenizer.from_pretrained(base).decode(tokens))
 
     def test_an_answer_ends_as_the_model_ends_it(self, base: Path) -> None:
@@ -392,11 +392,11 @@ class TestEdits:
     ) -> None:
         shutil.copytree(base, tmp_path / "odd")
         (tmp_path / "odd" / "chat_template.jinja").write_text("{% if add_generation_prompt %}Answer:{% endif %}")
-        assert Writer(tmp_path / "odd")(Message(role="assistant", content="x")) is None
+        assert EditWriter(tmp_path / "odd")(Message(role="assistant", content="x")) is None
 
     def test_a_base_without_a_template_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(SettingError, match=r"trainer\.base = .* edits need its chat template and tokenizer\.json"):
-            Writer(tmp_path)
+            EditWriter(tmp_path)
 
 
 def test_rows_that_belong_together_are_in_one_pass() -> None:
