@@ -20,7 +20,7 @@ from headrace_schemas import Branch, Experience, Span
 from headrace_schemas.events.chat import FunctionCall, Message, ToolCall
 from headrace_schemas.events.experience import TurnReward
 from headrace_trainer.batches.batch import Batch, Row, passes
-from headrace_trainer.experiences.edits import Writer
+from headrace_trainer.experiences.edits import EditWriter
 from headrace_trainer.learner import LearnerLost
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
@@ -33,7 +33,7 @@ from tests.support.torch_learners import policy_of
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_forward import open_policy
 from tests.unit.trainer.test_learning import check_learns
-from tests.unit.trainer.world import START, World, experience
+from tests.unit.trainer.world import START, World, decision, experience
 
 GOING_ON = threading.Event()
 
@@ -115,6 +115,36 @@ async def test_a_withdrawn_preference_is_trained_back(tmp_path: Path, make: Make
         assert (first.part, first.advantage) == (back.part, -back.advantage)
         assert first.token_weight == back.token_weight > 0
         assert first.token_weight != pytest.approx(world.reporter.steps[0]["token_weight"]), "a slope is in it"
+
+
+async def test_what_a_refusal_undoes_is_trained_again_whole(tmp_path: Path, make: Make) -> None:
+    """An edit is two rows of one step, and both come again."""
+    world, settings = World(tmp_path), make(algorithm="dpo", batch_experiences=1)
+    await world.run(settings)
+    base = world.bus.checkpoints[0].version
+    world.bus.produce(told(3, base, edits=(edit("nobody", turn(3)),)))
+    await world.run(settings)
+    world.bus.produce(decision(world.bus.checkpoints[-1].version, "rejected", base))
+    trainer = await world.run(settings)
+    assert trainer.lineage is not None
+    entry = trainer.lineage.state.window.get("e3")
+    assert entry is not None
+    assert [one.step for one in entry.contributions] == [1, 1, 2, 2]
+    assert [one.advantage for one in entry.held(trainer.lineage.state.history, 2)] == [1.0, -1.0]
+    assert world.bus.fates == {("e3", 0): "trained"}
+
+
+async def test_several_updates_remember_the_slope_of_the_first(tmp_path: Path, make: Make) -> None:
+    world, settings = World(tmp_path), make(algorithm="dpo", batch_experiences=1, loss={"updates_per_step": 2})
+    await world.run(settings)
+    world.bus.produce(told(3, world.bus.checkpoints[0].version, edits=(edit("nobody", turn(3)),)))
+    trainer = await world.run(settings)
+    assert trainer.lineage is not None
+    entry = trainer.lineage.state.window.get("e3")
+    assert entry is not None
+    factor, (batch,) = world.reporter.steps[0]["token_weight"], {one.token_weight for one in entry.contributions}
+    tokens = world.reporter.steps[0]["loss_tokens"]
+    assert batch == pytest.approx(factor * 0.1 * tokens / 2, rel=1e-5), "beta, at the base, and a mean over two answers"
 
 
 async def test_a_revised_edit_takes_the_old_tokens_back(tmp_path: Path, make: Make) -> None:
@@ -342,7 +372,7 @@ class TestEdits:
     def text(self, base: Path, message: Message) -> str | None:
         from transformers import AutoTokenizer
 
-        tokens = Writer(base)(message)
+        tokens = EditWriter(base)(message)
         return None if tokens is None else str(AutoTokenizer.from_pretrained(base).decode(tokens))
 
     def test_an_answer_ends_as_the_model_ends_it(self, base: Path) -> None:
@@ -362,11 +392,11 @@ class TestEdits:
     ) -> None:
         shutil.copytree(base, tmp_path / "odd")
         (tmp_path / "odd" / "chat_template.jinja").write_text("{% if add_generation_prompt %}Answer:{% endif %}")
-        assert Writer(tmp_path / "odd")(Message(role="assistant", content="x")) is None
+        assert EditWriter(tmp_path / "odd")(Message(role="assistant", content="x")) is None
 
     def test_a_base_without_a_template_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(SettingError, match=r"trainer\.base = .* edits need its chat template and tokenizer\.json"):
-            Writer(tmp_path)
+            EditWriter(tmp_path)
 
 
 def test_rows_that_belong_together_are_in_one_pass() -> None:
