@@ -1,4 +1,4 @@
-"""A recipe's online stage: services of its own begin with what the stage before has made, and a program teaches them."""
+"""A recipe's online stage: services of its own begin with what the stage before made, and a program teaches them."""
 
 from __future__ import annotations
 
