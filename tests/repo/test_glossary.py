@@ -28,6 +28,7 @@ SHARED = {
     "ChatRequest": "the body of OpenAI's chat API, as gateway and engine read it",
     "Completion": "an answer of OpenAI's chat API, as the engine makes it and the judge reads it",
     "Entry": "a key with its value: of a topic, of the trainer's window, of the prefix cache",
+    "Job": "an offline training, and a leased piece of work in a service's database",
     "Mean": "an arithmetic mean with its error, and a running mean",
     "Model": "pydantic's term for a class of values, and the neural network",
     "Outgoing": "a record to be produced, in runtime and client",

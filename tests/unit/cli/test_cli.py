@@ -25,7 +25,8 @@ from tests.unit.cli.http_fake import HttpFake
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 COMMANDS = [
-    ["up"], ["demo"], ["status"], ["logs"], ["feedback"], ["models", "list"], ["models", "show"], ["models", "promote"],
+    ["up"], ["demo"], ["status"], ["logs"], ["feedback"], ["train"], ["evaluate"],
+    ["models", "list"], ["models", "show"], ["models", "promote"],
     ["models", "rollback"], ["models", "withdraw"], ["models", "pin"], ["models", "unpin"], ["models", "pause"],
     ["models", "resume"], ["models", "register"], ["models", "import"], ["models", "export"], ["models", "serve"],
     ["models", "unserve"], ["models", "alias"], ["models", "tag"], ["models", "note"], ["models", "notes"],
