@@ -25,6 +25,7 @@ from headrace_runtime.processor import Processor, Step
 from headrace_runtime.sources import Sources
 from headrace_schemas import Event, Reward, Trajectory
 from headrace_scorer import ledger, schema, store
+from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.feedback_matching import FeedbackSet
 from headrace_scorer.feedback_rewards import feedback_for
 from headrace_scorer.functions.loading import RewardFunction
@@ -93,7 +94,7 @@ class Scoring:
         """The policy with the functions that are loaded now."""
         settings = self._settings
         sources = [function.source for function in self.functions]
-        return RewardPolicy(settings.weights, settings.required, settings.expected, sources)
+        return RewardPolicy(settings.weights, settings.required, settings.expected, sources, settings.combine)
 
     def inputs(self, feedback_set: FeedbackSet) -> str:
         """A digest of the feedback that functions read. When it changes, those functions have to be called again."""
@@ -206,7 +207,7 @@ class Scoring:
         current = score.row["inputs"] == order.inputs
         outdated = set() if current else {one.name for one in self.functions if one.looks_at_feedback}
         rewards = [_reward(score, now, name, outcome) for name, outcome in outcomes.items() if name not in outdated]
-        await ledger.enter(tx, now, [(reward, None) for reward in rewards], score.entries)
+        await ledger.enter(tx, now, rewards, score.entries)
         if current:
             score.change(scored_inputs=order.inputs)
         return [*rewards, *await self._scores.emit_if_ready(tx, now, score, self.policy)]
@@ -225,7 +226,7 @@ def _reward(score: TrajectoryScore, now: datetime, name: str, outcome: Outcome) 
         session_key=score.trajectory.session_key,
         tenant=score.trajectory.tenant,
         source=source,
-        revision=score.entries.next_revision("", source),
+        revision=score.entries.next_revision(EntryKey.reward(source)),
         outcome=outcome.outcome,
         value=outcome.value,
         criteria=outcome.criteria,
