@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +167,3 @@ async def world(url: str, data_dir: Path, **settings: Any) -> AsyncIterator[Worl
     )
     async with bench(service, url, data_dir, ManualClock()) as stream:
         yield World(stream, made)
-
-
-def between(sayings: Iterable[Saying]) -> timedelta:
-    """How far the clocks of two that speak lie apart at most."""
-    skews = [one.skew_s for one in sayings]
-    return timedelta(seconds=max(skews) - min(skews))
