@@ -51,9 +51,16 @@ def _first_word(words: Any) -> Any:
     return _TOGETHER([word for word in words if not word.feedback.withdrawn][:1] or words)
 
 
-def _what_is_gone_counts(words: Any) -> Any:
-    standing = [word._replace(feedback=word.feedback.model_copy(update={"withdrawn": False})) for word in words]
-    return _TOGETHER(standing)
+@contextlib.contextmanager
+def _withdrawal_unheard() -> Iterator[None]:
+    """What was taken back counts on."""
+    sound = feedback_entries._values
+
+    def faulty(one: Feedback, labels: Any) -> Any:
+        yield from () if one.withdrawn else sound(one, labels)
+
+    with mock.patch.object(feedback_entries, "_values", faulty):
+        yield
 
 
 def _edits_stay(found: FeedbackSet, *rest: Any) -> Any:
@@ -123,7 +130,7 @@ FAULTS = (
     Fault("ids order what was said", _patch(feedback_matching, "feedback_for", _by_id)),
     Fault("a task goes before its session", _patch(feedback_matching, "with_task", _task_last)),
     Fault("the first rater counts alone", _patch(feedback_entries, "_together", _first_word)),
-    Fault("what was taken back counts", _patch(feedback_entries, "_together", _what_is_gone_counts)),
+    Fault("what was taken back counts", _withdrawal_unheard),
     Fault("all raters have one voice", _one_rater),
     Fault("edits that were taken back stay", _patch(feedback_entries, "_edits", _edits_stay)),
     Fault("chosen and rejected are swapped", _patch(answer_remarks, "_side", _swapped)),

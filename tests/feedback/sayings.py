@@ -18,7 +18,7 @@ Where = Literal["session", "all turns", "some turns", "turns", "answer", "task",
 LABELS: Mapping[str, float] = {"good": 1.0, "meh": 0.4, "bad": 0.0}
 _WORDS = (*LABELS, "unheard-of")
 _SOURCES = ("feedback", "user", "crowd")
-_RATERS = (None, "ann", "bob", "cy")
+_RATERS = (None, "ann", "bob")
 _METRICS = (None, None, None, "tone", "truth")
 _FORMS: tuple[tuple[Form, int], ...] = (
     ("number", 20), ("thumb", 10), ("rating", 10), ("label", 10), ("parts", 8), ("edit", 16), ("preference", 22),
@@ -142,7 +142,7 @@ class Talk:
         draw, turns = self._draw, list(made.scene.turns)
         wheres: list[Where] = ["session", "all turns", "turns", "answer"]
         wheres += ["some turns"] if len(turns) > 1 else []
-        wheres += ["task"] if made.scene.task_id else []
+        wheres += ["task", "task", "task"] if made.scene.task_id else []
         where = draw.choice(wheres)
         if where == "answer":
             return replace(made, where=where, answers=(draw.choice(made.scene.answers),))

@@ -42,7 +42,7 @@ def scenes(count: int, seed: int) -> list[Scene]:
     for number in range(count):
         key = ids.session_key("default", f"s{number}")
         turns = {ids.response_id(key): draw.choice([1, 1, 2]) for _ in range(draw.randint(1, 3))}
-        made.append(Scene(f"s{number}", f"t{number % 7}" if draw.random() < 0.6 else None, turns))
+        made.append(Scene(f"s{number}", f"t{number % 3}" if draw.random() < 0.6 else None, turns))
     return made
 
 
