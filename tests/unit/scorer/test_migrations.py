@@ -26,14 +26,12 @@ async def test_the_ledger_of_before_has_its_rewards(
         with monkeypatch.context() as patched:
             patched.setattr(command, "upgrade", lambda config, _: real(config, "0004"))
             await migrations.upgrade(database, "headrace_scorer")
-        row = (
-            "INSERT INTO ledger (trajectory_id, tenant, turn_id, source, revision, outcome, value, time_ms, arrived_ms)"
-        )
+        columns = "trajectory_id, tenant, turn_id, source, revision, outcome, value, time_ms, arrived_ms"
         async with database.transaction() as tx:
             for turn, revision, value in (("", 0, 0.25), ("", 1, 0.5), ("a", 0, 1.0)):
                 given = {"turn": turn, "revision": revision, "value": value}
                 values = " VALUES ('t', 'default', :turn, 'feedback', :revision, 'scored', :value, 1, 1)"
-                await tx.execute(text(row + values), given)
+                await tx.execute(text(f"INSERT INTO ledger ({columns}){values}"), given)
         await migrations.upgrade(database, "headrace_scorer")
         async with database.transaction() as tx:
             entries = await ledger.read(tx, "t", "default")

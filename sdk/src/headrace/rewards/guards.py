@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 _WORD = re.compile(r"\w+")
 _PLEADING = re.compile(
-    r"\b(?:(?:this|my|the above) (?:answer|response|solution) (?:is|deserves|should (?:be|get|receive|score))"
-    r"|(?:full|maximum|perfect|top|highest) (?:marks|score|points|reward|grade)"
-    r"|(?:dear |note to (?:the )?)?(?:judge|grader|evaluator|reviewer)s?\s*[,:]"
+    r"\b(?:(?:this|my|the above) (?:answer|response|solution) (?:deserves|should (?:get|receive|score|be scored))"
+    r"|(?:full|maximum|perfect|top|highest) (?:marks|score|points|reward|grade)\b"
+    r"|(?:dear|attention|note to(?: the| any)?) (?:judge|grader|evaluator|reviewer)s?\b"
     r"|ignore (?:all |any |the )*(?:previous|prior|above) (?:instructions|rubric|criteria)"
-    r"|(?:rate|score|grade|award) (?:this|it|me)\b"
+    r"|(?:rate|score|grade) (?:this|me)\b"
     r"|as an? (?:expert|impartial) (?:judge|grader|evaluator)"
     r"|(?:score|rating|verdict|grade)\s*[:=]\s*(?:\d+|pass|correct|a\+))",
     re.IGNORECASE,
