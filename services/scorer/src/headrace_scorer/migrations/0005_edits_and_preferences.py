@@ -13,10 +13,8 @@ down_revision = "0004"
 branch_labels = None
 depends_on = None
 
-_KEPT = (
-    "trajectory_id", "tenant", "turn_id", "source", "revision", "outcome", "value", "criteria", "reason", "judged_by",
-    "feedback_id", "time_ms", "arrived_ms",
-)  # fmt: skip
+_KEPT = """trajectory_id, tenant, turn_id, source, revision, outcome, value, criteria, reason, judged_by, feedback_id,
+    time_ms, arrived_ms"""
 
 
 def upgrade() -> None:
@@ -62,9 +60,8 @@ def _ledger() -> None:
             "trajectory_id", "tenant", "kind", "turn_id", "choice", "subject", "source", "revision", name="ledger_key"
         ),
     )
-    kept = ", ".join(_KEPT)
     op.execute(
-        f"INSERT INTO ledger (kind, choice, subject, {kept}) SELECT 'reward', -1, '', {kept} FROM ledger_before"  # noqa: S608 (names of columns)
+        f"INSERT INTO ledger (kind, choice, subject, {_KEPT}) SELECT 'reward', -1, '', {_KEPT} FROM ledger_before"  # noqa: S608 (names of columns)
     )
     op.drop_table("ledger_before")
     op.create_index("ix_ledger_arrived", "ledger", ["arrived_ms"])
