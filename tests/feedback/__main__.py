@@ -18,7 +18,7 @@ import structlog
 
 from headrace_cli.progress import ProgressDisplay
 from tests.feedback.planted import FAULTS
-from tests.feedback.playing import differing, talk
+from tests.feedback.playing import differing, replayed, talk
 
 _PLANTED_EVENTS = 300
 _SHOWN_MAX = 5
@@ -52,6 +52,8 @@ def main() -> int:
         lines.append(_line(f"{given.events} events end as the oracle says", problems, holds=not problems))
         some = asyncio.run(differing(given.database, folder / "sum", given.seed + 1, _PLANTED_EVENTS, "sum"))
         lines.append(_line("so do sums", some, holds=not some))
+        again = asyncio.run(replayed(given.seed, given.events))
+        lines.append(_line("a replay of them ends the same", again, holds=not again))
         for number, fault in enumerate(FAULTS):
             progress.at(doing=f"planting: {fault.name}")
             with fault.planted():

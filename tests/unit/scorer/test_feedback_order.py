@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from tests.feedback.planted import FAULTS, Fault
-from tests.feedback.playing import differing, talk
+from tests.feedback.playing import differing, replayed, talk
 
 COUNT = 200
 
@@ -24,6 +24,10 @@ async def test_any_order_ends_as_the_order_of_the_log(
 async def test_a_planted_fault_is_noticed(data_dir: Path, fault: Fault) -> None:
     with fault.planted():
         assert await differing("sqlite", data_dir, 1, COUNT)
+
+
+async def test_p9_a_replay_ends_the_same() -> None:
+    assert await replayed(3, 2_000) == []
 
 
 def test_the_talk_has_everything() -> None:
