@@ -8,7 +8,7 @@ import httpx
 
 from headrace_runtime import web
 from headrace_runtime.settings import Common
-from headrace_schemas import Experience, Feedback, Message, Reward, ids
+from headrace_schemas import Experience, Feedback, Message, Reward, RewardResult, ids
 from headrace_schemas.events.opinion import ComparedAnswer, Preference
 from headrace_scorer import api
 from headrace_scorer.functions.pool import FunctionPool
@@ -159,3 +159,20 @@ async def test_the_ledger_shows_everything_as_what_it_is(open_scorer: Open) -> N
         assert found["edits"][0]["message"] == {"role": "assistant", "content": "one"}
         assert {(one["choice"], one["side"]) for one in found["preferences"]} == {(0, "rejected"), (1, "chosen")}
         assert [(one["turn_id"], one["choice"], one["value"]) for one in found["rewards"]] == [(A, None, 0.0)]
+
+
+async def test_a_function_may_say_what_single_turns_are_worth(open_scorer: Open) -> None:
+    def steps(context: dict[str, Any]) -> RewardResult:
+        found = {A: 0.25, "unknown": 1.0} if "late" not in context else {B: 0.5}
+        return RewardResult(value=1.0 if "late" not in context else None, turns=found)
+
+    async with open_scorer(steps) as rig:
+        await rig.deliver(RUN)
+        first = newest(rig)[0]
+        assert (first.reward, {one.turn_id: one.value for one in first.turn_rewards}) == (1.0, {A: 0.25})
+        await rig.deliver(feedback("s", value=None, context={"late": True}))
+        again = newest(rig)[0]
+        assert (again.reward, {one.turn_id: one.value for one in again.turn_rewards}) == (0.5, {B: 0.5})
+        said = {(one.turn_id, one.revision): (one.outcome, one.value) for one in rig.stream.sent(Reward)}
+        assert said[A, 1] == ("withdrawn", None), "it does not say so any more"
+        assert said[None, 1] == ("abstained", None)

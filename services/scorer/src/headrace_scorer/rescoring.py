@@ -33,6 +33,7 @@ from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.functions.process import FunctionsRefused
 from headrace_scorer.functions.protocol import CallRequest
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
+from headrace_scorer.scoring import turn_values
 from headrace_scorer.settings import ScorerSettings
 
 _AT_ONCE_MAX = 64
@@ -207,6 +208,9 @@ class Rescoring:
             )
             key = EntryKey.reward(function.source)
             found[key] = source_reward(key, outcome.outcome, outcome.value)
+            for turn_id, worth in turn_values(trajectory, outcome).items():
+                key = EntryKey.reward(function.source, turn_id)
+                found[key] = source_reward(key, "scored", worth)
             self._outcomes[function.source][outcome.outcome] += 1
         return found
 
