@@ -61,7 +61,7 @@ class Oracle:
             return LABELS.get(one.said)
         if one.form == "rating":
             rating, (low, high) = one.said
-            return float(rating - low) / (high - low)
+            return float((rating - low) / (high - low))
         return float(one.said)
 
     def _word(self, one: Saying, metric: str | None, value: float | str | None) -> None:

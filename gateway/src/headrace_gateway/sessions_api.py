@@ -39,9 +39,9 @@ class SessionsApi:
 
     async def feedback(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
-            request = parse(FeedbackRequest, admitted.body)
-            copies = _PARTITIONS if request.level == "task" else 1
-            events = self._events(admitted, request, copies)
+            said = parse(FeedbackRequest, admitted.body)
+            copies = _PARTITIONS if said.level == "task" else 1
+            events = self._events(admitted, said, copies)
             await self.admission.publish_many(admitted.caller, events, copies=copies)
             for event in events:
                 if event.ends_session:

@@ -137,7 +137,7 @@ def test_tools_are_right_by_name_arguments_success_and_validity() -> None:
 def test_one_call_stands_for_one_expected_call() -> None:
     twice = [{"name": "look", "arguments": {"at": 1}}] * 2
     assert tool_score(talk(call("look", at=1)), TOOLS, twice).arguments == 0.5
-    loose = [{"name": "look"}, {"name": "look", "arguments": {"at": 1}}]
+    loose: list[dict[str, Any]] = [{"name": "look"}, {"name": "look", "arguments": {"at": 1}}]
     assert tool_score(talk(call("look", at=1), call("look", 1, at=2)), TOOLS, loose).arguments == 1.0
 
 

@@ -148,7 +148,7 @@ async def verdicts(function: Function, trajectory: Trajectory, source: str, time
         reason=result.reason,
     )
     spoken = {turn_id for branch in trajectory.branches for turn_id in branch.turn_ids}
-    of_turn = {"outcome": "scored", "criteria": {}, "reason": None}
+    of_turn: dict[str, Any] = {"outcome": "scored", "criteria": {}, "reason": None}
     return [whole] + [
         whole.model_copy(update={**of_turn, "turn_id": turn_id, "value": value})
         for turn_id, value in result.turns.items()
