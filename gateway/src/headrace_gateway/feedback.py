@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from pydantic import ValidationError
+
 from headrace_gateway.access import Caller
 from headrace_gateway.feedback_request import FeedbackRequest, TrinityFeedback
 from headrace_gateway.refusals import ApiError
+from headrace_gateway.requests import refusal_of
 from headrace_gateway.settings import FeedbackSettings
 from headrace_runtime.clock import Clock
 from headrace_schemas import Feedback, ids
+from headrace_schemas.events.feedback import task_key
 
 _HEADERS_BYTES = 300
 """About what an event's envelope adds to it on the log."""
@@ -20,17 +24,30 @@ _BODY_BYTES_MIN = 1024
 
 
 def events_of(
-    request: FeedbackRequest, caller: Caller, clock: Clock, bounds: FeedbackSettings, body_bytes: int
+    request: FeedbackRequest,
+    caller: Caller,
+    clock: Clock,
+    bounds: FeedbackSettings,
+    body_bytes: int,
+    *,
+    copies: int = 1,
 ) -> list[Feedback]:
-    """Raises `ApiError`: 422 for too many sessions, 413 when the copies of what is said would be too large."""
-    turns = turns_by_session(caller.tenant, request.session_id, request.targets)
+    """Raises `ApiError`: 400 for what cannot be said together, 422 for too many sessions, 413 when the copies of what
+    is said would be too large. `copies`: how often each event is sent."""
+    if request.level == "task":
+        turns: Mapping[str, Sequence[str]] = {task_key(caller.tenant, request.task_id or ""): ()}
+    else:
+        turns = turns_by_session(caller.tenant, request.session_id, request.targets)
     if len(turns) > bounds.sessions_max:
         message = (
             f"msg_ids: {len(turns)} sessions; gateway.feedback.sessions_max allows {bounds.sessions_max}, send several"
         )
         raise ApiError(422, "too_many_sessions", message, "msg_ids")
-    events = _events(request, caller, clock, turns)
-    _check_size(events, body_bytes, bounds)
+    try:
+        events = _events(request, caller, clock, turns)
+    except ValidationError as error:
+        raise refusal_of(error, FeedbackRequest) from None
+    _check_size(events, copies, body_bytes, bounds)
     return events
 
 
@@ -39,6 +56,9 @@ def _events(
 ) -> list[Feedback]:
     now = clock.now()
     feedback_id = request.feedback_id or ids.uuid7().hex
+    preference = request.compared
+    lists_a_run = request.is_value and request.level is None and request.choice is None
+    level = "response" if request.is_value and request.level is None and request.choice is not None else request.level
     return [
         Feedback(
             time=now,
@@ -47,11 +67,22 @@ def _events(
             session_id=request.session_id,
             tenant=caller.tenant,
             msg_ids=tuple(own),
-            sessions=len(turns),
+            sessions=len(turns) if lists_a_run else 1,
+            level=level,
+            choice=request.choice,
             task_id=request.task_id,
             run_id=request.run_id,
             source=request.source,
+            rater=request.rater,
+            metric=request.metric,
             value=request.value,
+            rating=request.rating,
+            scale=request.scale,
+            label=request.label,
+            parts=request.parts,
+            edit=request.edit,
+            preference=preference,
+            kind=request.kind,
             withdrawn=request.withdrawn,
             ends_session=request.ends_session,
             comment=request.comment,
@@ -61,14 +92,15 @@ def _events(
     ]
 
 
-def _check_size(events: Sequence[Feedback], body_bytes: int, bounds: FeedbackSettings) -> None:
-    if len(events) == 1:
+def _check_size(events: Sequence[Feedback], copies: int, body_bytes: int, bounds: FeedbackSettings) -> None:
+    if len(events) * copies == 1:
         return
     allowed = round(max(body_bytes, _BODY_BYTES_MIN) * bounds.growth_max)
-    size = sum(len(event.to_json()) + _HEADERS_BYTES for event in events)
+    size = copies * sum(len(event.to_json()) + _HEADERS_BYTES for event in events)
     if size > allowed:
         message = (
-            f"a copy for each of {len(events)} sessions would be {size} bytes, gateway.feedback.growth_max allows "
+            f"a copy for each of {len(events) * copies} {'sessions' if copies == 1 else 'partitions'} would be {size} "
+            f"bytes, gateway.feedback.growth_max allows "
             f"{allowed}; send comment and context in a feedback for each session"
         )
         raise ApiError(413, "feedback_too_large", message, "context")

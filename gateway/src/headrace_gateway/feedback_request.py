@@ -5,10 +5,12 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, StringConstraints, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, StrictInt, StringConstraints, model_validator
 
 from headrace_gateway.identity import LABEL
+from headrace_schemas import Message
 from headrace_schemas.base import Finite, LongText, Model, Text
+from headrace_schemas.events.opinion import ChoiceIndex, ComparedAnswer, Kind, Level, Metric, Preference, broken
 
 TARGETS_MAX = 4095
 """Response ids in one feedback, one less than an event can carry."""
@@ -27,19 +29,74 @@ def _label(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-Value = Annotated[Finite | None, BeforeValidator(_number)]
+def _number_or_thumb(value: Any) -> Any:
+    """A thumb up is 1 and a thumb down 0."""
+    return float(value) if isinstance(value, bool) else _number(value)
+
+
+def _answer(value: Any) -> Any:
+    """A text is the whole answer. What may be left out of an assistant's message is filled in."""
+    if isinstance(value, str):
+        return {"role": "assistant", "content": value}
+    if not isinstance(value, dict):
+        return value
+    calls = value.get("tool_calls")
+    if isinstance(calls, list):
+        named = [{"id": f"call_{at}", **call} if isinstance(call, dict) else call for at, call in enumerate(calls)]
+        value = {**value, "tool_calls": named}
+    return {"role": "assistant", **value}
+
+
+Number = Annotated[Finite, BeforeValidator(_number)]
+Value = Annotated[Finite | None, BeforeValidator(_number_or_thumb)]
 Id = Annotated[str, BeforeValidator(_label), StringConstraints(pattern=LABEL)]
 """An id; numbers become text, as Trinity's clients send run ids either way."""
 
 
+class AnswerOfResponse(Model):
+    """One answer of a response."""
+
+    response_id: Id
+    choice: ChoiceIndex = 0
+
+
+Side = Annotated[StrictInt, Field(ge=0)] | Annotated[str, StringConstraints(pattern=LABEL)] | AnswerOfResponse
+"""One answer of a preference: a choice of `response_id`, the first answer of another response, or any answer of one."""
+
+
+class PreferenceRequest(Model):
+    """Which of two answers is better."""
+
+    chosen: Side
+    rejected: Side
+
+    @property
+    def needs_a_response(self) -> bool:
+        """Whether a side is a choice of the response that the request names."""
+        return isinstance(self.chosen, int) or isinstance(self.rejected, int)
+
+
 class FeedbackRequest(Model):
-    """`POST /v1/feedback`. At least one of the first three says what it is about."""
+    """`POST /v1/feedback`. One of the first three says what it is about, or a task, or the preference itself.
+
+    What may be said together is checked where the events are made: `headrace_schemas.events.opinion` has the rules.
+    """
 
     session_id: Id | None = None
     msg_ids: tuple[Id, ...] = Field(default=(), max_length=TARGETS_MAX)
     response_id: Id | None = None
     """Short for `msg_ids` with one element."""
+    level: Level | None = None
+    choice: ChoiceIndex | None = None
     value: Value = None
+    rating: Number | None = None
+    scale: tuple[Number, Number] | None = None
+    label: Id | None = None
+    parts: dict[Metric, Number] = Field(default_factory=dict, max_length=32)
+    edit: Annotated[Message | None, BeforeValidator(_answer)] = None
+    preference: PreferenceRequest | None = None
+    metric: Metric | None = None
+    rater: Id | None = None
     source: Id = "feedback"
     task_id: Id | None = None
     run_id: Id | None = None
@@ -47,23 +104,70 @@ class FeedbackRequest(Model):
     context: dict[Text, JsonValue] = Field(default_factory=dict, max_length=64)
     ends_session: bool = False
     withdrawn: bool = False
+    kind: Kind | None = None
+    """Of what is withdrawn; a value or a named preference unless it says otherwise."""
     feedback_id: Id | None = None
     """Makes the client's own retries harmless: equal ids are one feedback."""
 
     @model_validator(mode="after")
+    def _one_response_where_one_is_meant(self) -> Self:
+        """Each event lists only the turns of its own session, so that an event alone could not tell."""
+        one = len(self._named) == 1
+        if self.preference is None:
+            if (self.edit is not None or self.kind == "edit") and not one:
+                raise broken("edit", "is about one response; name it as response_id")
+            if (self.choice is not None or self.level == "response") and not one:
+                field = "level" if self.choice is None else "choice"
+                raise broken(field, "is about one response; name it as response_id")
+        elif self.preference.needs_a_response and not one:
+            raise broken("preference", "compares choices of one response; name it as response_id")
+        elif not self.preference.needs_a_response and self._named:
+            raise broken("preference", "names its responses itself; leave response_id and msg_ids out")
+        return self
+
+    @model_validator(mode="after")
     def _says_something_about_something(self) -> Self:
-        if not (self.session_id or self.targets):
+        if not (self.session_id or self.targets or self.level == "task"):
             raise ValueError("one of session_id, msg_ids and response_id must say what this is about")
         if self.withdrawn and self.value is not None:
             raise ValueError("a withdrawn feedback has no value")
-        facts = (self.task_id, self.run_id, self.comment, self.context, self.ends_session, self.withdrawn)
-        if self.value is None and not any(facts):
+        forms = (self.value, self.rating, self.label, self.edit, self.preference)
+        names = () if self.level == "task" else (self.task_id, self.run_id, self.ends_session)  # a task has its name
+        facts = (self.comment, self.context, self.withdrawn, self.parts, *names)
+        if all(form is None for form in forms) and not any(facts):
             raise ValueError("this says nothing; send a value, or withdrawn, ends_session, context, task_id or run_id")
         return self
 
     @property
-    def targets(self) -> tuple[str, ...]:
+    def is_value(self) -> bool:
+        """Whether it gives or takes back a value, or only facts: no edit, no preference."""
+        return self.edit is None and self.preference is None and self.kind in (None, "value")
+
+    @property
+    def compared(self) -> Preference | None:
+        """The preference with both of its answers by response id."""
+        both = self.preference
+        if both is None:
+            return None
+        return Preference(chosen=self._compared(both.chosen), rejected=self._compared(both.rejected))
+
+    def _compared(self, side: int | str | AnswerOfResponse) -> ComparedAnswer:
+        if isinstance(side, AnswerOfResponse):
+            return ComparedAnswer(turn_id=side.response_id, choice=side.choice)
+        if isinstance(side, str):
+            return ComparedAnswer(turn_id=side)
+        (response,) = self._named  # `_one_response_where_one_is_meant` has looked
+        return ComparedAnswer(turn_id=response, choice=side)
+
+    @property
+    def _named(self) -> tuple[str, ...]:
         return self.msg_ids + ((self.response_id,) if self.response_id else ())
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The responses that it is about."""
+        preference = self.compared
+        return self._named if preference is None else tuple(one.turn_id for one in preference.pair)
 
 
 class TrinityFeedback(Model):

@@ -224,13 +224,19 @@ class Publisher:
 
 def _is_about_session(event: Event) -> bool:
     """Whether an event is matched with a run of its session by offsets (docs/decisions/0020)."""
-    return isinstance(event, Feedback) and not event.msg_ids
+    return isinstance(event, Feedback) and not event.msg_ids and event.level != "task"
+
+
+def _is_for_all_partitions(event: Event) -> bool:
+    """A tenant's commit, and feedback about a task."""
+    commit = isinstance(event, SessionEnd) and event.scope == "tenant"
+    return commit or (isinstance(event, Feedback) and event.level == "task")
 
 
 async def _records(producer: EventProducer, event: Event, ends: Ends) -> list[Outgoing]:
-    """One record, or for a tenant's commit one for each partition: every collector has to receive it."""
-    if isinstance(event, SessionEnd) and event.scope == "tenant":
-        partitions = sorted(await producer.partitions(SessionEnd.topic))
+    """One record, or for what is about several sessions one for each partition: every reader has to receive it."""
+    if _is_for_all_partitions(event):
+        partitions = sorted(await producer.partitions(event.topic))
         return [await producer.encode(event.model_copy(update={"partition": number}), number) for number in partitions]
     if ends and _is_about_session(event):
         return [await producer.encode(event, after=after(ends, event.key))]

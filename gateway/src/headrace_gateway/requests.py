@@ -65,6 +65,8 @@ def refusal_of(error: ValidationError, model: type[BaseModel], status: int = 400
         return ApiError(400, "invalid_json", f"the body is not valid JSON: {first['ctx']['error']}")
     if first["type"] == "extra_forbidden":
         return unknown_field(where, model.model_fields if len(first["loc"]) == 1 else (), status)
+    if first["type"] == "feedback_rule":  # several fields together are at fault, and the rule names one
+        return ApiError(status, "invalid_value", first["msg"], str(first["ctx"]["field"]))
     code = "missing_field" if first["type"] == "missing" else "invalid_value"
     message = first["msg"].removeprefix("Value error, ")
     return ApiError(status, code, f"{where}: {message}" if where else message, where or None)

@@ -24,7 +24,7 @@ from headrace_schemas import Event, Feedback, SessionEnd, ids
 _TRINITY_OK = {"status": "success"}
 """What Trinity answers; its clients want a JSON object with any 2xx."""
 _PARTITIONS = catalogue()[SessionEnd.topic].partitions
-"""A commit is sent to each."""
+"""A commit is sent to each, and feedback about a task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,14 @@ class SessionsApi:
 
     async def feedback(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
-            events = self._events(admitted, parse(FeedbackRequest, admitted.body))
-            await self.admission.publish_many(admitted.caller, events)
+            said = parse(FeedbackRequest, admitted.body)
+            copies = _PARTITIONS if said.level == "task" else 1
+            events = self._events(admitted, said, copies)
+            await self.admission.publish_many(admitted.caller, events, copies=copies)
             for event in events:
                 if event.ends_session:
                     self.sticky_versions.drop(event.session_key)
-            return _accepted(events, feedback_id=events[0].feedback_id)
+            return _accepted(events if copies == 1 else [], feedback_id=events[0].feedback_id)
 
     async def end(self, request: Request) -> Response:
         async with self.admission.enter(request.scope, request.receive, "feedback") as admitted:
@@ -92,8 +94,8 @@ class SessionsApi:
             await self.admission.publish_many(admitted.caller, [end], copies=_PARTITIONS)
             return JSONResponse(_TRINITY_OK)
 
-    def _events(self, admitted: AdmittedRequest, request: FeedbackRequest) -> list[Feedback]:
-        return events_of(request, admitted.caller, self.clock, self.bounds, len(admitted.body))
+    def _events(self, admitted: AdmittedRequest, request: FeedbackRequest, copies: int = 1) -> list[Feedback]:
+        return events_of(request, admitted.caller, self.clock, self.bounds, len(admitted.body), copies=copies)
 
 
 def _accepted(events: Sequence[Event], **more: str) -> Response:

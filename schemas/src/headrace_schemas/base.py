@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic_core import ErrorDetails
 
 from headrace_schemas.errors import InvalidEvent
 
@@ -88,5 +89,11 @@ class Event(Model):
         except ValidationError as error:
             problems = error.errors(include_input=False, include_url=False, include_context=False)
             reason = "invalid_json" if problems[0]["type"] == "json_invalid" else "invalid_event"
-            listed = "; ".join(f"{'.'.join(map(str, item['loc'])) or 'value'}: {item['msg']}" for item in problems[:5])
+            listed = "; ".join(map(_said, problems[:5]))
             raise InvalidEvent(reason, f"{cls.type}: {listed}") from None
+
+
+def _said(problem: ErrorDetails) -> str:
+    """The field at fault and why. A rule about several fields names the field itself."""
+    where = ".".join(map(str, problem["loc"]))
+    return problem["msg"] if problem["type"] == "feedback_rule" else f"{where or 'value'}: {problem['msg']}"

@@ -40,6 +40,8 @@ class ClosedLine(Model):
     """Offset on `trajectories`."""
     began: int | None = None
     """Offset of its first turn on `turns`; None when it was ingested."""
+    partition: int | None = None
+    """Of the record. Feedback about a task is there once for each."""
 
 
 class FeedbackLine(Model):

@@ -15,4 +15,6 @@ class RewardResult(Model):
 
     value: Finite | None = None
     criteria: dict[Text, Finite] = Field(default_factory=dict, max_length=64)
+    turns: dict[Text, Finite] = Field(default_factory=dict, max_length=4096)
+    """What single turns are worth by themselves, by turn id: process rewards. Turns in no branch are passed over."""
     reason: LongText | None = None

@@ -60,7 +60,7 @@ class AsyncClient:
         return AsyncSession(self, Identity(session_id or new_id(), task_id, run_id, purpose))
 
     async def feedback(self, **options: Unpack[FeedbackOptions]) -> str:
-        """Send feedback about a session or about the responses `msg_ids`, at any time, also again. Returns its id."""
+        """Send feedback about a session, a task or responses, at any time, also again. Returns its id."""
         body = feedback_body(options)
         await self._post("/v1/feedback", body)
         return str(body["feedback_id"])
@@ -104,9 +104,11 @@ class AsyncSession:
         self.base_url = identity.base_url(client.root)
         """For `AsyncOpenAI(base_url=...)`: names the session, but neither task nor run."""
 
-    async def feedback(self, value: float | None = None, **options: Unpack[FeedbackDetails]) -> str:
-        """Send feedback about the whole session. Returns its id."""
+    async def feedback(self, value: float | bool | None = None, **options: Unpack[FeedbackDetails]) -> str:
+        """Send feedback about the session, or about one of its responses or its task. Returns its id."""
         me = self._identity
+        if options.get("level") == "task":
+            return await self._client.feedback(task_id=me.task_id, value=value, **options)
         found = await self._client.feedback(
             session_id=me.session_id, task_id=me.task_id, run_id=me.run_id, value=value, **options
         )

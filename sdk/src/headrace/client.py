@@ -59,7 +59,7 @@ class Client:
         return Session(self, Identity(session_id or new_id(), task_id, run_id, purpose))
 
     def feedback(self, **options: Unpack[FeedbackOptions]) -> str:
-        """Send feedback about a session or about the responses `msg_ids`, at any time, also again. Returns its id."""
+        """Send feedback about a session, a task or responses, at any time, also again. Returns its id."""
         body = feedback_body(options)
         self._post("/v1/feedback", body)
         return str(body["feedback_id"])
@@ -90,9 +90,11 @@ class Session:
         self.base_url = identity.base_url(client.root)
         """For `OpenAI(base_url=...)`: names the session, but neither task nor run."""
 
-    def feedback(self, value: float | None = None, **options: Unpack[FeedbackDetails]) -> str:
-        """Send feedback about the whole session. Returns its id."""
+    def feedback(self, value: float | bool | None = None, **options: Unpack[FeedbackDetails]) -> str:
+        """Send feedback about the session, or about one of its responses or its task. Returns its id."""
         me = self._identity
+        if options.get("level") == "task":
+            return self._client.feedback(task_id=me.task_id, value=value, **options)
         found = self._client.feedback(
             session_id=me.session_id, task_id=me.task_id, run_id=me.run_id, value=value, **options
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict, cast
 from urllib.parse import quote
 
 from headrace_schemas.ids import uuid7
@@ -62,8 +62,30 @@ class Identity:
 
 
 class FeedbackDetails(TypedDict, total=False):
-    """The fields of feedback. The latest feedback of each `source` about a session or response counts."""
+    """The fields of feedback: one of `rating`, `label`, `parts`, `edit` and `preference`, or a value, and what goes
+    with it. The last word of each rater of a `source` about a session, task or response counts."""
 
+    response_id: str
+    """The response that is meant, where it is one."""
+    choice: int
+    """Which of its answers, counted from 0."""
+    level: Literal["response", "turn", "session", "task"]
+    """Whether the answer, its turn, the whole session or all runs of the task are meant."""
+    rating: float
+    """A point on `scale`, which has a lower and an upper end."""
+    scale: Sequence[float]
+    label: str
+    """A word that the scorer's settings give a value."""
+    parts: Mapping[str, float]
+    """Values of several metrics."""
+    edit: str | Mapping[str, JsonValue]
+    """What the response should have been: a text, or an assistant's message with tool calls."""
+    preference: Mapping[str, JsonValue]
+    """`chosen` and `rejected`: two choices of the response, or two response ids, also of two sessions."""
+    metric: str
+    """What is judged; it counts as a source of its own, `source:metric`."""
+    rater: str
+    """Who of the source it is. A source says the mean of its raters."""
     source: str
     """Who gives the feedback. The scorer's settings give each source a weight."""
     comment: str
@@ -71,7 +93,9 @@ class FeedbackDetails(TypedDict, total=False):
     """Facts for reward functions, e.g. the expected answer."""
     ends_session: bool
     withdrawn: bool
-    """Withdraws earlier feedback of this source."""
+    """Withdraws earlier feedback of this source about the same."""
+    kind: Literal["value", "edit", "preference"]
+    """What is withdrawn, where it is no value."""
     feedback_id: str
     """Feedback with an equal id counts once. A new id is made when there is none."""
 
@@ -79,7 +103,7 @@ class FeedbackDetails(TypedDict, total=False):
 class FeedbackOptions(FeedbackDetails, total=False):
     """The fields of feedback with its target: a session, or the responses `msg_ids`."""
 
-    value: float | None
+    value: float | bool | None
     session_id: str
     msg_ids: Sequence[str]
     task_id: str | None
@@ -91,17 +115,15 @@ def feedback_body(options: FeedbackOptions) -> dict[str, JsonValue]:
     msg_ids = options.get("msg_ids", ())
     if isinstance(msg_ids, str):
         raise TypeError(f"msg_ids = {msg_ids!r}: a list of response ids, not one string")
-    body: dict[str, JsonValue] = {
-        "feedback_id": options.get("feedback_id") or new_id(),
-        "session_id": options.get("session_id"),
-        "msg_ids": list(msg_ids),
-        "value": options.get("value"),
-        "source": options.get("source"),
-        "task_id": options.get("task_id"),
-        "run_id": options.get("run_id"),
-        "comment": options.get("comment"),
-        "context": dict(options.get("context", {})),
-        "ends_session": options.get("ends_session"),
-        "withdrawn": options.get("withdrawn"),
-    }
+    body = {name: _json(item) for name, item in options.items()}
+    body["feedback_id"] = options.get("feedback_id") or new_id()
     return {name: item for name, item in body.items() if item not in (None, [], {})}
+
+
+def _json(item: object) -> JsonValue:
+    """What a mapping or a sequence of any kind is in JSON."""
+    if isinstance(item, Mapping):
+        return {str(name): _json(value) for name, value in item.items()}
+    if isinstance(item, Sequence) and not isinstance(item, str):
+        return [_json(value) for value in item]
+    return cast("JsonValue", item)

@@ -268,3 +268,21 @@ async def test_duplicates_and_reordering_change_no_trajectory(with_settings: Ope
 async def test_an_end_before_any_session_is_harmless(stream: Bench) -> None:
     await stream.deliver(commit(), end())
     assert (turns_of(stream), await stream.count("ends")) == ([], 0)
+
+
+@pytest.mark.parametrize("word", ["label", "edit", "facts"])
+async def test_a_commit_closes_what_was_judged_in_any_form(stream: Bench, word: str) -> None:
+    turn = ask([user("q")])
+    said = {
+        "label": feedback("s", value=None, label="good"),
+        "edit": feedback("s", turn, value=None, edit=Message(role="assistant", content="better")),
+        "facts": feedback("s", value=None, comment="seen"),
+    }[word]
+    await stream.deliver(turn, said)
+    await stream.deliver(commit())
+    assert [one.end_reason for one in stream.sent(Trajectory)] == ([] if word == "facts" else ["commit"])
+
+
+async def test_feedback_about_a_task_is_not_the_collectors(stream: Bench) -> None:
+    await stream.deliver(feedback("any", level="task", task_id="t", partition=0))
+    assert await stream.count("feedback") == 0

@@ -16,6 +16,7 @@ from headrace_collector.feedback_targets import listings
 from headrace_collector.ordered_feedback import OrderedFeedback
 from headrace_collector.runs import Tokens, partition
 from headrace_schemas import Feedback, FunctionCall, Message, ToolCall, Turn
+from headrace_schemas.events.opinion import ComparedAnswer, Preference
 from tests.support.streams import START
 from tests.support.turns import after, ask, feedback, tool, user
 
@@ -238,3 +239,23 @@ def test_runs_do_not_depend_on_the_order_of_arrival(
     shuffle.shuffle(turns)
     shuffle.shuffle(said)
     assert partition(facts(*turns), listings(said)) == expected
+
+
+def test_a_word_about_one_turn_does_not_say_that_the_turn_is_a_run() -> None:
+    """Else an edit would tear a turn out of its run, where the client named no session."""
+    first = implicit([user("q")], "a")
+    second = implicit(after(first, user("and?")), "b", at=5)
+    better = Message(role="assistant", content="better")
+    pair = Preference(chosen=ComparedAnswer(turn_id=second.turn_id), rejected=ComparedAnswer(turn_id=first.turn_id))
+    for word in (
+        feedback("s", second, value=None, edit=better),
+        feedback("s", second, value=None, withdrawn=True, kind="edit"),
+        feedback("s", second, value=1.0, level="turn"),
+        feedback("s", second, value=1.0, level="response"),
+        feedback("s", second, value=1.0, level="session"),
+        feedback("s", first, second, value=None, preference=pair),
+    ):
+        assert listings(heard(word)) == []
+        assert len(partition(facts(first, second), listings(heard(word))).runs) == 1
+    whole = feedback("s", second, value=1.0)
+    assert len(partition(facts(first, second), listings(heard(whole))).runs) == 2, "a list of turns is a run"

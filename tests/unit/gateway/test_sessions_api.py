@@ -38,7 +38,7 @@ async def test_feedback_on_a_session(tmp_path: Path) -> None:
         (event,) = served.bus.events(Feedback)
         assert answer.status_code == 202
         assert answer.json() == {"event_ids": [event.event_id], "feedback_id": "f-1"}
-        assert event.model_dump(exclude={"time", "session_key"}) == {
+        assert event.model_dump(exclude={"time", "session_key", "parts"}, exclude_none=True) == {
             **body,
             "run_id": "7",
             "value": 1.0,
@@ -60,7 +60,7 @@ async def test_feedback_on_answers_of_several_sessions_reaches_each_with_its_own
         events = served.bus.events(Feedback)
         assert [event.session_key for event in events] == KEYS
         assert [event.msg_ids for event in events] == [(IDS[0], again, "not-one-of-ours"), (IDS[1],)]
-        assert {(event.sessions, event.parts) for event in events} == {(2, 2)}
+        assert {(event.sessions, event.run_sessions) for event in events} == {(2, 2)}
         assert len({event.event_id for event in events}) == 2
         assert len({event.feedback_id for event in events}) == 1
 
@@ -143,7 +143,6 @@ async def test_a_request_is_charged_for_what_it_causes(tmp_path: Path, path: str
         ({"value": 1}, 400, "must say what this is about"),
         ({"session_id": "a"}, 400, "says nothing"),
         ({"session_id": "a", "value": "1"}, 400, "value: must be a number"),
-        ({"session_id": "a", "value": True}, 400, "value: must be a number"),
         ({"session_id": "a", "value": float("nan")}, 400, "finite"),
         ({"session_id": "a", "value": 1, "withdrawn": True}, 400, "withdrawn"),
         ({"session_id": "a\u0000b", "value": 1}, 400, "session_id"),

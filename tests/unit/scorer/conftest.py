@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from headrace_runtime.processor import Step
 from headrace_schemas import Event, Experience, Reward, Trajectory
 from headrace_scorer import schema, upkeep
 from headrace_scorer.functions import worker
@@ -109,6 +110,11 @@ async def scorer(url: str, data_dir: Path, *functions: Callable[..., object], **
     )
     async with bench(service, url, data_dir, ManualClock()) as stream:
         yield Rig(stream, scoring, pool, chosen)
+
+
+def rematch_of(rig: Rig) -> Step:
+    """The step that matches feedback about tasks."""
+    return Scorer(rig.settings, rig.scoring._cache, rig.scoring._scores, rig.scoring).rematch
 
 
 Open = Callable[..., AbstractAsyncContextManager[Rig]]

@@ -14,7 +14,7 @@ from headrace_scorer.feedback_matching import (
     displaced,
     feedback_for,
     target_trajectories,
-    valid_feedback,
+    with_task,
 )
 from tests.support.streams import START
 from tests.support.turns import ask, feedback, user
@@ -95,33 +95,20 @@ def test_displacement_is_the_difference_that_a_trajectory_makes(begins: list[int
     assert displaced(peers[-1].trajectory_id, peers, [one]) == sorted(before - after)
 
 
-def test_the_last_word_of_a_source_is_valid_whatever_its_clock_says() -> None:
-    turn = ask([user("q")])
-    for clock in (2, 9):
-        first, last = feedback("s", turn, value=0.0, at=5), feedback("s", turn, value=1.0, at=clock)
-        other = feedback("s", turn, value=0.5, at=1, source="review")
-        everything = [word(first, 3), word(last, 7), word(other, 4)]
-        for order in (everything, everything[::-1]):
-            found = valid_feedback(feedback_for("t", [closed("t", 0)], order, []), [turn.turn_id])
-            assert found == {("", "feedback"): last, ("", "review"): other}
-
-
-def test_what_lists_some_turns_is_about_those() -> None:
-    a, b, c = (ask([user("q")], at=at) for at in range(3))
-    some = feedback("s", a, b, value=0.5)
-    spoken = [a.turn_id, b.turn_id, c.turn_id]
-    assert valid_feedback(said(some), spoken) == {(a.turn_id, "feedback"): some, (b.turn_id, "feedback"): some}
-    assert valid_feedback(said(some), spoken[:2]) == {("", "feedback"): some}, "all that was spoken"
-
-
-def test_what_only_brings_context_is_no_verdict() -> None:
+def test_facts_and_names_of_feedback_go_before_those_of_the_trajectory() -> None:
     turn = ask([user("q")])
     fact = feedback("s", turn, value=None, context={"expected": "x"}, task_id="task")
-    assert valid_feedback(said(fact), [turn.turn_id]) == {}
     assert said(fact).context({"expected": "old", "kept": 1}) == {"expected": "x", "kept": 1}
     assert said(fact).named("task_id", "old") == "task"
-    vote = feedback("s", turn, value=1.0)
-    assert valid_feedback(said(fact, vote), [turn.turn_id]) == {("", "feedback"): vote}, "what follows it counts"
+
+
+def test_what_is_said_of_a_task_comes_first_and_counts_least() -> None:
+    task = feedback("any", value=0.0, level="task", task_id="t", context={"expected": "x", "of": "task"})
+    own = feedback(value=1.0, context={"expected": "y"})
+    found = with_task(said(general=(own,)), [word(task, 99)])
+    assert found.all == (task, own)
+    assert (found.of_task, found.general, found.listing) == ((task,), (own,), ())
+    assert found.context({}) == {"expected": "y", "of": "task"}
 
 
 def test_names_come_from_the_list_then_the_trajectory_then_the_session() -> None:

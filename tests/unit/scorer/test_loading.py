@@ -61,10 +61,10 @@ def test_functions_of_a_module_on_the_path(rewards: Path, monkeypatch: pytest.Mo
 
 
 def test_functions_behind_an_entry_point(rewards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plugins.install(rewards.parent / "site", "graders", {"headrace.rewards": {"accuracy": f"{rewards}:answer"}})
+    plugins.install(rewards.parent / "site", "graders", {"headrace.rewards": {"graded": f"{rewards}:answer"}})
     monkeypatch.syspath_prepend(str(rewards.parent / "site"))
-    (found,) = FunctionLoader().load(["accuracy"])
-    assert found.source == "function:accuracy"
+    (found,) = FunctionLoader().load(["graded"])
+    assert found.source == "function:graded"
 
 
 def test_a_successor_runs_the_text_of_its_predecessor(rewards: Path) -> None:

@@ -13,7 +13,7 @@ from tests.support.remembered import Ages, fill_scorer
 from tests.support.streams import START
 from tests.support.trajectories import closed
 from tests.support.turns import ask, feedback, user
-from tests.unit.scorer.conftest import Rig, scorer
+from tests.unit.scorer.conftest import Rig, rematch_of, scorer
 
 _TURNS = 20_000
 _FEW = 1_000
@@ -26,8 +26,10 @@ def length(trajectory: object) -> float:
 async def _use(rig: Rig, settings: ScorerSettings) -> None:
     """Every kind of event, and every timer."""
     turn = ask([user("q")])
-    await rig.deliver(closed(turn), feedback("s", turn), feedback("s"))
+    await rig.deliver(closed(turn, task_id="t"), feedback("s", turn), feedback("s"))
     await rig.deliver(closed(ask([user("q")], session="other"), session="other"))
+    await rig.deliver(feedback("any", level="task", task_id="t", partition=0))
+    await rig.stream.step(rematch_of(rig))
     await rig.pass_time(settings.reward_wait_s + 1)
     await rig.scoring.take_over(rig.stream.processor.database, rig.stream.clock.now())
     await rig.stream.step(upkeep.measure)

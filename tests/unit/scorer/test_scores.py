@@ -8,6 +8,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from headrace_schemas import RewardPart
+from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.ledger import LedgerEntries
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 from headrace_scorer.scores import TrajectoryScore, _experiences, _ready
@@ -27,6 +28,9 @@ class FixedEntries(LedgerEntries):
 
     def current(self) -> list[SourceReward]:
         return self.now
+
+    def given(self) -> dict[EntryKey, str]:
+        return {}
 
 
 def new_score(*rewards: SourceReward) -> TrajectoryScore:

@@ -31,12 +31,12 @@ async def tx(database_url: str, data_dir: Path) -> AsyncIterator[AsyncConnection
 
 
 async def keep(tx: AsyncConnection, trajectory: Trajectory, place: int = 0) -> dict[str, Any] | None:
-    return await store.add_trajectory(tx, NOW, trajectory, place, 60.0)
+    return await store.add_trajectory(tx, NOW, trajectory, place, 0, 60.0)
 
 
 async def hear(tx: AsyncConnection, *said: Feedback) -> None:
     for one in said:
-        await store.add_feedback(tx, NOW, PlacedFeedback(one, 7, 3, 4))
+        await store.add_feedback(tx, NOW, PlacedFeedback(one, 7, 3, 4), 0)
 
 
 def turns_of(tenant: str = "default", session: str = "s", count: int = 1) -> list[Turn]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.rewards import verdict
+from headrace.rewards.serving import verdict, verdicts
 from headrace_schemas import Reward, RewardResult, Trajectory
 from tests.support.account_events import trajectory
 
@@ -73,3 +73,12 @@ async def test_the_same_verdict_has_the_same_id_and_the_sessions_key() -> None:
     first, second = await said(lambda _: 1.0), await said(lambda _: 1.0)
     assert first.event_id == second.event_id
     assert (first.key, first.trajectory_id, first.source) == (RUN.key, "T", "mine")
+
+
+async def test_what_turns_are_worth_follows_the_reward_of_the_run() -> None:
+    (turn,) = RUN.branches[0].turn_ids
+    result = RewardResult(value=1.0, turns={turn: 0.25, "unknown": 1.0}, reason="because")
+    whole, of_turn = await verdicts(lambda _run: result, RUN, "mine", 10.0)
+    assert (whole.turn_id, whole.value, whole.reason) == (None, 1.0, "because")
+    assert (of_turn.turn_id, of_turn.value, of_turn.outcome, of_turn.reason) == (turn, 0.25, "scored", None)
+    assert whole.event_id != of_turn.event_id

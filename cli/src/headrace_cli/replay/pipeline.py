@@ -160,8 +160,8 @@ class Pipeline:
         about_sessions = False
         keys = self.request.wanted.keys
         async with connected(self.request.bus) as topics:
-            async for entry in topics.read(Range(Feedback.topic, keys=keys)):
-                if isinstance(entry.event, Feedback):
+            async for entry in topics.read(Range(Feedback.topic)):
+                if isinstance(entry.event, Feedback) and (not keys or entry.key in keys or entry.event.level == "task"):
                     about_sessions = about_sessions or not entry.event.msg_ids
                     await program.feed("feedback", _heard(entry, entry.event).model_dump_json().encode())
             async for entry in topics.read(Range(Reward.topic, keys=keys)):
@@ -248,6 +248,7 @@ async def _feed_closed(program: Program, entry: Entry) -> None:
             time_ms=round(event.time.timestamp() * 1000),
             place=entry.place,
             began=event.turns_from,
+            partition=entry.partition,
         )
         await program.feed("closed", closed.model_dump_json().encode())
 

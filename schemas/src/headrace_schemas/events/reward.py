@@ -15,7 +15,7 @@ Outcome = Literal["scored", "abstained", "failed", "parse_error", "timed_out", "
 class Reward(Event):
     """The reward of one source. P6: `value` is set only if `outcome` is `scored`; no other outcome counts as 0.0.
 
-    The highest `revision` per (`trajectory_id`, `turn_id`, `source`) wins; earlier ones stay as history.
+    The highest `revision` per (`trajectory_id`, `turn_id`, `choice`, `source`) wins; earlier ones stay as history.
     """
 
     topic: ClassVar[str] = "rewards"
@@ -26,6 +26,8 @@ class Reward(Event):
     tenant: Text = "default"
     turn_id: Text | None = None
     """Set when the reward is about one turn only."""
+    choice: Annotated[int, Field(ge=0)] | None = None
+    """Set when it is about one of the answers of that turn."""
     source: Text
     """The source: `feedback`, `function:answer`, `judge:helpfulness`, or a name of your own."""
     revision: Annotated[int, Field(ge=0)] = 0
@@ -40,11 +42,14 @@ class Reward(Event):
     def _value_iff_scored(self) -> Self:
         if (self.value is None) == (self.outcome == "scored"):
             raise ValueError(f"outcome {self.outcome!r} with value {self.value!r}; exactly 'scored' has a value")
+        if self.choice is not None and self.turn_id is None:
+            raise ValueError("a choice is one of a turn; set turn_id")
         return self
 
     @property
     def event_id(self) -> str:
-        return derived_id("reward", self.trajectory_id, self.turn_id, self.source, self.revision)
+        choice = () if self.choice is None else (self.choice,)
+        return derived_id("reward", self.trajectory_id, self.turn_id, self.source, self.revision, *choice)
 
     @property
     def key(self) -> str:

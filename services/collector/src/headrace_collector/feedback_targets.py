@@ -15,7 +15,7 @@ def listings(feedback: Sequence[OrderedFeedback]) -> list[Listing]:
     return [
         Listing(frozenset(one.event.msg_ids), one.event.task_id, one.event.run_id, one.place)
         for one in feedback
-        if one.event.msg_ids
+        if one.event.lists_a_run
     ]
 
 
@@ -54,5 +54,5 @@ def used_up(
 
 
 def judged(feedback: Sequence[Feedback]) -> bool:
-    """Whether the feedback has a valid value."""
-    return any(one.value is not None and not one.withdrawn for one in feedback)
+    """Whether the feedback judges: a value in any form, an edit or a preference that stands."""
+    return any(one.says for one in feedback)

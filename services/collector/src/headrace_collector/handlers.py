@@ -48,7 +48,9 @@ class Collector:
         return await close_runs(handling.tx, handling.now, self.settings, key, tenant, "limit", self._surplus)
 
     async def on_feedback(self, feedback: Feedback, handling: Handling) -> Sequence[Event]:
-        """Store it until its run closes; if it ends its session, store the end, too."""
+        """Store it until its run closes; if it ends its session, store the end, too. A task closes nothing."""
+        if feedback.level == "task":
+            return []
         record = handling.received.record
         until = handling.ends["turns"].get(record.partition, 0)
         after = handling.received.envelope.after or {}

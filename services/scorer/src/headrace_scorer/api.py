@@ -15,6 +15,7 @@ from headrace_runtime.errors import Refused
 from headrace_runtime.settings import Common
 from headrace_runtime.web import require_internal_key
 from headrace_scorer import ledger
+from headrace_scorer.feedback_entries import ANY_CHOICE
 from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.functions.process import FunctionsRefused
 
@@ -41,8 +42,13 @@ def routes(common: Common, pool: FunctionPool, database: Database) -> Sequence[B
         async with database.transaction() as tx:
             rows = await ledger.history(tx, trajectory_id)
         if not rows:
-            raise Refused(404, "not_found", f"there is no reward of trajectory {trajectory_id!r}")
-        return JSONResponse({"trajectory_id": trajectory_id, "rewards": [_reward(row) for row in rows]})
+            raise Refused(404, "not_found", f"there is no reward, edit or preference of trajectory {trajectory_id!r}")
+        found = {
+            "rewards": [_reward(row) for row in rows if row["kind"] == "reward"],
+            "edits": [_edit(row) for row in rows if row["kind"] == "edit"],
+            "preferences": [_preference(row) for row in rows if row["kind"] == "preference"],
+        }
+        return JSONResponse({"trajectory_id": trajectory_id, **found})
 
     return [
         Route("/functions", functions),
@@ -52,10 +58,25 @@ def routes(common: Common, pool: FunctionPool, database: Database) -> Sequence[B
 
 
 def _reward(row: ledger.Row) -> dict[str, object]:
-    plain = ("tenant", "source", "revision", "outcome", "value", "reason", "judged_by")
+    plain = ("value", "judged_by")
+    criteria = json.loads(row["criteria"]) if row["criteria"] else {}
+    return {**_entry(row), **{name: row[name] for name in plain}, "criteria": criteria}
+
+
+def _edit(row: ledger.Row) -> dict[str, object]:
+    message = json.loads(row["detail"]) if row["detail"] else None
+    return {**_entry(row), "rater": row["subject"] or None, "message": message}
+
+
+def _preference(row: ledger.Row) -> dict[str, object]:
+    return {**_entry(row), "preference_id": row["subject"], "side": row["detail"]}
+
+
+def _entry(row: ledger.Row) -> dict[str, object]:
+    """What every entry has."""
     return {
-        **{name: row[name] for name in plain},
+        **{name: row[name] for name in ("tenant", "source", "revision", "outcome", "reason")},
         "turn_id": row["turn_id"] or None,
-        "criteria": json.loads(row["criteria"]) if row["criteria"] else {},
+        "choice": None if row["choice"] == ANY_CHOICE else row["choice"],
         "time": from_epoch_ms(row["time_ms"]).isoformat(),
     }

@@ -26,6 +26,7 @@ from headrace_scorer.settings import ScorerSettings
 from headrace_scorer.store import TrajectoryCache
 
 _END_WAITING_INTERVAL_S = 0.5
+_REMATCH_INTERVAL_S = 0.5
 _FORGET_INTERVAL_S = 1.0
 _MEASURE_INTERVAL_S = 5.0
 
@@ -69,6 +70,7 @@ def service(common: Common, settings: ScorerSettings, pool: FunctionPool) -> Str
         },
         timers=[
             Timer(_END_WAITING_INTERVAL_S, end_waiting),
+            Timer(_REMATCH_INTERVAL_S, scorer.rematch),
             Timer(_FORGET_INTERVAL_S, partial(upkeep.forget, retention_s=settings.retention_s)),
             Timer(_MEASURE_INTERVAL_S, upkeep.measure),
         ],

@@ -10,9 +10,6 @@ from pydantic import JsonValue
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import Feedback
 
-Target = tuple[str, str]
-"""A turn's id (empty: the trajectory as a whole) and a source."""
-
 
 @dataclass(frozen=True, slots=True)
 class PlacedFeedback:
@@ -53,7 +50,10 @@ class ClosedTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class FeedbackSet:
-    """All feedback about one trajectory, in the order of the log."""
+    """All feedback about one trajectory: first that about its task, then the rest, each in the order of the log.
+
+    So what is said of a session takes the place of what the same rater said of its task.
+    """
 
     all: tuple[Feedback, ...]
 
@@ -65,12 +65,17 @@ class FeedbackSet:
     @property
     def general(self) -> tuple[Feedback, ...]:
         """The feedback about its session."""
-        return tuple(one for one in self.all if not one.msg_ids)
+        return tuple(one for one in self.all if not one.msg_ids and one.level != "task")
+
+    @property
+    def of_task(self) -> tuple[Feedback, ...]:
+        """The feedback about all runs of its task."""
+        return tuple(one for one in self.all if one.level == "task")
 
     @property
     def parts(self) -> int:
         """How many sessions the run had."""
-        return max((one.parts for one in self.listing), default=1)
+        return max((one.run_sessions for one in self.listing), default=1)
 
     def named(self, field: str, otherwise: str | None) -> str | None:
         """`task_id` or `run_id`: of feedback that lists turns, else `otherwise`, else of feedback about the session."""
@@ -78,9 +83,10 @@ class FeedbackSet:
         return sure or next((getattr(one, field) for one in reversed(self.general) if getattr(one, field)), None)
 
     def context(self, given: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        """The facts that reward functions may read. Facts of feedback replace those of the trajectory."""
+        """The facts that reward functions may read. Facts of feedback replace those of the trajectory, and of those
+        what is said of a session, or lists turns, replaces what is said of more."""
         merged = dict(given)
-        for one in (*self.general, *self.listing):
+        for one in (*self.of_task, *self.general, *self.listing):
             merged |= one.context
         return merged
 
@@ -95,6 +101,12 @@ def feedback_for(
     own = [one for one in general if trajectory_id in target_trajectories(one, peers)]
     ordered = sorted((*listing, *own), key=lambda one: (one.place, one.event.event_id))
     return FeedbackSet(tuple(one.event for one in ordered))
+
+
+def with_task(found: FeedbackSet, of_task: Iterable[PlacedFeedback]) -> FeedbackSet:
+    """The same with the feedback about the task, whose copies are all of one partition."""
+    ordered = sorted(of_task, key=lambda one: (one.place, one.event.event_id))
+    return FeedbackSet((*(one.event for one in ordered), *found.all))
 
 
 def target_trajectories(feedback: PlacedFeedback, peers: Sequence[ClosedTrajectory]) -> frozenset[str]:
@@ -125,20 +137,3 @@ def displaced(trajectory_id: str, peers: Sequence[ClosedTrajectory], general: It
     return sorted(
         {name for one in general for name in target_trajectories(one, others) - target_trajectories(one, peers)}
     )
-
-
-def valid_feedback(feedback_set: FeedbackSet, branch_turns: Iterable[str]) -> dict[Target, Feedback]:
-    """The feedback that is valid for each target: the last one of its source.
-
-    Feedback that lists some of the turns in branches is about those turns. Feedback that lists all of them, or none, is
-    about the whole trajectory.
-    """
-    turns = frozenset(branch_turns)
-    found: dict[Target, Feedback] = {}
-    for one in feedback_set.all:
-        if one.value is None and not one.withdrawn:
-            continue  # it only brings context or names
-        partly = bool(one.msg_ids) and not turns <= frozenset(one.msg_ids)
-        for turn in sorted(turns.intersection(one.msg_ids)) if partly else [""]:
-            found[turn, one.source] = one
-    return found

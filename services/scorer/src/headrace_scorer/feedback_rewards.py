@@ -1,4 +1,4 @@
-"""Rewards from feedback, which is matched with trajectories by turn and session in any order of arrival (P10)."""
+"""What feedback makes of a trajectory: rewards, edits and preferences, in whatever order all of it arrives (P10)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from datetime import datetime
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_schemas import Feedback, Reward, Trajectory
+from headrace_schemas import Reward, Trajectory
 from headrace_scorer import feedback_matching, ledger, store
-from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback, Target
+from headrace_scorer.feedback_entries import EntryKey, FeedbackEntry, entries_of
+from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback
+from headrace_scorer.settings import ScorerSettings
 
 
 async def feedback_for(tx: AsyncConnection, trajectory: Trajectory) -> tuple[FeedbackSet, Sequence[str]]:
@@ -18,6 +20,10 @@ async def feedback_for(tx: AsyncConnection, trajectory: Trajectory) -> tuple[Fee
     listing, general = await store.feedback_about(tx, key, tenant, trajectory.turn_ids)
     peers = await store.closed_in_session(tx, key, tenant) if general else []
     found = feedback_matching.feedback_for(trajectory.trajectory_id, peers, listing, general)
+    task_id = found.named("task_id", trajectory.task_id)
+    if task_id is not None:
+        of_task = await store.feedback_about_task(tx, tenant, task_id, trajectory.trajectory_id)
+        found = feedback_matching.with_task(found, of_task)
     return found, feedback_matching.displaced(trajectory.trajectory_id, peers, general)
 
 
@@ -36,39 +42,25 @@ async def revise(
     trajectory: Trajectory,
     feedback_set: FeedbackSet,
     entries: ledger.LedgerEntries,
-    sources_max: int,
+    settings: ScorerSettings,
 ) -> list[Reward]:
-    """Enter the rewards that this feedback changes, and return them. The last feedback of a source is its reward."""
-    wanted = feedback_matching.valid_feedback(feedback_set, store.branch_turns(trajectory))
+    """Enter what this feedback changes, and return the rewards among it. Edits and preferences are no rewards."""
+    wanted = entries_of(feedback_set, store.branch_answers(trajectory), settings.labels, settings.corrections_max)
     known = entries.from_feedback
-    changes: list[tuple[Target, Feedback | None, str]] = [
-        (target, None, row["feedback_id"])
-        for target, row in known.items()
-        if target not in wanted and row["outcome"] != "withdrawn"  # it is about another trajectory, which came later
+    changes: list[tuple[EntryKey, FeedbackEntry]] = [
+        (key, FeedbackEntry("withdrawn", row["feedback_id"]))
+        for key, row in known.items()
+        if key not in wanted and row["outcome"] != "withdrawn"  # it is about another trajectory, which came later
     ]
-    for target, feedback in wanted.items():
-        fits = len(entries.sources | {target[1]}) <= sources_max
-        if fits and (target not in known or known[target]["feedback_id"] != feedback.event_id):
-            changes.append((target, feedback, feedback.event_id))
-    rewards = [(_reward(trajectory, entries, now, target, feedback), origin) for target, feedback, origin in changes]
-    await ledger.enter(tx, now, rewards, entries)
-    return [reward for reward, _ in rewards]
+    sources = entries.sources
+    for key, entry in wanted.items():
+        if key.kind == "reward" and len(sources | {key.source}) > settings.sources_max:
+            continue
+        if key not in known or _differs(known[key], entry):
+            changes.append((key, entry))
+            sources |= {key.source} if key.kind == "reward" else set()
+    return await ledger.enter_feedback(tx, now, trajectory, changes, entries)
 
 
-def _reward(
-    trajectory: Trajectory, entries: ledger.LedgerEntries, now: datetime, target: Target, feedback: Feedback | None
-) -> Reward:
-    turn_id, source = target
-    scored = feedback is not None and not feedback.withdrawn
-    return Reward(
-        time=now,
-        trajectory_id=trajectory.trajectory_id,
-        session_key=trajectory.session_key,
-        tenant=trajectory.tenant,
-        turn_id=turn_id or None,
-        source=source,
-        revision=entries.next_revision(turn_id, source),
-        outcome="scored" if scored else "withdrawn",
-        value=feedback.value if feedback is not None and scored else None,
-        reason=feedback.comment if feedback is not None else None,
-    )
+def _differs(row: ledger.Row, entry: FeedbackEntry) -> bool:
+    return (row["feedback_id"], row["outcome"], row["value"]) != (entry.origin, entry.outcome, entry.value)

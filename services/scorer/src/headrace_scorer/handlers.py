@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.errors import InvalidEvent
-from headrace_runtime.processor import Handling
+from headrace_runtime.processor import Handling, Unfinished
 from headrace_schemas import Event, Feedback, Reward, Trajectory
 from headrace_scorer import feedback_rewards, ingest_check, ledger, store
 from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback
 from headrace_scorer.scores import ScoreStore, TrajectoryScore
 from headrace_scorer.scoring import Scoring
 from headrace_scorer.settings import ScorerSettings
+
+_REMATCHED_AT_ONCE_MAX = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +37,42 @@ class Scorer:
         """
         await ingest_check.check(trajectory, handling.received, self.known)
         tx, now = handling.tx, handling.now
-        row = await store.add_trajectory(tx, now, trajectory, handling.received.place, self.settings.reward_wait_s)
+        place, partition = handling.received.place, handling.received.record.partition
+        row = await store.add_trajectory(tx, now, trajectory, place, partition, self.settings.reward_wait_s)
         if row is None:
             return []
         self.cache.keep(trajectory)
         score = TrajectoryScore(trajectory, row, await ledger.read(tx, trajectory.trajectory_id, trajectory.tenant))
         feedback_set, displaced = await feedback_rewards.feedback_for(tx, trajectory)
-        events = await self._match(handling, score, feedback_set)
+        events = await self._match(tx, now, score, feedback_set)
         await self.scoring.add(tx, now, trajectory, feedback_set, first=True)
         events += await self.scores.emit_if_ready(tx, now, score, self.scoring.policy)
         for other in displaced:
-            events += await self._feedback_changed(handling, other)
+            events += await self._feedback_changed(tx, now, other)
         return events
 
     async def on_feedback(self, feedback: Feedback, handling: Handling) -> Sequence[Event]:
         """Store it for later trajectories, and match it with those that are here."""
+        tx, now, partition = handling.tx, handling.now, handling.received.record.partition
         after = handling.received.envelope.after or {}
         placed = PlacedFeedback(feedback, handling.received.place, after.get("turns"), after.get("trajectories"))
-        await store.add_feedback(handling.tx, handling.now, placed)
+        await store.add_feedback(tx, now, placed, partition)
+        if feedback.level == "task":
+            assert feedback.task_id is not None
+            await store.mark_for_rematch(tx, feedback.tenant, feedback.task_id, partition)
+            return []
         events: list[Event] = []
-        for trajectory_id in await feedback_rewards.targets_of(handling.tx, placed):
-            events += await self._feedback_changed(handling, trajectory_id)
+        for trajectory_id in await feedback_rewards.targets_of(tx, placed):
+            events += await self._feedback_changed(tx, now, trajectory_id)
         return events
+
+    async def rematch(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
+        """Match feedback about tasks with their trajectories, some at a time."""
+        events: list[Event] = []
+        marked = await store.take_for_rematch(tx, _REMATCHED_AT_ONCE_MAX)
+        for trajectory_id in marked:
+            events += await self._feedback_changed(tx, now, trajectory_id)
+        return Unfinished(events) if len(marked) == _REMATCHED_AT_ONCE_MAX else events
 
     async def on_reward(self, reward: Reward, handling: Handling) -> Sequence[Event]:
         """Enter a reward of another source. Raises `InvalidEvent` when a trajectory has too many sources."""
@@ -70,18 +89,20 @@ class Scorer:
             )
         return await self.scores.emit_if_ready(handling.tx, handling.now, score, self.scoring.policy)
 
-    async def _feedback_changed(self, handling: Handling, trajectory_id: str) -> list[Event]:
-        score = await self.scores.open(handling.tx, trajectory_id)
+    async def _feedback_changed(self, tx: AsyncConnection, now: datetime, trajectory_id: str) -> list[Event]:
+        score = await self.scores.open(tx, trajectory_id)
         if score is None:
             return []
-        feedback_set, _ = await feedback_rewards.feedback_for(handling.tx, score.trajectory)
+        feedback_set, _ = await feedback_rewards.feedback_for(tx, score.trajectory)
         before = score.row["inputs"]
-        events = await self._match(handling, score, feedback_set)
+        events = await self._match(tx, now, score, feedback_set)
         if score.row["inputs"] != before:
-            await self.scoring.add(handling.tx, handling.now, score.trajectory, feedback_set, first=False)
-        return [*events, *await self.scores.emit_if_ready(handling.tx, handling.now, score, self.scoring.policy)]
+            await self.scoring.add(tx, now, score.trajectory, feedback_set, first=False)
+        return [*events, *await self.scores.emit_if_ready(tx, now, score, self.scoring.policy)]
 
-    async def _match(self, handling: Handling, score: TrajectoryScore, feedback_set: FeedbackSet) -> list[Event]:
+    async def _match(
+        self, tx: AsyncConnection, now: datetime, score: TrajectoryScore, feedback_set: FeedbackSet
+    ) -> list[Event]:
         trajectory = score.trajectory
         score.change(
             inputs=self.scoring.inputs(feedback_set),
@@ -89,7 +110,4 @@ class Scorer:
             run_id=feedback_set.named("run_id", trajectory.run_id),
             parts=max(trajectory.parts, feedback_set.parts),
         )
-        limit = self.settings.sources_max
-        return [
-            *await feedback_rewards.revise(handling.tx, handling.now, trajectory, feedback_set, score.entries, limit)
-        ]
+        return [*await feedback_rewards.revise(tx, now, trajectory, feedback_set, score.entries, self.settings)]

@@ -1,4 +1,4 @@
-"""Every revision of every source's reward for a trajectory. Functions run in their caller's transaction."""
+"""Every revision of every reward, edit and preference. Functions run in their caller's transaction."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.upsert import upsert
-from headrace_schemas import Reward
+from headrace_schemas import Reward, Trajectory
 from headrace_scorer import metrics
+from headrace_scorer.answer_remarks import source_reward
+from headrace_scorer.feedback_entries import ANY_CHOICE, EntryKey, FeedbackEntry
 from headrace_scorer.reward_policy import SourceReward
 from headrace_scorer.schema import ledger
-
-_WHOLE = ""
-
 
 Row = Mapping[str, Any]
 
@@ -27,37 +26,43 @@ class LedgerEntries:
     """The ledger's rows about one trajectory, from its own tenant."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
-        self._latest: dict[tuple[str, str], Row] = {}
-        self._from_feedback: dict[tuple[str, str], Row] = {}
+        self._latest: dict[EntryKey, Row] = {}
+        self._from_feedback: dict[EntryKey, Row] = {}
         for row in sorted(rows, key=lambda row: int(row["revision"])):
             self.add(row)
 
     def add(self, row: Row) -> None:
         """Add a row. Its revision is higher than that of the rows before it."""
-        target = (row["turn_id"], row["source"])
-        self._latest[target] = row
+        key = key_of(row)
+        self._latest[key] = row
         if row["feedback_id"] is not None:
-            self._from_feedback[target] = row
+            self._from_feedback[key] = row
 
     @property
     def sources(self) -> set[str]:
-        return {source for _, source in self._latest}
+        """Those of rewards."""
+        return {key.source for key in self._latest if key.kind == "reward"}
 
     @property
-    def from_feedback(self) -> dict[tuple[str, str], Row]:
-        """The newest reward of each target that was made from feedback."""
+    def from_feedback(self) -> dict[EntryKey, Row]:
+        """The newest entry of each key that was made from feedback."""
         return dict(self._from_feedback)
 
-    def next_revision(self, turn_id: str, source: str) -> int:
-        row = self._latest.get((turn_id, source))
+    def next_revision(self, key: EntryKey) -> int:
+        row = self._latest.get(key)
         return 0 if row is None else int(row["revision"]) + 1
 
     def current(self) -> list[SourceReward]:
         """The current reward of each source: its highest revision."""
         return [
-            SourceReward(row["source"], row["turn_id"] or None, row["outcome"], row["value"])
-            for row in self._latest.values()
+            source_reward(key, row["outcome"], row["value"])
+            for key, row in self._latest.items()
+            if key.kind == "reward"
         ]
+
+    def given(self) -> dict[EntryKey, str]:
+        """The edits and preferences that stand, each with its message or side."""
+        return {key: row["detail"] for key, row in self._latest.items() if row["outcome"] == "given"}
 
 
 async def read(tx: AsyncConnection, trajectory_id: str, tenant: str) -> LedgerEntries:
@@ -66,42 +71,67 @@ async def read(tx: AsyncConnection, trajectory_id: str, tenant: str) -> LedgerEn
 
 
 async def history(tx: AsyncConnection, trajectory_id: str) -> list[Row]:
-    """Every revision of every source, for people to read."""
-    order = (ledger.c.tenant, ledger.c.source, ledger.c.turn_id, ledger.c.revision)
+    """Every revision of everything, for people to read."""
+    what = (ledger.c.kind, ledger.c.source, ledger.c.turn_id, ledger.c.choice, ledger.c.subject)
+    order = (ledger.c.tenant, *what, ledger.c.revision)
     query = select(ledger).where(ledger.c.trajectory_id == trajectory_id).order_by(*order)
     return [dict(row) for row in (await tx.execute(query)).mappings()]
 
 
-async def enter(
-    tx: AsyncConnection, now: datetime, rewards: Iterable[tuple[Reward, str | None]], entries: LedgerEntries
-) -> None:
-    """Add our own new revisions, each with the id of the feedback event it was made from, if any.
+async def enter(tx: AsyncConnection, now: datetime, rewards: Iterable[Reward], entries: LedgerEntries) -> None:
+    """Add our functions' new revisions. `entries` was read before; the new rows are added to it."""
+    await _insert(tx, [_row(reward, now) for reward in rewards], entries)
 
-    `entries` was read before; the new rows are added to it.
-    """
-    rows = [_row(reward, feedback_id, now) for reward, feedback_id in rewards]
+
+async def enter_feedback(
+    tx: AsyncConnection,
+    now: datetime,
+    trajectory: Trajectory,
+    changes: Iterable[tuple[EntryKey, FeedbackEntry]],
+    entries: LedgerEntries,
+) -> list[Reward]:
+    """Add what feedback changes, and return the rewards among it."""
+    rows = []
+    rewards = []
+    for key, entry in changes:
+        row = _feedback_row(trajectory, key, entry, entries.next_revision(key), now)
+        rows.append(row)
+        if key.kind == "reward":
+            rewards.append(_reward(trajectory, row, now))
+    await _insert(tx, rows, entries)
+    return rewards
+
+
+async def _insert(tx: AsyncConnection, rows: list[dict[str, Any]], entries: LedgerEntries) -> None:
     if rows:
         await tx.execute(insert(ledger), rows)
     for row in rows:
         entries.add(row)
-        _count(row["source"], row["outcome"])
+        _count(row)
 
 
 async def receive(tx: AsyncConnection, now: datetime, reward: Reward) -> bool:
     """Add a revision that came over the bus. False: it is here already, like our own revisions when they come back."""
-    row = _row(reward, None, now)
-    key = {name: row.pop(name) for name in ("trajectory_id", "tenant", "turn_id", "source", "revision")}
+    row = _row(reward, now)
+    key = {column.name: row.pop(column.name) for column in ledger.primary_key}
     fresh = await upsert(tx, ledger, key, row, update=False)
     if fresh:
-        _count(reward.source, reward.outcome)
+        _count(key | row)
     return fresh
 
 
-def _row(reward: Reward, feedback_id: str | None, now: datetime) -> dict[str, Any]:
+def key_of(row: Row) -> EntryKey:
+    return EntryKey(row["kind"], row["turn_id"], row["choice"], row["subject"], row["source"])
+
+
+def _row(reward: Reward, now: datetime) -> dict[str, Any]:
     return {
         "trajectory_id": reward.trajectory_id,
         "tenant": reward.tenant,
-        "turn_id": reward.turn_id or _WHOLE,
+        "kind": "reward",
+        "turn_id": reward.turn_id or "",
+        "choice": ANY_CHOICE if reward.choice is None else reward.choice,
+        "subject": "",
         "source": reward.source,
         "revision": reward.revision,
         "outcome": reward.outcome,
@@ -109,12 +139,53 @@ def _row(reward: Reward, feedback_id: str | None, now: datetime) -> dict[str, An
         "criteria": json.dumps(reward.criteria) if reward.criteria else None,
         "reason": reward.reason,
         "judged_by": reward.judged_by,
-        "feedback_id": feedback_id,
+        "detail": None,
+        "feedback_id": None,
         "time_ms": epoch_ms(reward.time),
         "arrived_ms": epoch_ms(now),
     }
 
 
-def _count(source: str, outcome: str) -> None:
-    kind = source.partition(":")[0] if source.startswith(("function:", "judge:")) else "other"
-    metrics.REWARDS.labels("feedback" if source == "feedback" else kind, outcome).inc()
+def _feedback_row(
+    trajectory: Trajectory, key: EntryKey, entry: FeedbackEntry, revision: int, now: datetime
+) -> dict[str, Any]:
+    return {
+        "trajectory_id": trajectory.trajectory_id,
+        "tenant": trajectory.tenant,
+        **key._asdict(),
+        "revision": revision,
+        "outcome": entry.outcome,
+        "value": entry.value,
+        "criteria": None,
+        "reason": entry.reason,
+        "judged_by": None,
+        "detail": entry.detail,
+        "feedback_id": entry.origin,
+        "time_ms": epoch_ms(now),
+        "arrived_ms": epoch_ms(now),
+    }
+
+
+def _reward(trajectory: Trajectory, row: Row, now: datetime) -> Reward:
+    return Reward(
+        time=now,
+        trajectory_id=trajectory.trajectory_id,
+        session_key=trajectory.session_key,
+        tenant=trajectory.tenant,
+        turn_id=row["turn_id"] or None,
+        choice=None if row["choice"] == ANY_CHOICE else row["choice"],
+        source=row["source"],
+        revision=row["revision"],
+        outcome=row["outcome"],
+        value=row["value"],
+        reason=row["reason"],
+    )
+
+
+def _count(row: Row) -> None:
+    if row["kind"] != "reward":
+        metrics.CORRECTIONS.labels(row["kind"], row["outcome"]).inc()
+        return
+    source: str = row["source"]
+    kind = source.partition(":")[0] if source.startswith(("function:", "judge:", "feedback:")) else "other"
+    metrics.REWARDS.labels("feedback" if source == "feedback" else kind, row["outcome"]).inc()

@@ -5,6 +5,9 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 REWARDS = Counter("headrace_scorer_rewards_total", "Rewards that entered the ledger", ["source", "outcome"])
+CORRECTIONS = Counter(
+    "headrace_scorer_corrections_total", "Edits, and sides of preferences, that entered the ledger", ["kind", "outcome"]
+)
 EXPERIENCES = Counter("headrace_scorer_experiences_total", "Experience revisions sent", ["state"])
 EXPERIENCE_SECONDS = Histogram(
     "headrace_scorer_experience_seconds",

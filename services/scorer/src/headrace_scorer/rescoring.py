@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace_runtime.blobs import BlobStore
@@ -26,11 +26,14 @@ from headrace_schemas import Experience, Feedback, Reward, Trajectory
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
 from headrace_schemas.replay import ClosedLine, FeedbackLine, ScoredLine
 from headrace_scorer import feedback_matching, scores, store
-from headrace_scorer.feedback_matching import FeedbackSet, Target
+from headrace_scorer.answer_remarks import Given, source_reward
+from headrace_scorer.feedback_entries import ANY_CHOICE, EntryKey, FeedbackEntry, entries_of
+from headrace_scorer.feedback_matching import FeedbackSet
 from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.functions.process import FunctionsRefused
 from headrace_scorer.functions.protocol import CallRequest
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
+from headrace_scorer.scoring import turn_values
 from headrace_scorer.settings import ScorerSettings
 
 _AT_ONCE_MAX = 64
@@ -81,6 +84,7 @@ class _Session:
     """The closed trajectories of a session, and its feedback."""
 
     closed: dict[str, feedback_matching.ClosedTrajectory] = field(default_factory=dict)
+    partition: int | None = None
     feedback: dict[str, feedback_matching.PlacedFeedback] = field(default_factory=dict)
 
 
@@ -91,9 +95,10 @@ class Rescoring:
         self._settings = settings
         self._pool = pool
         sources = [function.source for function in pool.functions]
-        self._policy = RewardPolicy(settings.weights, settings.required, settings.expected, sources)
+        self._policy = RewardPolicy(settings.weights, settings.required, settings.expected, sources, settings.combine)
         self._sessions: dict[tuple[str, str], _Session] = defaultdict(_Session)
-        self._rewards: dict[tuple[str, str], dict[Target, Reward]] = defaultdict(dict)
+        self._of_tasks: dict[tuple[str, str], dict[str, feedback_matching.PlacedFeedback]] = defaultdict(dict)
+        self._rewards: dict[tuple[str, str], dict[EntryKey, Reward]] = defaultdict(dict)
         self._made: Counter[str] = Counter()
         self._not_trained: Counter[str] = Counter()
         self._outcomes: dict[str, Counter[str]] = defaultdict(Counter)
@@ -103,14 +108,19 @@ class Rescoring:
         """Take in a line that is no trajectory. Raises `InvalidEvent`, and `ValueError` for an unknown word."""
         if word == "feedback":
             placed = _placed(FeedbackLine.model_validate_json(value))
-            session = self._sessions[placed.event.session_key, placed.event.tenant]
-            session.feedback.setdefault(placed.event.event_id, placed)
+            event = placed.event
+            if event.level == "task":
+                self._of_tasks[event.tenant, event.task_id or ""].setdefault(event.event_id, placed)
+            else:
+                self._sessions[event.session_key, event.tenant].feedback.setdefault(event.event_id, placed)
         elif word == "reward":
             self._keep(Reward.from_json(value))
         elif word == "closed":
             one = ClosedLine.model_validate_json(value)
             closed = feedback_matching.ClosedTrajectory(one.trajectory_id, one.time_ms, one.place, one.began)
-            self._sessions[one.session_key, one.tenant].closed.setdefault(one.trajectory_id, closed)
+            session = self._sessions[one.session_key, one.tenant]
+            session.closed.setdefault(one.trajectory_id, closed)
+            session.partition = one.partition
         else:
             raise ValueError(f"a line begins with {word!r}; the scorer knows closed, feedback, reward and trajectory")
 
@@ -127,9 +137,12 @@ class Rescoring:
             self._not_trained[why or "nothing_sampled"] += 1
             return ()
         feedback_set = self._feedback_for(trajectory)
-        rewards = self._given(trajectory, feedback_set) | await self._called(trajectory, value, feedback_set)
+        settings = self._settings
+        entries = entries_of(feedback_set, store.branch_answers(trajectory), settings.labels, settings.corrections_max)
+        rewards = self._given(trajectory, entries) | await self._called(trajectory, value, feedback_set)
+        given = {key: entry.detail or "" for key, entry in entries.items() if entry.outcome == "given"}
         made = [
-            self._experience(trajectory, feedback_set, index, list(rewards.values()))
+            self._experience(trajectory, feedback_set, index, list(rewards.values()), given)
             for index in range(len(trajectory.branches))
         ]
         self._made.update(one.no_reward or "rewarded" for one in made)
@@ -146,16 +159,21 @@ class Rescoring:
     def _keep(self, reward: Reward) -> None:
         """Keep the highest revision of each source for each target."""
         known = self._rewards[reward.trajectory_id, reward.tenant]
-        target = (reward.turn_id or "", reward.source)
-        if reward.source.startswith(_FUNCTION) or (target in known and known[target].revision >= reward.revision):
+        choice = ANY_CHOICE if reward.choice is None else reward.choice
+        key = EntryKey.reward(reward.source, reward.turn_id or "", choice)
+        if reward.source.startswith(_FUNCTION) or (key in known and known[key].revision >= reward.revision):
             return
-        if target in known or len({source for _, source in known} | {reward.source}) <= self._settings.sources_max:
-            known[target] = reward
+        if key in known or len({one.source for one in known} | {reward.source}) <= self._settings.sources_max:
+            known[key] = reward
 
     def _feedback_for(self, trajectory: Trajectory) -> FeedbackSet:
-        session = self._sessions.get((trajectory.session_key, trajectory.tenant))
-        if session is None:
-            return FeedbackSet(())
+        session = self._sessions.get((trajectory.session_key, trajectory.tenant), _Session())
+        found = self._feedback_of_session(trajectory, session)
+        task_id = found.named("task_id", trajectory.task_id)
+        copies = self._of_tasks.get((trajectory.tenant, task_id or ""), {}).values()
+        return feedback_matching.with_task(found, [one for one in copies if one.event.partition == session.partition])
+
+    def _feedback_of_session(self, trajectory: Trajectory, session: _Session) -> FeedbackSet:
         turns = set(trajectory.turn_ids)
         feedback = session.feedback.values()
         listing = [one for one in feedback if turns.intersection(one.event.msg_ids)]
@@ -169,39 +187,48 @@ class Rescoring:
             }
         return feedback_matching.feedback_for(trajectory.trajectory_id, list(peers.values()), listing, general)
 
-    def _given(self, trajectory: Trajectory, feedback_set: FeedbackSet) -> dict[Target, SourceReward]:
+    def _given(self, trajectory: Trajectory, entries: Mapping[EntryKey, FeedbackEntry]) -> dict[EntryKey, SourceReward]:
         """The rewards of other sources; those of feedback are made from the feedback itself."""
         rewards = self._rewards.get((trajectory.trajectory_id, trajectory.tenant), {})
-        found = {
-            target: SourceReward(one.source, one.turn_id, one.outcome, one.value) for target, one in rewards.items()
-        }
-        for target, feedback in feedback_matching.valid_feedback(feedback_set, store.branch_turns(trajectory)).items():
-            turn, source = target
-            value = None if feedback.withdrawn else feedback.value
-            found[target] = SourceReward(source, turn or None, "withdrawn" if value is None else "scored", value)
+        found = {key: source_reward(key, one.outcome, one.value) for key, one in rewards.items()}
+        for key, entry in entries.items():
+            if key.kind == "reward":
+                found[key] = source_reward(key, entry.outcome, entry.value)
         return found
 
     async def _called(
         self, trajectory: Trajectory, value: bytes, feedback_set: FeedbackSet
-    ) -> dict[Target, SourceReward]:
-        found: dict[Target, SourceReward] = {}
+    ) -> dict[EntryKey, SourceReward]:
+        found: dict[EntryKey, SourceReward] = {}
         feedback = tuple(one.to_json().decode() for one in feedback_set.all)
         context = feedback_set.context(trajectory.context)
         for function in self._pool.functions:
             outcome = await self._pool.call(
                 CallRequest(function=function.name, feedback=feedback, context=context), value
             )
-            found["", function.source] = SourceReward(function.source, None, outcome.outcome, outcome.value)
+            key = EntryKey.reward(function.source)
+            found[key] = source_reward(key, outcome.outcome, outcome.value)
+            for turn_id, worth in turn_values(trajectory, outcome).items():
+                key = EntryKey.reward(function.source, turn_id)
+                found[key] = source_reward(key, "scored", worth)
             self._outcomes[function.source][outcome.outcome] += 1
         return found
 
     def _experience(
-        self, trajectory: Trajectory, feedback_set: FeedbackSet, index: int, rewards: Sequence[SourceReward]
+        self,
+        trajectory: Trajectory,
+        feedback_set: FeedbackSet,
+        index: int,
+        rewards: Sequence[SourceReward],
+        given: Given,
     ) -> Experience:
         return scores.experience(
             trajectory,
             index,
-            self._policy.branch_reward(rewards, trajectory.branches[index].turn_ids, rewarded=False),
+            rewards,
+            given,
+            self._policy,
+            rewarded=False,
             now=trajectory.time,
             revision=0,
             task_id=feedback_set.named("task_id", trajectory.task_id),

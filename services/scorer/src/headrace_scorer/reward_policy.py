@@ -1,13 +1,14 @@
 """How the rewards of many sources become one reward. Pure.
 
-The reward of a branch is the weighted mean over the sources that scored it; their weights are renormalised to 1. A
-source that abstained, failed or was late takes no part and never counts as 0 (P6).
+The reward of a branch is the weighted mean over the sources that scored it, whose weights are renormalised to 1, or
+their weighted sum. A source that abstained, failed or was late takes no part and never counts as 0 (P6).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from headrace_schemas import RewardPart
 from headrace_schemas.events.experience import NoReward
@@ -23,6 +24,8 @@ class SourceReward:
     turn_id: str | None
     outcome: Outcome
     value: float | None
+    choice: int | None = None
+    """Which answer of the turn it is about, when it is about one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class RewardPolicy:
     expected: Sequence[str] = ()
     functions: Sequence[str] = ()
     """Sources that are our own reward functions. They are expected, too."""
+    combine: Literal["mean", "sum"] = "mean"
 
     def weight(self, source: str) -> float:
         return next((weight for pattern, weight in self.weights.items() if fits(pattern, source)), 0.0)
@@ -62,31 +66,48 @@ class RewardPolicy:
     ) -> BranchReward:
         """The reward of the branch with these turns. `rewarded`: the branch had a reward before."""
         values = self._values(source_rewards, turn_ids)
-        weights = {source: self.weight(source) for source in values}
-        total = sum(weights.values())
-        if not total:
+        parts = self._parts(values)
+        if not parts:
             return BranchReward(None, "withdrawn" if rewarded else "no_reward")
         if not _each_fits(self.required, values):
             return BranchReward(None, "withdrawn" if rewarded else "required_source_missing")
-        parts = tuple(
-            RewardPart(source=source, value=values[source], weight=weights[source] / total)
-            for source in sorted(values)
-            if weights[source]
+        return BranchReward(_total(parts), None, parts)
+
+    def turn_reward(self, source_rewards: Sequence[SourceReward], turn_id: str) -> float | None:
+        """What the sources that judge this turn by itself amount to, by the same weights; None when none does."""
+        own = [one for one in source_rewards if one.turn_id == turn_id]
+        parts = self._parts(self._values(own, [turn_id]))
+        return _total(parts) if parts else None
+
+    def _parts(self, values: Mapping[str, float]) -> tuple[RewardPart, ...]:
+        """The share of each source that counts, by name. In a mean the weights add up to 1."""
+        weights = {source: self.weight(source) for source in sorted(values)}
+        total = sum(weights.values()) if self.combine == "mean" else 1.0
+        return tuple(
+            RewardPart(source=source, value=values[source], weight=weight / total)
+            for source, weight in weights.items()
+            if weight
         )
-        return BranchReward(sum(part.value * part.weight for part in parts), None, parts)
 
     def _values(self, source_rewards: Sequence[SourceReward], turn_ids: Sequence[str]) -> dict[str, float]:
-        """The value of each source: that for the whole trajectory, else the mean of those for turns of the branch."""
+        """The value of each source: that for the whole trajectory, else the mean of those for turns of the branch.
+
+        What is about the very answer that the branch holds goes before what is about its turn.
+        """
         whole: dict[str, float] = {}
-        by_turn: dict[str, list[float]] = {}
-        for one in sorted(source_rewards, key=lambda item: (item.source, item.turn_id or "")):
+        by_turn: dict[str, dict[str, float]] = {}
+        for one in sorted(source_rewards, key=lambda item: (item.source, item.turn_id or "", item.choice is not None)):
             if one.value is None:
                 continue
             if one.turn_id is None:
                 whole[one.source] = one.value
             elif one.turn_id in turn_ids:
-                by_turn.setdefault(one.source, []).append(one.value)
-        return {source: sum(values) / len(values) for source, values in by_turn.items()} | whole
+                by_turn.setdefault(one.source, {})[one.turn_id] = one.value
+        return {source: sum(found.values()) / len(found) for source, found in by_turn.items()} | whole
+
+
+def _total(parts: Iterable[RewardPart]) -> float:
+    return sum(part.value * part.weight for part in parts)
 
 
 def _each_fits(patterns: Iterable[str], sources: Iterable[str]) -> bool:

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, LargeBinary, MetaData, Table, Text, text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    false,
+    text,
+)
 
 from headrace_runtime.stream_tables import StreamTables
 
@@ -10,6 +23,9 @@ metadata = MetaData()
 stream = StreamTables(metadata)
 
 _WAITS = text("settle_ms IS NOT NULL")  # a few of all that are kept
+REMATCH = text("rematch IS TRUE")
+"""A query uses the index only when its own condition is spelled like this."""
+_OF_TASK = text("task_id IS NOT NULL")
 
 trajectories = Table(
     "trajectories",
@@ -26,12 +42,16 @@ trajectories = Table(
     Column("scored_inputs", Text),  # digest of what they were called with
     Column("task_id", Text),
     Column("run_id", Text),
+    Column("partition", Integer),  # of its record; null for what the first releases stored
+    Column("rematch", Boolean, nullable=False, server_default=false()),  # whether feedback about its task is new
     Column("parts", Integer, nullable=False),
     Column("emitted", Text, nullable=False),  # JSON: the last experience of each branch
     Column("payload", LargeBinary, nullable=False),
     Index("ix_trajectories_session", "session_key"),
     Index("ix_trajectories_settle", "settle_ms", sqlite_where=_WAITS, postgresql_where=_WAITS),
     Index("ix_trajectories_arrived", "arrived_ms"),
+    Index("ix_trajectories_task", "tenant", "task_id"),
+    Index("ix_trajectories_rematch", "trajectory_id", sqlite_where=REMATCH, postgresql_where=REMATCH),
 )
 
 turns = Table(
@@ -62,10 +82,13 @@ feedback = Table(
     Column("place", BigInteger, nullable=False),  # offset on `feedback`: later feedback has a higher one
     Column("turns_until", BigInteger),  # turns before this offset existed when it was given
     Column("trajectories_until", BigInteger),  # the same for trajectories; null without a gateway
+    Column("task_id", Text),  # set when it is about all runs of a task
+    Column("partition", Integer),  # then: which of its copies this is
     Column("arrived_ms", BigInteger, nullable=False),
     Column("payload", LargeBinary, nullable=False),
     Index("ix_feedback_session", "session_key"),
     Index("ix_feedback_arrived", "arrived_ms"),
+    Index("ix_feedback_task", "tenant", "task_id", sqlite_where=_OF_TASK, postgresql_where=_OF_TASK),
 )
 
 listed = Table(
@@ -81,7 +104,10 @@ ledger = Table(
     metadata,
     Column("trajectory_id", Text, primary_key=True),
     Column("tenant", Text, primary_key=True),
+    Column("kind", Text, primary_key=True),  # `reward`, `edit` or `preference`
     Column("turn_id", Text, primary_key=True),  # empty: the reward is about the whole trajectory
+    Column("choice", Integer, primary_key=True, autoincrement=False),  # -1: about no single answer
+    Column("subject", Text, primary_key=True),  # the rater of an edit, the id of a preference; else empty
     Column("source", Text, primary_key=True),
     Column("revision", Integer, primary_key=True),
     Column("outcome", Text, nullable=False),
@@ -89,7 +115,8 @@ ledger = Table(
     Column("criteria", Text),  # JSON
     Column("reason", Text),
     Column("judged_by", Text),
-    Column("feedback_id", Text),  # event id of the feedback that it was made from
+    Column("detail", Text),  # the message of an edit as JSON, the side of a preference
+    Column("feedback_id", Text),  # names the feedback that it was made from
     Column("time_ms", BigInteger, nullable=False),
     Column("arrived_ms", BigInteger, nullable=False),
     Index("ix_ledger_arrived", "arrived_ms"),

@@ -13,9 +13,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import Experience, Trajectory
-from headrace_scorer import ledger, metrics, store
+from headrace_scorer import answer_remarks, ledger, metrics, store
+from headrace_scorer.answer_remarks import AnswerRemarks, Given
 from headrace_scorer.ledger import LedgerEntries
-from headrace_scorer.reward_policy import BranchReward, RewardPolicy
+from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 
 _NOT_EMITTED: Mapping[str, Any] = {"revision": -1, "state": None, "rewarded": False}
 
@@ -84,16 +85,18 @@ def _ready(score: TrajectoryScore, policy: RewardPolicy) -> bool:
 
 def _experiences(score: TrajectoryScore, now: datetime, policy: RewardPolicy) -> list[Experience]:
     emitted: Sequence[Mapping[str, Any]] = json.loads(score.row["emitted"])
-    source_rewards = score.entries.current()
+    source_rewards, given = score.entries.current(), score.entries.given()
     experiences = []
     states = []
-    for index, branch in enumerate(score.trajectory.branches):
+    for index in range(len(score.trajectory.branches)):
         last = emitted[index] if emitted else _NOT_EMITTED
-        reward = policy.branch_reward(source_rewards, branch.turn_ids, rewarded=last["rewarded"])
         made = experience(
             score.trajectory,
             index,
-            reward,
+            source_rewards,
+            given,
+            policy,
+            rewarded=last["rewarded"],
             now=now,
             revision=last["revision"] + 1,
             task_id=score.row["task_id"],
@@ -118,16 +121,22 @@ def _experiences(score: TrajectoryScore, now: datetime, policy: RewardPolicy) ->
 def experience(
     trajectory: Trajectory,
     index: int,
-    reward: BranchReward,
+    source_rewards: Sequence[SourceReward],
+    given: Given,
+    policy: RewardPolicy,
     *,
+    rewarded: bool,
     now: datetime,
     revision: int,
     task_id: str | None,
     run_id: str | None,
     parts: int,
 ) -> Experience:
-    """The experience of one branch."""
+    """The experience of one branch. `rewarded`: it had a reward before."""
     branch = trajectory.branches[index]
+    own = answer_remarks.about(source_rewards, branch)
+    reward = policy.branch_reward(own, branch.turn_ids, rewarded=rewarded)
+    said: AnswerRemarks = answer_remarks.remarks(branch, own, given, policy)
     return Experience(
         time=now,
         experience_id=Experience.id_of(trajectory.trajectory_id, index),
@@ -140,16 +149,21 @@ def experience(
         run_id=run_id,
         model=trajectory.model,
         branch_index=index,
-        branch=branch if reward.reward is not None else None,
+        branch=branch if reward.reward is not None or said.need_the_branch else None,
         turn_ids=branch.turn_ids,
         weight=1 / (len(trajectory.branches) * parts),
         reward=reward.reward,
         no_reward=reward.no_reward,
         parts=reward.parts,
+        turn_rewards=said.turn_rewards,
+        edits=said.edits,
+        preferences=said.preferences,
     )
 
 
 def _state(made: Experience) -> str:
-    """A digest of the fields that a later revision could change."""
+    """A digest of the fields that a later revision could change. Without remarks it is that of the first releases."""
     text = made.model_dump_json(include={"reward", "no_reward", "parts", "weight", "task_id", "run_id"})
+    if made.turn_rewards or made.edits or made.preferences:
+        text += made.model_dump_json(include={"turn_rewards", "edits", "preferences"})
     return sha256(text.encode()).hexdigest()[:16]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from hashlib import sha256
@@ -25,6 +25,7 @@ from headrace_runtime.processor import Processor, Step
 from headrace_runtime.sources import Sources
 from headrace_schemas import Event, Reward, Trajectory
 from headrace_scorer import ledger, schema, store
+from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.feedback_matching import FeedbackSet
 from headrace_scorer.feedback_rewards import feedback_for
 from headrace_scorer.functions.loading import RewardFunction
@@ -93,7 +94,7 @@ class Scoring:
         """The policy with the functions that are loaded now."""
         settings = self._settings
         sources = [function.source for function in self.functions]
-        return RewardPolicy(settings.weights, settings.required, settings.expected, sources)
+        return RewardPolicy(settings.weights, settings.required, settings.expected, sources, settings.combine)
 
     def inputs(self, feedback_set: FeedbackSet) -> str:
         """A digest of the feedback that functions read. When it changes, those functions have to be called again."""
@@ -205,8 +206,13 @@ class Scoring:
     ) -> list[Event]:
         current = score.row["inputs"] == order.inputs
         outdated = set() if current else {one.name for one in self.functions if one.looks_at_feedback}
-        rewards = [_reward(score, now, name, outcome) for name, outcome in outcomes.items() if name not in outdated]
-        await ledger.enter(tx, now, [(reward, None) for reward in rewards], score.entries)
+        rewards = [
+            reward
+            for name, outcome in outcomes.items()
+            if name not in outdated
+            for reward in _rewards(score, now, f"function:{name}", outcome)
+        ]
+        await ledger.enter(tx, now, rewards, score.entries)
         if current:
             score.change(scored_inputs=order.inputs)
         return [*rewards, *await self._scores.emit_if_ready(tx, now, score, self.policy)]
@@ -217,18 +223,39 @@ def _work(job: Job, order: ScoringJob, trajectory: Trajectory, feedback_set: Fee
     return LoadedJob(job, order, trajectory.to_json(), feedback, feedback_set.context(trajectory.context))
 
 
-def _reward(score: TrajectoryScore, now: datetime, name: str, outcome: Outcome) -> Reward:
-    source = f"function:{name}"
-    return Reward(
+def _rewards(score: TrajectoryScore, now: datetime, source: str, outcome: Outcome) -> Iterator[Reward]:
+    """That of the run, those of its turns, and the withdrawal of what an earlier call said of other turns."""
+    whole = Reward(
         time=now,
         trajectory_id=score.trajectory.trajectory_id,
         session_key=score.trajectory.session_key,
         tenant=score.trajectory.tenant,
         source=source,
-        revision=score.entries.next_revision("", source),
+        revision=score.entries.next_revision(EntryKey.reward(source)),
         outcome=outcome.outcome,
         value=outcome.value,
         criteria=outcome.criteria,
         reason=outcome.reason,
         judged_by=outcome.judged_by,
     )
+    yield whole
+    turns = turn_values(score.trajectory, outcome)
+    current = score.entries.current()
+    before = {one.turn_id for one in current if one.source == source and one.turn_id and one.outcome == "scored"}
+    for turn_id in sorted({*turns, *before}):
+        yield whole.model_copy(
+            update={
+                "turn_id": turn_id,
+                "revision": score.entries.next_revision(EntryKey.reward(source, turn_id)),
+                "outcome": "scored" if turn_id in turns else "withdrawn",
+                "value": turns.get(turn_id),
+                "criteria": {},
+                "reason": None,
+            }
+        )
+
+
+def turn_values(trajectory: Trajectory, outcome: Outcome) -> dict[str, float]:
+    """What a function says of turns that are in a branch."""
+    spoken = set(store.branch_turns(trajectory))
+    return {turn_id: value for turn_id, value in outcome.turns.items() if turn_id in spoken}

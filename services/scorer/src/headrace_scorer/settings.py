@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from headrace_runtime.registries import OrNameIn
 from headrace_runtime.settings import Port, ServiceSettings
+from headrace_schemas.base import Finite, Text
 from headrace_scorer.functions.loading import REWARDS
 from headrace_scorer.patterns import fits
 from headrace_scorer.service import INFO
@@ -47,6 +48,14 @@ class ScorerSettings(ServiceSettings):
     """Sources to wait for, besides `functions` and `required`, until each has scored, failed or abstained."""
     reward_wait_s: Annotated[float, Field(gt=0)] = 600.0
     """How long a trajectory waits for rewards after it arrived. Rewards that come later revise its experiences."""
+    combine: Literal["mean", "sum"] = "mean"
+    """Whether a reward is the weighted mean of its sources or their weighted sum. Metrics and `parts` of feedback are
+    sources, too: `feedback:tone`."""
+    labels: dict[Text, Finite] = Field(default_factory=dict)
+    """The value of each label that feedback may carry, e.g. `{ good = 1.0, bad = 0.0 }`. Other labels are kept and
+    abstain."""
+    corrections_max: Annotated[int, Field(ge=1, le=128)] = 128
+    """Edits of a trajectory that count, and preferences; of more the newest do."""
     sources_max: Annotated[int, Field(ge=1, le=64)] = 64
     """Sources per trajectory; further ones are dead-lettered."""
     retention_s: Annotated[float, Field(gt=0)] = 604_800.0

@@ -14,8 +14,9 @@ from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Feedback, Trajectory
+from headrace_scorer.feedback_entries import Answer
 from headrace_scorer.feedback_matching import ClosedTrajectory, PlacedFeedback
-from headrace_scorer.schema import feedback, listed, trajectories, turn_owners, turns
+from headrace_scorer.schema import REMATCH, feedback, listed, trajectories, turn_owners, turns
 
 _CACHED_MAX = 256
 _STATE = [column for column in trajectories.c if column.name != "payload"]
@@ -46,7 +47,7 @@ class TrajectoryCache:
 
 
 async def add_trajectory(
-    tx: AsyncConnection, now: datetime, trajectory: Trajectory, place: int, wait_s: float
+    tx: AsyncConnection, now: datetime, trajectory: Trajectory, place: int, partition: int, wait_s: float
 ) -> dict[str, Any] | None:
     """Store it; it waits for a reward if it can be trained. Returns its row, or None if it was stored before."""
     waits = trajectory.purpose == "train" and trajectory.untrained is None and trajectory.branches
@@ -62,6 +63,8 @@ async def add_trajectory(
         "scored_inputs": None,
         "task_id": trajectory.task_id,
         "run_id": trajectory.run_id,
+        "partition": partition,
+        "rematch": False,
         "parts": trajectory.parts,
         "emitted": "[]",
     }
@@ -99,6 +102,11 @@ def branch_turns(trajectory: Trajectory) -> list[str]:
     return list(dict.fromkeys(turn for branch in trajectory.branches for turn in branch.turn_ids))
 
 
+def branch_answers(trajectory: Trajectory) -> frozenset[Answer]:
+    """Turns with the choices that are in a branch."""
+    return frozenset((span.turn_id, span.choice) for branch in trajectory.branches for span in branch.spans)
+
+
 async def lock(tx: AsyncConnection, trajectory_id: str) -> RowMapping | None:
     """The row of a trajectory without its content, locked until this transaction ends."""
     query = select(*_STATE).where(trajectories.c.trajectory_id == trajectory_id).with_for_update()
@@ -109,8 +117,9 @@ async def change(tx: AsyncConnection, trajectory_id: str, **values: object) -> N
     await tx.execute(update(trajectories).where(trajectories.c.trajectory_id == trajectory_id).values(**values))
 
 
-async def add_feedback(tx: AsyncConnection, now: datetime, placed: PlacedFeedback) -> None:
+async def add_feedback(tx: AsyncConnection, now: datetime, placed: PlacedFeedback, partition: int) -> None:
     event = placed.event
+    of_task = event.level == "task"
     row = {
         "session_key": event.session_key,
         "tenant": event.tenant,
@@ -118,6 +127,8 @@ async def add_feedback(tx: AsyncConnection, now: datetime, placed: PlacedFeedbac
         "place": placed.place,
         "turns_until": placed.turns_until,
         "trajectories_until": placed.trajectories_until,
+        "task_id": event.task_id if of_task else None,
+        "partition": partition if of_task else None,
         "arrived_ms": epoch_ms(now),
         "payload": event.to_json(),
     }
@@ -142,6 +153,34 @@ async def feedback_about(
     )
     found = [PlacedFeedback(Feedback.from_json(payload), *places) for payload, *places in await tx.execute(query)]
     return [one for one in found if one.event.msg_ids], [one for one in found if not one.event.msg_ids]
+
+
+async def feedback_about_task(
+    tx: AsyncConnection, tenant: str, task_id: str, trajectory_id: str
+) -> list[PlacedFeedback]:
+    """Feedback about all runs of a task: the copies in the partition of the trajectory, which have one order."""
+    own = select(trajectories.c.partition).where(trajectories.c.trajectory_id == trajectory_id).scalar_subquery()
+    table = feedback.c
+    query = select(table.payload, table.place).where(
+        table.tenant == tenant, table.task_id == task_id, table.partition == own, table.task_id.is_not(None)
+    )
+    return [PlacedFeedback(Feedback.from_json(payload), place) for payload, place in await tx.execute(query)]
+
+
+async def mark_for_rematch(tx: AsyncConnection, tenant: str, task_id: str, partition: int) -> None:
+    """Remember that feedback about a task is new to its trajectories, which may be many."""
+    table = trajectories.c
+    theirs = (table.tenant == tenant) & (table.task_id == task_id) & (table.partition == partition)
+    await tx.execute(update(trajectories).where(theirs).values(rematch=True))
+
+
+async def take_for_rematch(tx: AsyncConnection, most: int) -> Sequence[str]:
+    """Up to `most` trajectories that were marked, not marked any more."""
+    marked = select(trajectories.c.trajectory_id).where(REMATCH).order_by(trajectories.c.trajectory_id).limit(most)
+    found = list((await tx.execute(marked.with_for_update(skip_locked=True))).scalars())
+    if found:
+        await tx.execute(update(trajectories).where(trajectories.c.trajectory_id.in_(found)).values(rematch=False))
+    return found
 
 
 async def closed_in_session(tx: AsyncConnection, session_key: str, tenant: str) -> list[ClosedTrajectory]:

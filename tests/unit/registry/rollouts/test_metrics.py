@@ -93,6 +93,23 @@ def test_as_of_a_moment_nothing_later_is_known() -> None:
     assert found == [None, 0.0, 0.0, 1.0]
 
 
+def test_an_edit_leaves_the_value_and_each_rater_has_a_word() -> None:
+    turn = ask([user("q")])
+    better = Message(role="assistant", content="better")
+    words = (
+        feedback("s", turn, value=1.0, rater="ann"),
+        feedback("s", turn, value=0.0, rater="bob"),
+        feedback("s", turn, value=None, edit=better, rater="ann"),
+        feedback("s", turn, value=None, withdrawn=True, kind="edit", rater="ann"),
+        feedback("s", turn, value=0.0, metric="tone", rater="ann"),
+    )
+    assert measured("satisfaction", feedback=words) == 0.5
+    assert measured("satisfaction:feedback:tone", feedback=words) == 0.0
+    assert (
+        measured("satisfaction", feedback=(*words, feedback("s", turn, value=None, withdrawn=True, rater="bob"))) == 1.0
+    )
+
+
 def test_satisfaction_is_the_last_word_of_users_on_each_target() -> None:
     turn = ask([user("hi")])
     words = (

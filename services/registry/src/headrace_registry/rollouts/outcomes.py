@@ -54,7 +54,7 @@ def timed_out(session: SessionRecord, source: str) -> float | None:
 @of_source(higher_is_better=True)
 def satisfaction(session: SessionRecord, source: str) -> float | None:
     """The mean of users' standing feedback: of the source `feedback` unless another is named."""
-    values = [one.value for one in session.standing_feedback if one.source == (source or "feedback")]
+    values = [one.value for one in session.standing_feedback if one.metric_source == (source or "feedback")]
     found = [value for value in values if value is not None]
     return fmean(found) if found else None
 

@@ -31,21 +31,25 @@ class SessionRecord:
     @property
     def standing_rewards(self) -> tuple[Reward, ...]:
         """The valid word of each source on each trajectory or turn: its highest revision, whatever the outcome."""
-        last: dict[tuple[str, str | None, str], Reward] = {}
+        last: dict[tuple[str, str | None, int | None, str], Reward] = {}
         for reward in self.rewards:
-            about = reward.trajectory_id, reward.turn_id, reward.source
+            about = reward.trajectory_id, reward.turn_id, reward.choice, reward.source
             if about not in last or reward.revision >= last[about].revision:
                 last[about] = reward
         return tuple(last.values())
 
     @property
     def standing_feedback(self) -> tuple[Feedback, ...]:
-        """The last word of each source on each target, without what was withdrawn and what carries no value."""
-        last: dict[tuple[str, tuple[str, ...]], Feedback] = {}
+        """The last word of each rater of a source on each target, without what was withdrawn and what carries no value.
+
+        An edit or a preference is none, and leaves the value that was said of the same answer.
+        """
+        last: dict[tuple[object, ...], Feedback] = {}
         for one in self.feedback:
-            if one.value is not None or one.withdrawn:
-                last[one.source, tuple(sorted(one.msg_ids))] = one
-        return tuple(one for one in last.values() if not one.withdrawn)
+            if one.about == "value" and (one.value is not None or one.label is not None or one.withdrawn):
+                target = one.level, tuple(sorted(one.msg_ids)), one.choice
+                last[one.source, one.metric, one.rater, *target] = one
+        return tuple(one for one in last.values() if one.value is not None and not one.withdrawn)
 
     @property
     def dialogue(self) -> tuple[Message, ...]:

@@ -21,6 +21,8 @@ class Outcome(BaseModel):
     outcome: Literal["scored", "abstained", "failed", "timed_out"]
     value: float | None = None
     criteria: dict[str, float] = {}
+    turns: dict[str, float] = {}
+    """What the function says of single turns, whether or not it scored the run."""
     reason: str | None = None
     judged_by: str | None = None
     """Digest of the function's source, set by the scorer."""
@@ -40,8 +42,9 @@ def outcome_of(returned: object) -> Outcome:
     if value is None and result.criteria:
         value = sum(result.criteria.values()) / len(result.criteria)
     if value is None:
-        return Outcome(outcome="abstained", reason=_short(result.reason))
-    return Outcome(outcome="scored", value=value, criteria=result.criteria, reason=_short(result.reason))
+        return Outcome(outcome="abstained", turns=result.turns, reason=_short(result.reason))
+    reason = _short(result.reason)
+    return Outcome(outcome="scored", value=value, criteria=result.criteria, turns=result.turns, reason=reason)
 
 
 def _result(returned: object) -> RewardResult:

@@ -97,9 +97,9 @@ async def _batch(
     for place, record in ((place, record) for place, records in batches.items() for record in records):
         trajectory = await _trajectory(record)
         if trajectory is not None:
-            reward = await verdict(function, trajectory, source, timeout_s)
-            await producer.send([Outgoing.of(reward, f"rewards/{source}")])
-            if reward.outcome == "timed_out" and not inspect.iscoroutinefunction(function):
+            rewards = await verdicts(function, trajectory, source, timeout_s)
+            await producer.send([Outgoing.of(reward, f"rewards/{source}") for reward in rewards])
+            if rewards[0].outcome == "timed_out" and not inspect.iscoroutinefunction(function):
                 stuck = trajectory.trajectory_id
         reached[place] = record.offset + 1
         if stuck is not None:
@@ -121,6 +121,11 @@ async def _trajectory(record: ConsumerRecord) -> Trajectory | None:
 
 async def verdict(function: Function, trajectory: Trajectory, source: str, timeout_s: float) -> Reward:
     """The reward of a trajectory. An error of `function` is an outcome of its own and never a score (P6)."""
+    return (await verdicts(function, trajectory, source, timeout_s))[0]
+
+
+async def verdicts(function: Function, trajectory: Trajectory, source: str, timeout_s: float) -> list[Reward]:
+    """The reward of a trajectory, then those of its turns, where the function says what they are worth."""
     outcome: Outcome
     result, limit = RewardResult(), asyncio.timeout(timeout_s)
     try:
@@ -131,7 +136,7 @@ async def verdict(function: Function, trajectory: Trajectory, source: str, timeo
     except Exception as error:  # noqa: BLE001 (a user's function may raise anything)
         outcome = "timed_out" if limit.expired() else "failed"
         result = RewardResult(reason=repr(error)[:_REASON_LENGTH_MAX] if outcome == "failed" else None)
-    return Reward(
+    whole = Reward(
         time=utcnow(),
         trajectory_id=trajectory.trajectory_id,
         session_key=trajectory.session_key,
@@ -142,6 +147,13 @@ async def verdict(function: Function, trajectory: Trajectory, source: str, timeo
         criteria=result.criteria,
         reason=result.reason,
     )
+    spoken = {turn_id for branch in trajectory.branches for turn_id in branch.turn_ids}
+    of_turn: dict[str, Any] = {"outcome": "scored", "criteria": {}, "reason": None}
+    return [whole] + [
+        whole.model_copy(update={**of_turn, "turn_id": turn_id, "value": value})
+        for turn_id, value in result.turns.items()
+        if turn_id in spoken
+    ]
 
 
 async def _in_thread(function: Function, trajectory: Trajectory) -> Any:

@@ -1,0 +1,60 @@
+"""Rewards: functions to build them from, and a source of rewards of your own as a consumer of the bus.
+
+    from headrace.rewards import accuracy, guarded, too_long
+
+    def answer(trajectory, context):
+        right = accuracy(trajectory.final_answer, context["expected"])
+        return guarded(right, too_long(trajectory.final_answer, length_max=400))
+
+The functions are plain: text and numbers in, a number from 0 to 1 out, None where they cannot tell. Those in
+`headrace.rewards.functions` read a trajectory and its context, and go into `scorer.functions` by name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace_schemas.lazy import lazily
+
+if TYPE_CHECKING:
+    from headrace.rewards.answers import accuracy, follows, normalized, numbers_in
+    from headrace.rewards.combining import TaskScale, composite, relative, standardized
+    from headrace.rewards.guards import guarded, pleading, repetitive, too_long, tool_spam
+    from headrace.rewards.lengths import length_penalty, steps
+    from headrace.rewards.serving import consume, serve, verdict
+    from headrace.rewards.tools import ToolScore, tool_score
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "headrace.rewards.answers": ("accuracy", "follows", "normalized", "numbers_in"),
+            "headrace.rewards.combining": ("TaskScale", "composite", "relative", "standardized"),
+            "headrace.rewards.guards": ("guarded", "pleading", "repetitive", "tool_spam", "too_long"),
+            "headrace.rewards.lengths": ("length_penalty", "steps"),
+            "headrace.rewards.serving": ("consume", "serve", "verdict"),
+            "headrace.rewards.tools": ("ToolScore", "tool_score"),
+        },
+    )
+
+__all__ = [
+    "TaskScale",
+    "ToolScore",
+    "accuracy",
+    "composite",
+    "consume",
+    "follows",
+    "guarded",
+    "length_penalty",
+    "normalized",
+    "numbers_in",
+    "pleading",
+    "relative",
+    "repetitive",
+    "serve",
+    "standardized",
+    "steps",
+    "too_long",
+    "tool_score",
+    "tool_spam",
+    "verdict",
+]

@@ -1,0 +1,65 @@
+"""The reward library as functions for the scorer: in `scorer.functions` by name, or to `serve`.
+
+They read what they need from the context of the trajectory, which comes with turns or with feedback. Each abstains
+where its fact is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headrace.rewards import answers, guards, lengths, tools
+from headrace.rewards.combining import composite
+from headrace_schemas import RewardResult
+
+if TYPE_CHECKING:
+    from headrace_schemas import Trajectory
+
+Context = Mapping[str, Any]
+_LENGTH_MAX = 4000
+
+
+def accuracy(trajectory: Trajectory, context: Context) -> float | None:
+    """Whether the final answer is `expected`: a text, a number (within `tolerance`), or a list of right ones."""
+    expected = context.get("expected")
+    if expected is None:
+        return None
+    return answers.accuracy(trajectory.final_answer, expected, tolerance=float(context.get("tolerance", 1e-6)))
+
+
+def answer_format(trajectory: Trajectory, context: Context) -> float | None:
+    """Whether the whole final answer fits the regular expression `format`."""
+    pattern = context.get("format")
+    return None if pattern is None else answers.follows(trajectory.final_answer, pattern)
+
+
+def brevity(trajectory: Trajectory, context: Context) -> float:
+    """1 for a final answer of at most `length_max` characters (4000), falling to 0 at twice as many."""
+    length_max = int(context.get("length_max", _LENGTH_MAX))
+    return lengths.length_penalty(1.0, len(trajectory.final_answer), length_max=length_max, weight=1.0)
+
+
+def tool_correctness(trajectory: Trajectory, context: Context) -> RewardResult:
+    """Whether the calls of `expected_calls` were made, with their arguments; whether calls were valid, and worked."""
+    expected: Sequence[tools.Call] = context.get("expected_calls") or ()
+    score = tools.tool_score(trajectory.messages, trajectory.tools, expected)
+    found = {"tool": score.tool, "arguments": score.arguments, "success": score.success, "invalid": score.invalid}
+    criteria = {name: value for name, value in found.items() if value is not None}
+    return RewardResult(value=score.value, criteria=criteria if score.value is not None else {})
+
+
+def guarded_accuracy(trajectory: Trajectory, context: Context) -> RewardResult:
+    """`accuracy`, with the answer's format where one is asked for, less what padding, repetition, pleading and needless
+    calls would have earned."""
+    answer = trajectory.final_answer
+    found = composite({"accuracy": accuracy(trajectory, context), "format": answer_format(trajectory, context)})
+    if found is None:
+        return RewardResult()
+    exploits = {
+        "too_long": guards.too_long(answer, length_max=int(context.get("length_max", _LENGTH_MAX))),
+        "repetitive": guards.repetitive(answer),
+        "pleading": guards.pleading(answer),
+        "tool_spam": guards.tool_spam(trajectory.messages),
+    }
+    return RewardResult(value=guards.guarded(found, *exploits.values()), criteria=exploits)

@@ -1,0 +1,143 @@
+"""Faults that the comparison with the oracle has to notice, each planted alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+from headrace_gateway.feedback_request import FeedbackRequest
+from headrace_schemas import Experience, Feedback, PreferenceSide
+from headrace_schemas.events.opinion import Opinion
+from headrace_scorer import answer_remarks, feedback_entries, feedback_matching, scores
+from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback
+from headrace_scorer.reward_policy import RewardPolicy
+
+_SET_OF = feedback_matching.feedback_for
+_TASK = feedback_matching.with_task
+_TOGETHER = feedback_entries._together
+_EDITS = feedback_entries._edits
+_SIDE = answer_remarks._side
+_STATE = scores._state
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that somebody might make, by name."""
+
+    name: str
+    planted: Callable[[], AbstractContextManager[Any]]
+
+
+def _by_the_clock(*given: Any) -> FeedbackSet:
+    found = _SET_OF(*given)
+    return FeedbackSet(tuple(sorted(found.all, key=lambda one: (one.time, one.feedback_id))))
+
+
+def _by_id(name: str, peers: Any, *placed: Iterable[PlacedFeedback]) -> FeedbackSet:
+    listing, general = ([replace(one, place=0) for one in some] for some in placed)
+    return _SET_OF(name, peers, listing, general)
+
+
+def _task_last(found: FeedbackSet, of_task: Iterable[PlacedFeedback]) -> FeedbackSet:
+    made = _TASK(found, of_task)
+    return FeedbackSet((*(one for one in made.all if one.level != "task"), *made.of_task))
+
+
+def _first_word(words: Any) -> Any:
+    return _TOGETHER([word for word in words if not word.feedback.withdrawn][:1] or words)
+
+
+@contextlib.contextmanager
+def _withdrawal_unheard() -> Iterator[None]:
+    """What was taken back counts on."""
+    sound = feedback_entries._values
+
+    def faulty(one: Feedback, labels: Any) -> Any:
+        yield from () if one.withdrawn else sound(one, labels)
+
+    with mock.patch.object(feedback_entries, "_values", faulty):
+        yield
+
+
+def _edits_stay(found: FeedbackSet, *rest: Any) -> Any:
+    return _EDITS(FeedbackSet(tuple(one for one in found.all if not (one.about == "edit" and one.withdrawn))), *rest)
+
+
+def _swapped(key: Any, detail: str) -> PreferenceSide:
+    return _SIDE(key, "rejected" if detail == "chosen" else "chosen")
+
+
+def _reward_alone(made: Experience) -> str:
+    return _STATE(made.model_copy(update={"turn_rewards": (), "edits": (), "preferences": ()}))
+
+
+@contextlib.contextmanager
+def _raw_ratings() -> Iterator[None]:
+    """A rating counts as it is, whatever its scale."""
+    sound = feedback_entries._values
+
+    def faulty(one: Feedback, labels: Any) -> Any:
+        yield from ((source, one.rating if one.rating is not None else value) for source, value in sound(one, labels))
+
+    with mock.patch.object(feedback_entries, "_values", faulty):
+        yield
+
+
+@contextlib.contextmanager
+def _one_rater() -> Iterator[None]:
+    """All who speak for a source have one voice."""
+    sound = feedback_entries._rewards
+
+    def faulty(found: FeedbackSet, *rest: Any) -> Any:
+        return sound(FeedbackSet(tuple(one.model_copy(update={"rater": None}) for one in found.all)), *rest)
+
+    with mock.patch.object(feedback_entries, "_rewards", faulty):
+        yield
+
+
+@contextlib.contextmanager
+def _metric_forgotten() -> Iterator[None]:
+    with mock.patch.object(Opinion, "metric_source", property(lambda self: self.source)):
+        yield
+
+
+@contextlib.contextmanager
+def _choice_forgotten() -> Iterator[None]:
+    """The door takes what is said of the second answer for what is said of the first."""
+    sound = FeedbackRequest.model_validate
+
+    def faulty(body: Any) -> FeedbackRequest:
+        return sound({name: 0 if name == "choice" else value for name, value in body.items()})
+
+    with mock.patch.object(FeedbackRequest, "model_validate", faulty):
+        yield
+
+
+def _all(rewards: Any, _branch: Any) -> Any:
+    return list(rewards)
+
+
+def _patch(where: Any, name: str, instead: Any) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: mock.patch.object(where, name, instead)
+
+
+FAULTS = (
+    Fault("clocks order what was said", _patch(feedback_matching, "feedback_for", _by_the_clock)),
+    Fault("ids order what was said", _patch(feedback_matching, "feedback_for", _by_id)),
+    Fault("a task goes before its session", _patch(feedback_matching, "with_task", _task_last)),
+    Fault("the first rater counts alone", _patch(feedback_entries, "_together", _first_word)),
+    Fault("what was taken back counts", _withdrawal_unheard),
+    Fault("all raters have one voice", _one_rater),
+    Fault("edits that were taken back stay", _patch(feedback_entries, "_edits", _edits_stay)),
+    Fault("chosen and rejected are swapped", _patch(answer_remarks, "_side", _swapped)),
+    Fault("a changed edit raises no revision", _patch(scores, "_state", _reward_alone)),
+    Fault("a choice's reward is every branch's", _patch(answer_remarks, "about", _all)),
+    Fault("turn rewards are forgotten", _patch(RewardPolicy, "turn_reward", lambda _self, _rewards, _turn: None)),
+    Fault("a rating counts without its scale", _raw_ratings),
+    Fault("a metric counts as its source", _metric_forgotten),
+    Fault("the second answer is taken for the first", _choice_forgotten),
+)

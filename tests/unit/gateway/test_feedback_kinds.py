@@ -1,0 +1,197 @@
+"""Every kind of feedback at the HTTP door, and the same rules at the door of the topic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_schemas import Feedback, ids
+from headrace_schemas.errors import InvalidEvent
+from headrace_schemas.events.feedback import task_key
+from tests.support.gateway import PARTITIONS, Gateway, gateway, until
+
+ONE, TWO = (ids.session_key("default", name) for name in ("one", "two"))
+A, B, C = ids.response_id(ONE), ids.response_id(ONE), ids.response_id(TWO)
+
+
+async def sent(served: Gateway, body: dict[str, Any]) -> list[Feedback]:
+    await until(lambda: served.publisher.connected)
+    answer = await served.client.post("/v1/feedback", json=body)
+    assert answer.status_code == 202, answer.text
+    return served.bus.events(Feedback)
+
+
+ACCEPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"session_id": "one", "value": True}, {"value": 1.0}),
+    ({"session_id": "one", "value": False}, {"value": 0.0}),
+    ({"session_id": "one", "rating": 4, "scale": [1, 5]}, {"value": 0.75, "rating": 4.0, "scale": (1.0, 5.0)}),
+    ({"session_id": "one", "label": "good"}, {"label": "good", "value": None}),
+    ({"session_id": "one", "parts": {"tone": 1, "truth": 0.5}}, {"parts": {"tone": 1.0, "truth": 0.5}}),
+    ({"session_id": "one", "value": 1, "metric": "tone", "rater": "ann"}, {"metric": "tone", "rater": "ann"}),
+    ({"response_id": A, "value": 1}, {"level": None, "msg_ids": (A,)}),
+    ({"response_id": A, "value": 1, "choice": 1}, {"level": "response", "choice": 1, "msg_ids": (A,)}),
+    ({"response_id": A, "value": 1, "level": "turn"}, {"level": "turn", "msg_ids": (A,)}),
+    ({"msg_ids": [A], "value": 1, "level": "session"}, {"level": "session", "msg_ids": (A,)}),
+    ({"response_id": A, "withdrawn": True, "kind": "edit"}, {"withdrawn": True, "kind": "edit", "msg_ids": (A,)}),
+]
+
+
+@pytest.mark.parametrize(("body", "wanted"), ACCEPTED, ids=lambda one: json.dumps(one)[:60] if "value" in one else "")
+async def test_what_is_said_is_what_travels(tmp_path: Path, body: dict[str, Any], wanted: dict[str, Any]) -> None:
+    async with gateway(tmp_path) as served:
+        (event,) = await sent(served, body)
+        assert {name: getattr(event, name) for name in wanted} == wanted
+        assert Feedback.from_json(event.to_json()) == event
+
+
+async def test_an_edit_is_a_text_or_an_answer_with_tool_calls(tmp_path: Path) -> None:
+    call = {"function": {"name": "look", "arguments": "{}"}}
+    async with gateway(tmp_path) as served:
+        await sent(served, {"response_id": A, "edit": "what it should have said"})
+        await sent(served, {"response_id": A, "choice": 1, "edit": {"content": "so", "tool_calls": [call, call]}})
+        text, calls = served.bus.events(Feedback)
+        assert (text.edit and text.edit.role, text.edit and text.edit.text) == ("assistant", "what it should have said")
+        assert text.answer == (A, 0)
+        assert calls.answer == (A, 1)
+        assert calls.edit is not None
+        assert [one.id for one in calls.edit.tool_calls or ()] == ["call_0", "call_1"]
+        assert not text.lists_a_run, "an edit of one turn does not say that this turn is a run"
+
+
+async def test_a_preference_between_two_choices_of_one_call(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as served:
+        (event,) = await sent(served, {"response_id": A, "preference": {"chosen": 1, "rejected": 0}})
+        assert event.preference is not None
+        assert event.preference.model_dump() == {
+            "chosen": {"turn_id": A, "choice": 1},
+            "rejected": {"turn_id": A, "choice": 0},
+        }
+        assert (event.msg_ids, event.sessions) == ((A,), 1)
+
+
+async def test_a_preference_over_two_sessions_is_an_event_in_each(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as served:
+        events = await sent(served, {"preference": {"chosen": C, "rejected": {"response_id": A, "choice": 2}}})
+        assert {(one.session_key, one.msg_ids) for one in events} == {(ONE, (A,)), (TWO, (C,))}
+        assert len({one.event_id for one in events}) == 2
+        assert {one.preference_id("default") for one in events} == {events[0].preference_id("default")}
+        assert {one.sessions for one in events} == {1}, "what is compared is not one run"
+
+
+async def test_two_responses_of_one_session_are_compared_in_one_event(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as served:
+        (event,) = await sent(served, {"preference": {"chosen": B, "rejected": A}})
+        assert set(event.msg_ids) == {A, B}
+
+
+async def test_feedback_about_a_task_reaches_every_partition(tmp_path: Path) -> None:
+    async with gateway(tmp_path, limits_per_key={"requests_per_s": 0.001, "burst": 2 * PARTITIONS}) as served:
+        events = await sent(served, {"level": "task", "task_id": "t", "value": 1, "context": {"expected": "42"}})
+        assert [one.partition for one in events] == list(range(PARTITIONS))
+        assert {one.session_key for one in events} == {task_key("default", "t")}
+        assert len({one.event_id for one in events}) == PARTITIONS
+        statuses = []
+        for _ in range(3):
+            body = {"level": "task", "task_id": "t", "value": 1}
+            statuses.append((await served.client.post("/v1/feedback", json=body)).status_code)
+        assert statuses[-1] == 429, "each copy is charged"
+
+
+async def test_a_preference_over_two_sessions_is_charged_twice(tmp_path: Path) -> None:
+    async with gateway(tmp_path, limits_per_key={"requests_per_s": 0.001, "burst": 4}) as served:
+        await until(lambda: served.publisher.connected)
+        body = {"preference": {"chosen": C, "rejected": A}}
+        statuses = [(await served.client.post("/v1/feedback", json=body)).status_code for _ in range(4)]
+        assert statuses[0] == 202
+        assert statuses[-1] == 429
+
+
+REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"session_id": "one", "value": "0.5"}, "value", "must be a number"),
+    ({"session_id": "one", "value": 1, "label": "good"}, "label", "comes with value"),
+    ({"session_id": "one", "value": 1, "parts": {"tone": 1}}, "parts", "comes with value"),
+    ({"session_id": "one", "rating": 4}, "scale", "is missing"),
+    ({"session_id": "one", "scale": [1, 5], "value": 1}, "rating", "is missing"),
+    ({"session_id": "one", "rating": 6, "scale": [1, 5]}, "rating", "6 is not on the scale from 1 to 5"),
+    ({"session_id": "one", "rating": 4, "scale": [5, 1]}, "scale", "the lower end comes first"),
+    ({"session_id": "one", "rating": True, "scale": [0, 1]}, "rating", "must be a number"),
+    ({"session_id": "one", "value": 1, "metric": "a:b"}, "metric", "pattern"),
+    ({"session_id": "one", "parts": {"tone": 1}, "metric": "tone"}, "metric", "parts name their metrics"),
+    ({"session_id": "one", "edit": "x"}, "edit", "name it as response_id"),
+    ({"msg_ids": [A, C], "edit": "x"}, "edit", "name it as response_id"),
+    ({"response_id": A, "edit": ""}, "edit", "neither text nor tool calls"),
+    ({"response_id": A, "edit": {"role": "user", "content": "x"}}, "edit", "has the role 'user'"),
+    ({"response_id": A, "edit": "x", "value": 0}, "edit", "comes with value"),
+    ({"response_id": A, "edit": "x", "level": "turn"}, "edit", "no other level"),
+    ({"response_id": A, "edit": "x", "metric": "tone"}, "metric", "an edit has none"),
+    ({"session_id": "one", "value": 1, "choice": 0}, "choice", "name it as response_id"),
+    ({"msg_ids": [A, C], "value": 1, "level": "response"}, "level", "name it as response_id"),
+    ({"session_id": "one", "value": 1, "level": "turn"}, "level", "list them"),
+    ({"response_id": A, "value": 1, "level": "turn", "choice": 1}, "choice", "for the level response"),
+    ({"preference": {"chosen": 1, "rejected": 0}}, "preference", "name it as response_id"),
+    ({"msg_ids": [A, C], "preference": {"chosen": 1, "rejected": 0}}, "preference", "name it as response_id"),
+    ({"response_id": A, "preference": {"chosen": A, "rejected": C}}, "preference", "names its responses itself"),
+    ({"response_id": A, "preference": {"chosen": 1, "rejected": 1}}, "preference", "an answer with itself"),
+    ({"preference": {"chosen": A, "rejected": A}}, "preference", "an answer with itself"),
+    ({"preference": {"chosen": A}}, "preference.rejected", "required"),
+    ({"preference": {"chosen": A, "rejected": C}, "choice": 1}, "preference", "leave level and choice out"),
+    ({"level": "task", "value": 1}, "task_id", "is missing"),
+    ({"level": "task", "task_id": "t"}, None, "says nothing"),
+    ({"level": "task", "task_id": "t", "value": 1, "session_id": "one"}, "session_id", "name the task alone"),
+    ({"level": "task", "task_id": "t", "value": 1, "ends_session": True}, "level", "name the task alone"),
+    ({"session_id": "one", "value": 1, "kind": "edit"}, "edit", "name it as response_id"),
+    ({"session_id": "one", "value": 1, "kind": "value"}, "kind", "for what is withdrawn"),
+    ({"session_id": "one", "withdrawn": True, "label": "good"}, "label", "says nothing else"),
+    ({"session_id": "one", "withdrawn": True, "kind": "preference"}, "preference", "name the two answers"),
+    ({"session_id": "one", "value": 1, "ratter": "ann"}, "ratter", "did you mean 'rater'"),
+    ({"session_id": "one", "level": "run", "value": 1}, "level", "'turn'"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), REFUSED, ids=lambda one: json.dumps(one)[:70])
+async def test_what_cannot_be_meant_is_refused_by_name(
+    tmp_path: Path, body: dict[str, Any], param: str | None, message: str
+) -> None:
+    async with gateway(tmp_path) as served:
+        await until(lambda: served.publisher.connected)
+        answer = await served.client.post("/v1/feedback", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param), error
+        assert message in error["message"]
+        assert served.bus.events(Feedback) == []
+
+
+def record(**fields: Any) -> bytes:
+    given = {"time": "2026-01-01T00:00:00Z", "feedback_id": "f", "session_key": ONE}
+    return json.dumps({**given, **fields}).encode()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"value": 1, "label": "good"}, "label: comes with value"),
+        ({"rating": 4}, "scale: is missing"),
+        ({"rating": 9, "scale": [1, 5]}, "rating: 9 is not on the scale"),
+        ({"rating": 4, "scale": [1, 5], "value": 0.5}, "value: is not where the rating lies"),
+        ({"edit": {"role": "assistant", "content": "x"}}, "edit: is about one response"),
+        ({"edit": {"role": "user", "content": "x"}, "msg_ids": [A]}, "edit: has the role"),
+        ({"choice": 1, "value": 1, "msg_ids": [A]}, "choice: is for the level response"),
+        ({"level": "task", "value": 1}, "task_id: is missing"),
+        (
+            {"preference": {"chosen": {"turn_id": A}, "rejected": {"turn_id": B}}, "msg_ids": [C]},
+            "msg_ids: of a preference",
+        ),
+    ],
+)
+def test_the_topic_has_the_rules_of_http(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidEvent, match=message):
+        Feedback.from_json(record(**fields))
+
+
+def test_what_the_first_releases_sent_is_still_read() -> None:
+    assert Feedback.from_json(record(value=1, withdrawn=True)).withdrawn
+    old = Feedback.from_json(record(value=1, msg_ids=[A, C], task_id="t"))
+    assert (old.run_sessions, old.lists_a_run, old.about) == (2, True, "value")
