@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
@@ -26,9 +28,16 @@ def freeze(policy: Policy, optimizer: Optimizer, lineage: str) -> Frozen:
 
 def thaw(policy: Policy, optimizer: Optimizer, frozen: Frozen, *, with_random: bool) -> None:
     """Continue from `freeze`'s answer, optionally with the random state of that moment."""
-    tensors = load(frozen.optimizer)
+    restore(policy, optimizer, load(frozen.weights), load(frozen.optimizer), with_random=with_random)
+
+
+def restore(
+    policy: Policy, optimizer: Optimizer, weights: Mapping[str, Tensor], state: Mapping[str, Tensor], *, with_random: bool
+) -> None:
+    """The same, from the tensors in the two."""
+    tensors = dict(state)
     random = {name.removeprefix(_RANDOM): tensors.pop(name) for name in list(tensors) if name.startswith(_RANDOM)}
-    policy.load(load(frozen.weights))
+    policy.load(weights)
     optimizer.load(tensors)
     if with_random:
         torch.set_rng_state(random["cpu"])

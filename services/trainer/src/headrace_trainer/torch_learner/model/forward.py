@@ -45,6 +45,11 @@ class Pack:
     names: tuple[str, ...]
     """The experiences, row by row."""
 
+    @property
+    def idle(self) -> bool:
+        """Nobody's, and of no weight (`headrace_trainer.torch_learner.team`)."""
+        return not any(self.names)
+
 
 def collate(rows: Sequence[Row], device: torch.device, *, padded: bool) -> Pack:
     """Join the rows of one pack. The logits that predict token t stand at position t - 1."""
