@@ -8,6 +8,7 @@ however that ends.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
 import threading
@@ -75,6 +76,7 @@ def _join(settings: RaySettings) -> None:
 
 def _begin(settings: RaySettings, cpus: int) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the user's home
     # Where processes start slowly, Ray's own would take each other for dead.
     patience_ms = str(int(settings.start_timeout_s * 1000))
     for name in ("agent_register_timeout_ms", "worker_register_timeout_seconds"):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from headrace_runtime.settings import complete
@@ -50,6 +51,7 @@ class Held:
         if sharded:
             parts.check(settings)
         inner = opened(folder, settings, parts.ShardedPolicy if sharded else Policy)
+        torch.manual_seed(settings.seed)  # whatever this process has drawn before
         return cls(inner, settings, RankTeam(number, ranks, sharded=sharded), number, peers)
 
     @property
