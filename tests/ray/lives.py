@@ -77,7 +77,7 @@ def _process(
 def _end(folder: Path, lineage: str, lost_after_s: float, starts: int) -> End:
     blobs = BlobStore((folder / "blobs").as_uri())
     store = LineageStore(blobs, lineage)
-    saved = store.load()
+    saved = store.read()
     assert saved is not None
     weights = store.get(saved.present.weights)
     lines = (folder / SENT).read_text(encoding="utf-8").splitlines()
