@@ -7,7 +7,7 @@ a dictionary was filled may differ from process to process.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -97,10 +97,26 @@ def _on_cpu(measures: Measures) -> Measures:
     for name in (field.name for field in fields(Measures)):
         there = getattr(measures, name)
         if isinstance(there, dict):
-            setattr(found, name, {key: value.cpu() for key, value in there.items()})
+            setattr(found, name, {key: _moved(value) for key, value in there.items()})
         else:
-            setattr(found, name, [value.cpu() for value in there])
+            setattr(found, name, [_moved(value) for value in there])
     return found
+
+
+def _moved(value: Any) -> Any:
+    """To the CPU, whatever is made of tensors."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, tuple):
+        return tuple(map(_moved, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{one.name: _moved(getattr(value, one.name)) for one in fields(value)})
+    return value
+
+
+def _nobodys(value: Any) -> bool:
+    """Of an idle pass."""
+    return isinstance(value, tuple) and any(getattr(part, "idle", False) for part in value)
 
 
 def _joined(parts: Sequence[Measures]) -> Measures:
@@ -113,5 +129,5 @@ def _joined(parts: Sequence[Measures]) -> Measures:
             if isinstance(there, dict):
                 there.update({key: value for key, value in more.items() if any(key)})
             else:
-                there.extend(more)
+                there.extend(value for value in more if not _nobodys(value))
     return found

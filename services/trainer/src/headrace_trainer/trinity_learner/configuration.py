@@ -15,6 +15,7 @@ from headrace_trainer.trinity_learner.settings import TrinitySettings
 PROJECT = "headrace"
 BUFFER = "experiences"
 _FOR_EVER_S = 1e9
+_WEIGHT_BYTES = {"bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,27 @@ def size_of(settings: TrainerSettings, rows: int) -> int:
     gpus = chosen.nodes * chosen.gpus_per_node
     wanted = max(settings.batch_experiences, rows)
     return -(-wanted // gpus) * gpus
+
+
+def context_of(config: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence that the model of this `config.json` was made for."""
+    return int(_text(config).get("max_position_embeddings", 1 << 20))
+
+
+def vocabulary_of(config: Mapping[str, Any]) -> int:
+    return int(_text(config)["vocab_size"])
+
+
+def rate_of(settings: TrainerSettings, base: Path, config: Mapping[str, Any]) -> float:
+    """The learning rate, of the model's size where nobody has set one."""
+    each = _WEIGHT_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 4)
+    size = sum(path.stat().st_size for path in base.glob("*.safetensors")) // each
+    return settings.optimizer.of_size(max(1, size), adapters=False).rate
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = config.get("text_config", config)
+    return found
 
 
 def configuration(settings: TrainerSettings, job: Job, rate: float, context: int) -> Mapping[str, Any]:

@@ -106,7 +106,7 @@ class Disk:
         path = self.folder / "pending.json"
         draft = path.with_name(_DRAFT + path.name)
         with draft.open("wb") as file:
-            file.write(pending.to_json() if hasattr(pending, "to_json") else pending.model_dump_json().encode())
+            file.write(pending.model_dump_json().encode())
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)

@@ -26,7 +26,15 @@ from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, Abilities, Froz
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trinity_learner import disk as files
 from headrace_trainer.trinity_learner.buffer import Buffer
-from headrace_trainer.trinity_learner.configuration import Job, as_yaml, configuration, size_of
+from headrace_trainer.trinity_learner.configuration import (
+    Job,
+    as_yaml,
+    configuration,
+    context_of,
+    rate_of,
+    size_of,
+    vocabulary_of,
+)
 from headrace_trainer.trinity_learner.disk import Disk, Pending
 from headrace_trainer.trinity_learner.packed import packed, unpacked
 from headrace_trainer.trinity_learner.rows import Handed, finite, rows_of
@@ -69,12 +77,8 @@ class TrinityLearner:
         self._going: Going | None = None
         self._lost: str | None = None
         config = json.loads((disk.base / "config.json").read_bytes())
-        text = config.get("text_config", config)
-        self._abilities = Abilities("full", int(text["vocab_size"]), int(text.get("max_position_embeddings", 1 << 30)))
-        parameters = sum(path.stat().st_size for path in files.weights_in(disk.base)) // _WEIGHT_BYTES.get(
-            str(config.get("dtype") or config.get("torch_dtype")), 4
-        )
-        self._rate = settings.optimizer.of_size(max(1, parameters), adapters=False).rate
+        self._abilities = Abilities("full", vocabulary_of(config), context_of(config))
+        self._rate = rate_of(settings, disk.base, config)
         self._at = Point(disk.put_model(files.weights_in(disk.base)), momentum=False)
 
     @classmethod
@@ -259,9 +263,6 @@ class TrinityLearner:
         going, self._going = self._going, None
         if going is not None:
             going.runner.close()
-
-
-_WEIGHT_BYTES = {"bfloat16": 2, "float16": 2}
 
 
 def _fingerprint(folder: Path) -> Fingerprint:

@@ -46,12 +46,12 @@ def rows_of(batch: Batch, temperature: float, size: int, step: int) -> tuple[lis
     """`size` rows for the step after `step`, and the experiences that have no part in them, because they were sampled
     at another temperature than this."""
     digest = batch.digest()
-    out = frozenset(row.experience_id for row in batch.rows if not _at(row, temperature))
+    out = frozenset(row.experience_id for row in batch.rows if not _fits(row, temperature))
     taken = [batch.weighted(row) for row in batch.rows if row.experience_id not in out]
     filling = [] if not taken else [_idle(taken[0])] * (size - len(taken))
     tokens = sum(int(row.loss_mask_T.sum()) for row in (*taken, *filling))
     found = [
-        _handed(row, float(row.advantage) * row.token_weight * tokens, f"{digest[:40]}-{index}", step)
+        _handed(row, row.token_weight * tokens, f"{digest[:40]}-{index}", step)
         for index, row in enumerate((*taken, *filling))
     ]
     return found, out
@@ -62,8 +62,9 @@ def finite(batch: Batch) -> bool:
     return all(math.isfinite(row.advantage) and bool(np.isfinite(row.behaviour_T).all()) for row in batch.rows)
 
 
-def _at(row: Row, temperature: float) -> bool:
-    return bool((np.abs(row.temperature_T[row.loss_mask_T] - temperature) < 1e-6).all())
+def _fits(row: Row, temperature: float) -> bool:
+    """Its logprobs are those of a policy at this temperature; what a person wrote has none."""
+    return not getattr(row, "written", False) and bool((np.abs(row.temperature_T[row.loss_mask_T] - temperature) < 1e-6).all())
 
 
 def _idle(row: Row) -> Row:
@@ -84,13 +85,15 @@ def _idle(row: Row) -> Row:
     )
 
 
-def _handed(row: Row, advantage: float, name: str, step: int) -> Handed:
-    task = row.experience_id
+def _handed(row: Row, scale: float, name: str, step: int) -> Handed:
+    task, advantage = row.experience_id, float(row.advantage) * scale
     if len(task) > _NAME_MAX:
         task = hashlib.sha256(task.encode()).hexdigest()
     prompt = int(np.flatnonzero(row.loss_mask_T)[0])
     mask = row.loss_mask_T[prompt:]
-    advantages = np.where(mask, np.float32(advantage), np.float32(0)).astype("<f4")
+    by_token = getattr(row, "advantage_T", None)
+    each = np.float32(advantage) if by_token is None else by_token[prompt:] * np.float32(scale)
+    advantages = np.where(mask, each, np.float32(0)).astype("<f4")
     tensors = {
         "tokens": row.token_ids_T.astype("<i4"),
         "logprobs": row.behaviour_T[prompt:].astype("<f4"),
