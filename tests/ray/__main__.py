@@ -93,7 +93,9 @@ def repeated(bench: Bench) -> Iterator[Line]:
     """The same again, in other processes."""
     for shard in SHARDS:
         ends = [live(bench.folder / f"again {shard} {turn}", bench.settings("AdamW", shard)) for turn in range(2)]
-        yield Line(f"two runs on two ranks, shard {shard}, whose bytes differ", float(ends[0].digest != ends[1].digest), 0)
+        yield Line(
+            f"two runs on two ranks, shard {shard}, whose bytes differ", float(ends[0].digest != ends[1].digest), 0
+        )
 
 
 def moved(bench: Bench) -> Iterator[Line]:

@@ -59,7 +59,9 @@ def live(folder: Path, settings: Mapping[str, Any], *, victim: str | None = None
         if done.returncode == 0 and not (kill and not (folder / "killed").exists()):
             break
         if not kill or not (folder / "killed").exists() or starts == _STARTS_MAX:
-            raise AssertionError(f"a trainer ended with {done.returncode}: {done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+            raise AssertionError(
+                f"a trainer ended with {done.returncode}: {done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+            )
         lost_after_s, kill = seconds, []
     return _end(folder, str(settings.get("lineage", "main")), lost_after_s, starts)
 

@@ -121,7 +121,9 @@ def pids_of(victim: str) -> list[int]:
     """Of our own children and theirs: `raylet`, or `rank0`, `rank1`, in the order of their start."""
     found = []
     for pid, name in descendants(os.getpid()):
-        if (victim == "raylet" and "raylet/raylet" in name) or (victim.startswith("rank") and name.startswith("ray::Rank")):
+        if (victim == "raylet" and "raylet/raylet" in name) or (
+            victim.startswith("rank") and name.startswith("ray::Rank")
+        ):
             found.append(pid)
     found.sort()
     assert found, f"no process is {victim}"

@@ -65,7 +65,7 @@ def settings_of(base: Path, lineage: str, more: dict[str, Any]) -> TrainerSettin
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Three learners of two ranks need six places; the cluster is one of ours with so many, whatever this machine has."""
+    """Three learners of two ranks need six places, so the cluster has as many, whatever this machine has."""
     import ray
 
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")

@@ -1,5 +1,5 @@
-"""`python -m tests.trinity`: our rows through Trinity's own reader, our YAML through its own check; status 1 when a line does
-not hold."""
+"""`python -m tests.trinity`: our rows through Trinity's own reader, our YAML through its own check; status 1 when a
+line does not hold."""
 
 from __future__ import annotations
 

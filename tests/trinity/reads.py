@@ -1,7 +1,7 @@
 """Run by Trinity's own Python (`make test-trinity`): `reads.py DATABASE TABLE ROWS YAML OUT`.
 
-Reads our rows with Trinity's own reader, makes of them what its trainer trains on, and lets Trinity check our YAML. What came
-of it is written as it is; who started us compares. Nothing of Headrace is imported here.
+Reads our rows with Trinity's own reader, makes of them what its trainer trains on, and lets Trinity check our YAML.
+What came of it is written as it is; who started us compares. Nothing of Headrace is imported here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stands in for `trinity run --config FILE`: no GPU, the same files, the same bad manners.
 
-It reads the newest rows first, and only a full batch; it marks them as read before it trains them; it takes any exception
-for an end, saves what it has under the number that it had already counted up to, and exits with 0. `STAND_IN_DIES` names a
-point at which it dies once, and `STAND_IN_DIED` the file that says that it did.
+It reads the newest rows first, and only a full batch; it marks them as read before it trains them; it takes any
+exception for an end, saves what it has under the number that it had already counted up to, and exits with 0.
+`STAND_IN_DIES` names a point at which it dies once, and `STAND_IN_DIED` the file that says that it did.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ def test_without_ray_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 def test_reading_settings_loads_neither_ray_nor_torch() -> None:
     code = (
-        "import sys; from headrace_runtime.settings import complete; from headrace_trainer.settings import TrainerSettings;"
+        "import sys; from headrace_runtime.settings import complete;"
+        "from headrace_trainer.settings import TrainerSettings;"
         "complete(TrainerSettings).model_validate({'base': 'x', 'backend': 'ray', 'ray': {'ranks': 4}});"
         "print(sorted({'ray', 'torch'} & set(sys.modules)))"
     )

@@ -1,5 +1,5 @@
-"""A step that several members share moves the weights as one process does. Here the members are threads; `make test-ray`
-shows the same of processes."""
+"""A step that several members share moves the weights as one process does. Here the members are threads;
+`make test-ray` shows the same of processes."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_a_team_moves_the_weights_as_one_process_does(base: Path, name: str, equal: bool) -> None:
     settings = settings_of(base, **CASES[name])
     alone = opened(base, settings, Policy)
-    expected = [one for one in _alone(alone, settings)]
+    expected = _alone(alone, settings)
     found = of_members(base, settings, lambda threads, number: Member(threads, number, equal=equal), 3)
     for weights, taken in found:
         assert apart(weights, alone.policy.tensors()) < _SAME
@@ -170,9 +170,8 @@ def test_what_is_not_finite_in_one_member_is_so_in_all(base: Path) -> None:
     def one(number: int) -> bool:
         learner = opened(base, settings, Policy)
         before = learner.freeze()
+        tokens, team = settings.compute.pack_tokens, Member(threads, number)
         with pytest.raises(NotFinite):
-            tokens = settings.compute.pack_tokens
-            team = Member(threads, number)
             train(learner.policy, learner.optimizer, Batch(rows), settings.loss, tokens, GOING_ON, team=team)
         return learner.freeze() == before
 

@@ -1,7 +1,7 @@
 """Batches that somebody else trains: whoever dies at whatever point, each is in the lineage once.
 
-The oracle is the run that nobody disturbed, and what the weights themselves hold: the stand-in notes in its checkpoint which
-batches it was trained on.
+The oracle is the run that nobody disturbed, and what the weights themselves hold: the stand-in notes in its checkpoint
+which batches it was trained on.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def test_a_trinity_that_never_takes_a_step_is_a_loss_with_its_last_words(
     settings = settings_of(base, tmp_path, trinity={"folder": str(tmp_path), "command": words, "attempts": 2})
     ours = TrinityLearner.open(base, settings)
     before = ours.freeze()
-    with pytest.raises(LearnerLost, match="2 jobs.*no GPU here"):
+    with pytest.raises(LearnerLost, match=r"2 jobs[\s\S]*no GPU here"):
         ours.step(batch(0), GOING_ON)
     assert ours.failure is not None
     assert ours.freeze() == before

@@ -37,7 +37,14 @@ def batches(draw: st.DrawFn) -> Batch:
         spans = draw(st.integers(1, 3))
         length = draw(st.integers(12, 40))
         rows.append(
-            row(number, draw(st.floats(-5, 5)), weight, length=length, prompt=draw(st.integers(1, 6)), versions=[VERSION] * spans)
+            row(
+                number,
+                draw(st.floats(-5, 5)),
+                weight,
+                length=length,
+                prompt=draw(st.integers(1, 6)),
+                versions=[VERSION] * spans,
+            )
         )
     return Batch(tuple(rows), whole=draw(st.integers(5, 9)))
 

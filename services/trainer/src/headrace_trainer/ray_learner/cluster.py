@@ -1,8 +1,8 @@
 """The Ray cluster that ranks run on: one that is there, or one of our own on this machine.
 
-A process is connected to one cluster at most, so learners of one process share the connection, and the last one to leave
-ends it. A cluster of our own is on the loopback interface, tells nobody that it is used, and ends with this process,
-however that ends.
+A process is connected to one cluster at most, so learners of one process share the connection, and the last one to
+leave ends it. A cluster of our own is on the loopback interface, tells nobody that it is used, and ends with this
+process, however that ends.
 """
 
 from __future__ import annotations

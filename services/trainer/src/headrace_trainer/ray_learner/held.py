@@ -1,7 +1,7 @@
 """What one rank holds, and what it does with it when all ranks are told to. torch is in here.
 
-Weights are whole in each rank or in parts (`shard`). Where they are in parts, every method is one that all ranks are in at
-the same time; where they are whole, all ranks compute the same, and the first one says it.
+Weights are whole in each rank or in parts (`shard`). Where they are in parts, every method is one that all ranks are in
+at the same time; where they are whole, all ranks compute the same, and the first one says it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One rank: a process of a Ray cluster that holds weights and optimizer, or a part of them.
 
-It does what it is told by the trainer's process, which tells every rank the same. Files pass in pieces, whichever machine
-a rank is on. torch is imported once it is needed, so that the process is there soon.
+It does what it is told by the trainer's process, which tells every rank the same. Files pass in pieces, whichever
+machine a rank is on. torch is imported once it is needed, so that the process is there soon.
 """
 
 from __future__ import annotations
@@ -56,13 +56,16 @@ class Rank:
     def place(self) -> Place:
         import ray
 
-        return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return Place(ray.get_runtime_context().get_node_id(), address)
 
     def meet(self, address: str) -> int:
         """The first rank opens a port at its own address, where all of them find each other."""
-        from torch.distributed import TCPStore
+        import torch.distributed as dist
 
-        self._store = TCPStore(address, 0, self._ranks, is_master=True, timeout=self._timeout, wait_for_workers=False)
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            address, 0, self._ranks, is_master=True, timeout=self._timeout, wait_for_workers=False
+        )
         return int(self._store.port)
 
     def join(self, own: str, address: str, port: int, device: str) -> None:
@@ -75,7 +78,9 @@ class Rank:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
         if self._store is None:
-            self._store = dist.TCPStore(address, port, self._ranks, is_master=False, timeout=self._timeout)
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                address, port, self._ranks, is_master=False, timeout=self._timeout
+            )
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend, store=self._store, rank=self._number, world_size=self._ranks, timeout=self._timeout

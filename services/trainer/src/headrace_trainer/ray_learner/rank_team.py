@@ -1,7 +1,7 @@
 """A rank's team: passes by `dealing`, sums by torch.distributed.
 
-Collectives are issued in the same order by every rank, so whatever is summed is sorted by name first: the order in which
-a dictionary was filled may differ from process to process.
+Collectives are issued in the same order by every rank, so whatever is summed is sorted by name first: the order in
+which a dictionary was filled may differ from process to process.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RankTeam:
         for bucket in _buckets([_gradient(parameters[name]) for name in names]):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             dist.all_reduce(flat)
-            parts = flat.split([gradient.numel() for gradient in bucket])
+            parts = torch.split(flat, [gradient.numel() for gradient in bucket])
             for gradient, part in zip(bucket, parts, strict=True):
                 gradient.copy_(part.reshape(gradient.shape))
 

@@ -57,8 +57,9 @@ class Ranks:
         return self._lost
 
     def all(self, method: str, *arguments: Any, stop: threading.Event | None = None) -> list[Any]:
-        """What each rank answers. Raises `SettingError` and `NotFinite` as a rank does, `LearnerLost` when one has died,
-        hangs, or fails otherwise, and `Abandoned` soon after `stop` is set; nothing can be asked after these two."""
+        """What each rank answers. Raises `SettingError` and `NotFinite` as a rank does, `LearnerLost` when one has
+        died, hangs, or fails otherwise, and `Abandoned` soon after `stop` is set; nothing can be asked after these
+        two."""
         return self.each(method, [arguments] * len(self._actors), stop=stop)
 
     def each(self, method: str, arguments: list[Any], *, stop: threading.Event | None = None) -> list[Any]:
@@ -129,7 +130,7 @@ class Ranks:
             bundle["GPU"] = 1.0
         self._group = placement_group([bundle] * count, strategy="PACK")
         if not self._group.wait(self._settings.start_timeout_s):
-            remedy = f"the cluster has no room for so many with {bundle} each; it has {ray.available_resources()}"
+            remedy = f"the cluster has no room for so many with {bundle} each; it has {_resources()}"
             raise SettingError("trainer.ray.ranks", count, remedy)
         actor = ray.remote(Rank)
         for number in range(count):
@@ -147,7 +148,7 @@ class Ranks:
     def _gpus(self, compute: ComputeSettings) -> bool:
         """Whether each rank has a GPU to itself."""
         if compute.device == "auto":
-            return bool(ray.cluster_resources().get("GPU", 0) >= self._settings.ranks)
+            return bool(_resources().get("GPU", 0) >= self._settings.ranks)
         return compute.device != "cpu"
 
     def _wait(self, method: str, calls: list[Any], stop: threading.Event | None) -> None:
@@ -210,6 +211,11 @@ class Ranks:
     def _forget(self, number: int, folder: str) -> None:
         if self._lost is None:
             self.one(number, "forget", folder)
+
+
+def _resources() -> dict[str, float]:
+    found: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return found
 
 
 _STARTING = frozenset({"place", "meet", "join"})

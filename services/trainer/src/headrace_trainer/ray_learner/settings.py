@@ -19,8 +19,8 @@ class RaySettings(Section):
 
     address: str = ""
     """A running cluster, as `host:port` of its head, or `auto` for the one that this machine is part of. Headrace is
-    installed on its machines, with the same Python. Empty: the trainer starts one of its own, on this machine alone, and
-    stops it at its end."""
+    installed on its machines, with the same Python. Empty: the trainer starts one of its own, on this machine alone,
+    and stops it at its end."""
     ranks: Annotated[int, Field(ge=1, le=1024)] = 2
     """Processes that share a step, one per GPU. A lineage may go on with another number of them."""
     shard: Literal["none", "full"] = "none"

@@ -32,7 +32,12 @@ def thaw(policy: Policy, optimizer: Optimizer, frozen: Frozen, *, with_random: b
 
 
 def restore(
-    policy: Policy, optimizer: Optimizer, weights: Mapping[str, Tensor], state: Mapping[str, Tensor], *, with_random: bool
+    policy: Policy,
+    optimizer: Optimizer,
+    weights: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    *,
+    with_random: bool,
 ) -> None:
     """The same, from the tensors in the two."""
     tensors = dict(state)

@@ -1,4 +1,5 @@
-"""What is announced as the back end `trinity`: light, so that settings can be read without torch and without Trinity."""
+"""What is announced as the back end `trinity`: light, so that settings can be read without torch and without
+Trinity."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def _check(settings: TrainerSettings) -> None:
     if settings.loss.kind != "clipped":
         raise SettingError("trainer.loss.kind", settings.loss.kind, 'the back end trinity computes "clipped"')
     if settings.loss.updates_per_step != 1:
-        raise SettingError("trainer.loss.updates_per_step", settings.loss.updates_per_step, "the back end trinity has 1")
+        raise SettingError(
+            "trainer.loss.updates_per_step", settings.loss.updates_per_step, "the back end trinity has 1"
+        )
 
 
 TRINITY = Backend(_open, check=_check, settings=TrinitySettings)

@@ -3,8 +3,8 @@
 A batch is handed over once its name is durable beside the weights that it was cut for (`disk.Pending`), in one
 transaction. Trinity's next step number, and weights that have moved, are what counts as trained; how its process ended
 is not asked. A job belongs to one process of Trinity's. When that process, or ours, has died, there are two cases: its
-step is there, and is taken over; or it is not, and the batch goes to a new job that begins where the weights are. What the
-old job may still do is looked at by nobody.
+step is there, and is taken over; or it is not, and the batch goes to a new job that begins where the weights are. What
+the old job may still do is looked at by nobody.
 """
 
 from __future__ import annotations
@@ -167,7 +167,9 @@ class TrinityLearner:
             going = self._job_for(batch)
             target = going.step + 1
             rows, _out = rows_of(batch, self._chosen.temperature, going.job.size, going.step)
-            self._hand_over(going.job, Pending(start=start.weights, batch=digest, job=going.job.name, step=target), rows)
+            self._hand_over(
+                going.job, Pending(start=start.weights, batch=digest, job=going.job.name, step=target), rows
+            )
             if self._reached(going, target, stop) and self._arrive(going.job, target):
                 going.step, going.at = target, self._at
                 self._sweep()

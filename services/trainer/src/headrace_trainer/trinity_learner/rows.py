@@ -64,7 +64,9 @@ def finite(batch: Batch) -> bool:
 
 def _fits(row: Row, temperature: float) -> bool:
     """Its logprobs are those of a policy at this temperature; what a person wrote has none."""
-    return not getattr(row, "written", False) and bool((np.abs(row.temperature_T[row.loss_mask_T] - temperature) < 1e-6).all())
+    return not getattr(row, "written", False) and bool(
+        (np.abs(row.temperature_T[row.loss_mask_T] - temperature) < 1e-6).all()
+    )
 
 
 def _idle(row: Row) -> Row:
@@ -133,7 +135,11 @@ def safetensors(tensors: Mapping[str, NDArray[Any]]) -> bytes:
     at = 0
     for name, tensor in _widest_first(tensors):
         data = tensor.tobytes()
-        header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + len(data)]}
+        header[name] = {
+            "dtype": _TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + len(data)],
+        }
         parts.append(data)
         at += len(data)
     text = json.dumps(header, separators=(",", ":")).encode()

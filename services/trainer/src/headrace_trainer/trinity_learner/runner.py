@@ -21,7 +21,7 @@ class Runner:
         self._log = log
         with log.open("ab") as file:
             try:
-                self._process = subprocess.Popen(  # noqa: S603 (a list of the settings, no shell)
+                self._process = subprocess.Popen(
                     bound_to_parent([*command, str(configuration)]),
                     stdin=subprocess.DEVNULL,
                     stdout=file,

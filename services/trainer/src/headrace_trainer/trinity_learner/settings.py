@@ -24,8 +24,8 @@ class TrinitySettings(Section):
     """The program that trains; the name of the configuration is added. Trinity is installed in an environment of its
     own, so this is usually a path."""
     buffer_url: SecretStr = SecretStr("")
-    """The database that batches are handed over in: `postgresql://user:password@host/database`; empty: an SQLite file in
-    `folder`."""
+    """The database that batches are handed over in: `postgresql://user:password@host/database`; empty: an SQLite file
+    in `folder`."""
     algorithm: Annotated[str, Field(min_length=1)] = "grpo"
     """Trinity's `algorithm_type`. One that takes advantages as they come; they are those of `trainer.advantage`."""
     temperature: Positive = 1.0

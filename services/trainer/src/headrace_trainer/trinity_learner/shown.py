@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -15,6 +16,10 @@ from headrace_trainer.trinity_learner.settings import TrinitySettings
 
 async def run(_common: Common, settings: TrainerSettings) -> None:
     """On standard output. Raises `SettingError`."""
+    sys.stdout.write(await asyncio.to_thread(_yaml, settings))
+
+
+def _yaml(settings: TrainerSettings) -> str:
     chosen = settings.of("trinity")
     assert isinstance(chosen, TrinitySettings)
     if not chosen.folder:
@@ -25,4 +30,4 @@ async def run(_common: Common, settings: TrainerSettings) -> None:
     except (OSError, ValueError) as error:
         raise SettingError("trainer.base", settings.base, f"has no config.json that can be read: {error}") from None
     job = Job(Path(chosen.folder).absolute() / settings.lineage / "jobs", "JOB", base.absolute(), size_of(settings, 0))
-    sys.stdout.write(as_yaml(configuration(settings, job, rate_of(settings, base, config), context_of(config))))
+    return as_yaml(configuration(settings, job, rate_of(settings, base, config), context_of(config)))
