@@ -21,7 +21,7 @@ from headrace_runtime.settings import complete
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trinity_learner.buffer import Buffer
-from headrace_trainer.trinity_learner.configuration import Job, as_yaml, configuration
+from headrace_trainer.trinity_learner.configuration import TrinityJob, as_yaml, configuration
 from headrace_trainer.trinity_learner.rows import rows_of
 from tests.support import tiny_model
 from tests.unit.trainer.world import experience
@@ -57,7 +57,7 @@ def batch_of(draw: random.Random) -> Batch:
 def lines(folder: Path, base: Path, seed: int) -> Iterator[Line]:
     batch = batch_of(random.Random(seed))
     size = len(batch.rows) + _IDLE
-    job = Job(folder / "jobs", f"j{seed:012x}", base, size)
+    job = TrinityJob(folder / "jobs", f"j{seed:012x}", base, size)
     job.root.mkdir(parents=True)
     settings = complete(TrainerSettings).model_validate(
         {"base": str(base), "backend": "trinity", "trinity": {"folder": str(folder)}, "batch_experiences": size}

@@ -37,6 +37,7 @@ class Ranks:
         """Starts them and lets them find each other. Blocks. Raises `SettingError`, `Unavailable`, `LearnerLost`."""
         self._settings = settings
         self._lost: str | None = None
+        self._limit_s = settings.start_timeout_s
         self._actors: list[Any] = []
         self._alive: list[Any] = []
         self._group: PlacementGroup | None = None
@@ -45,6 +46,7 @@ class Ranks:
             self._start(compute)
             self.places: list[Place] = self.all("place")
             self._meet("cuda" if self._gpus(compute) else "cpu")
+            self._limit_s = settings.call_timeout_s
         except BaseException:
             self.close()
             raise
@@ -154,7 +156,7 @@ class Ranks:
     def _wait(self, method: str, calls: list[Any], stop: threading.Event | None) -> None:
         """Until all have answered, or one has failed: the others may wait for it then, and are not waited for. What is
         not finite is so in every rank."""
-        limit = self._settings.start_timeout_s if method in _STARTING else self._settings.call_timeout_s
+        limit = self._limit_s
         end_s = time.monotonic() + limit
         waiting = list(calls)
         while waiting:
@@ -216,9 +218,6 @@ class Ranks:
 def _resources() -> dict[str, float]:
     found: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     return found
-
-
-_STARTING = frozenset({"place", "meet", "join"})
 
 
 def _pieces(content: Path | bytes) -> Iterator[bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -14,8 +14,6 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 class RaySettings(Section):
     """Ranks that share the steps of a lineage (`backend = "ray"`)."""
-
-    COMMON: ClassVar = ("address", "ranks", "shard")
 
     address: str = ""
     """A running cluster, as `host:port` of its head, or `auto` for the one that this machine is part of. Headrace is

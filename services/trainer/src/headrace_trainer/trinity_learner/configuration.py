@@ -19,7 +19,7 @@ _WEIGHT_BYTES = {"bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrinityJob:
     """One job of Trinity's: a folder, a model to begin with, batches of one size."""
 
     root: Path
@@ -71,7 +71,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def configuration(settings: TrainerSettings, job: Job, rate: float, context: int) -> Mapping[str, Any]:
+def configuration(settings: TrainerSettings, job: TrinityJob, rate: float, context: int) -> Mapping[str, Any]:
     """`rate`: the learning rate; `context`: tokens of the longest sequence."""
     chosen, optimizer, loss = _chosen(settings), settings.optimizer, settings.loss
     return {

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from headrace_runtime import versions
 from headrace_schemas.base import Model, Sha256
-from headrace_trainer.trinity_learner.configuration import Job
+from headrace_trainer.trinity_learner.configuration import TrinityJob
 
 _DRAFT = ".draft-"
 _WEIGHTS_CHUNK = 1 << 24
@@ -82,7 +82,7 @@ class Disk:
                 (draft / "step").write_text(str(copied).rpartition("_")[2], encoding="ascii")
         _touch(self.kept(digest))
 
-    def begin(self, job: Job, digest: str | None) -> int:
+    def begin(self, job: TrinityJob, digest: str | None) -> int:
         """The job's folder, with what was kept of these weights in it. Returns the number of its last step."""
         job.folder.mkdir(parents=True)
         if digest is None:
@@ -147,7 +147,7 @@ def weights_in(folder: Path) -> list[Path]:
     return [path for path in versions.model_files(folder) if versions.is_weights(path.name)]
 
 
-def step_of(job: Job) -> int:
+def step_of(job: TrinityJob) -> int:
     """The last step that Trinity has saved whole, by its own word; 0 before the first."""
     try:
         return int((job.folder / "latest_checkpointed_iteration.txt").read_text(encoding="ascii"))
@@ -155,7 +155,7 @@ def step_of(job: Job) -> int:
         return 0
 
 
-def checkpoint_of(job: Job, step: int) -> Path:
+def checkpoint_of(job: TrinityJob, step: int) -> Path:
     return job.folder / f"global_step_{step}"
 
 

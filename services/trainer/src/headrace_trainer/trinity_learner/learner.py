@@ -27,7 +27,7 @@ from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trinity_learner import disk as files
 from headrace_trainer.trinity_learner.buffer import Buffer
 from headrace_trainer.trinity_learner.configuration import (
-    Job,
+    TrinityJob,
     as_yaml,
     configuration,
     context_of,
@@ -38,7 +38,7 @@ from headrace_trainer.trinity_learner.configuration import (
 from headrace_trainer.trinity_learner.disk import Disk, Pending
 from headrace_trainer.trinity_learner.packed import packed, unpacked
 from headrace_trainer.trinity_learner.rows import Handed, finite, rows_of
-from headrace_trainer.trinity_learner.runner import Runner
+from headrace_trainer.trinity_learner.runner import TrinityProcess
 from headrace_trainer.trinity_learner.settings import TrinitySettings
 
 log = get_logger(__name__)
@@ -46,7 +46,7 @@ _LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class TrinityPoint:
     """Where training is."""
 
     weights: str
@@ -59,10 +59,10 @@ class Point:
 class Going:
     """A job whose process we have started."""
 
-    job: Job
-    runner: Runner
+    job: TrinityJob
+    runner: TrinityProcess
     step: int
-    at: Point
+    at: TrinityPoint
 
 
 class TrinityLearner:
@@ -79,7 +79,7 @@ class TrinityLearner:
         config = json.loads((disk.base / "config.json").read_bytes())
         self._abilities = Abilities("full", vocabulary_of(config), context_of(config))
         self._rate = rate_of(settings, disk.base, config)
-        self._at = Point(disk.put_model(files.weights_in(disk.base)), momentum=False)
+        self._at = TrinityPoint(disk.put_model(files.weights_in(disk.base)), momentum=False)
 
     @classmethod
     def open(cls, folder: Path, settings: TrainerSettings) -> TrinityLearner:
@@ -138,10 +138,10 @@ class TrinityLearner:
         momentum = bool(about["momentum"]) and self._disk.kept(weights).exists()
         if about["momentum"] and not momentum:
             log.warning("optimizer_starts_afresh", weights=weights, remedy="raise trainer.trinity.kept_checkpoints")
-        self._move(Point(weights, momentum))
+        self._move(TrinityPoint(weights, momentum))
 
     def load(self, folder: Path) -> None:
-        self._move(Point(self._disk.put_model(files.weights_in(folder)), momentum=False))
+        self._move(TrinityPoint(self._disk.put_model(files.weights_in(folder)), momentum=False))
 
     def write(self, folder: Path, base: str) -> Fingerprint:
         model = self._disk.model(self._at.weights)
@@ -206,11 +206,11 @@ class TrinityLearner:
         path = self._disk.jobs / f"{job.name}.yaml"
         found = configuration(self._settings, job, self._rate, self._abilities.context)
         path.write_text(as_yaml(found), encoding="utf-8")
-        runner = Runner(self._chosen.command, path, self._disk.jobs / f"{job.name}.log")
+        runner = TrinityProcess(self._chosen.command, path, self._disk.jobs / f"{job.name}.log")
         self._going = Going(job, runner, step, at)
         return self._going
 
-    def _hand_over(self, job: Job, pending: Pending, rows: Sequence[Handed]) -> None:
+    def _hand_over(self, job: TrinityJob, pending: Pending, rows: Sequence[Handed]) -> None:
         self._disk.set_pending(pending)
         Buffer(job.buffer_url(self._chosen), job.buffer_name).hand_over(rows)
 
@@ -230,7 +230,7 @@ class TrinityLearner:
                 self._lost = f"Trinity has taken no step within {self._chosen.step_timeout_s:g} s"
                 raise LearnerLost(self._lost)
 
-    def _arrive(self, job: Job, step: int) -> bool:
+    def _arrive(self, job: TrinityJob, step: int) -> bool:
         """Make the weights of this step ours, if they are there and have moved: after an exception Trinity saves what
         it had under the next number. Raises `NotFinite`."""
         checkpoint = files.checkpoint_of(job, step)
@@ -244,13 +244,13 @@ class TrinityLearner:
             raise NotFinite
         digest = self._disk.put_model(weights)
         self._disk.keep(digest, checkpoint)
-        self._at = Point(digest, momentum=True)
+        self._at = TrinityPoint(digest, momentum=True)
         return True
 
-    def _job(self, name: str, model: Path, size: int) -> Job:
-        return Job(self._disk.jobs, name, model, size)
+    def _job(self, name: str, model: Path, size: int) -> TrinityJob:
+        return TrinityJob(self._disk.jobs, name, model, size)
 
-    def _move(self, point: Point) -> None:
+    def _move(self, point: TrinityPoint) -> None:
         if point != self._at:
             self._end_job()
         self._at = point

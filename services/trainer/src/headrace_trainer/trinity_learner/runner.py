@@ -13,7 +13,7 @@ _END_S = 20.0
 _LOG_TAIL_BYTES = 2000
 
 
-class Runner:
+class TrinityProcess:
     """How it ended says nothing: Trinity's loop takes every exception for an end."""
 
     def __init__(self, command: Sequence[str], configuration: Path, log: Path) -> None:

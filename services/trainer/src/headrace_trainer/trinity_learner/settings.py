@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field, SecretStr
 
@@ -14,8 +14,6 @@ Count = Annotated[int, Field(ge=1)]
 
 class TrinitySettings(Section):
     """Steps by Trinity-RFT (`backend = "trinity"`)."""
-
-    COMMON: ClassVar = ("folder",)
 
     folder: str = ""
     """Where its jobs and checkpoints are: a disk that its processes and the trainer share. Required, and the same at

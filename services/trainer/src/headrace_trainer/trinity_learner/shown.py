@@ -10,7 +10,14 @@ from pathlib import Path
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Common
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.trinity_learner.configuration import Job, as_yaml, configuration, context_of, rate_of, size_of
+from headrace_trainer.trinity_learner.configuration import (
+    TrinityJob,
+    as_yaml,
+    configuration,
+    context_of,
+    rate_of,
+    size_of,
+)
 from headrace_trainer.trinity_learner.settings import TrinitySettings
 
 
@@ -29,5 +36,7 @@ def _yaml(settings: TrainerSettings) -> str:
         config = json.loads((base / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise SettingError("trainer.base", settings.base, f"has no config.json that can be read: {error}") from None
-    job = Job(Path(chosen.folder).absolute() / settings.lineage / "jobs", "JOB", base.absolute(), size_of(settings, 0))
+    job = TrinityJob(
+        Path(chosen.folder).absolute() / settings.lineage / "jobs", "JOB", base.absolute(), size_of(settings, 0)
+    )
     return as_yaml(configuration(settings, job, rate_of(settings, base, config), context_of(config)))

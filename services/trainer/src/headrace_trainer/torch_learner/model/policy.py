@@ -27,7 +27,16 @@ from headrace_runtime.versions import fingerprint_tokens
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.batches.batch import Row
 from headrace_trainer.settings import ComputeSettings, LoraSettings
-from headrace_trainer.torch_learner.model import attention, forward, masters, norms, recomputing, rope, sequence_bound
+from headrace_trainer.torch_learner.model import (
+    adapters,
+    attention,
+    forward,
+    masters,
+    norms,
+    recomputing,
+    rope,
+    sequence_bound,
+)
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import Head, Slope
 from headrace_trainer.torch_learner.shards import as_held, kept
@@ -65,7 +74,7 @@ class Policy:
         if compute.gradient_checkpointing:
             recomputing.enable(model, device, compute.dtype)
         if lora.rank:
-            model = _with_adapters(model, lora, seed)
+            model = adapters.on(model, lora, seed)
             if compute.gradient_checkpointing:
                 model.enable_input_require_grads()
         model.train(compute.gradient_checkpointing)
@@ -386,17 +395,3 @@ def _padded_attention(folder: Path) -> str | None:
 def said(error: BaseException) -> str:
     """The first line of what a library says, for a sentence of ours."""
     return (str(error).splitlines() or [""])[0] or type(error).__name__
-
-
-def _with_adapters(model: Any, lora: LoraSettings, seed: int) -> Any:
-    from peft import LoraConfig, get_peft_model  # seconds that full training need not wait
-
-    config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=sorted(lora.targets), lora_dropout=0.0, task_type="CAUSAL_LM"
-    )
-    torch.manual_seed(seed)
-    model.name_or_path = None  # the folder is gone by the time an adapter is saved; nobody shall look for it
-    try:
-        return get_peft_model(model, config)
-    except ValueError as error:
-        raise SettingError("trainer.lora.targets", lora.targets, str(error).splitlines()[0]) from None
