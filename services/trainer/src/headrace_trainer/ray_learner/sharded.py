@@ -7,6 +7,7 @@ where it is, so it is taken apart here before weights change.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,8 @@ class ShardedPolicy(Policy):
 
 def _shard(model: Any, device: torch.device) -> None:
     """Gradients are summed, as the loss is one sum, and not averaged."""
+    # Nobody writes into what stands in for the head's answer (`torch_learner.model.head.caught`).
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     try:
         for layer in _layers(model):
