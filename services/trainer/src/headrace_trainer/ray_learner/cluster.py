@@ -12,6 +12,7 @@ import secrets
 import shutil
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ray
@@ -30,7 +31,9 @@ class Cluster:
 
     _learners = 0
     _folder: str | None = None
-    _ours = False
+    _thread: ThreadPoolExecutor | None = None
+    """Lives as long as the connection. Ray binds its processes to the thread that starts them: when that ends, the
+    kernel kills them."""
 
     def __init__(self, settings: RaySettings, cpus: int) -> None:
         """`cpus`: what ranks need, of a cluster of our own. Blocks. Raises `SettingError` and `Unavailable`."""
@@ -47,20 +50,30 @@ class Cluster:
                 return
             self._left = True
             Cluster._learners -= 1
-            if Cluster._learners == 0 and Cluster._ours:
-                ray.shutdown()
-                Cluster._ours = False
-                if Cluster._folder is not None:
-                    shutil.rmtree(Cluster._folder, ignore_errors=True)
-                    Cluster._folder = None
+            if Cluster._learners == 0 and Cluster._thread is not None:
+                Cluster._thread.submit(ray.shutdown).result()
+                _forget()
 
 
 def _start(settings: RaySettings, cpus: int) -> None:
-    if settings.address:
-        _join(settings)
-    else:
-        _begin(settings, cpus)
-    Cluster._ours = True
+    Cluster._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
+    try:
+        if settings.address:
+            Cluster._thread.submit(_join, settings).result()
+        else:
+            Cluster._thread.submit(_begin, settings, cpus).result()
+    except BaseException:
+        _forget()
+        raise
+
+
+def _forget() -> None:
+    if Cluster._thread is not None:
+        Cluster._thread.shutdown()
+        Cluster._thread = None
+    if Cluster._folder is not None:
+        shutil.rmtree(Cluster._folder, ignore_errors=True)
+        Cluster._folder = None
 
 
 def _join(settings: RaySettings) -> None:
