@@ -13,7 +13,7 @@ DOCS := .venv-docs
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback
+.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity
 
 help: ## this list
 	@awk -F ':.*## ' '/^##@ / { print "\n" substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -119,6 +119,10 @@ test-jobs: $(VENV)/installed ## a job of 2,000 rows is killed ten times and ends
 test-feedback: $(VENV)/installed ## 10,000 events of feedback of every kind in a random order against an oracle, and planted faults (SEED=0)
 	$(BIN)/python -m tests.feedback --seed $(SEED)
 
+POINTS ?= 10
+test-ray: $(VENV)/installed ## two ranks of Ray beside one process, and kill -9 of each process at POINTS=10 points; needs headrace-trainer[ray]
+	$(BIN)/python -m tests.ray --points $(POINTS) $(ARGS)
+
 compose-test: $(VENV)/installed ## build every image and play the shortened demo through the containers (Docker or podman)
 	$(BIN)/python -m tests.compose --seed $(SEED)
 
@@ -158,6 +162,17 @@ bench: $(VENV)/installed ## every benchmark that needs no GPU; each writes repor
 ##@ With other people's software
 
 CLIENT_TESTS = tests/integration/clients
+TRINITY := .venv-trinity
+
+install-trinity: $(TRINITY)/installed ## Trinity-RFT in an environment of its own (about as large as ours)
+
+$(TRINITY)/installed: $(UV) requirements-trinity.lock
+	$(PYTHON) -m venv $(TRINITY)
+	$(UV) pip sync --quiet --require-hashes --python $(TRINITY)/bin/python requirements-trinity.lock
+	@touch $@
+
+test-trinity: $(VENV)/installed $(TRINITY)/installed ## our batches through Trinity's own reader, our YAML through its own check; no GPU
+	$(BIN)/python -m tests.trinity
 
 install-clients: $(CLIENTS)/installed ## what others build agents with, in an environment of its own (about 700 MB)
 
@@ -204,6 +219,7 @@ lock: $(UV) ## resolve every dependency again, with hashes, for every platform
 	$(COMPILE) requirements-clients.in -o requirements-clients.lock
 	$(COMPILE) requirements-peers.in -o requirements-peers.lock
 	$(COMPILE) requirements-helm.in -o requirements-helm.lock
+	$(COMPILE) requirements-trinity.in -o requirements-trinity.lock
 	$(COMPILE) requirements.in -o requirements.lock \
 	  --no-emit-package headrace $(DISTRIBUTIONS:%=--no-emit-package headrace-%)
 	$(COMPILE) requirements-mutants.in -o requirements-mutants.lock

@@ -21,6 +21,7 @@ from headrace_cli.commands import (
     rollouts,
     status,
     train,
+    trinity,
     up,
 )
 from headrace_cli.commands.shared import Commands
@@ -50,6 +51,7 @@ controls.add_to(app)
 dead_letters.add_to(app)
 mirror.add_to(app)
 config.add_to(app)
+trinity.add_to(app)
 
 
 def main() -> None:

@@ -13,6 +13,16 @@ class SettingError(HeadraceError):
         super().__init__(f"setting {name} = {redaction.shown(name, value)}: {remedy}")
         self.name = name
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """It may cross a process; its value does not."""
+        return _said, (str(self), self.name)
+
+
+def _said(message: str, name: str) -> SettingError:
+    error = SettingError.__new__(SettingError, message)
+    error.name = name
+    return error
+
 
 class Unavailable(HeadraceError):
     """Something that we depend on is away or slow; trying again later may help."""

@@ -233,7 +233,8 @@ class TrainerSettings(ServiceSettings):
     """The kind of advantage, the loss, and what else goes with them; settings that are stated win over it. What each
     needs is in docs/algorithms.md."""
     backend: Annotated[str, NameIn(BACKENDS)] = "torch"
-    """What holds weights and optimizer and takes the steps. `torch` does it in the trainer's process, on one device."""
+    """What holds weights and optimizer and takes the steps: `torch` in the trainer's process, on one device; `ray` in
+    processes that share each step; `trinity` by Trinity-RFT (docs/scaling.md)."""
     batch_experiences: Count = 64
     """Experiences in a step. A batch of fewer, cut by time, is that much less than a step."""
     batch_experiences_min: Count = 8

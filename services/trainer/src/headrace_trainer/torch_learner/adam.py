@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace_trainer.settings import OptimizerSettings
+from headrace_trainer.torch_learner.shards import as_held, mean
 
 EPSILON = 1e-8
 _LIST_WEIGHTS_MAX = 1 << 27
@@ -74,7 +75,7 @@ class Adam:
         contribution does is its size in this unit, so the unit is kept with it for a later correction."""
         if not self.squares_clock or not self._squares:
             return 1.0
-        known = {name: self._squares[name].mean() for name in self.parameters if name in self._squares}
+        known = {name: mean(self._squares[name]) for name in self.parameters if name in self._squares}
         return self.scale_of(float(self._logarithm(known)))
 
     def scale_of(self, logarithm: float) -> float:
@@ -89,10 +90,10 @@ class Adam:
         known: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             if name in self._squares:
-                known[name] = self._squares[name].mean().double() * kept
+                known[name] = mean(self._squares[name]).double() * kept
             if name in norms:
-                mean = (norms[name].double() * clip) ** 2 / parameter.numel() * ((1 - kept) / weight)
-                known[name] = known[name] + mean if name in known else mean
+                more = (norms[name].double() * clip) ** 2 / parameter.numel() * ((1 - kept) / weight)
+                known[name] = known[name] + more if name in known else more
         return self._logarithm(known)
 
     def _logarithm(self, means: Mapping[str, Tensor]) -> Tensor:
@@ -151,7 +152,7 @@ class Adam:
         """What gradients are divided by. Before the first batch nothing was known: that part of the squares is taken to
         be the same for all weights of a tensor, and not what the few batches since happened to show for each."""
         squares = [self._of(self._squares, name) for name in names]
-        found = [each + self._unknown / (1 - self._unknown) * each.mean() for each in squares]
+        found = [each + self._unknown / (1 - self._unknown) * mean(each) for each in squares]
         torch._foreach_sqrt_(found)
         torch._foreach_add_(found, EPSILON)
         return found
@@ -197,7 +198,7 @@ class Adam:
                 self.clock = self.squares_clock = float(value)
                 continue
             kept = {"unspent": self._unspent, "exp_avg": averages}.get(what, self._squares)
-            kept[name] = value.to(self.parameters[name].device).clone()
+            kept[name] = as_held(self.parameters[name], value)
         if CLOCK in state:
             self.clock, self.squares_clock = float(state[CLOCK]), float(state[SQUARES_CLOCK])
         debt = self._debt(self.clock)

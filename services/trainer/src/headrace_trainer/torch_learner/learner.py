@@ -40,22 +40,13 @@ class TorchLearner:
         self.policy = policy
         self.optimizer = optimizer
         self._settings = settings
-        self._served_as = served_as
+        self.served_as = served_as
         self._appraiser = appraiser
 
     @classmethod
     def open(cls, folder: Path, settings: TrainerSettings) -> TorchLearner:
-        """From the base's folder. The model's own answers come before ours, so the two are never in memory together.
-        Raises `SettingError`."""
-        native = Native(folder, settings)
-        policy = Policy.open(folder, settings.compute, settings.lora, settings.seed)
-        _say(native.compare(policy))
-        if settings.needs_base:
-            policy.keep_reference(folder)
-        chosen = settings.optimizer.of_size(policy.size, adapters=policy.lora)
-        log.info("learning_rate", rate=chosen.rate, parameters=policy.size, adapters=policy.lora)
-        optimizer = Optimizer(policy.parameters, chosen, policy.hidden)
-        return cls(policy, optimizer, settings, version_files.dtype_of(folder), _appraiser(policy, settings))
+        """From the base's folder. Raises `SettingError`."""
+        return opened(folder, settings, Policy)
 
     @property
     def abilities(self) -> Abilities:
@@ -101,7 +92,7 @@ class TorchLearner:
     def write(self, folder: Path, base: str) -> Fingerprint:
         if self.policy.lora:
             return version_files.write_adapter(self.policy, folder, base)
-        return version_files.write_weights(self.policy, folder, self._served_as)
+        return version_files.write_weights(self.policy, folder, self.served_as)
 
     def fingerprint_of_base(self) -> Fingerprint:
         with self.policy.as_base():
@@ -109,6 +100,19 @@ class TorchLearner:
 
     def close(self) -> None:
         """Its memory goes with the last reference to it."""
+
+
+def opened(folder: Path, settings: TrainerSettings, kind: type[Policy]) -> TorchLearner:
+    """The model's own answers come before ours, so the two are never in memory together. Raises `SettingError`."""
+    native = Native(folder, settings)
+    policy = kind.open(folder, settings.compute, settings.lora, settings.seed)
+    _say(native.compare(policy))
+    if settings.needs_base:
+        policy.keep_reference(folder)
+    chosen = settings.optimizer.of_size(policy.size, adapters=policy.lora)
+    log.info("learning_rate", rate=chosen.rate, parameters=policy.size, adapters=policy.lora)
+    optimizer = Optimizer(policy.parameters, chosen, policy.hidden)
+    return TorchLearner(policy, optimizer, settings, version_files.dtype_of(folder), _appraiser(policy, settings))
 
 
 def _appraiser(policy: Policy, settings: TrainerSettings) -> Appraiser | None:

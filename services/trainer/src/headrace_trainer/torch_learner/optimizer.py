@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headrace_runtime.errors import SettingError
 from headrace_trainer.settings import OptimizerSettings
+from headrace_trainer.torch_learner import shards
 from headrace_trainer.torch_learner.adam import Adam
 
 _UPDATES = "updates"
@@ -54,7 +55,7 @@ class Optimizer:
         """The gradients so far, out of the way of others. `take` finds out whether they are finite."""
         stashed = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self.zero_grad()
-        self._stashed = _total(torch._foreach_norm(list(stashed.values()))) if stashed else None
+        self._stashed = _total(shards.norms(list(stashed.values()))) if stashed else None
         return stashed
 
     @torch.no_grad()
@@ -63,7 +64,7 @@ class Optimizer:
         clipping, None when it was not finite, or that of what was stashed, and nothing was changed; and the numbers in
         `beside`, which are read from the device together with it."""
         given = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        norms = dict(zip(given, torch._foreach_norm(list(given.values())) if given else (), strict=True))
+        norms = dict(zip(given, shards.norms(list(given.values())), strict=True))
         known, total = self._read(weight, norms, beside)
         norm, logarithm, stashed, *more = known
         self.gain, self._stashed = 1.0, None
@@ -127,13 +128,14 @@ class Optimizer:
             self._muon.state.clear()
 
     def state(self) -> dict[str, Tensor]:
-        """Copies on the CPU: `<parameter>/<what>`, the clocks and the number of updates."""
+        """Copies on the CPU: `<parameter>/<what>`, the clocks and the number of updates; of shared tensors in the first
+        process of a team, which asks for them by name."""
         found = {_UPDATES: torch.tensor([self.updates])}
-        found |= {name: tensor.detach().cpu().clone() for name, tensor in self._adam.state().items()}
+        found |= {name: shards.kept(tensor) for name, tensor in sorted(self._adam.state().items())}
         if self._muon is not None:
             for name, parameter in self._parameters.items():
                 for what, value in self._muon.state.get(parameter, {}).items():
-                    found[f"{name}/{what}"] = value.detach().cpu().clone()
+                    found[f"{name}/{what}"] = shards.kept(value)
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -147,7 +149,7 @@ class Optimizer:
             name, _, what = key.rpartition("/")
             if what == "momentum_buffer" and self._muon is not None and name not in self._adam.parameters:
                 parameter = self._parameters[name]
-                self._muon.state[parameter][what] = value.to(parameter.device).clone()
+                self._muon.state[parameter][what] = shards.as_held(parameter, value)
             elif what == "momentum_buffer" or (name and name not in self._adam.parameters):
                 raise SettingError(
                     "trainer.optimizer.kind",

@@ -30,6 +30,8 @@ from headrace_trainer.torch_learner.measures import Measures
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
+from headrace_trainer.torch_learner.shards import whole
+from headrace_trainer.torch_learner.team import ALONE, IDLE, Team
 
 
 def train(
@@ -42,14 +44,16 @@ def train(
     *,
     from_base: bool = False,
     appraiser: Appraiser | None = None,
+    team: Team = ALONE,
 ) -> StepResult:
     """Change the weights by `batch`. `from_base`: measure the divergence from the base also where it has no part in
-    the loss. `appraiser`: makes the advantages of tokens from those of rows. Blocks; runs in the training thread.
+    the loss. `appraiser`: makes the advantages of tokens from those of rows. `team`: who makes the passes; it is told
+    the same as every other member. Blocks; runs in the training thread.
 
     Raises `Abandoned` when `stop` is set (looked at between passes) and `NotFinite`.
     """
     began = time.perf_counter()
-    first, corrections = _packs(policy, batch, pack_tokens)
+    first, corrections = _packs(policy, batch, pack_tokens, team)
     if appraiser is not None:
         first, corrections = appraiser.appraise(policy, first, corrections, stop)
     packs = [*corrections, *first]
@@ -60,19 +64,23 @@ def train(
         optimizer.zero_grad()
         for one, start_N in zip(corrections, starts, strict=False):
             _backward(policy, one, start_N, None, settings, measures, stop, correction=True)
-        stashed = optimizer.stash() if corrections else {}
+        team.add_up(policy.parameters)
+        stashed = optimizer.stash() if batch.corrections else {}
         for one, start_N, base_N in zip(first, starts[len(corrections) :], bases, strict=True):
             _backward(policy, one, start_N, base_N, settings, measures, stop)
+        team.add_up(policy.parameters)
         learning_rate, last = optimizer.learning_rate, update + 1 == settings.updates_per_step
+        measures = team.together(measures) if last else measures
         norm, numbers = optimizer.take(batch.first_weight, measures.numbers() if last else None)
         if norm is None and update == 0:
             raise NotFinite
         if norm is None:
+            measures = measures if last else team.together(measures)
             numbers = numbers or measures.numbers().tolist()
             break  # what the updates before it did stands
         if update == 0:
             token_weight *= optimizer.gain
-        if norm > 0.0 or any(bool(gradient.any()) for gradient in stashed.values()):
+        if norm > 0.0 or any(bool(whole(gradient).any()) for gradient in stashed.values()):
             optimizer.apply(batch.weight, stashed)
             policy.renew()
     found, left_out = measures.values(batch, numbers)
@@ -90,12 +98,13 @@ def train(
     return StepResult(measured, left_out, measures.slopes_by_row(), appraised)
 
 
-def _packs(policy: Policy, batch: Batch, pack_tokens: int) -> tuple[list[Pack], list[Pack]]:
-    """Rows that are trained for the first time, and corrections; each pass holds one kind."""
+def _packs(policy: Policy, batch: Batch, pack_tokens: int, team: Team) -> tuple[list[Pack], list[Pack]]:
+    """Rows that are trained for the first time, and corrections; each pass holds one kind. Those that are ours."""
     found = []
     for rows in (batch.first, batch.corrections):
-        indices = passes(rows, pack_tokens)
-        found.append([policy.collate([batch.weighted(rows[index]) for index in chosen]) for chosen in indices])
+        lengths = [row.length for row in rows]
+        indices = team.mine(passes(rows, team.budget(lengths, pack_tokens)), lengths)
+        found.append([policy.collate([batch.weighted(rows[i]) for i in chosen] or [IDLE]) for chosen in indices])
     return found[0], found[1]
 
 
@@ -130,6 +139,8 @@ def _backward(
     else:
         share.left_out_N = None if start_N is None else _left_out(one, start_N, settings, measures)
         current_N, entropy_N = policy.backward(one, share.slope)
+    if one.idle:
+        return
     with torch.no_grad():
         tokens, loss_N = share.of(current_N, _ALL)
     if base_N is not None:

@@ -31,11 +31,23 @@ def freeze(policy: Policy, optimizer: Optimizer, lineage: str, appraiser: Mappin
 def thaw(policy: Policy, optimizer: Optimizer, frozen: Frozen, *, with_random: bool) -> dict[str, Tensor]:
     """Continue from `freeze`'s answer, optionally with the random state of that moment. Returns the appraiser's
     state."""
-    tensors = load(frozen.optimizer)
+    return restore(policy, optimizer, load(frozen.weights), load(frozen.optimizer), with_random=with_random)
+
+
+def restore(
+    policy: Policy,
+    optimizer: Optimizer,
+    weights: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    *,
+    with_random: bool,
+) -> dict[str, Tensor]:
+    """The same, from the tensors in the two."""
+    tensors = dict(state)
     names = [name for name in tensors if name.startswith(_APPRAISER)]
     beside = {name.removeprefix(_APPRAISER): tensors.pop(name) for name in names}
     random = {name.removeprefix(_RANDOM): tensors.pop(name) for name in list(tensors) if name.startswith(_RANDOM)}
-    policy.load(load(frozen.weights))
+    policy.load(weights)
     optimizer.load(tensors)
     if with_random:
         torch.set_rng_state(random["cpu"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -25,14 +26,16 @@ def dtype_of(folder: Path) -> torch.dtype:
 def write_weights(policy: Policy, folder: Path, dtype: torch.dtype) -> Fingerprint:
     """All weights in `dtype`, and nothing else. Returns what they answer."""
     weights = {key: rounded(tensor, dtype, key) for key, tensor in policy.tensors().items()}
-    _write(policy, folder, weights)
+    save_weights(policy, folder, weights)
     return policy.fingerprint(weights)
 
 
-def _write(policy: Policy, folder: Path, weights: dict[str, Tensor]) -> None:
+def save_weights(policy: Policy, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """These, by the model's own names."""
+    given = dict(weights)
     parameters = {name for name, _ in policy.model.named_parameters(remove_duplicate=False)}
     buffers = {name: tensor for name, tensor in policy.model.state_dict().items() if name not in parameters}
-    policy.model.save_pretrained(folder, state_dict=buffers | weights)  # a tied weight goes in once, as in the base
+    policy.model.save_pretrained(folder, state_dict=buffers | given)  # a tied weight goes in once, as in the base
     for path in model_files(folder):
         if not is_weights(path.name):  # what the library has made of the configuration; the base's own counts
             path.unlink()
@@ -41,9 +44,14 @@ def _write(policy: Policy, folder: Path, weights: dict[str, Tensor]) -> None:
 def write_adapter(policy: Policy, folder: Path, base: str) -> Fingerprint:
     """PEFT's layout, which vLLM loads too. The configuration is made to hold no path and no order of a set. Returns
     what the base with the adapter answers."""
-    policy.model.save_pretrained(folder)
+    save_adapter(policy, folder, base)
+    return policy.fingerprint()
+
+
+def save_adapter(policy: Policy, folder: Path, base: str, weights: Mapping[str, Tensor] | None = None) -> None:
+    """`weights`: by the model's own names, where it has only parts of them."""
+    policy.model.save_pretrained(folder, **({} if weights is None else {"state_dict": dict(weights)}))
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) | {"base_model_name_or_path": base}
     config["target_modules"] = sorted(config["target_modules"])
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return policy.fingerprint()

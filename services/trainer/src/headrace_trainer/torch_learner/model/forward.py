@@ -49,6 +49,11 @@ class Pack:
     pair_R: Tensor | None = None
     """Of each row the one that it has to be together with, itself where there is none; None where no row has one."""
 
+    @property
+    def idle(self) -> bool:
+        """Nobody's, and of no weight (`headrace_trainer.torch_learner.team`)."""
+        return not any(self.names)
+
 
 def collate(rows: Sequence[Row], device: torch.device, *, padded: bool) -> Pack:
     """Join the rows of one pack. The logits that predict token t stand at position t - 1."""

@@ -27,9 +27,19 @@ from headrace_runtime.versions import fingerprint_tokens
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.batches.batch import Row
 from headrace_trainer.settings import ComputeSettings, LoraSettings
-from headrace_trainer.torch_learner.model import attention, forward, masters, norms, recomputing, rope, sequence_bound
+from headrace_trainer.torch_learner.model import (
+    adapters,
+    attention,
+    forward,
+    masters,
+    norms,
+    recomputing,
+    rope,
+    sequence_bound,
+)
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import Head, Slope
+from headrace_trainer.torch_learner.shards import as_held, kept
 
 log = get_logger(__name__)
 
@@ -60,11 +70,11 @@ class Policy:
         compute = resolved(compute, device)
         if compute.weights == "bfloat16":
             _check_rounded(folder)
-        model = _load(folder, compute, frozen=bool(lora.rank)).to(device)
+        model = _load(folder, compute, frozen=bool(lora.rank)).to(cls._arrives_on(device))
         if compute.gradient_checkpointing:
             recomputing.enable(model, device, compute.dtype)
         if lora.rank:
-            model = _with_adapters(model, lora, seed)
+            model = adapters.on(model, lora, seed)
             if compute.gradient_checkpointing:
                 model.enable_input_require_grads()
         model.train(compute.gradient_checkpointing)
@@ -73,15 +83,25 @@ class Policy:
 
             compiled.check(device)
             compiled.layers(model)
+        cls._settle(model, device)
         policy = cls(model, compute, device, lora=bool(lora.rank))
         if compute.packing == "blocks":
             policy.check_packing()
         return policy
 
+    @classmethod
+    def _arrives_on(cls, device: torch.device) -> torch.device:
+        """Where the weights are read to."""
+        return device
+
+    @classmethod
+    def _settle(cls, model: Any, device: torch.device) -> None:
+        """The last change of the model, before anybody takes hold of its weights."""
+
     def keep_reference(self, folder: Path) -> None:
         """Keep the first version's answers at hand, for the divergence from it. Adapters need no second copy."""
         if not self.lora:
-            self._reference = _load(folder, self._compute, frozen=True).to(self.device).eval()
+            self._reference = _load(folder, self._compute, frozen=True).to(self._arrives_on(self.device)).eval()
 
     @property
     def size(self) -> int:
@@ -200,7 +220,7 @@ class Policy:
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of what is trained, on the CPU."""
-        return {name: parameter.detach().cpu().clone() for name, parameter in self.parameters.items()}
+        return {name: kept(parameter) for name, parameter in self.parameters.items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -213,7 +233,7 @@ class Policy:
                 "does not fit the saved lineage; choose another trainer.lineage",
             )
         for name, parameter in self.parameters.items():
-            parameter.copy_(tensors[name])
+            parameter.copy_(as_held(parameter, tensors[name]))
         self.renew()
 
     def renew(self) -> None:
@@ -381,17 +401,3 @@ def _padded_attention(folder: Path) -> str | None:
 def said(error: BaseException) -> str:
     """The first line of what a library says, for a sentence of ours."""
     return (str(error).splitlines() or [""])[0] or type(error).__name__
-
-
-def _with_adapters(model: Any, lora: LoraSettings, seed: int) -> Any:
-    from peft import LoraConfig, get_peft_model  # seconds that full training need not wait
-
-    config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=sorted(lora.targets), lora_dropout=0.0, task_type="CAUSAL_LM"
-    )
-    torch.manual_seed(seed)
-    model.name_or_path = None  # the folder is gone by the time an adapter is saved; nobody shall look for it
-    try:
-        return get_peft_model(model, config)
-    except ValueError as error:
-        raise SettingError("trainer.lora.targets", lora.targets, str(error).splitlines()[0]) from None

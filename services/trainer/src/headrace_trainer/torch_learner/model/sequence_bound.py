@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from headrace_trainer.batches.batch import Row
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import CHUNK_BYTES
+from headrace_trainer.torch_learner.shards import shared
 
 SHARE = 0.8
 """Of what is free; the rest is for saves, fragments and what others take."""
@@ -46,12 +47,14 @@ def free_bytes(device: torch.device) -> int | None:
 
 def kept_bytes(policy: Any, pack: Pack) -> int:
     """What a forward pass over `pack` keeps for the backward pass, without the weights."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
+    changing = any(shared(parameter) for parameter in policy.model.parameters())
+    always = _addresses(policy.model)
     seen: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        # Weights in parts come together layer by layer, at addresses of their own.
+        if storage.data_ptr() not in (_addresses(policy.model) if changing else always):
             seen[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -59,6 +62,11 @@ def kept_bytes(policy: Any, pack: Pack) -> int:
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         alive.extend(policy.logprobs(pack))  # until all is counted, no address is given to another tensor
     return sum(seen.values())
+
+
+def _addresses(model: nn.Module) -> set[int]:
+    """Of the weights that are whole at the moment."""
+    return {each.untyped_storage().data_ptr() for each in model.parameters() if not shared(each)}
 
 
 def token_bytes(policy: Any, row: Row, *, recomputed: bool) -> float:

@@ -1,0 +1,103 @@
+"""The back end `ray`: a `Learner` whose weights and optimizer are in ranks. No tensor is in this process."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import ray
+
+from headrace_runtime.logs import get_logger
+from headrace_runtime.versions import model_files
+from headrace_schemas.manifest import Fingerprint
+from headrace_trainer.batches.batch import Batch
+from headrace_trainer.learner import Abandoned, Abilities, Frozen, StepResult
+from headrace_trainer.ray_learner.files import OPTIMIZER, WEIGHTS
+from headrace_trainer.ray_learner.ranks import Ranks
+from headrace_trainer.ray_learner.settings import RaySettings
+from headrace_trainer.settings import TrainerSettings
+
+log = get_logger(__name__)
+
+
+class RayLearner:
+    """See `headrace_trainer.learner.Learner`. Equal settings give equal bytes, the number of ranks among them."""
+
+    def __init__(self, ranks: Ranks, abilities: Abilities) -> None:
+        self._ranks = ranks
+        self._abilities = abilities
+
+    @classmethod
+    def open(cls, folder: Path, settings: TrainerSettings) -> RayLearner:
+        """Raises `SettingError`, `Unavailable` and `LearnerLost`."""
+        chosen = settings.of("ray")
+        assert isinstance(chosen, RaySettings)
+        ranks = Ranks(chosen, settings.compute)
+        try:
+            return cls.on(ranks, folder, settings)
+        except BaseException:
+            ranks.close()
+            raise
+
+    @classmethod
+    def on(cls, ranks: Ranks, folder: Path, settings: TrainerSettings) -> RayLearner:
+        """With ranks that are there, whatever they held before."""
+        chosen = settings.of("ray")
+        assert isinstance(chosen, RaySettings)
+        nodes = [place.node for place in ranks.places]
+        table = settings.model_dump()
+        with ranks.given({path.relative_to(folder).as_posix(): path for path in model_files(folder)}) as folders:
+            calls = [(here, table, chosen.shard, nodes.count(node)) for here, node in zip(folders, nodes, strict=True)]
+            abilities, *_ = ranks.each("open", calls)
+        log.info("ranks_open", ranks=len(nodes), machines=len(set(nodes)), shard=chosen.shard)
+        return cls(ranks, abilities)
+
+    @property
+    def abilities(self) -> Abilities:
+        return self._abilities
+
+    @property
+    def failure(self) -> str | None:
+        return self._ranks.failure
+
+    def sequence_bound(self) -> int:
+        return int(min(self._ranks.all("sequence_bound")))
+
+    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
+        if stop.is_set():
+            raise Abandoned
+        taken: StepResult = self._ranks.all("step", ray.put(batch), from_base, stop=stop)[0]
+        return taken
+
+    def freeze(self) -> Frozen:
+        with self._ranks.made() as folders:
+            self._ranks.each("freeze", [(folder,) for folder in folders])
+            found: dict[str, list[bytes]] = {}
+            for name, piece in self._ranks.taken(folders[0]):
+                found.setdefault(name, []).append(piece)
+        return Frozen(b"".join(found[WEIGHTS]), b"".join(found[OPTIMIZER]))
+
+    def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
+        with self._ranks.given({WEIGHTS: frozen.weights, OPTIMIZER: frozen.optimizer}) as folders:
+            self._ranks.each("thaw", [(folder, with_random) for folder in folders])
+
+    def load(self, folder: Path) -> None:
+        with self._ranks.given({path.relative_to(folder).as_posix(): path for path in model_files(folder)}) as folders:
+            self._ranks.each("load", [(here,) for here in folders])
+
+    def write(self, folder: Path, base: str) -> Fingerprint:
+        with self._ranks.made() as folders:
+            fingerprint: Fingerprint = self._ranks.each("write", [(here, base) for here in folders])[0]
+            for name, piece in self._ranks.taken(folders[0]):
+                path = folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("ab") as file:
+                    file.write(piece)
+        return fingerprint
+
+    def fingerprint_of_base(self) -> Fingerprint:
+        answers: list[Fingerprint] = self._ranks.all("fingerprint_of_base")
+        return answers[0]
+
+    def close(self) -> None:
+        self._ranks.close()

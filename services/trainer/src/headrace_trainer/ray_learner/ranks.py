@@ -1,0 +1,232 @@
+"""All ranks of a learner, as the trainer's process sees them: asked at once, and lost at once.
+
+A rank that has died shows itself by the call that never ends in it (`Rank.alive`), so who waits for an answer of the
+others, who wait for it in turn, hears of it within a moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from headrace_runtime.errors import SettingError
+from headrace_trainer.learner import Abandoned, LearnerLost, NotFinite
+from headrace_trainer.ray_learner.cluster import Cluster
+from headrace_trainer.ray_learner.rank import Place, Rank
+from headrace_trainer.ray_learner.settings import RaySettings
+from headrace_trainer.settings import ComputeSettings
+
+PIECE_BYTES = 32 << 20
+"""Of a file that goes to or comes from a rank."""
+_LOOK_S = 0.2
+
+
+class Ranks:
+    """Not safe for concurrent use, but for `failure`."""
+
+    def __init__(self, settings: RaySettings, compute: ComputeSettings) -> None:
+        """Starts them and lets them find each other. Blocks. Raises `SettingError`, `Unavailable`, `LearnerLost`."""
+        self._settings = settings
+        self._lost: str | None = None
+        self._limit_s = settings.start_timeout_s
+        self._actors: list[Any] = []
+        self._alive: list[Any] = []
+        self._group: PlacementGroup | None = None
+        self._cluster = Cluster(settings, settings.ranks * compute.threads)
+        try:
+            self._start(compute)
+            self.places: list[Place] = self.all("place")
+            self._meet("cuda" if self._gpus(compute) else "cpu")
+            self._limit_s = settings.call_timeout_s
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def failure(self) -> str | None:
+        """Why they cannot go on. Asked from any thread."""
+        if self._lost is None and self._alive:
+            self._lost = self._death()
+        return self._lost
+
+    def all(self, method: str, *arguments: Any, stop: threading.Event | None = None) -> list[Any]:
+        """What each rank answers. Raises `SettingError` and `NotFinite` as a rank does, `LearnerLost` when one has
+        died, hangs, or fails otherwise, and `Abandoned` soon after `stop` is set; nothing can be asked after these
+        two."""
+        return self.each(method, [arguments] * len(self._actors), stop=stop)
+
+    def each(self, method: str, arguments: list[Any], *, stop: threading.Event | None = None) -> list[Any]:
+        """The same, with arguments of its own for each rank."""
+        if self._lost is not None:
+            raise LearnerLost(self._lost)
+        with self._losing(method):
+            calls = [getattr(actor, method).remote(*own) for actor, own in zip(self._actors, arguments, strict=True)]
+            self._wait(method, calls, stop)
+            return list(ray.get(calls))
+
+    def one(self, number: int, method: str, *arguments: Any) -> Any:
+        """What this rank answers, of what needs no other."""
+        if self._lost is not None:
+            raise LearnerLost(self._lost)
+        with self._losing(method):
+            call = getattr(self._actors[number], method).remote(*arguments)
+            self._wait(method, [call], None)
+            return ray.get(call)
+
+    @contextlib.contextmanager
+    def given(self, files: Mapping[str, Path | bytes]) -> Iterator[list[str]]:
+        """The folder, for each rank, that has these files while inside. Ranks of one machine share it."""
+        firsts = [[place.node for place in self.places].index(place.node) for place in self.places]
+        folders = {number: str(self.one(number, "folder")) for number in sorted(set(firsts))}
+        try:
+            for name, content in files.items():
+                for piece in _pieces(content):
+                    sent = ray.put(piece)
+                    for number, folder in folders.items():
+                        self.one(number, "put", folder, name, sent)
+            yield [folders[number] for number in firsts]
+        finally:
+            for number, folder in folders.items():
+                self._forget(number, folder)
+
+    @contextlib.contextmanager
+    def made(self) -> Iterator[list[str | None]]:
+        """For each rank the folder that it shall write into: the first rank's, and None for the others."""
+        folder = str(self.one(0, "folder"))
+        try:
+            yield [folder, *(None for _ in self._actors[1:])]
+        finally:
+            self._forget(0, folder)
+
+    def taken(self, folder: str | None) -> Iterator[tuple[str, bytes]]:
+        """What the first rank has written there: names and pieces, in order."""
+        for name, size in self.one(0, "sizes", folder).items():
+            yield name, b""
+            for start in range(0, size, PIECE_BYTES):
+                yield name, self.one(0, "get", folder, name, start, PIECE_BYTES)
+
+    def close(self) -> None:
+        """End them. Again does nothing."""
+        actors, self._actors, self._alive = self._actors, [], []
+        with contextlib.suppress(RayError, ConnectionError):
+            for actor in actors:
+                ray.kill(actor)
+            if self._group is not None:
+                remove_placement_group(self._group)
+        self._group = None
+        self._lost = self._lost or "it is closed"
+        self._cluster.leave()
+
+    def _start(self, compute: ComputeSettings) -> None:
+        count, bundle = self._settings.ranks, {"CPU": float(compute.threads)}
+        if self._gpus(compute):
+            bundle["GPU"] = 1.0
+        self._group = placement_group([bundle] * count, strategy="PACK")
+        if not self._group.wait(self._settings.start_timeout_s):
+            remedy = f"the cluster has no room for so many with {bundle} each; it has {_resources()}"
+            raise SettingError("trainer.ray.ranks", count, remedy)
+        actor = ray.remote(Rank)
+        for number in range(count):
+            place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
+            how = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": place}
+            chosen = actor.options(max_concurrency=2, max_restarts=0, max_task_retries=0, **how)
+            self._actors.append(chosen.remote(number, count, self._settings.collective_timeout_s))
+        self._alive = [one.alive.remote() for one in self._actors]
+
+    def _meet(self, device: str) -> None:
+        address = self.places[0].address
+        port = self.one(0, "meet", address)
+        self.each("join", [(place.address, address, port, device) for place in self.places])
+
+    def _gpus(self, compute: ComputeSettings) -> bool:
+        """Whether each rank has a GPU to itself."""
+        if compute.device == "auto":
+            return bool(_resources().get("GPU", 0) >= self._settings.ranks)
+        return compute.device != "cpu"
+
+    def _wait(self, method: str, calls: list[Any], stop: threading.Event | None) -> None:
+        """Until all have answered, or one has failed: the others may wait for it then, and are not waited for. What is
+        not finite is so in every rank."""
+        limit = self._limit_s
+        end_s = time.monotonic() + limit
+        waiting = list(calls)
+        while waiting:
+            done, waiting = ray.wait(waiting, timeout=_LOOK_S)
+            for call in done:
+                self._look(call)
+            if waiting and (why := self._death()) is not None:
+                raise LearnerLost(why)
+            if stop is not None and stop.is_set():
+                raise Abandoned
+            if waiting and time.monotonic() > end_s:
+                raise LearnerLost(f"a rank has not answered {method} within {limit:g} s")
+
+    @staticmethod
+    def _look(call: Any) -> None:
+        """Raises what the call has raised, unless every rank raises it."""
+        try:
+            ray.get(call)
+        except RayTaskError as error:
+            if not isinstance(error.cause, NotFinite):
+                raise
+
+    def _death(self) -> str | None:
+        try:
+            ended, _ = ray.wait(self._alive, timeout=0, fetch_local=False)
+            numbers = [self._alive.index(one) for one in ended]
+        except (RayError, ConnectionError) as error:
+            return f"Ray does not answer: {error}"
+        return f"rank {', '.join(map(str, numbers))} of {self._settings.ranks} has died" if numbers else None
+
+    @contextlib.contextmanager
+    def _losing(self, method: str) -> Iterator[None]:
+        """What a rank has raised, as itself; and whatever else, as a loss."""
+        try:
+            yield
+        except LearnerLost as error:
+            self._lost = str(error)
+            raise
+        except Abandoned:
+            self._lost = "a step was abandoned"
+            raise
+        except RayTaskError as error:
+            if isinstance(error.cause, NotFinite):
+                raise error.cause from None
+            if isinstance(error.cause, SettingError):  # in one rank, while others may wait for it
+                self._lost = str(error.cause)
+                raise error.cause from None
+            self._lost = self._death() or f"{method} has failed in a rank: {error}"
+            raise LearnerLost(self._lost) from error
+        except (RayError, ConnectionError) as error:
+            self._lost = self._death() or f"{method} was not answered: {error}"
+            raise LearnerLost(self._lost) from error
+
+    def _forget(self, number: int, folder: str) -> None:
+        if self._lost is None:
+            self.one(number, "forget", folder)
+
+
+def _resources() -> dict[str, float]:
+    found: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return found
+
+
+def _pieces(content: Path | bytes) -> Iterator[bytes]:
+    """At least one, so that an empty file arrives too."""
+    if isinstance(content, bytes):
+        yield content[:PIECE_BYTES]
+        yield from (content[start : start + PIECE_BYTES] for start in range(PIECE_BYTES, len(content), PIECE_BYTES))
+        return
+    with content.open("rb") as file:
+        yield file.read(PIECE_BYTES)
+        while piece := file.read(PIECE_BYTES):
+            yield piece

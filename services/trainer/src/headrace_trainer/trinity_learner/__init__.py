@@ -1,0 +1,1 @@
+"""The back end `trinity`: Trinity-RFT takes the steps, in its own processes and its own environment."""

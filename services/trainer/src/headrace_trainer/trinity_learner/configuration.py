@@ -1,0 +1,138 @@
+"""What Trinity is told: its YAML, from our settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.trinity_learner.settings import TrinitySettings
+
+PROJECT = "headrace"
+BUFFER = "experiences"
+_FOR_EVER_S = 1e9
+_WEIGHT_BYTES = {"bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class TrinityJob:
+    """One job of Trinity's: a folder, a model to begin with, batches of one size."""
+
+    root: Path
+    name: str
+    model: Path
+    size: int
+    """Rows of a batch."""
+
+    @property
+    def folder(self) -> Path:
+        """Where Trinity keeps what it makes."""
+        return self.root / PROJECT / self.name
+
+    @property
+    def buffer_name(self) -> str:
+        """The table's. Jobs that share a database share no table."""
+        return f"{BUFFER}_{self.name}"
+
+    def buffer_url(self, chosen: TrinitySettings) -> str:
+        return chosen.buffer_url.get_secret_value() or f"sqlite:///{self.root / f'{self.name}.db'}"
+
+
+def size_of(settings: TrainerSettings, rows: int) -> int:
+    """Rows of a batch that holds so many: whole batches, and as many for each GPU."""
+    chosen = _chosen(settings)
+    gpus = chosen.nodes * chosen.gpus_per_node
+    wanted = max(settings.batch_experiences, rows)
+    return -(-wanted // gpus) * gpus
+
+
+def context_of(config: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence that the model of this `config.json` was made for."""
+    return int(_text(config).get("max_position_embeddings", 1 << 20))
+
+
+def vocabulary_of(config: Mapping[str, Any]) -> int:
+    return int(_text(config)["vocab_size"])
+
+
+def rate_of(settings: TrainerSettings, base: Path, config: Mapping[str, Any]) -> float:
+    """The learning rate, of the model's size where nobody has set one."""
+    each = _WEIGHT_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 4)
+    size = sum(path.stat().st_size for path in base.glob("*.safetensors")) // each
+    return settings.optimizer.of_size(max(1, size), adapters=False).rate
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = config.get("text_config", config)
+    return found
+
+
+def configuration(settings: TrainerSettings, job: TrinityJob, rate: float, context: int) -> Mapping[str, Any]:
+    """`rate`: the learning rate; `context`: tokens of the longest sequence."""
+    chosen, optimizer, loss = _chosen(settings), settings.optimizer, settings.loss
+    return {
+        "mode": "train",
+        "project": PROJECT,
+        "name": job.name,
+        "ray_namespace": f"{PROJECT}/{job.name}",  # what an earlier job has left on the cluster is not met
+        "checkpoint_root_dir": str(job.root),
+        "model": {
+            "model_path": str(job.model),
+            "max_model_len": context,
+            "temperature": chosen.temperature,
+            "enable_prompt_truncation": False,
+        },
+        "algorithm": {
+            "algorithm_type": chosen.algorithm,
+            "optimizer": {
+                "lr": rate,
+                "lr_warmup_steps": optimizer.warmup_updates,
+                "betas": [optimizer.beta1, optimizer.beta2],
+                "weight_decay": optimizer.weight_decay,
+                "clip_grad": optimizer.gradient_norm_max,
+            },
+            "policy_loss_fn_args": {"clip_range_low": loss.clip_low, "clip_range_high": loss.clip_high},
+            "kl_loss_fn": "none",
+            "entropy_loss_fn": "none",
+            "loss_agg_mode": "token-mean",
+        },
+        "buffer": {
+            "batch_size": job.size,
+            "train_batch_size": job.size,
+            "trainer_input": {
+                "experience_buffer": {
+                    "name": job.buffer_name,
+                    "storage_type": "sql",
+                    "path": job.buffer_url(chosen),
+                    "max_read_timeout": _FOR_EVER_S,
+                }
+            },
+        },
+        "trainer": {
+            "save_interval": 1,
+            "save_hf_checkpoint": "always",
+            "max_checkpoints_to_keep": 2,
+            "grad_clip": optimizer.gradient_norm_max,
+        },
+        "synchronizer": {"sync_method": "checkpoint", "sync_style": "fixed", "sync_interval": 1},
+        "cluster": {
+            "ray_address": chosen.ray_address,
+            "node_num": chosen.nodes,
+            "gpu_per_node": chosen.gpus_per_node,
+        },
+        "monitor": {"monitor_type": "tensorboard"},
+    }
+
+
+def as_yaml(found: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(found), sort_keys=False)
+
+
+def _chosen(settings: TrainerSettings) -> TrinitySettings:
+    chosen = settings.of("trinity")
+    assert isinstance(chosen, TrinitySettings)
+    return chosen

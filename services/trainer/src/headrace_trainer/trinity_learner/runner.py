@@ -1,0 +1,52 @@
+"""Trinity's own process: started for one job, ended with the trainer, however that ends."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace_runtime.errors import SettingError
+from headrace_runtime.parent_death import bound_to_parent
+
+_END_S = 20.0
+_LOG_TAIL_BYTES = 2000
+
+
+class TrinityProcess:
+    """How it ended says nothing: Trinity's loop takes every exception for an end."""
+
+    def __init__(self, command: Sequence[str], configuration: Path, log: Path) -> None:
+        """Raises `SettingError`."""
+        self._log = log
+        with log.open("ab") as file:
+            try:
+                self._process = subprocess.Popen(
+                    bound_to_parent([*command, str(configuration)]),
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            except OSError as error:
+                raise SettingError("trainer.trinity.command", list(command), f"does not start: {error}") from None
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def said(self) -> str:
+        """The end of what it has written."""
+        with self._log.open("rb") as file:
+            file.seek(max(0, self._log.stat().st_size - _LOG_TAIL_BYTES))
+            return file.read().decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """End it. Again does nothing."""
+        if self.ended:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

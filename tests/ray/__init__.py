@@ -1,0 +1,1 @@
+"""What is promised of the back end `ray`, shown with processes: `make test-ray`."""

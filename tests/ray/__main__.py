@@ -1,0 +1,192 @@
+"""`python -m tests.ray`: two ranks beside one process, and kills; status 1 when a line does not hold."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace_cli.progress import ProgressDisplay
+from tests.ray.lives import ROOT, End, live
+from tests.support import tiny_model
+
+SAME = 1e-6
+SAME_MUON = 1e-3
+LOST_S_MAX = 30.0
+"""From a kill to the trainer's end, on a machine that does other things too."""
+VICTIMS = ("rank0", "rank1", "raylet", "trainer")
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "AdamW": {"optimizer": {"learning_rate": 1e-3}},
+    "AdamW on adapters, two updates a step": {
+        "optimizer": {"learning_rate": 1e-3},
+        "lora": {"rank": 4},
+        "loss": {"updates_per_step": 2, "kl": 0.01},
+    },
+    "Muon": {"optimizer": {"learning_rate": 1e-3, "kind": "muon"}},
+}
+SHARDS = ("none", "full")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that is promised: a figure and its bounds."""
+
+    name: str
+    value: float
+    high: float
+    low: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        return self.low <= self.value <= self.high
+
+    def report(self) -> dict[str, object]:
+        return {"name": self.name, "value": self.value, "low": self.low, "high": self.high, "holds": self.holds}
+
+
+class Bench:
+    """One process's ends, which others are compared with."""
+
+    def __init__(self, folder: Path, points: int) -> None:
+        self.folder = folder
+        self.points = points
+        self.base = tiny_model.build(folder / "base", layers=2)
+        self._calm: dict[str, End] = {}
+
+    def settings(self, kind: str, shard: str | None = None, **more: Any) -> dict[str, Any]:
+        """`shard` None: one process."""
+        table = {"base": str(self.base), **KINDS[kind], **more}
+        return table if shard is None else {**table, "backend": "ray", "ray": {"shard": shard, "start_timeout_s": 280}}
+
+    def one_process(self, kind: str) -> End:
+        if kind not in self._calm:
+            self._calm[kind] = live(self.folder / f"one {kind}", self.settings(kind))
+        return self._calm[kind]
+
+
+def contract(_: Bench) -> Iterator[Line]:
+    """The learners' contract, by pytest."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ray/test_contract.py"]
+    done = subprocess.run(command, cwd=ROOT, check=False)
+    yield Line("status of the learners' contract, asked of two ranks", float(done.returncode), 0)
+
+
+def equal(bench: Bench) -> Iterator[Line]:
+    """Two ranks beside one process."""
+    for kind in KINDS:
+        one = bench.one_process(kind)
+        for shard in SHARDS:
+            two = live(bench.folder / f"{kind} {shard}", bench.settings(kind, shard))
+            name = f"two ranks, shard {shard}, {kind}"
+            yield Line(f"{name}: weights from one process's", two.apart(one), SAME_MUON if kind == "Muon" else SAME)
+            yield _told(f"{name}: offsets, window, outcomes, versions and batches that differ", two, one)
+
+
+def repeated(bench: Bench) -> Iterator[Line]:
+    """The same again, in other processes."""
+    for shard in SHARDS:
+        ends = [live(bench.folder / f"again {shard} {turn}", bench.settings("AdamW", shard)) for turn in range(2)]
+        yield Line(
+            f"two runs on two ranks, shard {shard}, whose bytes differ", float(ends[0].digest != ends[1].digest), 0
+        )
+
+
+def moved(bench: Bench) -> Iterator[Line]:
+    """Begun on two ranks, continued in one process, then on two ranks that hold parts, then on three."""
+    folder, kind = bench.folder / "moved", "AdamW"
+    lives: list[dict[str, Any]] = [
+        bench.settings(kind, "none", max_steps=1),
+        bench.settings(kind, max_steps=2),
+        bench.settings(kind, "full", max_steps=3),
+    ]
+    last = bench.settings(kind, "full")
+    last["ray"] = {**last["ray"], "ranks": 3}
+    for table in lives:
+        live(folder, table)
+    end = live(folder, last)
+    one = bench.one_process(kind)
+    yield Line("begun on two ranks, then one process, then two, then three: weights", end.apart(one), SAME)
+    yield _told("what else differs then", end, one)
+
+
+def kills(bench: Bench) -> Iterator[Line]:
+    """kill -9 of each process, while the ranks answer a call. Points are spread over all calls of a life."""
+    kind = "AdamW"
+    calm = live(bench.folder / "calm", bench.settings(kind, "none"))
+    total = len(calm.calls)
+    for victim in VICTIMS:
+        worst, slowest, differing, wrong = 0.0, 0.0, 0, 0
+        points = sorted({1 + total * index // bench.points for index in range(bench.points)})
+        for point in points:
+            folder = bench.folder / f"{victim} {point}"
+            end = live(folder, bench.settings(kind, "none"), victim=victim, point=point)
+            assert (folder / "killed").exists(), f"nothing was killed at point {point}"
+            worst, slowest = max(worst, end.apart(calm)), max(slowest, end.lost_after_s)
+            differing += end.told != calm.told
+            wrong += len(end.wrong)
+        name = f"kill -9 of {victim} at {len(points)} points of {total}"
+        yield Line(f"{name}: weights from the calm run's", worst, SAME)
+        yield Line(f"{name}: ends whose offsets, window, outcomes or batches differ", float(differing), 0)
+        yield Line(f"{name}: experiences trained twice", float(wrong), 0)
+        yield Line(f"{name}: seconds until the trainer has ended", slowest, LOST_S_MAX)
+
+
+def planted(bench: Bench) -> Iterator[Line]:
+    """The comparison can fail: another seed of adapters, and a step that never was."""
+    kind = "AdamW"
+    fewer = live(bench.folder / "fewer", bench.settings(kind, max_steps=2))
+    one = bench.one_process(kind)
+    yield Line("a lineage that lacks steps: weights from one process's", fewer.apart(one), 1e9, 100 * SAME)
+    yield Line("and what it tells differs", float(fewer.told != one.told), 1, 1)
+
+
+def _told(name: str, ours: End, other: End) -> Line:
+    differing = [what for what in other.told if ours.told[what] != other.told[what]]
+    return Line(f"{name}{': ' if differing else ''}{', '.join(differing)}", float(len(differing) + len(ours.wrong)), 0)
+
+
+PARTS: Mapping[str, Callable[[Bench], Iterator[Line]]] = {
+    "contract": contract,
+    "equal": equal,
+    "repeated": repeated,
+    "moved": moved,
+    "kills": kills,
+    "planted": planted,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--report", type=Path, default=Path("reports/test-ray.json"))
+    parser.add_argument("--points", type=int, default=10, help="points of a life at which each process is killed")
+    parser.add_argument("--only", nargs="*", choices=tuple(PARTS), default=tuple(PARTS))
+    given = parser.parse_args()
+    began, lines = time.perf_counter(), []
+    with (
+        ProgressDisplay("test-ray", len(given.only), unit="parts") as progress,
+        tempfile.TemporaryDirectory(prefix="headrace-ray-") as scratch,
+    ):
+        bench = Bench(Path(scratch), given.points)
+        for name in given.only:
+            for line in PARTS[name](bench):
+                lines.append(line)
+                print(f"{'holds' if line.holds else 'FAILS'}  {line.value:12.3g}  {line.name}", flush=True)
+            progress.advance(doing=f"after: {name}")
+    seconds = time.perf_counter() - began
+    report = {"seconds": round(seconds, 1), "points": given.points, "lines": [line.report() for line in lines]}
+    given.report.parent.mkdir(parents=True, exist_ok=True)
+    given.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    failed = [line.name for line in lines if not line.holds]
+    print(f"{len(lines)} lines in {seconds:.0f} s, {len(failed)} do not hold")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

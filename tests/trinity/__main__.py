@@ -1,0 +1,139 @@
+"""`python -m tests.trinity`: our rows through Trinity's own reader, our YAML through its own check; status 1 when a
+line does not hold."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace_runtime.settings import complete
+from headrace_trainer.batches.batch import Batch, Row
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.trinity_learner.buffer import Buffer
+from headrace_trainer.trinity_learner.configuration import TrinityJob, as_yaml, configuration
+from headrace_trainer.trinity_learner.rows import rows_of
+from tests.support import tiny_model
+from tests.unit.trainer.world import experience
+
+ROOT = Path(__file__).parents[2]
+_THEIRS = ROOT / ".venv-trinity/bin/python"
+_IDLE = 3
+_VERSION = "m@0123456789abcdef"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that is promised: how many do not keep it."""
+
+    name: str
+    broken: int
+
+    def report(self) -> dict[str, object]:
+        return {"name": self.name, "value": self.broken, "low": 0, "high": 0, "holds": self.broken == 0}
+
+
+def batch_of(draw: random.Random) -> Batch:
+    """Rows of every form: one span and several, corrections, long observations after the last trained token."""
+    rows = []
+    for number in range(draw.randint(1, 40)):
+        length, spans = draw.randint(12, 400), draw.randint(1, 4)
+        made = experience(number, _VERSION, length=length, prompt=draw.randint(1, 8), versions=[_VERSION] * spans)
+        weight = draw.uniform(1e-4, 1) if draw.random() < 0.3 else None
+        rows.append(Row.of(made, draw.uniform(-9, 9), _VERSION, weight))
+    return Batch(tuple(rows), whole=draw.randint(1, 64))
+
+
+def lines(folder: Path, base: Path, seed: int) -> Iterator[Line]:
+    batch = batch_of(random.Random(seed))
+    size = len(batch.rows) + _IDLE
+    job = TrinityJob(folder / "jobs", f"j{seed:012x}", base, size)
+    job.root.mkdir(parents=True)
+    settings = complete(TrainerSettings).model_validate(
+        {"base": str(base), "backend": "trinity", "trinity": {"folder": str(folder)}, "batch_experiences": size}
+    )
+    yaml = job.root / "trainer.yaml"
+    yaml.write_text(as_yaml(configuration(settings, job, 1e-6, 2048)), encoding="utf-8")
+    handed, _ = rows_of(batch, 1.0, size, seed)
+    database = job.root / f"{job.name}.db"
+    buffer = Buffer(f"sqlite:///{database}", job.buffer_name)
+    buffer.hand_over(handed)
+    again = buffer.hand_over(handed)
+    yield Line(f"seed {seed}: rows that a second hand-over has added", int(again))
+    command = [str(_THEIRS), str(ROOT / "tests/trinity/reads.py"), str(database), job.buffer_name, str(size), str(yaml)]
+    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False, cwd=folder)
+    if done.returncode:
+        print(done.stderr[-3000:], file=sys.stderr)
+        yield Line(f"seed {seed}: Trinity's reader and its check of our YAML end with {done.returncode}", 1)
+        return
+    about = json.loads((folder / "read.json").read_text())
+    with np.load(folder / "read.npz") as arrays:
+        yield from _compared(seed, batch, handed, about, dict(arrays))
+
+
+def _compared(seed: int, batch: Batch, handed: list[Any], about: Any, arrays: dict[str, Any]) -> Iterator[Line]:
+    """Its reader is newest first: each row is found by its name."""
+    places = {one["suffix"]: number for number, one in enumerate(about["rows"])}
+    missing = [one for one in handed if one.msg_id not in places]
+    yield Line(f"seed {seed}: rows of {len(handed)} that Trinity's reader has not", len(missing))
+    differing = loss = 0
+    tokens = sum(int(arrays[f"{number}:action_mask"].sum()) for number in range(len(handed)))
+    for row, sent in zip(batch.rows, handed, strict=False):
+        number = places[sent.msg_id]
+        one = about["rows"][number]
+        prompt = one["prompt_length"]
+        weight = batch.weighted(row).token_weight * tokens
+        wanted = np.where(row.loss_mask_T[prompt:], np.float32(float(row.advantage) * weight), np.float32(0))
+        same = (
+            arrays[f"{number}:tokens"].tobytes() == row.token_ids_T.tobytes()
+            and arrays[f"{number}:logprobs"].tobytes() == row.behaviour_T[prompt:].tobytes()
+            and arrays[f"{number}:action_mask"].tobytes() == row.loss_mask_T[prompt:].tobytes()
+            and arrays[f"{number}:advantages"].tobytes() == wanted.tobytes()
+            and one["task"] == row.experience_id
+            and one["kind"] == "multi_turn"
+            and one["version"] == seed
+        )
+        differing += not same
+        mask = arrays["proto:loss"][number].astype(bool)
+        trained = arrays["proto:ids"][number][mask]
+        loss += trained.tolist() != row.token_ids_T[row.loss_mask_T].tolist()
+    yield Line(f"seed {seed}: rows whose tokens, masks, logprobs or advantages are other bits", differing)
+    yield Line(f"seed {seed}: rows whose trained tokens are others, as its trainer sees them", loss)
+    config = about["config"]
+    kept = config["mode"] == "train" and config["save_interval"] == 1 and config["train_batch_size"] == len(handed)
+    yield Line(f"seed {seed}: Trinity's own check has changed what our YAML says", int(not kept))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--report", type=Path, default=Path("reports/test-trinity.json"))
+    parser.add_argument("--seeds", type=int, default=5)
+    given = parser.parse_args()
+    began, found = time.perf_counter(), []
+    with tempfile.TemporaryDirectory(prefix="headrace-trinity-") as scratch:
+        base = tiny_model.build(Path(scratch) / "base", layers=1)
+        for seed in range(given.seeds):
+            for line in lines(Path(scratch) / str(seed), base, seed):
+                found.append(line)
+                print(f"{'FAILS' if line.broken else 'holds'}  {line.broken:5d}  {line.name}", flush=True)
+    seconds = time.perf_counter() - began
+    report = {"seconds": round(seconds, 1), "seeds": given.seeds, "lines": [line.report() for line in found]}
+    given.report.parent.mkdir(parents=True, exist_ok=True)
+    given.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    failed = sum(1 for line in found if line.broken)
+    print(f"{len(found)} lines in {seconds:.0f} s, {failed} do not hold")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""A step that several members share moves the weights as one process does. Here the members are threads;
+`make test-ray` shows the same of processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headrace_trainer.batches.batch import Batch, Row
+from headrace_trainer.learner import NotFinite, StepResult
+from headrace_trainer.ray_learner import dealing
+from headrace_trainer.ray_learner.rank_team import _joined
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.torch_learner.learner import TorchLearner, opened
+from headrace_trainer.torch_learner.measures import Measures
+from headrace_trainer.torch_learner.model.policy import Policy
+from headrace_trainer.torch_learner.step import train
+from headrace_trainer.torch_learner.team import Team
+from tests.unit.trainer.world import experience
+
+GOING_ON = threading.Event()
+_SAME = 1e-6
+
+
+class Threads:
+    """What the members of one team meet in."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._barrier = threading.Barrier(count, timeout=60)
+        self._brought: list[Any] = [None] * count
+
+    def exchange(self, number: int, thing: Any) -> list[Any]:
+        self._brought[number] = thing
+        self._barrier.wait()
+        found = list(self._brought)
+        self._barrier.wait()
+        return found
+
+
+class Member:
+    """A `Team` by hand: no torch.distributed. `equal`: as many passes for each, as with weights in parts."""
+
+    def __init__(self, threads: Threads, number: int, *, equal: bool = False) -> None:
+        self.threads = threads
+        self.number = number
+        self.equal = equal
+
+    def budget(self, lengths: Sequence[int], pack_tokens: int) -> int:
+        return dealing.budget(lengths, pack_tokens, self.threads.count)
+
+    def mine(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+        hands = dealing.deal(packs, lengths, self.threads.count)
+        own = [packs[index] for index in hands[self.number]]
+        return own + [[]] * (max(map(len, hands)) - len(own) if self.equal else 0)
+
+    def add_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        own = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        every = self.threads.exchange(self.number, own)
+        for name in {name for gradients in every for name in gradients}:
+            parameters[name].grad = torch.stack([one[name] for one in every if name in one]).sum(0)
+
+    def together(self, measures: Measures) -> Measures:
+        return _joined(self.threads.exchange(self.number, measures))
+
+
+class EachForItself(Member):
+    """Forgets what the others have found."""
+
+    def add_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.threads.exchange(self.number, None)
+
+
+def settings_of(base: Path, **more: Any) -> TrainerSettings:
+    table = {"base": str(base), "optimizer": {"learning_rate": 1e-3}, "native": {"tokens": 0}}
+    return TrainerSettings.model_validate({**table, **more})
+
+
+def batches(version: str = "m@0123456789abcdef") -> list[Batch]:
+    """Of several lengths, with corrections, and one that is smaller than the team."""
+
+    def row(number: int, advantage: float, weight: float | None = None) -> Row:
+        return Row.of(experience(number, version, length=10 + 5 * (number % 4)), advantage, version, weight)
+
+    return [
+        Batch(tuple(row(n, 0.5 - n % 3) for n in range(7))),
+        Batch((row(7, 1.0), row(8, -1.0), row(0, 0.7, 0.02), row(9, 0.5)), whole=7),
+        Batch((row(10, 1.0),), whole=7),
+        Batch((row(1, -0.4, 0.02),), whole=7),
+    ]
+
+
+def play(learner: TorchLearner, settings: TrainerSettings, team: Team) -> list[StepResult]:
+    found = []
+    for batch in batches():
+        tokens = settings.compute.pack_tokens
+        found.append(train(learner.policy, learner.optimizer, batch, settings.loss, tokens, GOING_ON, team=team))
+    return found
+
+
+def of_members(
+    base: Path, settings: TrainerSettings, make: Callable[[Threads, int], Team], count: int
+) -> list[tuple[dict[str, torch.Tensor], list[StepResult]]]:
+    threads = Threads(count)
+    learners = [opened(base, settings, Policy) for _ in range(count)]
+
+    def one(number: int) -> tuple[dict[str, torch.Tensor], list[StepResult]]:
+        taken = play(learners[number], settings, make(threads, number))
+        return learners[number].policy.tensors(), taken
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, range(count)))
+
+
+def apart(ours: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    assert ours.keys() == other.keys()
+    return max(float((ours[name] - other[name]).abs().max()) for name in ours)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "adapters": {"lora": {"rank": 2}},
+    "two updates and the base": {"loss": {"updates_per_step": 2, "kl": 0.05}},
+    "sequences left out": {"loss": {"sequence_mask_max": 1.5}},
+}
+
+
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_a_team_moves_the_weights_as_one_process_does(base: Path, name: str, equal: bool) -> None:
+    settings = settings_of(base, **CASES[name])
+    alone = opened(base, settings, Policy)
+    expected = _alone(alone, settings)
+    found = of_members(base, settings, lambda threads, number: Member(threads, number, equal=equal), 3)
+    for weights, taken in found:
+        assert apart(weights, alone.policy.tensors()) < _SAME
+        for ours, theirs in zip(taken, expected, strict=True):
+            assert ours.left_out == theirs.left_out
+            for measure in theirs.measured.keys() - {"step_seconds", "tokens_per_second"}:
+                assert ours.measured[measure] == pytest.approx(theirs.measured[measure], rel=1e-4, abs=1e-5), measure
+    assert apart(found[0][0], found[1][0]) == 0.0, "every member has the same weights"
+
+
+def _alone(learner: TorchLearner, settings: TrainerSettings) -> list[StepResult]:
+    from headrace_trainer.torch_learner.team import ALONE
+
+    return play(learner, settings, ALONE)
+
+
+def test_members_that_do_not_add_up_are_noticed(base: Path) -> None:
+    settings = settings_of(base)
+    alone = opened(base, settings, Policy)
+    _alone(alone, settings)
+    found = of_members(base, settings, EachForItself, 2)
+    assert apart(found[0][0], alone.policy.tensors()) > 100 * _SAME
+
+
+def test_what_is_not_finite_in_one_member_is_so_in_all(base: Path) -> None:
+    settings = settings_of(base)
+    threads = Threads(2)
+    rows = tuple(Row.of(experience(n, "m@0123456789abcdef"), float("nan") if n == 0 else 1.0, None) for n in range(4))
+
+    def one(number: int) -> bool:
+        learner = opened(base, settings, Policy)
+        before = learner.freeze()
+        tokens, team = settings.compute.pack_tokens, Member(threads, number)
+        with pytest.raises(NotFinite):
+            train(learner.policy, learner.optimizer, Batch(rows), settings.loss, tokens, GOING_ON, team=team)
+        return learner.freeze() == before
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(one, range(2))) == [True, True]

@@ -1,0 +1,255 @@
+"""Batches that somebody else trains: whoever dies at whatever point, each is in the lineage once.
+
+The oracle is the run that nobody disturbed, and what the weights themselves hold: the stand-in notes in its checkpoint
+which batches it was trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_runtime.errors import SettingError
+from headrace_runtime.settings import complete
+from headrace_trainer.backends import BACKENDS
+from headrace_trainer.learner import Learner, LearnerLost
+from headrace_trainer.lineage.store import LineageStore
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.trinity_learner import learner as trinity
+from headrace_trainer.trinity_learner.disk import Disk
+from headrace_trainer.trinity_learner.learner import TrinityLearner
+from tests.contract.learner.promises import GOING_ON, PROMISES, Opener, Promise, batch
+from tests.trinity import stand_in
+from tests.unit.trainer.test_crash import Died, Fuse, result
+from tests.unit.trainer.world import World, decision, experience
+
+COMMAND = [sys.executable, stand_in.__file__, "--config"]
+_STEPS = 3
+
+
+@pytest.fixture
+def learners(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TrinityLearner]]:
+    """All that a test opens, closed at its end: a trainer that dies here leaves its Trinity going, as one that is
+    killed may."""
+    opened: list[TrinityLearner] = []
+    was = TrinityLearner.__init__
+
+    def remember(self: TrinityLearner, *given: Any) -> None:
+        was(self, *given)
+        opened.append(self)
+
+    monkeypatch.setattr(TrinityLearner, "__init__", remember)
+    yield opened
+    for one in opened:
+        one.close()
+
+
+def settings_of(base: Path, folder: Path, **more: Any) -> TrainerSettings:
+    table: dict[str, Any] = {
+        "base": str(base),
+        "model": "m",
+        "backend": "trinity",
+        "trinity": {"folder": str(folder), "command": COMMAND, "step_timeout_s": 60},
+        "batch_experiences": 4,
+        "batch_experiences_min": 1,
+        "steps_per_version": 1,
+        "max_staleness": 4,
+        "save_interval_s": 1e-9,
+        "retry_s": 0.5,
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    return complete(TrainerSettings).model_validate({**table, **more})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+def test_it_keeps_what_every_learner_promises(
+    promise: Promise, base: Path, tmp_path: Path, learners: list[TrinityLearner]
+) -> None:
+    def open_one(lineage: str) -> Learner:
+        return BACKENDS.get("trinity").open(base, settings_of(base, tmp_path / "shared", lineage=lineage))
+
+    (folder := tmp_path / "files").mkdir()
+    promise(Opener(base, open_one), folder)
+
+
+def story(world: World, version: str) -> None:
+    events = [experience(n, version, reward=(n * 7) % 3, task=f"t{n % 2}") for n in range(11)]
+    world.bus.produce(*events[:6], events[2], events[3], *events[6:])
+    world.bus.produce(experience(1, version, reward=-1.0, revision=1), experience(12, version, reward=None))
+
+
+async def live(folder: Path, settings: TrainerSettings, fuse: Fuse) -> tuple[World, list[Any]]:
+    """A lineage begins, the story happens, with one death somewhere and a new process after it."""
+    world = World(folder)
+    trainer = await _survive(world, settings, fuse)
+    assert trainer.lineage is not None
+    story(world, trainer.lineage.saved.versions[0].version)
+    await _survive(world, settings, fuse)
+    return world, lessons(world, Path(settings.of("trinity").folder) / "main")  # type: ignore[attr-defined]
+
+
+async def _survive(world: World, settings: TrainerSettings, fuse: Fuse) -> Any:
+    try:
+        return await world.run(settings)
+    except Died:
+        fuse.at = None
+        return await world.run(settings)
+
+
+def lessons(world: World, folder: Path) -> list[Any]:
+    """The batches that the lineage's weights hold, by the checkpoint that they came from."""
+    store = LineageStore(world.blobs, "main")
+    found = store.read()
+    assert found is not None
+    about = json.loads(store.get(found.present.optimizer).splitlines()[1])
+    (path,) = (folder / "kept" / about["weights"]).glob("global_step_*/actor/optimizer.json")
+    return list(json.loads(path.read_text())["lessons"])
+
+
+def fragile(fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dies before and after everything that lasts."""
+
+    def burning(owner: Any, name: str) -> None:
+        was: Callable[..., Any] = getattr(owner, name)
+
+        def burn(*given: Any, **more: Any) -> Any:
+            fuse()
+            found = was(*given, **more)
+            fuse()
+            return found
+
+        monkeypatch.setattr(owner, name, burn)
+
+    for name in ("set_pending", "put_model", "keep", "begin", "sweep"):
+        burning(Disk, name)
+    burning(trinity.Buffer, "hand_over")
+    for name in ("_reached", "freeze"):
+        burning(TrinityLearner, name)
+
+
+async def _calm(folder: Path, base: Path) -> tuple[dict[str, Any], list[Any]]:
+    world, held = await live(folder, settings_of(base, folder / "trinity"), Fuse(None))
+    assert len(held) == _STEPS == len(set(held))
+    return result(world), held
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=[pytest.mark.long, pytest.mark.timeout(3000)]), 13])
+async def test_a_trainer_that_dies_anywhere_trains_each_batch_once(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learners: list[TrinityLearner], stride: int
+) -> None:
+    fuse = Fuse(None)
+    fragile(fuse, monkeypatch)
+    expected, held = await _calm(tmp_path / "calm", base)
+    points = fuse.points
+    assert points > 40
+    for at in range(1, points + 1, stride):
+        fuse.at, fuse.points = at, 0
+        folder = tmp_path / str(at)
+        fuse_world = settings_of(base, folder / "trinity")
+        world = World(folder)
+        trainer = await _survive(world, fuse_world, fuse)
+        assert trainer.lineage is not None
+        story(world, trainer.lineage.saved.versions[0].version)
+        await _survive(world, fuse_world, fuse)
+        fuse.at = None
+        assert result(world) == expected, f"died at point {at}"
+        assert lessons(world, folder / "trinity" / "main") == held, f"died at point {at}"
+
+
+@pytest.mark.parametrize("point", [*stand_in.POINTS[:-2], *(pytest.param(p) for p in stand_in.POINTS[-2:])])
+async def test_a_trinity_that_dies_anywhere_trains_each_batch_once(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learners: list[TrinityLearner], point: str
+) -> None:
+    expected, held = await _calm(tmp_path / "calm", base)
+    monkeypatch.setenv("STAND_IN_DIES", point)
+    monkeypatch.setenv("STAND_IN_DIED", str(tmp_path / "died"))
+    world, found = await live(tmp_path / "other", settings_of(base, tmp_path / "other" / "trinity"), Fuse(None))
+    assert (tmp_path / "died").exists(), "nothing died"
+    assert result(world) == expected
+    assert found == held
+
+
+def test_a_finished_step_is_taken_over_and_not_taken_again(
+    base: Path, tmp_path: Path, learners: list[TrinityLearner]
+) -> None:
+    settings = settings_of(base, tmp_path)
+    ours = TrinityLearner.open(base, settings)
+    before = ours.freeze()
+    ours.step(batch(0), GOING_ON)
+    after = ours.freeze()
+    later = TrinityLearner.open(base, settings)
+    later.thaw(before, with_random=True)
+    later.step(batch(0), GOING_ON)
+    assert later._going is None, "Trinity was not started for it"
+    assert later.freeze() == after
+    other = TrinityLearner.open(base, settings)
+    other.thaw(before, with_random=True)
+    other.step(batch(10), GOING_ON)
+    assert other._going is not None, "another batch is another step"
+    assert other.freeze() != after
+
+
+def test_a_trinity_that_never_takes_a_step_is_a_loss_with_its_last_words(
+    base: Path, tmp_path: Path, learners: list[TrinityLearner]
+) -> None:
+    words = [sys.executable, "-c", "print('no GPU here')"]
+    settings = settings_of(base, tmp_path, trinity={"folder": str(tmp_path), "command": words, "attempts": 2})
+    ours = TrinityLearner.open(base, settings)
+    before = ours.freeze()
+    with pytest.raises(LearnerLost, match=r"2 jobs[\s\S]*no GPU here"):
+        ours.step(batch(0), GOING_ON)
+    assert ours.failure is not None
+    assert ours.freeze() == before
+
+
+def test_where_the_optimizer_is_gone_the_weights_are_not(
+    base: Path, tmp_path: Path, learners: list[TrinityLearner]
+) -> None:
+    ours = TrinityLearner.open(base, settings_of(base, tmp_path / "one"))
+    ours.step(batch(0), GOING_ON)
+    frozen = ours.freeze()
+    elsewhere = TrinityLearner.open(base, settings_of(base, tmp_path / "two"))
+    elsewhere.thaw(frozen, with_random=True)
+    assert elsewhere.freeze().weights == frozen.weights
+    elsewhere.step(batch(10), GOING_ON)
+    assert elsewhere.freeze().weights != frozen.weights
+
+
+async def test_the_registry_may_send_it_back(base: Path, tmp_path: Path, learners: list[TrinityLearner]) -> None:
+    settings = settings_of(base, tmp_path / "trinity", max_staleness=20)
+    world = World(tmp_path)
+    await world.run(settings)
+    first = world.bus.checkpoints[0].version
+    world.bus.produce(*(experience(n, first, reward=n % 3, task="t") for n in range(8)))
+    await world.run(settings)
+    world.bus.produce(decision(world.bus.checkpoints[1].version, "rejected", previous=first))
+    world.bus.produce(*(experience(n, first, reward=n % 3, task="t") for n in range(20, 24)))
+    await world.run(settings)
+    fates = world.bus.fates
+    assert set(fates.values()) == {"trained"}
+    assert len(fates) == 12
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"trinity": {"folder": ""}}, "trainer.trinity.folder"),
+        ({"optimizer": {"kind": "muon"}}, "trainer.optimizer.kind"),
+        ({"loss": {"updates_per_step": 2}}, "trainer.loss.updates_per_step"),
+        ({"lora": {"rank": 4}}, "trainer.lora.rank"),
+        ({"loss": {"kl": 0.1}}, "trainer.backend"),
+    ],
+)
+def test_what_it_would_do_otherwise_is_refused_by_name(
+    base: Path, tmp_path: Path, more: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(SettingError) as refused:
+        BACKENDS.get("trinity").open(base, settings_of(base, tmp_path, **more))
+    assert refused.value.name == name
