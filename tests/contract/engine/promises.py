@@ -112,6 +112,20 @@ async def the_best_tokens_come_first(ground: Ground, _: Path) -> None:
         assert [value for _, value in top] == sorted((value for _, value in top), reverse=True)
 
 
+async def a_probe_takes_nothing_from_whom_it_is_beside(ground: Ground, _: Path) -> None:
+    """Versions are probed while others are served."""
+    of, how = ground.versions.first, {"top_logprobs": 4, "max_tokens": 20}
+    before = [asyncio.create_task(ground.sample(prompt_of(9, n), of, **how)) for n in range(2)]
+    await asyncio.sleep(0.05)
+    probe = asyncio.create_task(ground.engine.probe(of.version))
+    await asyncio.sleep(0.01)
+    after = [asyncio.create_task(ground.sample(prompt_of(9, n), of, **how)) for n in range(2)]
+    assert (await probe).passed
+    for tokens in await asyncio.gather(*before, *after):
+        assert [len(top) for top in tokens.top] == [4] * 20
+        assert all(sum(torch.tensor([value]).exp().item() for _, value in top) > 4 / 400 for top in tokens.top)
+
+
 async def a_stream_brings_what_a_whole_answer_does(ground: Ground, _: Path) -> None:
     how: dict[str, Any] = {"seed": 5, "top_logprobs": 2}
     whole = await ground.sample(prompt_of(20), ground.versions.adapter, **how)
@@ -327,6 +341,7 @@ PROMISES: tuple[Promise, ...] = (
     other_weights_than_the_fingerprints_do_not_pass,
     truncation_is_in_the_logprobs,
     the_best_tokens_come_first,
+    a_probe_takes_nothing_from_whom_it_is_beside,
     a_stream_brings_what_a_whole_answer_does,
     a_seed_gives_the_same_tokens_in_any_company,
     choices_differ_and_have_streams_of_their_own,

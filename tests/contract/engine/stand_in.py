@@ -102,6 +102,8 @@ class StandInLLM:
         self._pinned: set[int] = set()
         self._cached: set[tuple[str, int, tuple[int, ...]]] = set()
         self.running: set[str] = set()
+        self._scoring = 0
+        """Requests with `logprob_token_ids`, which leave the others in a step nothing but their sampled tokens."""
         self.shut = False
         self.errored = False
 
@@ -113,11 +115,13 @@ class StandInLLM:
         self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None
     ) -> AsyncGenerator[Output, None]:
         self.running.add(request_id)
+        self._scoring += bool(sampling_params.logprob_token_ids)
         try:
             async for output in self._outputs(prompt, sampling_params, lora_request):
                 yield output
         finally:
             self.running.discard(request_id)
+            self._scoring -= bool(sampling_params.logprob_token_ids)
 
     async def _outputs(
         self, prompt: Mapping[str, Any], request: Request, adapter: Adapter | None
@@ -164,6 +168,8 @@ class StandInLLM:
         order = logprobs_V.argsort(descending=True, stable=True)
         best = [int(other) for other in order[: request.logprobs]]
         wanted = list(request.logprob_token_ids) or best
+        if self._scoring and not request.logprob_token_ids and wanted:
+            return token, {token: Entry(float(logprobs_V[token]), None), 0: Entry(float("-inf"), 1)}
         entry = {one: Entry(float(logprobs_V[one]), best.index(one) + 1 if one in best else None) for one in wanted}
         return token, {token: Entry(float(logprobs_V[token]), None), **entry}
 

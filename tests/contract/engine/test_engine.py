@@ -39,7 +39,8 @@ from tests.contract.engine.stand_in import StandIn
 
 on_one_loop = pytest.mark.asyncio(loop_scope="session")
 needs_vllm = pytest.mark.skipif(
-    find_spec("vllm") is None, reason="the package vllm is not installed here: `make test-vllm` has an environment for it"
+    find_spec("vllm") is None,
+    reason="the package vllm is not installed here: `make test-vllm` has an environment for it",
 )
 START_S = 400
 """An engine core takes a minute or so to start on two busy cores."""
@@ -52,9 +53,7 @@ VLLM = VllmSettings(
     adapter_rank_max=RANK_MAX,
     batch_tokens_max=CONTEXT,
 )
-TORCH = TorchSettings(
-    device="cpu", sequences_max=SEQUENCES_MAX, waiting_max=WAITING_MAX, context_tokens_max=CONTEXT
-)
+TORCH = TorchSettings(device="cpu", sequences_max=SEQUENCES_MAX, waiting_max=WAITING_MAX, context_tokens_max=CONTEXT)
 
 
 @pytest.fixture(scope="session")
@@ -174,7 +173,9 @@ async def test_vllm_without_a_core_is_not_alive(vllm_ground: Ground) -> None:
         with pytest.raises(EngineFailed):
             await asyncio.wait_for(stream, 30)
     with pytest.raises(EngineFailed, match="must be restarted"):
-        engine.generate(prompt_of(9), Sampling(max_tokens=4), vllm_ground.versions.second.version, [Start()], stream=True)
+        engine.generate(
+            prompt_of(9), Sampling(max_tokens=4), vllm_ground.versions.second.version, [Start()], stream=True
+        )
 
 
 @pytest.mark.parametrize(("name", "fault", "promise"), FAULTS, ids=[name for name, *_ in FAULTS])

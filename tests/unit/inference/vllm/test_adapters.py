@@ -32,10 +32,10 @@ def test_a_plain_adapter_is_taken(models: Models) -> None:
         ({"use_dora": True}, "sets use_dora = true, which vLLM does not compute"),
         ({"bias": "lora_only"}, "bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
-        ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern"),
+        ({"rank_pattern": {"q_proj": 8}}, "its rank is 8"),
+        ({"lora_bias": True}, "lora_bias"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
-        ({"r": None}, "cannot be read: TypeError"),
+        ({"r": None, "rank_pattern": {"q_proj": 2}}, "cannot be read: TypeError"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
 )

@@ -48,7 +48,7 @@ class Rig:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(WAIT_S):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 (the library has no event for it)
                 await asyncio.sleep(0.005)
 
 
@@ -90,7 +90,7 @@ async def test_adapters_have_a_number_that_was_never_used(rig: Rig, models: Mode
 
 async def test_a_core_that_does_not_start_is_a_version_that_fails(rig: Rig, models: Models) -> None:
     await rig.load("first")
-    with pytest.raises(VersionUnusable, match=f"{models.second.version}: vLLM does not start with it: FileNotFound"):
+    with pytest.raises(VersionUnusable, match=f"{models.second.version}: vLLM does not start with it: OSError"):
         await rig.engine.load(models.second.folder / "nowhere", models.second.manifest)
     assert len((await rig.sample(models.first.version)).token_ids) == 6
     await rig.load("second")
@@ -126,7 +126,7 @@ async def test_a_dead_core_fails_its_streams_and_ends_the_process(rig: Rig, mode
     with pytest.raises(EngineFailed, match=f"the engine core of {models.second.version} has died"):
         rig.engine.check()
     for stream in streams:
-        with pytest.raises(EngineFailed, match="has died|while computing"):
+        with pytest.raises(EngineFailed, match=r"has died|while computing"):
             await stream
     assert rig.engine.in_flight() == 0
     with pytest.raises(EngineFailed):
@@ -210,9 +210,36 @@ async def test_a_running_gauge_goes_with_its_version(rig: Rig, models: Models) -
     assert models.first.version not in {one.labels["version"] for one in samples}
 
 
+async def test_a_probe_and_ranked_requests_take_turns(rig: Rig, models: Models) -> None:
+    """In one step vLLM gives the second sort nothing but their sampled tokens (`vllm_engine/gate.py`)."""
+    await rig.load("first")
+    ranked = asyncio.create_task(rig.sample(models.first.version, max_tokens=40, top_logprobs=3))
+    plain = asyncio.create_task(rig.sample(models.first.version, max_tokens=40))
+    await rig.until(lambda: len(rig.library.started[0].running) == 2)
+    probe = asyncio.create_task(rig.engine.probe(models.first.version))
+    later = asyncio.create_task(rig.sample(models.first.version, top_logprobs=3))
+    assert all(len(top) == 3 for top in (await ranked).top)
+    assert (await probe).passed
+    assert all(len(top) == 3 for top in (await later).top)
+    assert len((await plain).token_ids) == 40
+
+
+async def test_a_probe_that_is_given_up_lets_others_pass(rig: Rig, models: Models) -> None:
+    await rig.load("first")
+    ranked = asyncio.create_task(rig.sample(models.first.version, max_tokens=200, top_logprobs=3))
+    await rig.until(lambda: bool(rig.library.started[0].running))
+    probe = asyncio.create_task(rig.engine.probe(models.first.version))
+    await asyncio.sleep(0.01)
+    probe.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await probe
+    assert len((await rig.sample(models.first.version, top_logprobs=3)).token_ids) == 6
+    assert len((await ranked).token_ids) == 200
+
+
 def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "find_spec", lambda _name: None)
-    with pytest.raises(SettingError, match="setting inference.engine = 'vllm': .*vllm.*not installed.*install-vllm"):
+    with pytest.raises(SettingError, match=r"setting inference.engine = 'vllm': .*vllm.*not installed.*install-vllm"):
         ENGINES.get("vllm").make(VllmSettings())
 
 

@@ -130,9 +130,7 @@ class ExactPrompts:
         metrics.EXACT_PROMPTS.labels("new").inc()
         return None
 
-    def _lined_up(
-        self, tokenizer: ChatTokenizer, known: _Known, text: str, tools: Sequence[Tool]
-    ) -> list[int] | None:
+    def _lined_up(self, tokenizer: ChatTokenizer, known: _Known, text: str, tools: Sequence[Tool]) -> list[int] | None:
         """The remembered ids and those of the text behind them; None when the text tells another story."""
         if not text.startswith(known.prompt_text) or not tokenizer.eos_text or tokenizer.eos_id is None:
             return None
@@ -144,7 +142,9 @@ class ExactPrompts:
         asked = Asked(tokenizer.outer, tools)
         how = Reading.of(known.prompt_text, self._parsers, tools=bool(tools), asked=asked)
         sampled = tokenizer.text_of(ids[known.prompt_length :], whole=how.by_token)
-        if rendered.strip() != sampled.strip() and _meaning(tokenizer, rendered, how) != _meaning(tokenizer, sampled, how):
+        if rendered.strip() != sampled.strip() and _meaning(tokenizer, rendered, how) != _meaning(
+            tokenizer, sampled, how
+        ):
             return None
         if ids[-1] != tokenizer.eos_id:  # cut off by its length or a stop string: the template ends the turn
             ids.append(tokenizer.eos_id)

@@ -12,9 +12,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_dora": (False,),
     "bias": ("none",),
     "modules_to_save": ((),),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
     "trainable_token_indices": ((),),
+    "lora_bias": (False,),
     "layer_replication": ((),),
     "target_parameters": ((),),
 }
@@ -25,8 +24,8 @@ def check(folder: Path, rank_max: int) -> None:
     """Raises `VersionUnusable` by name: no LoRA, a rank above `rank_max`, or what vLLM does not compute."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        kind, rank = config["peft_type"], int(config["r"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        kind, rank = config["peft_type"], max([config["r"], *(config.get("rank_pattern") or {}).values()])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise VersionUnusable(f"{CONFIG} cannot be read: {type(error).__name__}: {error}") from None
     if kind != "LORA":
         raise VersionUnusable(f"adapters of type {kind} are not supported; LoRA is")

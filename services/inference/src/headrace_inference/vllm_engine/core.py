@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from headrace_inference.vllm_engine.gate import Gate
+
 
 class Scored(Protocol):
     """One token's entry in `Sampled.logprobs`."""
@@ -112,6 +114,7 @@ class Core:
     base: str
     started: Started
     versions: set[str] = field(default_factory=set)
+    gate: Gate = field(default_factory=Gate)
 
     @property
     def llm(self) -> LLM:

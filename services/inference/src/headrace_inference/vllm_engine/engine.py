@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +101,11 @@ class VllmEngine:
         loaded = self._find(version)
         parent = self._loaded.get(loaded.manifest.parent or "")
         comparable = parent is not None and parent.core.started.vocabulary == loaded.core.started.vocabulary
-        async with asyncio.timeout(self._settings.start_timeout_s):
+        cores = {loaded.core, parent.core} if parent is not None else {loaded.core}
+        async with contextlib.AsyncExitStack() as stack:
+            for core in sorted(cores, key=lambda core: core.base):
+                await stack.enter_async_context(core.gate.probing())
+            await stack.enter_async_context(asyncio.timeout(self._settings.start_timeout_s))
             return await probing.probe(
                 loaded.manifest.fingerprint,
                 self._asker(loaded),
@@ -193,12 +197,12 @@ class VllmEngine:
         self, stream: Stream, loaded: _Loaded, prompt: dict[str, object], asked: Request, reading: _Reading
     ) -> None:
         """One choice, up to its end."""
-        version = loaded.version
-        outputs = loaded.core.llm.generate(
-            prompt, self._library.parameters(asked), _request_id(version), lora_request=loaded.adapter
-        )
+        version, core = loaded.version, loaded.core
         try:
-            async with contextlib.aclosing(outputs):
+            async with (
+                core.gate.ranked(asked.logprobs > 0),
+                contextlib.aclosing(self._outputs(loaded, prompt, asked)) as outputs,
+            ):
                 async for output in outputs:
                     piece = reading.read(output)
                     if piece is not None:
@@ -220,10 +224,7 @@ class VllmEngine:
         async def ask(prompt: Sequence[int], token: int) -> float:
             asked = Request(max_tokens=1, delta=False, logprobs=1, logprob_token_ids=(token,))
             given = {"prompt_token_ids": list(prompt), "cache_salt": salt}
-            outputs = loaded.core.llm.generate(
-                given, self._library.parameters(asked), _request_id(loaded.version), lora_request=loaded.adapter
-            )
-            async with contextlib.aclosing(outputs):
+            async with contextlib.aclosing(self._outputs(loaded, given, asked)) as outputs:
                 async for output in outputs:
                     (sampled,) = output.outputs
                     if sampled.logprobs:
@@ -231,6 +232,11 @@ class VllmEngine:
             raise EngineFailed(f"{loaded.version}: vLLM gave no logprobs")
 
         return ask
+
+    def _outputs(self, loaded: _Loaded, prompt: object, asked: Request) -> AsyncGenerator[Output, None]:
+        request_id = f"{loaded.version}/{uuid.uuid4().hex}"
+        given = self._library.parameters(asked)
+        return loaded.core.llm.generate(prompt, given, request_id, lora_request=loaded.adapter)
 
     def _abort(self, stream: Stream) -> None:
         for task in self._tasks.get(stream, ()):
@@ -322,10 +328,6 @@ class _Reading:
             return tokens if tokens.token_ids or tokens.finish else None
         self._whole.add(tokens)
         return self._whole if self.finished else None
-
-
-def _request_id(version: str) -> str:
-    return f"{version}/{uuid.uuid4().hex}"
 
 
 def _shut_down(future: Future[Started]) -> None:
