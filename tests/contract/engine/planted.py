@@ -154,10 +154,22 @@ def nothing(*_: object) -> None:
 
 
 FAULTS: tuple[tuple[str, Fault, Promise], ...] = (
-    ("logprobs before temperature", patched(StandInLLM, "logprobs", before_temperature), promises.logprobs_are_the_trainers),
+    (
+        "logprobs before temperature",
+        patched(StandInLLM, "logprobs", before_temperature),
+        promises.logprobs_are_the_trainers,
+    ),
     ("never greedy", never_greedy, promises.greedy_takes_the_most_likely),
-    ("the base for an adapter", patched(StandInLLM, "adapted", base_for_adapters), promises.loaded_weights_answer_as_their_fingerprint),
-    ("every probe passes", patched(VllmEngine, "probe", always_passes), promises.other_weights_than_the_fingerprints_do_not_pass),
+    (
+        "the base for an adapter",
+        patched(StandInLLM, "adapted", base_for_adapters),
+        promises.loaded_weights_answer_as_their_fingerprint,
+    ),
+    (
+        "every probe passes",
+        patched(VllmEngine, "probe", always_passes),
+        promises.other_weights_than_the_fingerprints_do_not_pass,
+    ),
     ("no truncation", patched(StandInLLM, "truncated", not_truncated), promises.truncation_is_in_the_logprobs),
     ("the worst first", patched(requests, "_best", worst_first), promises.the_best_tokens_come_first),
     ("probes among all others", no_gate, promises.a_probe_takes_nothing_from_whom_it_is_beside),
@@ -166,7 +178,11 @@ FAULTS: tuple[tuple[str, Fault, Promise], ...] = (
     ("one stream for all choices", one_stream_for_all, promises.choices_differ_and_have_streams_of_their_own),
     ("no stop tokens", no_stop_tokens, promises.a_stop_token_ends_a_choice_and_belongs_to_it),
     ("no stop conditions", patched(engine, "until_stopped", as_it_is), promises.a_stop_condition_sees_each_token_once),
-    ("resumed tokens do not count", resumed_tokens_do_not_count, promises.a_resumed_greedy_choice_goes_on_as_if_it_had_never_moved),
+    (
+        "resumed tokens do not count",
+        resumed_tokens_do_not_count,
+        promises.a_resumed_greedy_choice_goes_on_as_if_it_had_never_moved,
+    ),
     ("any penalty is taken", patched(engine, "refuse_unkept", nothing), promises.a_penalty_is_counted_or_refused),
     ("one cache for all", one_cache_for_all, promises.what_is_kept_of_a_prompt_belongs_to_a_version_and_a_salt),
     ("no context", no_context, promises.bounds_are_refused_by_name),
@@ -174,7 +190,11 @@ FAULTS: tuple[tuple[str, Fault, Promise], ...] = (
     ("short answers", short_answers, promises.without_a_limit_a_choice_ends_with_the_context),
     ("nobody can leave", patched(Stream, "close", nothing), promises.a_client_that_leaves_frees_its_place),
     ("any adapter is taken", any_adapter, promises.what_is_unusable_is_refused_by_name_and_disturbs_nobody),
-    ("what is unloaded goes on", forgotten_streams, promises.an_unloaded_version_fails_what_it_had_begun_and_nothing_else),
+    (
+        "what is unloaded goes on",
+        forgotten_streams,
+        promises.an_unloaded_version_fails_what_it_had_begun_and_nothing_else,
+    ),
     ("newcomers take over", newcomers_take_over, promises.versions_come_and_go_beside_streams),
-)  # fmt: skip
+)
 """What is broken, and the promise that finds it."""

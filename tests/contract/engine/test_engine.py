@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import os
 from collections.abc import AsyncIterator, Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +35,9 @@ from tests.contract.engine.ground import (
 from tests.contract.engine.planted import FAULTS, Fault
 from tests.contract.engine.promises import PROMISES, Promise, beyond, renamed
 from tests.contract.engine.stand_in import StandIn
+from tests.support import presence
 
 on_one_loop = pytest.mark.asyncio(loop_scope="session")
-needs_vllm = pytest.mark.skipif(
-    find_spec("vllm") is None,
-    reason="the package vllm is not installed here: `make test-vllm` has an environment for it",
-)
 START_S = 400
 """An engine core takes a minute or so to start on two busy cores."""
 VLLM = VllmSettings(
@@ -83,6 +79,7 @@ async def stand_in_ground(versions: Versions) -> AsyncIterator[Ground]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def vllm_ground(versions: Versions) -> AsyncIterator[Ground]:
+    presence.need("vllm")
     from headrace_inference.vllm_engine.library import VllmLibrary
 
     engine = VllmEngine(VLLM, VllmLibrary(VLLM))
@@ -102,7 +99,6 @@ async def test_the_stand_in(promise: Promise, stand_in_ground: Ground, tmp_path:
     await promise(stand_in_ground, tmp_path)
 
 
-@needs_vllm
 @pytest.mark.timeout(START_S)
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 @on_one_loop
@@ -113,7 +109,6 @@ async def test_vllm(
         record_property(name, value)
 
 
-@needs_vllm
 @pytest.mark.timeout(START_S)
 @on_one_loop
 async def test_vllm_has_bounds_of_its_own(vllm_ground: Ground, tmp_path: Path) -> None:
@@ -134,10 +129,10 @@ async def bounds_of_its_own(ground: Ground, folder: Path) -> None:
     more = [renamed(of, step=500 + number) for number in range(3)]
     for one in more[:2]:
         await engine.load(one.folder, one.manifest)
-    with pytest.raises(NoRoom, match="inference.vllm.adapters_max allows 4"):
+    with pytest.raises(NoRoom, match=r"inference\.vllm\.adapters_max allows 4"):
         await engine.load(more[2].folder, more[2].manifest)
     full = renamed(ground.versions.second, step=600)
-    with pytest.raises(NoRoom, match="inference.vllm.cores_max allows 2"):
+    with pytest.raises(NoRoom, match=r"inference\.vllm\.cores_max allows 2"):
         await engine.load(full.folder, full.manifest)
     await engine.unload(more[0].version)
     await engine.load(more[2].folder, more[2].manifest)
@@ -148,7 +143,6 @@ async def bounds_of_its_own(ground: Ground, folder: Path) -> None:
         assert len((await ground.sample(prompt_of(9), loaded)).token_ids) == 16
 
 
-@needs_vllm
 @pytest.mark.timeout(START_S)
 @on_one_loop
 async def test_vllm_without_a_core_is_not_alive(vllm_ground: Ground) -> None:
@@ -165,7 +159,7 @@ async def test_vllm_without_a_core_is_not_alive(vllm_ground: Ground) -> None:
     for process in llm.engine_core.resources.engine_manager.processes:
         os.kill(process.pid, 9)
     async with asyncio.timeout(30):
-        while engine.alive:
+        while engine.alive:  # noqa: ASYNC110 (vLLM has no event for it)
             await asyncio.sleep(0.05)
     with pytest.raises(EngineFailed, match="must be restarted"):
         engine.check()
