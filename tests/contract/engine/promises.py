@@ -98,7 +98,7 @@ async def truncation_is_in_the_logprobs(ground: Ground, _: Path) -> None:
     """With `top_k` 2 the probabilities of two tokens add up to one."""
     tokens = await ground.sample(prompt_of(20), ground.versions.first, top_k=2, top_logprobs=2, max_tokens=12)
     for token, logprob, top in zip(tokens.token_ids, tokens.logprobs, tokens.top, strict=True):
-        assert dict(top)[token] == logprob
+        assert dict(top).get(token) == logprob
         assert sum(torch.tensor([value]).exp().item() for _, value in top) == pytest.approx(1.0, abs=1e-5)
     narrow = await ground.sample(prompt_of(20), ground.versions.first, top_p=1e-6, max_tokens=6)
     assert narrow.logprobs == pytest.approx([0.0] * 6, abs=1e-6)
@@ -274,7 +274,7 @@ async def what_is_unusable_is_refused_by_name_and_disturbs_nobody(ground: Ground
     corrupt = _copied(ground.versions.adapter, folder / "corrupt")
     (corrupt / "adapter_model.safetensors").write_bytes(b"garbage" * 100)
     adapters = {
-        corrupt: "",
+        corrupt: ".",
         _configured(ground.versions.adapter, folder / "kind", peft_type="LOHA"): "LOHA",
         _copied(ground.versions.adapter, folder / "empty", without="adapter_model.safetensors"): "adapter_model",
     }

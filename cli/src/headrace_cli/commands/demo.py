@@ -23,6 +23,14 @@ def demo(
         list[str] | None,
         typer.Option("--set", "-s", help="Override a setting; may be repeated.", metavar="SECTION.KEY=VALUE"),
     ] = None,
+    pythons: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--python",
+            help="Run a service with another environment's interpreter; may be repeated.",
+            metavar="SERVICE=PATH",
+        ),
+    ] = None,
 ) -> None:
     """Watch an agent get better from its own calls, on this machine, with no GPU and no key.
 
@@ -37,12 +45,14 @@ def demo(
     from headrace_cli.demo.console_reporter import ConsoleReporter
     from headrace_cli.demo.runner import Options, play
     from headrace_cli.supervisor.overrides import parse_assignments
+    from headrace_cli.supervisor.plan import parse_pythons
 
     found = recipe.read(folder)
     place = data_dir or Path(tempfile.mkdtemp(prefix="headrace-demo-"))
     goal = found.short if short else found.goal
     reporter = ConsoleReporter(console())
-    options = Options(seed, goal, place, cache.absolute(), out.absolute(), parse_assignments(settings or []))
+    given = parse_assignments(settings or [])
+    options = Options(seed, goal, place, cache.absolute(), out.absolute(), given, parse_pythons(pythons or []))
     try:
         report = asyncio.run(play(found, options, reporter))
     finally:

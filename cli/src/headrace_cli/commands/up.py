@@ -37,6 +37,14 @@ def up(
     auto_ports: Annotated[
         bool, typer.Option("--auto-ports", help="Take free ports where none is set, instead of the usual ones.")
     ] = False,
+    pythons: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--python",
+            help="Run a service with another environment's interpreter; may be repeated.",
+            metavar="SERVICE=PATH",
+        ),
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds until every service has to answer.", min=1)] = 120.0,
     hang_timeout: Annotated[
         float, typer.Option(help="Seconds without a sign of life after which a service is killed.", min=6)
@@ -50,6 +58,7 @@ def up(
     """
     from headrace_cli.supervisor import Limits, Supervisor
     from headrace_cli.supervisor.overrides import parse_assignments
+    from headrace_cli.supervisor.plan import parse_pythons
 
     out = console()
     supervisor = Supervisor(
@@ -59,6 +68,7 @@ def up(
         only=only or (),
         without=without or (),
         auto_ports=auto_ports,
+        pythons=parse_pythons(pythons or []),
         limits=Limits(hang_timeout_s=hang_timeout),
         report=lambda line: out.print(f"[yellow]{line}[/]"),
     )
@@ -159,5 +169,6 @@ def add_to(app: typer.Typer) -> None:
         "headrace up",
         "headrace up --set trainer.base=models/base --set gateway.port=8100",
         "headrace up --config headrace.toml --without trainer",
+        "headrace up --python inference=.venv-vllm/bin/python --set inference.engine=vllm",
         "headrace up --set bus.address=kafka:9092   [dim]# your own Kafka[/]",
     )

@@ -136,7 +136,7 @@ async def test_a_dead_core_fails_its_streams_and_ends_the_process(rig: Rig, mode
 async def test_a_request_that_breaks_is_alone(rig: Rig, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     await rig.load("first")
     kept = asyncio.create_task(rig.sample(models.first.version, max_tokens=60))
-    await asyncio.sleep(0)
+    await rig.until(lambda: bool(rig.library.started[0].running))
     failures = metrics.ENGINE_FAILURES._value.get()
 
     def broken(*_: object) -> int:
