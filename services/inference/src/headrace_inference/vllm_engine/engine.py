@@ -182,10 +182,9 @@ class VllmEngine:
             raise Overloaded(f"{self.in_flight()} sequences are running or waiting, {room} are allowed; try again")
         opened = self._streams.open(version, len(starts))
         limit = sampling.max_tokens or context - len(prompt)
-        prompts = {"cache_salt": f"{version}/{salt}"}
         for start in starts:
             asked = request_of(sampling, start, limit - len(start.resumed), stream=stream)
-            given = {**prompts, "prompt_token_ids": [*prompt, *start.resumed]}
+            given = {"prompt_token_ids": [*prompt, *start.resumed], "cache_salt": f"{version}/{salt}"}
             reading = _Reading(start, len(prompt), sampling.top_logprobs, stream=stream)
             task = asyncio.create_task(self._sample(opened, loaded, given, asked, reading))
             self._tasks.setdefault(opened, set()).add(task)
@@ -193,9 +192,7 @@ class VllmEngine:
         metrics.RUNNING.labels(version).set(self.in_flight(version))
         return opened
 
-    async def _sample(
-        self, stream: Stream, loaded: _Loaded, prompt: dict[str, object], asked: Request, reading: _Reading
-    ) -> None:
+    async def _sample(self, stream: Stream, loaded: _Loaded, prompt: object, asked: Request, reading: _Reading) -> None:
         """One choice, up to its end."""
         version, core = loaded.version, loaded.core
         try:

@@ -45,10 +45,11 @@ class VllmTools:
         if not self._text:
             return Found()
         found = _or_none(partial(self._make().extract_tool_calls, self._text, self._request))
-        called = found is not None and found.tools_called
-        whole = (found.content or "") if called else self._text
+        whole, calls = self._text, []
+        if found is not None and found.tools_called:
+            whole = found.content or ""
+            calls = [Call(call.function.name, call.function.arguments) for call in found.tool_calls]
         rest = whole[len(self._said) :] if whole.startswith(self._said) else ""
-        calls = [Call(call.function.name, call.function.arguments) for call in found.tool_calls] if called else []
         return Found(rest, calls)
 
 
