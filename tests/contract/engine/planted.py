@@ -13,9 +13,9 @@ import torch
 
 from headrace_inference.streams import Stream
 from headrace_inference.vllm_engine import adapters, engine, requests
+from headrace_inference.vllm_engine.apart import StepSeparation
 from headrace_inference.vllm_engine.core import Request, Started
 from headrace_inference.vllm_engine.engine import VllmEngine
-from headrace_inference.vllm_engine.gate import Gate
 from headrace_schemas import Probe
 from tests.contract.engine import promises
 from tests.contract.engine.promises import Promise
@@ -137,8 +137,8 @@ def newcomers_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StandInLLM, "add_lora", added)
 
 
-def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gate, "probing", lambda _gate: contextlib.nullcontext())
+def mixed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepSeparation, "probing", lambda _apart: contextlib.nullcontext())
 
 
 def as_it_is(tokens: object, _start: object) -> object:
@@ -172,7 +172,7 @@ FAULTS: tuple[tuple[str, Fault, Promise], ...] = (
     ),
     ("no truncation", patched(StandInLLM, "truncated", not_truncated), promises.truncation_is_in_the_logprobs),
     ("the worst first", patched(requests, "_best", worst_first), promises.the_best_tokens_come_first),
-    ("probes among all others", no_gate, promises.a_probe_takes_nothing_from_whom_it_is_beside),
+    ("probes among all others", mixed_steps, promises.a_probe_takes_nothing_from_whom_it_is_beside),
     ("streams draw otherwise", streams_draw_otherwise, promises.a_stream_brings_what_a_whole_answer_does),
     ("no seeds", no_seeds, promises.a_seed_gives_the_same_tokens_in_any_company),
     ("one stream for all choices", one_stream_for_all, promises.choices_differ_and_have_streams_of_their_own),

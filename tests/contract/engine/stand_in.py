@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from headrace_inference.importing.native import opened
-from headrace_inference.vllm_engine.core import Output, Request, Started
+from headrace_inference.vllm_engine.core import Request, RequestPiece, Started
 from headrace_inference.vllm_engine.settings import VllmSettings
 
 BLOCK = 16
@@ -113,7 +113,7 @@ class StandInLLM:
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None
-    ) -> AsyncGenerator[Output, None]:
+    ) -> AsyncGenerator[RequestPiece, None]:
         self.running.add(request_id)
         self._scoring += bool(sampling_params.logprob_token_ids)
         try:
@@ -125,7 +125,7 @@ class StandInLLM:
 
     async def _outputs(
         self, prompt: Mapping[str, Any], request: Request, adapter: Adapter | None
-    ) -> AsyncGenerator[Output, None]:
+    ) -> AsyncGenerator[RequestPiece, None]:
         number = adapter.number if adapter else 0
         ids = list(prompt["prompt_token_ids"])
         cached = self._prefix(prompt["cache_salt"], number, ids)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headrace_cli.commands.shared import command, console
+from headrace_cli.commands.shared import Overridden, Pythons, command, console
 
 
 def demo(
@@ -19,18 +19,8 @@ def demo(
     ] = None,
     cache: Annotated[Path, typer.Option(help="Where the base model is kept for the next run.")] = Path(".cache/demo"),
     out: Annotated[Path, typer.Option(help="Where demo.json and demo.png go.")] = Path("reports"),
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", "-s", help="Override a setting; may be repeated.", metavar="SECTION.KEY=VALUE"),
-    ] = None,
-    pythons: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--python",
-            help="Run a service with another environment's interpreter; may be repeated.",
-            metavar="SERVICE=PATH",
-        ),
-    ] = None,
+    settings: Overridden = None,
+    pythons: Pythons = None,
 ) -> None:
     """Watch an agent get better from its own calls, on this machine, with no GPU and no key.
 

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.shared import Config, DataDir, command, condition, console, service_names, table
+from headrace_cli.commands.shared import (
+    Config,
+    DataDir,
+    Overridden,
+    Pythons,
+    command,
+    condition,
+    console,
+    service_names,
+    table,
+)
 
 if TYPE_CHECKING:
     from headrace_cli.supervisor import RunState, Supervisor
@@ -20,10 +30,7 @@ if TYPE_CHECKING:
 def up(
     config: Config = None,
     data_dir: DataDir = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", "-s", help="Override a setting; may be repeated.", metavar="SECTION.KEY=VALUE"),
-    ] = None,
+    settings: Overridden = None,
     only: Annotated[
         list[str] | None,
         typer.Option(help="Start only this service; may be repeated.", metavar="SERVICE", autocompletion=service_names),
@@ -37,14 +44,7 @@ def up(
     auto_ports: Annotated[
         bool, typer.Option("--auto-ports", help="Take free ports where none is set, instead of the usual ones.")
     ] = False,
-    pythons: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--python",
-            help="Run a service with another environment's interpreter; may be repeated.",
-            metavar="SERVICE=PATH",
-        ),
-    ] = None,
+    pythons: Pythons = None,
     timeout: Annotated[float, typer.Option(help="Seconds until every service has to answer.", min=1)] = 120.0,
     hang_timeout: Annotated[
         float, typer.Option(help="Seconds without a sign of life after which a service is killed.", min=6)

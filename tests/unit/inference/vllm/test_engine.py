@@ -210,7 +210,7 @@ async def test_a_running_gauge_goes_with_its_version(rig: Rig, models: Models) -
 
 
 async def test_a_probe_and_ranked_requests_take_turns(rig: Rig, models: Models) -> None:
-    """In one step vLLM gives the second sort nothing but their sampled tokens (`vllm_engine/gate.py`)."""
+    """In one step vLLM gives the second sort nothing but their sampled tokens (`vllm_engine/apart.py`)."""
     await rig.load("first")
     ranked = asyncio.create_task(rig.sample(models.first.version, max_tokens=40, top_logprobs=3))
     plain = asyncio.create_task(rig.sample(models.first.version, max_tokens=40))

@@ -1,4 +1,4 @@
-"""Parsers that want tokens: what they see, and that streams and whole answers read the same. vLLM's own: `tests/contract/engine`."""
+"""Parsers that want tokens: streams and whole answers read the same. vLLM's own are held to it in the contract."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from headrace_inference.vllm_engine.gate import Gate
+from headrace_inference.vllm_engine.apart import StepSeparation
 
 
-class Scored(Protocol):
-    """One token's entry in `Sampled.logprobs`."""
+class LogprobEntry(Protocol):
+    """One token's entry in `CompletionPiece.logprobs`."""
 
     @property
     def logprob(self) -> float: ...
@@ -22,22 +22,22 @@ class Scored(Protocol):
     def rank(self) -> int | None: ...
 
 
-class Sampled(Protocol):
+class CompletionPiece(Protocol):
     """New tokens of a request: `vllm.outputs.CompletionOutput`."""
 
     @property
     def token_ids(self) -> Sequence[int]: ...
     @property
-    def logprobs(self) -> Sequence[Mapping[int, Scored]] | None: ...
+    def logprobs(self) -> Sequence[Mapping[int, LogprobEntry]] | None: ...
     @property
     def finish_reason(self) -> str | None: ...
 
 
-class Output(Protocol):
+class RequestPiece(Protocol):
     """`vllm.outputs.RequestOutput`."""
 
     @property
-    def outputs(self) -> Sequence[Sampled]: ...
+    def outputs(self) -> Sequence[CompletionPiece]: ...
     @property
     def num_cached_tokens(self) -> int | None: ...
 
@@ -51,7 +51,7 @@ class LLM(Protocol):
 
     def generate(
         self, prompt: object, sampling_params: object, request_id: str, *, lora_request: object | None = None
-    ) -> AsyncGenerator[Output, None]:
+    ) -> AsyncGenerator[RequestPiece, None]:
         """Closing the generator aborts the request."""
 
     async def add_lora(self, lora_request: object) -> bool: ...
@@ -114,7 +114,7 @@ class Core:
     base: str
     started: Started
     versions: set[str] = field(default_factory=set)
-    gate: Gate = field(default_factory=Gate)
+    apart: StepSeparation = field(default_factory=StepSeparation)
 
     @property
     def llm(self) -> LLM:

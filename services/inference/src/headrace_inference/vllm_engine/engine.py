@@ -23,7 +23,7 @@ from headrace_inference.errors import (
 )
 from headrace_inference.streams import OpenStreams, Stream
 from headrace_inference.vllm_engine import adapters, probing
-from headrace_inference.vllm_engine.core import Core, Library, Output, Request, Started
+from headrace_inference.vllm_engine.core import Core, Library, Request, RequestPiece, Started
 from headrace_inference.vllm_engine.requests import refuse_unkept, request_of, tokens_of, until_stopped
 from headrace_inference.vllm_engine.settings import VllmSettings
 from headrace_runtime.logs import get_logger
@@ -104,7 +104,7 @@ class VllmEngine:
         cores = {loaded.core, parent.core} if parent is not None else {loaded.core}
         async with contextlib.AsyncExitStack() as stack:
             for core in sorted(cores, key=lambda core: core.base):
-                await stack.enter_async_context(core.gate.probing())
+                await stack.enter_async_context(core.apart.probing())
             await stack.enter_async_context(asyncio.timeout(self._settings.start_timeout_s))
             return await probing.probe(
                 loaded.manifest.fingerprint,
@@ -197,7 +197,7 @@ class VllmEngine:
         version, core = loaded.version, loaded.core
         try:
             async with (
-                core.gate.ranked(asked.logprobs > 0),
+                core.apart.ranked(asked.logprobs > 0),
                 contextlib.aclosing(self._outputs(loaded, prompt, asked)) as outputs,
             ):
                 async for output in outputs:
@@ -230,7 +230,7 @@ class VllmEngine:
 
         return ask
 
-    def _outputs(self, loaded: _Loaded, prompt: object, asked: Request) -> AsyncGenerator[Output, None]:
+    def _outputs(self, loaded: _Loaded, prompt: object, asked: Request) -> AsyncGenerator[RequestPiece, None]:
         request_id = f"{loaded.version}/{uuid.uuid4().hex}"
         given = self._library.parameters(asked)
         return loaded.core.llm.generate(prompt, given, request_id, lora_request=loaded.adapter)
@@ -311,7 +311,7 @@ class _Reading:
         self._begun = False
         self.finished = False
 
-    def read(self, output: Output) -> Tokens | None:
+    def read(self, output: RequestPiece) -> Tokens | None:
         """None: nothing to deliver yet. Raises `EngineFailed`."""
         tokens = until_stopped(tokens_of(output, self._start.choice, self._prompt_length, self._top), self._start)
         self.finished = tokens.finish is not None

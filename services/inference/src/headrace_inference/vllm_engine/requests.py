@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from headrace_inference.engine import Finish, Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed
-from headrace_inference.vllm_engine.core import Output, Request, Scored
+from headrace_inference.vllm_engine.core import LogprobEntry, Request, RequestPiece
 from headrace_runtime.errors import Refused
 
 COLDEST = 0.01
@@ -57,7 +57,7 @@ def _counted(frequency_penalty: float, resumed: Sequence[int]) -> Mapping[int, f
     return {token: -frequency_penalty * count for token, count in Counter(resumed).items()}
 
 
-def tokens_of(output: Output, choice: int, prompt_length: int, top: int) -> Tokens:
+def tokens_of(output: RequestPiece, choice: int, prompt_length: int, top: int) -> Tokens:
     """What one output brought. Raises `EngineFailed` when it is no answer."""
     (sampled,) = output.outputs
     ids = list(sampled.token_ids)
@@ -77,7 +77,7 @@ def tokens_of(output: Output, choice: int, prompt_length: int, top: int) -> Toke
     return found
 
 
-def _best(entry: Mapping[int, Scored], count: int) -> list[tuple[int, float]]:
+def _best(entry: Mapping[int, LogprobEntry], count: int) -> list[tuple[int, float]]:
     """The most likely tokens: the sampled one is listed besides, where it is none of them."""
     ranked = sorted(entry.items(), key=lambda item: (-item[1].logprob, item[1].rank or 0))
     return [(token, scored.logprob) for token, scored in ranked[:count]]

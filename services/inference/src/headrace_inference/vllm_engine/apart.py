@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 
-class Gate:
+class StepSeparation:
     """Of one engine core. Used in the event loop."""
 
     def __init__(self) -> None:
