@@ -114,7 +114,8 @@ async def the_best_tokens_come_first(ground: Ground, _: Path) -> None:
 
 async def a_probe_takes_nothing_from_whom_it_is_beside(ground: Ground, _: Path) -> None:
     """Versions are probed while others are served."""
-    of, how = ground.versions.first, {"top_logprobs": 4, "max_tokens": 20}
+    of = ground.versions.first
+    how: dict[str, Any] = {"top_logprobs": 4, "max_tokens": 20}
     before = [asyncio.create_task(ground.sample(prompt_of(9, n), of, **how)) for n in range(2)]
     await asyncio.sleep(0.05)
     probe = asyncio.create_task(ground.engine.probe(of.version))
@@ -139,7 +140,7 @@ async def a_seed_gives_the_same_tokens_in_any_company(ground: Ground, _: Path) -
     of = ground.versions.first
     alone = await ground.sample(prompt_of(30), of, seed=42)
     others = [ground.sample(prompt_of(5 + 9 * i, i), of, seed=i, max_tokens=5 + i) for i in range(SEQUENCES_MAX - 1)]
-    again, *_ = await asyncio.gather(ground.sample(prompt_of(30), of, seed=42), *others)
+    again, *_rest = await asyncio.gather(ground.sample(prompt_of(30), of, seed=42), *others)
     assert again.token_ids == alone.token_ids
     assert (await ground.sample(prompt_of(30), of, seed=43)).token_ids != alone.token_ids
 
@@ -212,7 +213,8 @@ async def a_penalty_is_counted_or_refused(ground: Ground, _: Path) -> None:
 
 
 async def what_is_kept_of_a_prompt_belongs_to_a_version_and_a_salt(ground: Ground, _: Path) -> Figures:
-    prompt, how = prompt_of(400, 5), {"max_tokens": 2}
+    prompt = prompt_of(400, 5)
+    how: dict[str, Any] = {"max_tokens": 2}
     (first,) = await ground.choices(prompt, ground.versions.first, [Start()], salt="a", **how)
     (again,) = await ground.choices(prompt, ground.versions.first, [Start()], salt="a", **how)
     assert first.cached_tokens == 0

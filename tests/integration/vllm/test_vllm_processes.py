@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx2
@@ -88,7 +89,8 @@ class VllmRig:
         return openai.AsyncOpenAI(base_url=self.base_url, api_key="none", max_retries=0, timeout=300)
 
     def processes_of(self, replica: ReplicaProcess) -> list[psutil.Process]:
-        return psutil.Process(replica.pid).children(recursive=True)
+        found: list[psutil.Process] = psutil.Process(replica.pid).children(recursive=True)
+        return found
 
 
 def ready(*wanted: ServedVersion) -> Callable[[Replica], bool]:
@@ -168,10 +170,9 @@ async def test_02_weights_are_swapped_and_rolled_back_under_streams(
 
     async def work(client: openai.AsyncOpenAI, number: int) -> None:
         while not stop.is_set():
-            messages = [{"role": "user", "content": f"question {number} {streams[0]}"}]
             chunks = await client.chat.completions.create(
                 model="tiny",
-                messages=messages,  # type: ignore[arg-type]
+                messages=[{"role": "user", "content": f"question {number} {streams[0]}"}],
                 max_tokens=LENGTH,
                 stream=True,
                 extra_body={"ignore_eos": True},
@@ -216,7 +217,7 @@ async def test_03_what_cannot_be_served_fails_by_name_and_disturbs_nobody(rig: V
     champion, more = rig.adapters[0], rig.adapters[1 : ADAPTERS_MAX + 1]
     await rig.route(rig.base, champion, *rig.broken.values(), champion=champion)
     for reason, version in rig.broken.items():
-        beats = await rig.until(lambda beat, version=version: state(beat, version).state == "failed")
+        beats = await rig.until(partial(_failed, version))
         assert all(reason in (state(beat, version).error or "") for beat in beats), reason
         assert all(beat.ready(champion.version) for beat in beats)
     await rig.route(rig.base, champion, *more, champion=champion)
@@ -226,6 +227,10 @@ async def test_03_what_cannot_be_served_fails_by_name_and_disturbs_nobody(rig: V
         assert ["inference.vllm.adapters_max allows 4" in (one.error or "") for one in failed] == [True]
     await rig.route(rig.base, champion, more[-1], champion=champion)
     await rig.until(ready(rig.base, champion, more[-1]))
+
+
+def _failed(version: ServedVersion, beat: Replica) -> bool:
+    return state(beat, version).state == "failed"
 
 
 def state(beat: Replica, version: ServedVersion) -> LoadedVersion:
