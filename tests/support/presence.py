@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ CHECKS: dict[str, Callable[[], str | None]] = {
     "jq": _program("jq"),
     "kafkajs": node_client.missing,
     "clients": lambda: None if CLIENTS.exists() else "there is no .venv-clients; make install-clients",
+    "vllm": lambda: None if find_spec("vllm") else "the package is not installed here; make test-vllm has it",
     "helm": lambda: None if (HELM / "installed").exists() else "there is no .venv-helm; make install-helm",
 }
 used: set[str] = set()

@@ -34,6 +34,11 @@ class ReplicaProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def log(self) -> str:
         path = self._data_dir / "inference.log"
         return path.read_text() if path.exists() else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -198,3 +199,27 @@ def test_a_service_that_cannot_be_imported_is_named_with_its_package(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UsageError, match=r"wreck 1\.0 announces the service 'wreck' .*No module named 'no_such_wreck'"):
         planning.installed()
+
+
+def test_a_service_may_have_an_interpreter_of_its_own(tmp_path: Path) -> None:
+    """A link stays a link: that is what makes it the interpreter of an environment."""
+    link = tmp_path / "bin" / "python"
+    link.parent.mkdir()
+    link.symlink_to(sys.executable)
+    plan = make(tmp_path, pythons=planning.parse_pythons([f"inference={link}"]))
+    assert {one.name: one.python for one in plan.services if one.python != sys.executable} == {"inference": str(link)}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("inference", "SERVICE=PATH"),
+        ("=python", "SERVICE=PATH"),
+        ("inference=nowhere/python", "there is no interpreter"),
+        ("inference=.", "there is no interpreter"),
+        (f"inferrence={sys.executable}", "no service 'inferrence' is installed"),
+    ],
+)
+def test_a_wrong_interpreter_is_refused_before_anything_starts(tmp_path: Path, given: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        make(tmp_path, pythons=planning.parse_pythons([given]))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace_inference.engine import Generation, Sampling, Start
-from headrace_inference.errors import UnknownVersion, VersionUnusable
+from headrace_inference.errors import NoRoom, UnknownVersion, VersionUnusable
 from headrace_inference.fleet import Fleet, FleetLimits
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.versions import VersionCache
@@ -37,6 +37,7 @@ class Holder:
         self.probes: dict[str, Probe] = {}
         self.busy: dict[str, asyncio.Event] = {}
         self.gate: asyncio.Event | None = None
+        self.adapters_max = 64
 
     async def load(self, folder: Path, manifest: Manifest) -> None:
         assert (folder / "model.safetensors").exists() or manifest.kind == "lora"
@@ -44,6 +45,8 @@ class Holder:
             await self.gate.wait()
         if manifest.base is not None and manifest.base not in self.held:
             raise VersionUnusable("base")
+        if manifest.base is not None and sum("lora" in line for line in self.log) >= self.adapters_max:
+            raise NoRoom("adapters_max")
         self.held.append(manifest.version)
         self.log.append(f"load {manifest.version}")
 
@@ -312,3 +315,14 @@ async def test_closing_ends_what_is_under_way(rig: Rig, models: Models) -> None:
     rig.route(models.first.served)
     await asyncio.sleep(0.05)
     await asyncio.wait_for(rig.fleet.close(), WAIT_S)
+
+
+async def test_what_an_engine_has_no_room_for_is_tried_again(rig: Rig, models: Models) -> None:
+    """An engine has bounds of its own: `adapters_max` of vLLM, for example."""
+    rig.engine.adapters_max = 0
+    rig.route(models.first.served, models.adapter.served)
+    await rig.settled(first="ready", adapter="failed")
+    assert rig.error(models.adapter.served) == "adapters_max"
+    rig.engine.adapters_max = 1
+    rig.route(models.first.served, models.adapter.served)
+    await rig.settled(first="ready", adapter="ready")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headrace_cli.commands.shared import command, console
+from headrace_cli.commands.shared import Overridden, Pythons, command, console
 
 
 def demo(
@@ -19,10 +19,8 @@ def demo(
     ] = None,
     cache: Annotated[Path, typer.Option(help="Where the base model is kept for the next run.")] = Path(".cache/demo"),
     out: Annotated[Path, typer.Option(help="Where demo.json and demo.png go.")] = Path("reports"),
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", "-s", help="Override a setting; may be repeated.", metavar="SECTION.KEY=VALUE"),
-    ] = None,
+    settings: Overridden = None,
+    pythons: Pythons = None,
 ) -> None:
     """Watch an agent get better from its own calls, on this machine, with no GPU and no key.
 
@@ -37,12 +35,14 @@ def demo(
     from headrace_cli.demo.console_reporter import ConsoleReporter
     from headrace_cli.demo.runner import Options, play
     from headrace_cli.supervisor.overrides import parse_assignments
+    from headrace_cli.supervisor.plan import parse_pythons
 
     found = recipe.read(folder)
     place = data_dir or Path(tempfile.mkdtemp(prefix="headrace-demo-"))
     goal = found.short if short else found.goal
     reporter = ConsoleReporter(console())
-    options = Options(seed, goal, place, cache.absolute(), out.absolute(), parse_assignments(settings or []))
+    given = parse_assignments(settings or [])
+    options = Options(seed, goal, place, cache.absolute(), out.absolute(), given, parse_pythons(pythons or []))
     try:
         report = asyncio.run(play(found, options, reporter))
     finally:

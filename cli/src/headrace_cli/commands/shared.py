@@ -33,6 +33,18 @@ Config = Annotated[
 BusAddress = Annotated[
     str | None, typer.Option("--bus", help="The bus, when it was not started by `up`.", metavar="HOST:PORT")
 ]
+Overridden = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", help="Override a setting; may be repeated.", metavar="SECTION.KEY=VALUE"),
+]
+Pythons = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--python",
+        help="Run a service with another environment's interpreter; may be repeated.",
+        metavar="SERVICE=PATH",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace_cli.commands.shared import Config, DataDir, command, condition, console, service_names, table
+from headrace_cli.commands.shared import (
+    Config,
+    DataDir,
+    Overridden,
+    Pythons,
+    command,
+    condition,
+    console,
+    service_names,
+    table,
+)
 
 if TYPE_CHECKING:
     from headrace_cli.supervisor import RunState, Supervisor
@@ -20,10 +30,7 @@ if TYPE_CHECKING:
 def up(
     config: Config = None,
     data_dir: DataDir = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", "-s", help="Override a setting; may be repeated.", metavar="SECTION.KEY=VALUE"),
-    ] = None,
+    settings: Overridden = None,
     only: Annotated[
         list[str] | None,
         typer.Option(help="Start only this service; may be repeated.", metavar="SERVICE", autocompletion=service_names),
@@ -37,6 +44,7 @@ def up(
     auto_ports: Annotated[
         bool, typer.Option("--auto-ports", help="Take free ports where none is set, instead of the usual ones.")
     ] = False,
+    pythons: Pythons = None,
     timeout: Annotated[float, typer.Option(help="Seconds until every service has to answer.", min=1)] = 120.0,
     hang_timeout: Annotated[
         float, typer.Option(help="Seconds without a sign of life after which a service is killed.", min=6)
@@ -50,6 +58,7 @@ def up(
     """
     from headrace_cli.supervisor import Limits, Supervisor
     from headrace_cli.supervisor.overrides import parse_assignments
+    from headrace_cli.supervisor.plan import parse_pythons
 
     out = console()
     supervisor = Supervisor(
@@ -59,6 +68,7 @@ def up(
         only=only or (),
         without=without or (),
         auto_ports=auto_ports,
+        pythons=parse_pythons(pythons or []),
         limits=Limits(hang_timeout_s=hang_timeout),
         report=lambda line: out.print(f"[yellow]{line}[/]"),
     )
@@ -159,5 +169,6 @@ def add_to(app: typer.Typer) -> None:
         "headrace up",
         "headrace up --set trainer.base=models/base --set gateway.port=8100",
         "headrace up --config headrace.toml --without trainer",
+        "headrace up --python inference=.venv-vllm/bin/python --set inference.engine=vllm",
         "headrace up --set bus.address=kafka:9092   [dim]# your own Kafka[/]",
     )

@@ -9,7 +9,7 @@ import os
 import subprocess
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ class Options:
     cache: Path
     out: Path
     settings: Mapping[str, object]
+    pythons: Mapping[str, str] = field(default_factory=dict)
+    """Interpreters of services that are in environments of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ async def play(recipe: Recipe, options: Options, reporter: ConsoleReporter) -> R
         config=recipe.folder / recipe.config,
         settings=settings,
         auto_ports=True,
+        pythons=options.pythons,
         environ=_environ(recipe),
         report=reporter.happened,
     )

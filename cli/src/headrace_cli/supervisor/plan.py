@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import random
 import socket
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +34,8 @@ class ServicePlan:
     info: ServiceInfo
     host: str
     port: int
+    python: str = sys.executable
+    """The interpreter that runs it: a service may live in an environment of its own."""
 
     @property
     def module(self) -> str:
@@ -79,9 +83,11 @@ def make(
     only: Collection[str] = (),
     without: Collection[str] = (),
     auto_ports: bool = False,
+    pythons: Mapping[str, str] | None = None,
 ) -> Plan:
     """Decide. Raises `UsageError` for names that are not installed and ports that are taken."""
-    for name in (*only, *without):
+    found = {name: _interpreter(name, path) for name, path in (pythons or {}).items()}
+    for name in (*only, *without, *found):
         if name not in services:
             raise UsageError(f"no service {name!r} is installed; there are {', '.join(sorted(services))}")
     folder = data_dir_of(data_dir, overrides)
@@ -97,12 +103,32 @@ def make(
     plans = []
     for name, info in chosen.items():
         port = ports.take(f"{name}.port", overrides, info.port)
-        plans.append(ServicePlan(name, info, str(overrides.get(f"{name}.host") or "127.0.0.1"), port))
+        host = str(overrides.get(f"{name}.host") or "127.0.0.1")
+        plans.append(ServicePlan(name, info, host, port, found.get(name, sys.executable)))
     for gateway in (plan for plan in plans if plan.info.is_gateway):
         for setting in filter(None, (info.gateway_setting for info in chosen.values())):
             overrides.default(setting, f"{gateway.url}/v1")
     bus = str(overrides.get("bus.address") or f"127.0.0.1:{KAFKA_PORT}")
     return Plan(folder, overrides.environ, tuple(plans), bus, left_out)
+
+
+def parse_pythons(given: Collection[str]) -> dict[str, str]:
+    """Of `SERVICE=PATH`. Raises `UsageError`."""
+    found = {}
+    for one in given:
+        name, _, path = one.partition("=")
+        if not (name and path):
+            raise UsageError(f"--python {one}: write it as SERVICE=PATH, such as inference=.venv-vllm/bin/python")
+        found[name] = path
+    return found
+
+
+def _interpreter(service: str, path: str) -> str:
+    """As an absolute path, not resolved: a link is what makes it that of an environment."""
+    whole = str(Path(path).expanduser().absolute())
+    if not os.access(whole, os.X_OK) or Path(whole).is_dir():
+        raise UsageError(f"--python {service}={path}: there is no interpreter; name the one of an environment")
+    return whole
 
 
 def why_not(

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -96,7 +95,7 @@ class ManagedProcess:
         listener = self._socket.open() if self._socket else None
         liveness = self._liveness.open()
         self._process = subprocess.Popen(
-            bound_to_parent([sys.executable, "-m", self.plan.module], listener),
+            bound_to_parent([self.plan.python, "-m", self.plan.module], listener),
             pass_fds=(liveness,) if listener is None else (liveness, listener),
             env={**self._environ, VARIABLE: str(liveness)},
             stdin=subprocess.DEVNULL,

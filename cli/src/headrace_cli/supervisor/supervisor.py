@@ -32,8 +32,8 @@ class Supervisor:
     `settings` are `{"gateway.port": 8100, ...}` and win over the environment and the `config` file. `only` and
     `without` name services; the broker is left out when `bus.address` is set, the judge without
     `judge.endpoint.base_url`, the trainer without `trainer.base`. `auto_ports` gives free ports to services whose port
-    is not set. `report` hears, in one line each, what happens to services. Raises `UsageError` when this cannot be
-    started at all.
+    is not set. `pythons` are the interpreters of services that live in environments of their own. `report` hears, in
+    one line each, what happens to services. Raises `UsageError` when this cannot be started at all.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Supervisor:
         only: Collection[str] = (),
         without: Collection[str] = (),
         auto_ports: bool = False,
+        pythons: Mapping[str, str] | None = None,
         environ: Mapping[str, str] | None = None,
         services: Mapping[str, ServiceInfo] | None = None,
         limits: Limits | None = None,
@@ -55,7 +56,9 @@ class Supervisor:
         self._lock = Lock(planning.data_dir_of(data_dir, overrides))
         self._lock.take()
         try:
-            self.plan = planning.make(data_dir, overrides, found, only=only, without=without, auto_ports=auto_ports)
+            self.plan = planning.make(
+                data_dir, overrides, found, only=only, without=without, auto_ports=auto_ports, pythons=pythons
+            )
         except BaseException:
             self._lock.release()
             raise

@@ -112,6 +112,7 @@ async def _leave(announcer: Announcer, engine: Engine, timeout_s: float) -> None
 
 def _api(common: Common, settings: InferenceSettings, fleet: Fleet, engine: Engine, aside: Aside) -> Api:
     parsers = Parsers(TOOL_PARSERS.get(settings.tool_parser), REASONING_PARSERS.get(settings.reasoning_parser))
+    parsers.check()
     prompts = ExactPrompts(settings.prompt_memory_tokens_max, parsers)
     rendering = RenderLimits(settings.prompt_bytes_max, settings.template_timeout_s)
     completions = Completions(engine, prompts, parsers, aside, rendering)

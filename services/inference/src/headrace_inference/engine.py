@@ -43,8 +43,8 @@ class Start:
     resumed: Sequence[int] = ()
     """Tokens that were sampled elsewhere; the choice goes on after them and counts them."""
     until: Callable[[int], bool] | None = None
-    """Called by the engine, in a thread of its own, with each new token in order; True ends the choice with `stop`.
-    It has already seen the resumed tokens. It must be quick and must not raise."""
+    """Called by the engine, in any thread, with each new token in order up to a stop token; True ends the choice with
+    `stop`. It has already seen the resumed tokens. It must be quick and must not raise."""
 
 
 @dataclass(slots=True)
@@ -61,6 +61,14 @@ class Tokens:
     finish: Finish | None = None
     cached_tokens: int = 0
     """Prompt tokens whose KV was already there."""
+
+    def add(self, more: Tokens) -> None:
+        """Take in what came later for the same choice."""
+        self.token_ids += more.token_ids
+        self.logprobs += more.logprobs
+        self.top += more.top
+        self.finish = more.finish
+        self.cached_tokens = max(self.cached_tokens, more.cached_tokens)
 
 
 class Generation(Protocol):

@@ -9,6 +9,10 @@ class VersionUnusable(HeadraceError):
     """A version that can never be served here as it is: wrong architecture, tokenizer, files or fingerprint."""
 
 
+class NoRoom(VersionUnusable):
+    """A version that cannot be served here while so many others are; it is tried again when routing changes."""
+
+
 class EngineFailed(HeadraceError):
     """The engine broke while it computed; the request may succeed elsewhere or later."""
 

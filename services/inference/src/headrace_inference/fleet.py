@@ -16,7 +16,7 @@ from typing import Any, Literal
 from headrace_inference import metrics
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.engine import Engine
-from headrace_inference.errors import UnknownVersion, VersionUnusable
+from headrace_inference.errors import NoRoom, UnknownVersion, VersionUnusable
 from headrace_inference.http.routes import Served
 from headrace_runtime.errors import CorruptBlob, Unavailable
 from headrace_runtime.logs import get_logger
@@ -176,6 +176,7 @@ class Fleet:
                 log.warning("version_waits", version=held.version, error=str(error))
                 await asyncio.sleep(self._limits.retry_s)
             except (VersionUnusable, CorruptBlob) as error:
+                held.crowded = isinstance(error, NoRoom)
                 self._fail(held, str(error))
                 return
             except Exception as error:

@@ -94,9 +94,9 @@ class InferenceSettings(ServiceSettings):
     choices_max: Annotated[int, Field(ge=1, le=128)] = 16
     """Largest `n` of a request."""
     tool_parser: Annotated[str, NameIn(TOOL_PARSERS)] = "hermes"
-    """How tool calls are written: `hermes` is `<tool_call>{json}</tool_call>`."""
+    """How tool calls are written: `hermes` is `<tool_call>{json}</tool_call>`, and `vllm:NAME` is a parser of vLLM."""
     reasoning_parser: Annotated[str, NameIn(REASONING_PARSERS)] = "think"
-    """How reasoning is written: `think` is `<think>...</think>` before the answer."""
+    """How reasoning is written: `think` is `<think>...</think>` before the answer; `vllm:NAME` is a parser of vLLM."""
     prompt_memory_tokens_max: Annotated[int, Field(ge=0)] = 4_194_304
     """Token ids of past prompts and answers kept so that a conversation goes on with exactly its own tokens."""
 

@@ -33,8 +33,8 @@ from typing import Any
 from pydantic import JsonValue
 
 from headrace_inference import metrics
-from headrace_inference.chat.answer import Reading, Text
-from headrace_inference.chat.parsers import Parsers
+from headrace_inference.chat.answer import Answer, Reading, Text
+from headrace_inference.chat.parsers import Asked, Parsers
 from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
 from headrace_schemas import Message, Tool
 
@@ -83,7 +83,7 @@ class ExactPrompts:
         offered = [tool.model_dump(mode="json", exclude_none=True) for tool in tools]
         text = tokenizer.render(list(map(for_template, messages)), offered, extra, limits)
         chain = list(_digests(tokenizer, messages, offered, extra, salt))
-        ids = self._continued(tokenizer, text, messages, chain, tools=bool(tools))
+        ids = self._continued(tokenizer, text, messages, chain, tools)
         return Prompt(tokenizer.encode(text) if ids is None else ids, text, chain[-1])
 
     def remember(self, prompt: Prompt, message: Message, token_ids: Sequence[int]) -> None:
@@ -117,21 +117,20 @@ class ExactPrompts:
         text: str,
         messages: Sequence[Message],
         chain: Sequence[bytes],
-        *,
-        tools: bool,
+        tools: Sequence[Tool],
     ) -> list[int] | None:
         for digest, message in zip(reversed(chain), reversed(messages), strict=True):
             if message.role != "assistant":
                 continue
             known = self._recall(digest)
             if known is not None:
-                ids = self._lined_up(tokenizer, known, text, tools=tools)
+                ids = self._lined_up(tokenizer, known, text, tools)
                 metrics.EXACT_PROMPTS.labels("diverged" if ids is None else "exact").inc()
                 return ids
         metrics.EXACT_PROMPTS.labels("new").inc()
         return None
 
-    def _lined_up(self, tokenizer: ChatTokenizer, known: _Known, text: str, *, tools: bool) -> list[int] | None:
+    def _lined_up(self, tokenizer: ChatTokenizer, known: _Known, text: str, tools: Sequence[Tool]) -> list[int] | None:
         """The remembered ids and those of the text behind them; None when the text tells another story."""
         if not text.startswith(known.prompt_text) or not tokenizer.eos_text or tokenizer.eos_id is None:
             return None
@@ -140,9 +139,12 @@ class ExactPrompts:
             return None
         rendered = tokenizer.plain(text[len(known.prompt_text) : end])
         ids = known.token_ids.tolist()
-        sampled = tokenizer.text_of(ids[known.prompt_length :])
-        how = Reading.of(known.prompt_text, self._parsers, tools=tools)
-        if rendered.strip() != sampled.strip() and _meaning(rendered, how) != _meaning(sampled, how):
+        asked = Asked(tokenizer.outer, tools)
+        how = Reading.of(known.prompt_text, self._parsers, tools=bool(tools), asked=asked)
+        sampled = tokenizer.text_of(ids[known.prompt_length :], whole=how.by_token)
+        if rendered.strip() != sampled.strip() and _meaning(tokenizer, rendered, how) != _meaning(
+            tokenizer, sampled, how
+        ):
             return None
         if ids[-1] != tokenizer.eos_id:  # cut off by its length or a stop string: the template ends the turn
             ids.append(tokenizer.eos_id)
@@ -173,11 +175,17 @@ def for_template(message: Message) -> dict[str, Any]:
     return found
 
 
-def _meaning(text: str, how: Reading) -> object:
-    reader = Text(how)
-    reader.feed(text)
-    reader.end()
-    whole = reader.whole
+def _meaning(tokenizer: ChatTokenizer, text: str, how: Reading) -> object:
+    if how.by_token:
+        answer = Answer(tokenizer, how)
+        answer.feed(tokenizer.encode(text))
+        answer.end()
+        whole = answer.whole
+    else:
+        reader = Text(how)
+        reader.feed(text)
+        reader.end()
+        whole = reader.whole
     calls = [(call.function.name, _value(call.function.arguments)) for call in whole.calls]
     return whole.reasoning.strip(), whole.content.strip(), calls
 

@@ -71,6 +71,7 @@ class ChatTokenizer:
         self.silent_ids = frozenset((special | self.stop_ids) - read)
         """Tokens that are no part of the text."""
         self._decoding = Decoding(self._inner, self.silent_ids)
+        self._every = Decoding(self._inner, self.stop_ids)
         self._texts: dict[int, TokenText] = {}
         self._own_arguments = inspect.signature(self._outer.apply_chat_template).parameters.keys()
 
@@ -125,9 +126,9 @@ class ChatTokenizer:
         """Token ids of rendered text: what the template spelled out is a control token, what messages did is text."""
         return self._plain.encode(text)
 
-    def text_of(self, ids: Sequence[int]) -> str:
+    def text_of(self, ids: Sequence[int], *, whole: bool = False) -> str:
         """The text of an answer: all its tokens but the silent ones. The same as a stream gives out."""
-        stream = self.stream()
+        stream = self.stream(whole=whole)
         return stream.feed(ids) + stream.end()
 
     def spelled(self, ids: Sequence[int]) -> str:
@@ -135,8 +136,9 @@ class ChatTokenizer:
         text: str = self._inner.decode(list(ids), skip_special_tokens=False)
         return text
 
-    def stream(self) -> Detokenizer:
-        return Detokenizer(self._decoding)
+    def stream(self, *, whole: bool = False) -> Detokenizer:
+        """`whole`: with special tokens as text, other than those that end an answer."""
+        return Detokenizer(self._every if whole else self._decoding)
 
     def token(self, token_id: int) -> TokenText:
         found = self._texts.get(token_id)
@@ -155,6 +157,11 @@ class ChatTokenizer:
             return TokenText(data.decode("utf-8", "replace"), list(data))
         text: str = raw if raw is not None and added else self._inner.decode([token_id], skip_special_tokens=False)
         return TokenText(text, list(text.encode()))
+
+    @property
+    def outer(self) -> Any:
+        """Transformers' tokenizer."""
+        return self._outer
 
     @cached_property
     def last_id(self) -> int:

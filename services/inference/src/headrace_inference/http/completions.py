@@ -10,7 +10,7 @@ from functools import partial
 from headrace_inference import metrics
 from headrace_inference.chat.answer import Answer, Reading, StopWatch
 from headrace_inference.chat.exact import ExactPrompts, Prompt
-from headrace_inference.chat.parsers import Parsers
+from headrace_inference.chat.parsers import Asked, Parsers
 from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
 from headrace_inference.engine import Engine, Finish, Generation, Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed
@@ -89,7 +89,8 @@ class Completions:
             self._check_ids(request.resumed_prompt, version, "the prompt")
             prompt = replace(prompt, token_ids=list(request.resumed_prompt))
         stops = request.stop or ()
-        how = Reading.of(prompt.text, self._parsers, tools=bool(tools), stops=stops)
+        asked = Asked(tokenizer.outer, tools)
+        how = Reading.of(prompt.text, self._parsers, tools=bool(tools), stops=stops, asked=asked)
         sampling = request.sampling(tokenizer.stop_ids)
         choices: list[_Choice] = []
         starts: list[Start] = []

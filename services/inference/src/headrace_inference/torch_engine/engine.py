@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from headrace_inference.engine import Sampling, Start, Tokens
+from headrace_inference.engine import Sampling, Start
 from headrace_inference.errors import ContextLengthExceeded, EngineFailed, Overloaded, UnknownVersion
 from headrace_inference.settings import TorchSettings
+from headrace_inference.streams import OpenStreams, Stream
 from headrace_inference.torch_engine.batch import BatchLimits, DecodeBatch
 from headrace_inference.torch_engine.loader import Loader
 from headrace_inference.torch_engine.model import Model
@@ -43,8 +43,7 @@ class TorchEngine:
         self._loader = Loader(device, dtype, settings.context_tokens_max, trace=settings.trace)
         self._loading = ThreadPoolExecutor(1, "loading", torch.set_num_threads, (threads,))
         self._models: dict[str, tuple[Model, Path]] = {}
-        self._open: set[Stream] = set()
-        self._ended = asyncio.Event()
+        self._streams = OpenStreams(self._abort)
         self._worker = Worker(asyncio.get_running_loop(), self._deliver, threads)
         self._worker.start()
 
@@ -52,7 +51,7 @@ class TorchEngine:
         """Nothing generates afterwards."""
         await asyncio.to_thread(self._worker.stop)
         self._loading.shutdown(wait=True)
-        self._fail(list(self._open), EngineFailed("the engine was stopped"))
+        self._streams.fail(EngineFailed("the engine was stopped"))
 
     async def load(self, folder: Path, manifest: Manifest) -> None:
         base = self._models.get(manifest.base or "")
@@ -97,7 +96,7 @@ class TorchEngine:
         if self.in_flight() + len(starts) > room:
             raise Overloaded(f"{self.in_flight()} sequences are running or waiting, {room} are allowed; try again")
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        opened = Stream(self, version, len(starts))
+        opened = self._streams.open(version, len(starts))
         sequences = [
             Sequence(
                 owner=opened,
@@ -116,17 +115,14 @@ class TorchEngine:
         ]
         first = sequences[0]
         first.followers = sequences[1:]
-        self._open.add(opened)
         self._worker.post(lambda: self._worker.submit(version, first))
         return opened
 
     def in_flight(self, version: str | None = None) -> int:
-        return sum(stream.unfinished for stream in self._open if version in (None, stream.version))
+        return self._streams.in_flight(version)
 
     async def drained(self, version: str | None = None) -> None:
-        while self.in_flight(version):
-            self._ended.clear()
-            await self._ended.wait()
+        await self._streams.drained(version)
 
     def context_tokens(self, version: str) -> int:
         model = self._model(version)
@@ -143,12 +139,8 @@ class TorchEngine:
         if not self.alive:
             raise EngineFailed("the engine's thread has ended; the process must be restarted")
 
-    def closed(self, stream: Stream) -> None:
-        """A stream has ended or was left."""
-        self._open.discard(stream)
-        self._ended.set()
-        if stream.unfinished:
-            self._worker.post(lambda: self._worker.abort(stream.version, stream))
+    def _abort(self, stream: Stream) -> None:
+        self._worker.post(lambda: self._worker.abort(stream.version, stream))
 
     def _model(self, version: str) -> Model:
         found = self._models.get(version)
@@ -168,63 +160,6 @@ class TorchEngine:
             stream = sequence.owner
             assert isinstance(stream, Stream)
             stream.put(piece)
-
-    @staticmethod
-    def _fail(streams: SequenceOf[Stream], error: EngineFailed) -> None:
-        for stream in streams:
-            stream.put(error)
-
-
-class Stream:
-    """A `Generation`: what the worker delivers, merged until it is asked for. Lives in the event loop."""
-
-    def __init__(self, engine: TorchEngine, version: str, choices: int) -> None:
-        self.version = version
-        self.unfinished = choices
-        self._engine = engine
-        self._pending: dict[int, Tokens] = {}
-        self._error: EngineFailed | None = None
-        self._arrived = asyncio.Event()
-
-    def put(self, piece: Tokens | EngineFailed) -> None:
-        """Called by the engine; what comes after the end is dropped."""
-        if not self.unfinished:
-            return
-        if isinstance(piece, EngineFailed):
-            self._error = piece
-            self._engine.closed(self)  # with what its other choices still had to do
-            self.unfinished = 0
-        else:
-            held = self._pending.get(piece.choice)
-            if held is None:
-                self._pending[piece.choice] = piece
-            else:
-                held.token_ids += piece.token_ids
-                held.logprobs += piece.logprobs
-                held.top += piece.top
-                held.finish = piece.finish
-            self.unfinished -= piece.finish is not None
-        if not self.unfinished:
-            self._engine.closed(self)
-        self._arrived.set()
-
-    def __aiter__(self) -> AsyncIterator[Tokens]:
-        return self
-
-    async def __anext__(self) -> Tokens:
-        while not self._pending:
-            if self._error is not None:
-                raise self._error
-            if not self.unfinished:
-                raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._pending.pop(next(iter(self._pending)))
-
-    def close(self) -> None:
-        self._engine.closed(self)
-        self.unfinished = 0
-        self._arrived.set()
 
 
 def default_threads(cores: int) -> int:

@@ -1,0 +1,39 @@
+"""What an adapter's folder must be like before vLLM is asked: what it would leave out, it would not say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from headrace_inference.errors import VersionUnusable
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "use_dora": (False,),
+    "bias": ("none",),
+    "modules_to_save": ((),),
+    "trainable_token_indices": ((),),
+    "lora_bias": (False,),
+    "layer_replication": ((),),
+    "target_parameters": ((),),
+}
+"""Fields of a LoRA configuration that vLLM does not compute, with what they hold where they are not used."""
+
+
+def check(folder: Path, rank_max: int) -> None:
+    """Raises `VersionUnusable` by name: no LoRA, a rank above `rank_max`, or what vLLM does not compute."""
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        kind, rank = config["peft_type"], max([config["r"], *(config.get("rank_pattern") or {}).values()])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise VersionUnusable(f"{CONFIG} cannot be read: {type(error).__name__}: {error}") from None
+    if kind != "LORA":
+        raise VersionUnusable(f"adapters of type {kind} are not supported; LoRA is")
+    if not (folder / WEIGHTS).exists():
+        raise VersionUnusable(f"it has no {WEIGHTS}")
+    if rank > rank_max:
+        raise VersionUnusable(f"its rank is {rank}, inference.vllm.adapter_rank_max allows {rank_max}")
+    for name, neutral in _NEUTRAL.items():
+        value = config.get(name)
+        if value and value not in neutral:
+            raise VersionUnusable(f"{CONFIG} sets {name} = {json.dumps(value)[:100]}, which vLLM does not compute")

@@ -1,0 +1,334 @@
+"""The part of the `vllm` engine that runs in the event loop: which versions are in which engine core, and who asks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace_inference import metrics
+from headrace_inference.engine import Sampling, Start, Tokens
+from headrace_inference.errors import (
+    ContextLengthExceeded,
+    EngineFailed,
+    NoRoom,
+    Overloaded,
+    UnknownVersion,
+    VersionUnusable,
+)
+from headrace_inference.streams import OpenStreams, Stream
+from headrace_inference.vllm_engine import adapters, probing
+from headrace_inference.vllm_engine.core import Core, Library, Request, RequestPiece, Started
+from headrace_inference.vllm_engine.requests import refuse_unkept, request_of, tokens_of, until_stopped
+from headrace_inference.vllm_engine.settings import VllmSettings
+from headrace_runtime.logs import get_logger
+from headrace_schemas import Probe
+from headrace_schemas.manifest import Manifest
+
+log = get_logger(__name__)
+_REASON_LENGTH_MAX = 500
+
+
+@dataclass(frozen=True, eq=False)
+class _Loaded:
+    """A version in its core; `adapter` is what vLLM is told to add to the core's own weights."""
+
+    manifest: Manifest
+    core: Core
+    adapter: object | None = None
+    number: int = 0
+
+    @property
+    def version(self) -> str:
+        return self.manifest.version
+
+
+class VllmEngine:
+    """See `headrace_inference.engine.Engine`. Made inside a running event loop; `stop` it at the end.
+
+    A core stays as long as a version in it does, also when routing drops the full version before its adapters.
+    """
+
+    name = "vllm"
+    resumes = True
+
+    def __init__(self, settings: VllmSettings, library: Library) -> None:
+        self._settings = settings
+        self._library = library
+        self.capacity = settings.sequences_max
+        self._cores: dict[str, Core] = {}
+        self._loaded: dict[str, _Loaded] = {}
+        self._numbers = itertools.count(1)
+        self._streams = OpenStreams(self._abort)
+        self._tasks: dict[Stream, set[asyncio.Task[None]]] = {}
+        self._starting = ThreadPoolExecutor(1, "vllm-start")
+        self._begun: set[Future[Started]] = set()
+        self._stopped = False
+
+    # Versions
+
+    async def load(self, folder: Path, manifest: Manifest) -> None:
+        self.check()
+        if manifest.kind == "full":
+            core = self._cores.get(manifest.version) or await self._start(folder, manifest.version)
+            loaded = _Loaded(manifest, core)
+        else:
+            loaded = await self._adapter(folder, manifest)
+        loaded.core.versions.add(manifest.version)
+        self._loaded[manifest.version] = loaded
+
+    async def unload(self, version: str) -> None:
+        loaded = self._loaded.pop(version, None)
+        if loaded is None:
+            return
+        self._streams.fail(EngineFailed(f"{version} is gone"), version)
+        with contextlib.suppress(KeyError):
+            metrics.RUNNING.remove(version)
+        core = loaded.core
+        core.versions.discard(version)
+        if not core.versions:
+            del self._cores[core.base]
+            await asyncio.to_thread(core.llm.shutdown)
+        elif loaded.adapter is not None and not core.llm.errored:
+            await core.llm.remove_lora(loaded.number)
+
+    async def probe(self, version: str) -> Probe:
+        loaded = self._find(version)
+        parent = self._loaded.get(loaded.manifest.parent or "")
+        comparable = parent is not None and parent.core.started.vocabulary == loaded.core.started.vocabulary
+        cores = {loaded.core, parent.core} if parent is not None else {loaded.core}
+        async with contextlib.AsyncExitStack() as stack:
+            for core in sorted(cores, key=lambda core: core.base):
+                await stack.enter_async_context(core.apart.probing())
+            await stack.enter_async_context(asyncio.timeout(self._settings.start_timeout_s))
+            return await probing.probe(
+                loaded.manifest.fingerprint,
+                self._asker(loaded),
+                self._asker(parent) if parent is not None and comparable else None,
+                self._settings.sequences_max,
+                self._settings.probe_tolerance,
+            )
+
+    async def _start(self, folder: Path, version: str) -> Core:
+        if len(self._cores) >= self._settings.cores_max:
+            limit = f"inference.vllm.cores_max allows {self._settings.cores_max} full versions at a time"
+            raise NoRoom(f"{version}: {limit}, and {' and '.join(sorted(self._cores))} are here")
+        future = self._starting.submit(self._library.start, folder)
+        self._begun.add(future)
+        future.add_done_callback(self._begun.discard)
+        try:
+            started = await asyncio.shield(asyncio.wrap_future(future))
+        except asyncio.CancelledError:
+            future.add_done_callback(_shut_down)
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error)[:_REASON_LENGTH_MAX]}"
+            raise VersionUnusable(
+                f"{version}: vLLM does not start with it: {reason}; the log of this replica may say more"
+            ) from error
+        core = self._cores[version] = Core(version, started)
+        return core
+
+    async def _adapter(self, folder: Path, manifest: Manifest) -> _Loaded:
+        version, core = manifest.version, self._cores.get(manifest.base or "")
+        if core is None:
+            raise VersionUnusable(f"{version}: its base {manifest.base} is not loaded; routing must serve it too")
+        if core.adapters >= self._settings.adapters_max:
+            limit = f"inference.vllm.adapters_max allows {self._settings.adapters_max} adapters of one version"
+            raise NoRoom(f"{version}: {limit}, and {core.adapters} are here")
+        try:
+            adapters.check(folder, self._settings.adapter_rank_max)
+        except VersionUnusable as error:
+            raise VersionUnusable(f"{version}: {error}") from error
+        number = next(self._numbers)
+        adapter = self._library.adapter(version, number, folder)
+        try:
+            async with asyncio.timeout(self._settings.start_timeout_s):
+                await core.llm.add_lora(adapter)
+                await core.llm.pin_lora(number)  # or vLLM would read it again from a folder that may be gone
+        except Exception as error:
+            self.check()
+            with contextlib.suppress(Exception):  # vLLM may hold half of it
+                await core.llm.remove_lora(number)
+            reason = str(error)[:_REASON_LENGTH_MAX] or type(error).__name__
+            raise VersionUnusable(f"{version}: vLLM refuses the adapter: {reason}") from error
+        return _Loaded(manifest, core, adapter, number)
+
+    # Requests
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        version: str,
+        starts: Sequence[Start],
+        *,
+        stream: bool,
+        salt: str = "",
+    ) -> Stream:
+        loaded = self._find(version)
+        context = loaded.core.started.context_tokens
+        if len(prompt) + (sampling.max_tokens or 1) > context:
+            raise ContextLengthExceeded(len(prompt), sampling.max_tokens, context)
+        refuse_unkept(sampling, starts)
+        self.check()
+        room = self._settings.sequences_max + self._settings.waiting_max
+        if self.in_flight() + len(starts) > room:
+            raise Overloaded(f"{self.in_flight()} sequences are running or waiting, {room} are allowed; try again")
+        opened = self._streams.open(version, len(starts))
+        limit = sampling.max_tokens or context - len(prompt)
+        for start in starts:
+            asked = request_of(sampling, start, limit - len(start.resumed), stream=stream)
+            given = {"prompt_token_ids": [*prompt, *start.resumed], "cache_salt": f"{version}/{salt}"}
+            reading = _Reading(start, len(prompt), sampling.top_logprobs, stream=stream)
+            task = asyncio.create_task(self._sample(opened, loaded, given, asked, reading))
+            self._tasks.setdefault(opened, set()).add(task)
+            task.add_done_callback(lambda done: self._forget(opened, done))
+        metrics.RUNNING.labels(version).set(self.in_flight(version))
+        return opened
+
+    async def _sample(self, stream: Stream, loaded: _Loaded, prompt: object, asked: Request, reading: _Reading) -> None:
+        """One choice, up to its end."""
+        version, core = loaded.version, loaded.core
+        try:
+            async with (
+                core.apart.ranked(asked.logprobs > 0),
+                contextlib.aclosing(self._outputs(loaded, prompt, asked)) as outputs,
+            ):
+                async for output in outputs:
+                    piece = reading.read(output)
+                    if piece is not None:
+                        stream.put(piece)
+                    if reading.finished:
+                        return
+            raise EngineFailed("vLLM ended a request without saying why")
+        except EngineFailed as error:
+            stream.put(EngineFailed(f"{version}: {error}"))
+        except Exception as error:
+            metrics.ENGINE_FAILURES.inc()
+            log.exception("request_failed", version=version)
+            stream.put(EngineFailed(f"{version}: {type(error).__name__} while computing"))
+
+    def _asker(self, loaded: _Loaded) -> probing.Ask:
+        """Asks for one logprob at a time. Nothing that is cached of a prompt is used by two askers."""
+        salt = f"{loaded.version}/{uuid.uuid4().hex}"
+
+        async def ask(prompt: Sequence[int], token: int) -> float:
+            asked = Request(max_tokens=1, delta=False, logprobs=1, logprob_token_ids=(token,))
+            given = {"prompt_token_ids": list(prompt), "cache_salt": salt}
+            async with contextlib.aclosing(self._outputs(loaded, given, asked)) as outputs:
+                async for output in outputs:
+                    (sampled,) = output.outputs
+                    if sampled.logprobs:
+                        return sampled.logprobs[0][token].logprob
+            raise EngineFailed(f"{loaded.version}: vLLM gave no logprobs")
+
+        return ask
+
+    def _outputs(self, loaded: _Loaded, prompt: object, asked: Request) -> AsyncGenerator[RequestPiece, None]:
+        request_id = f"{loaded.version}/{uuid.uuid4().hex}"
+        given = self._library.parameters(asked)
+        return loaded.core.llm.generate(prompt, given, request_id, lora_request=loaded.adapter)
+
+    def _abort(self, stream: Stream) -> None:
+        for task in self._tasks.get(stream, ()):
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    def _forget(self, stream: Stream, task: asyncio.Task[None]) -> None:
+        """A choice is over, whichever way."""
+        tasks = self._tasks.get(stream)
+        if tasks is not None:
+            tasks.discard(task)
+            if not tasks:
+                del self._tasks[stream]
+        if stream.version in self._loaded:
+            metrics.RUNNING.labels(stream.version).set(self.in_flight(stream.version))
+
+    # What others ask
+
+    def in_flight(self, version: str | None = None) -> int:
+        return self._streams.in_flight(version)
+
+    async def drained(self, version: str | None = None) -> None:
+        await self._streams.drained(version)
+
+    def context_tokens(self, version: str) -> int:
+        return self._find(version).core.started.context_tokens
+
+    def vocabulary(self, version: str) -> int:
+        return self._find(version).core.started.vocabulary
+
+    @property
+    def alive(self) -> bool:
+        return not self._stopped and not any(core.llm.errored for core in self._cores.values())
+
+    def check(self) -> None:
+        if self._stopped:
+            raise EngineFailed("the engine was stopped")
+        for core in self._cores.values():
+            if core.llm.errored:
+                error = EngineFailed(f"the engine core of {core.base} has died; the process must be restarted")
+                self._streams.fail(error)
+                raise error
+
+    async def stop(self) -> None:
+        self._stopped = True
+        self._streams.fail(EngineFailed("the engine was stopped"))
+        while self._begun:
+            await asyncio.to_thread(self._library.abandon)
+            await asyncio.sleep(0.05)
+        self._starting.shutdown(wait=False)
+        for task in [task for tasks in self._tasks.values() for task in tasks]:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        for core in self._cores.values():
+            await asyncio.to_thread(core.llm.shutdown)
+        self._cores.clear()
+        self._loaded.clear()
+
+    def _find(self, version: str) -> _Loaded:
+        found = self._loaded.get(version)
+        if found is None:
+            raise UnknownVersion(version)
+        return found
+
+
+class _Reading:
+    """Makes pieces for the stream of what vLLM gives out for one choice."""
+
+    def __init__(self, start: Start, prompt_length: int, top: int, *, stream: bool) -> None:
+        self._start = start
+        self._prompt_length = prompt_length
+        self._top = top
+        self._stream = stream
+        self._whole = Tokens(start.choice)
+        self._begun = False
+        self.finished = False
+
+    def read(self, output: RequestPiece) -> Tokens | None:
+        """None: nothing to deliver yet. Raises `EngineFailed`."""
+        tokens = until_stopped(tokens_of(output, self._start.choice, self._prompt_length, self._top), self._start)
+        self.finished = tokens.finish is not None
+        metrics.SAMPLED_TOKENS.inc(len(tokens.token_ids))
+        if not self._begun:
+            self._begun = True
+            metrics.PROMPT_TOKENS.labels("reused").inc(tokens.cached_tokens)
+            computed = self._prompt_length + len(self._start.resumed) - tokens.cached_tokens
+            metrics.PROMPT_TOKENS.labels("computed").inc(computed)
+        if self._stream:
+            return tokens if tokens.token_ids or tokens.finish else None
+        self._whole.add(tokens)
+        return self._whole if self.finished else None
+
+
+def _shut_down(future: Future[Started]) -> None:
+    """Nobody waits for this core any more."""
+    if future.cancelled() or future.exception() is not None:
+        return
+    future.result().llm.shutdown()

@@ -1,0 +1,140 @@
+"""vLLM's own parsers behind our registries: `tool_parser = "vllm:hermes"`, `reasoning_parser = "vllm:deepseek_r1"`.
+
+They get the tokens of an answer one by one, whether it is streamed or not, so that both read the same. Content is given
+out as it comes; calls are what vLLM finds in the whole answer, at its end. They work under every engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+from headrace_inference.chat.parsers import Asked, Call, Found, ParserFamily, ReasoningParser, ToolParser
+from headrace_runtime.logs import get_logger
+from headrace_runtime.registries import PluginError
+
+log = get_logger(__name__)
+T = TypeVar("T")
+
+
+class VllmTools:
+    """A `TokenToolReader` over one of vLLM's."""
+
+    def __init__(self, make: Callable[[], Any], request: Any) -> None:
+        self._make = make
+        self._streaming = make()
+        self._request = request
+        self._text = ""
+        self._ids: list[int] = []
+        self._said = ""
+
+    def feed(self, text: str, token_ids: Sequence[int]) -> Found:
+        if not text:
+            return Found()
+        before, ids_before = self._text, self._ids
+        self._text, self._ids = before + text, [*ids_before, *token_ids]
+        read = self._streaming.extract_tool_calls_streaming
+        delta = _or_none(partial(read, before, self._text, text, ids_before, self._ids, [*token_ids], self._request))
+        content: str = (delta.content if delta is not None else None) or ""
+        self._said += content
+        return Found(content)
+
+    def end(self) -> Found:
+        if not self._text:
+            return Found()
+        found = _or_none(partial(self._make().extract_tool_calls, self._text, self._request))
+        whole, calls = self._text, []
+        if found is not None and found.tools_called:
+            whole = found.content or ""
+            calls = [Call(call.function.name, call.function.arguments) for call in found.tool_calls]
+        rest = whole[len(self._said) :] if whole.startswith(self._said) else ""
+        return Found(rest, calls)
+
+
+class VllmReasoning:
+    """A `TokenReasoningReader` over one of vLLM's."""
+
+    def __init__(self, parser: Any) -> None:
+        self._parser = parser
+        self._text = ""
+        self._ids: list[int] = []
+
+    def feed(self, text: str, token_ids: Sequence[int]) -> tuple[str, str]:
+        if not text:
+            return "", ""
+        before, ids_before = self._text, self._ids
+        self._text, self._ids = before + text, [*ids_before, *token_ids]
+        read = self._parser.extract_reasoning_streaming
+        delta = read(before, self._text, text, ids_before, self._ids, [*token_ids])
+        return ("", "") if delta is None else (delta.reasoning or "", delta.content or "")
+
+    def end(self) -> tuple[str, str]:
+        return "", ""
+
+
+def _or_none(read: Callable[[], T]) -> T | None:
+    """A parser that stumbles over what a model wrote has found no call in it; the text stays text."""
+    try:
+        return read()
+    except Exception as error:  # noqa: BLE001 (whatever its author did not think of)
+        log.warning("vllm_parser_stumbled", error=f"{type(error).__name__}: {str(error)[:200]}")
+        return None
+
+
+def _tool_parser(name: str) -> ToolParser:
+    _installed("tool", name)
+
+    def reader(asked: Asked) -> VllmTools:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        tools = [tool.model_dump(mode="json", exclude_none=True) for tool in asked.tools]
+        request = ChatCompletionRequest(model="", messages=[], tools=tools)
+        return VllmTools(lambda: _tool_class(name)(asked.tokenizer, request.tools), request)
+
+    return ToolParser(of_tokens=reader, check=partial(_known, _tool_class, name))
+
+
+def _reasoning_parser(name: str) -> ReasoningParser:
+    _installed("reasoning", name)
+    return ReasoningParser(
+        of_tokens=lambda asked: VllmReasoning(_reasoning_class(name)(asked.tokenizer)),
+        check=partial(_known, _reasoning_class, name),
+    )
+
+
+def _known(find: Callable[[str], Any], name: str) -> None:
+    find(name)
+
+
+def _tool_class(name: str) -> Any:
+    from vllm.tool_parsers import ToolParserManager
+
+    return _member("tool", name, ToolParserManager.get_tool_parser, ToolParserManager.list_registered)
+
+
+def _reasoning_class(name: str) -> Any:
+    from vllm.reasoning import ReasoningParserManager
+
+    return _member(
+        "reasoning", name, ReasoningParserManager.get_reasoning_parser, ReasoningParserManager.list_registered
+    )
+
+
+def _member(kind: str, name: str, get: Callable[[str], Any], names: Callable[[], Sequence[str]]) -> Any:
+    if name not in names():
+        raise PluginError(f"vLLM has no {kind} parser {name!r}; there are {', '.join(sorted(names()))}")
+    return get(name)
+
+
+def _installed(kind: str, name: str) -> None:
+    if find_spec("vllm") is None:
+        raise PluginError(
+            f"the {kind} parser 'vllm:{name}' needs the package vllm, which is not installed in this environment: "
+            "`make install-vllm` makes one for CPUs; for GPUs: pip install -r requirements-vllm.lock"
+        )
+
+
+TOOLS: ParserFamily[ToolParser] = ParserFamily(_tool_parser)
+REASONING: ParserFamily[ReasoningParser] = ParserFamily(_reasoning_parser)

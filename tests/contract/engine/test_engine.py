@@ -1,0 +1,205 @@
+"""One contract for engines: `torch`, `vllm` over the package itself where it is installed, and `vllm` over the stand-in
+that the other tests use.
+
+`make test-vllm` runs this in an environment with the package. There, a promise's figures are in the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from headrace_inference.engine import Engine, Sampling, Start
+from headrace_inference.errors import EngineFailed, NoRoom, VersionUnusable
+from headrace_inference.settings import TorchSettings
+from headrace_inference.torch_engine.engine import TorchEngine
+from headrace_inference.vllm_engine.engine import VllmEngine
+from headrace_inference.vllm_engine.settings import VllmSettings
+from tests.contract.engine.ground import (
+    CONTEXT,
+    RANK_MAX,
+    SEQUENCES_MAX,
+    WAITING_MAX,
+    Ground,
+    Versions,
+    build,
+    prompt_of,
+)
+from tests.contract.engine.planted import FAULTS, Fault
+from tests.contract.engine.promises import PROMISES, Promise, beyond, renamed
+from tests.contract.engine.stand_in import StandIn
+from tests.support import presence
+
+on_one_loop = pytest.mark.asyncio(loop_scope="session")
+START_S = 400
+"""An engine core takes a minute or so to start on two busy cores."""
+VLLM = VllmSettings(
+    dtype="float32",
+    sequences_max=SEQUENCES_MAX,
+    waiting_max=WAITING_MAX,
+    context_tokens_max=CONTEXT,
+    adapters_max=4,
+    adapter_rank_max=RANK_MAX,
+    batch_tokens_max=CONTEXT,
+)
+TORCH = TorchSettings(device="cpu", sequences_max=SEQUENCES_MAX, waiting_max=WAITING_MAX, context_tokens_max=CONTEXT)
+
+
+@pytest.fixture(scope="session")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
+    return build(tmp_path_factory.mktemp("engines"))
+
+
+async def with_everything(engine: Engine, versions: Versions, tokens: int) -> Ground:
+    for of in versions.all:
+        await engine.load(of.folder, of.manifest)
+    return Ground(engine, versions, tokens)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def torch_ground(versions: Versions) -> AsyncIterator[Ground]:
+    engine = TorchEngine(TORCH)
+    yield await with_everything(engine, versions, 1000)
+    await engine.stop()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def stand_in_ground(versions: Versions) -> AsyncIterator[Ground]:
+    engine = VllmEngine(VLLM, StandIn(VLLM))
+    yield await with_everything(engine, versions, 200)
+    await engine.stop()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def vllm_ground(versions: Versions) -> AsyncIterator[Ground]:
+    presence.need("vllm")
+    from headrace_inference.vllm_engine.library import VllmLibrary
+
+    engine = VllmEngine(VLLM, VllmLibrary(VLLM))
+    yield await with_everything(engine, versions, 5000)
+    await engine.stop()
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+@on_one_loop
+async def test_torch(promise: Promise, torch_ground: Ground, tmp_path: Path) -> None:
+    await promise(torch_ground, tmp_path)
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+@on_one_loop
+async def test_the_stand_in(promise: Promise, stand_in_ground: Ground, tmp_path: Path) -> None:
+    await promise(stand_in_ground, tmp_path)
+
+
+@pytest.mark.timeout(START_S)
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+@on_one_loop
+async def test_vllm(
+    promise: Promise, vllm_ground: Ground, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    for name, value in (await promise(vllm_ground, tmp_path) or {}).items():
+        record_property(name, value)
+
+
+@pytest.mark.timeout(START_S)
+@on_one_loop
+async def test_vllm_has_bounds_of_its_own(vllm_ground: Ground, tmp_path: Path) -> None:
+    await bounds_of_its_own(vllm_ground, tmp_path)
+
+
+@on_one_loop
+async def test_the_stand_in_has_the_same_bounds(stand_in_ground: Ground, tmp_path: Path) -> None:
+    await bounds_of_its_own(stand_in_ground, tmp_path)
+
+
+async def bounds_of_its_own(ground: Ground, folder: Path) -> None:
+    """Rank and number of adapters, and the number of full versions: each is refused with its setting."""
+    engine, of = ground.engine, ground.versions.other
+    wide = renamed(of, step=400)
+    with pytest.raises(VersionUnusable, match=f"its rank is {2 * RANK_MAX}, inference.vllm.adapter_rank_max allows"):
+        await engine.load(beyond(of, folder / "wide"), wide.manifest)
+    more = [renamed(of, step=500 + number) for number in range(3)]
+    for one in more[:2]:
+        await engine.load(one.folder, one.manifest)
+    with pytest.raises(NoRoom, match=r"inference\.vllm\.adapters_max allows 4"):
+        await engine.load(more[2].folder, more[2].manifest)
+    full = renamed(ground.versions.second, step=600)
+    with pytest.raises(NoRoom, match=r"inference\.vllm\.cores_max allows 2"):
+        await engine.load(full.folder, full.manifest)
+    await engine.unload(more[0].version)
+    await engine.load(more[2].folder, more[2].manifest)
+    for one in more[1:]:
+        assert (await engine.probe(one.version)).passed
+        await engine.unload(one.version)
+    for loaded in ground.versions.all:
+        assert len((await ground.sample(prompt_of(9), loaded)).token_ids) == 16
+
+
+@pytest.mark.timeout(START_S)
+@on_one_loop
+async def test_vllm_without_a_core_is_not_alive(vllm_ground: Ground) -> None:
+    """The last test on this ground: one of its processes is killed while it answers."""
+    engine = vllm_ground.engine
+    assert isinstance(engine, VllmEngine)
+    core = engine._cores[vllm_ground.versions.first.version]
+    streams = [
+        asyncio.create_task(vllm_ground.sample(prompt_of(9), of, stream=True, max_tokens=400))
+        for of in (vllm_ground.versions.first, vllm_ground.versions.adapter)
+    ]
+    await asyncio.sleep(0.3)
+    llm: Any = core.llm
+    for process in llm.engine_core.resources.engine_manager.processes:
+        os.kill(process.pid, 9)
+    async with asyncio.timeout(30):
+        while engine.alive:  # noqa: ASYNC110 (vLLM has no event for it)
+            await asyncio.sleep(0.05)
+    with pytest.raises(EngineFailed, match="must be restarted"):
+        engine.check()
+    for stream in streams:
+        with pytest.raises(EngineFailed):
+            await asyncio.wait_for(stream, 30)
+    with pytest.raises(EngineFailed, match="must be restarted"):
+        engine.generate(
+            prompt_of(9), Sampling(max_tokens=4), vllm_ground.versions.second.version, [Start()], stream=True
+        )
+
+
+@pytest.mark.parametrize(("name", "fault", "promise"), FAULTS, ids=[name for name, *_ in FAULTS])
+@on_one_loop
+async def test_a_planted_fault_is_found(
+    name: str,
+    fault: Fault,
+    promise: Promise,
+    versions: Versions,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault(monkeypatch)
+    engine = VllmEngine(VLLM, StandIn(VLLM))
+    ground = await with_everything(engine, versions, 60)
+    with pytest.raises((AssertionError, EngineFailed, pytest.fail.Exception, BaseExceptionGroup)):
+        await asyncio.wait_for(promise(ground, tmp_path), 60)
+    monkeypatch.undo()
+    await engine.stop()
+
+
+def test_each_promise_is_seen_to_fail() -> None:
+    assert {promise for _, _, promise in FAULTS} == set(PROMISES)
+
+
+@pytest.mark.parametrize("kind", [TorchEngine, VllmEngine])
+def test_an_engine_has_every_member_of_the_protocol(kind: type[Any]) -> None:
+    members = {name: member for name, member in vars(Engine).items() if inspect.isfunction(member)}
+    assert len(members) > 8
+    for name, member in members.items():
+        if name.startswith("_"):
+            continue
+        assert list(inspect.signature(getattr(kind, name)).parameters) == list(inspect.signature(member).parameters)

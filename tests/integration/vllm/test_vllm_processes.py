@@ -1,0 +1,315 @@
+"""Replicas that serve with vLLM, as processes behind a gateway: swapped under load, refused, killed (P3, P8).
+
+The tests build on each other, in this order: an engine core takes a minute to start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import httpx2
+import openai
+import psutil
+import pytest
+
+from headrace_runtime.blobs import BlobStore
+from headrace_schemas import LoadedVersion, Replica, Routing, ServedVersion, Turn
+from headrace_schemas.base import utcnow
+from tests.contract.engine.ground import Stored, recomputed
+from tests.support import presence, tiny_model
+from tests.support.broker_process import BrokerProcess
+from tests.support.gateway_process import GatewayProcess, bus_view, wait_healthy
+from tests.support.replica_process import ReplicaProcess
+
+pytestmark = pytest.mark.timeout(900)
+START_S = 400
+CLIENTS, SWAPS, LENGTH = 16, 5, 12
+RANK_MAX, ADAPTERS_MAX = 8, 4
+VLLM = {
+    "INFERENCE__ENGINE": "vllm",
+    "INFERENCE__TTL_S": 6,
+    "INFERENCE__VLLM__DTYPE": "float32",
+    "INFERENCE__VLLM__CONTEXT_TOKENS_MAX": 1024,
+    "INFERENCE__VLLM__SEQUENCES_MAX": 32,
+    "INFERENCE__VLLM__ADAPTERS_MAX": ADAPTERS_MAX,
+    "INFERENCE__VLLM__ADAPTER_RANK_MAX": RANK_MAX,
+}
+
+
+@dataclass
+class VllmRig:
+    """Two replicas, a gateway, and adapters of one base, each trained from the one before."""
+
+    bus: str
+    data: Path
+    gateway: GatewayProcess
+    replicas: tuple[ReplicaProcess, ReplicaProcess]
+    base: ServedVersion
+    adapters: Sequence[ServedVersion]
+    folders: dict[str, Stored]
+    broken: dict[str, ServedVersion]
+    revision: list[int] = field(default_factory=lambda: [0])
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.gateway.url}/v1"
+
+    async def route(self, *serve: ServedVersion, champion: ServedVersion) -> None:
+        self.revision[0] += 1
+        routing = {"model": "tiny", "revision": self.revision[0], "aliases": {"champion": champion.version}}
+        async with bus_view(self.bus, self.data) as view:
+            await view.producer.send(Routing.model_validate({"time": utcnow(), **routing, "serve": serve}))
+
+    async def until(self, condition: Callable[[Replica], bool], timeout_s: float = 120) -> list[Replica]:
+        """The newest heartbeat of each replica, once `condition` holds for both."""
+        began = time.time()
+        async with bus_view(self.bus, self.data) as view, asyncio.timeout(timeout_s):
+            while True:
+                newest = {beat.replica_id: beat for beat in await view.read(Replica)}
+                beats = [beat for beat in newest.values() if beat.time.timestamp() >= began - 1]
+                if len(beats) == 2 and all(map(condition, beats)):
+                    return beats
+                await asyncio.sleep(0.3)
+
+    async def turns(self) -> list[Turn]:
+        async with bus_view(self.bus, self.data) as view:
+            return await view.read(Turn)
+
+    def client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.base_url, api_key="none", max_retries=0, timeout=300)
+
+    def processes_of(self, replica: ReplicaProcess) -> list[psutil.Process]:
+        found: list[psutil.Process] = psutil.Process(replica.pid).children(recursive=True)
+        return found
+
+
+def ready(*wanted: ServedVersion) -> Callable[[Replica], bool]:
+    return lambda beat: all(beat.ready(one.version) for one in wanted)
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmRig]:
+    presence.need("vllm")
+    root = tmp_path_factory.mktemp("vllm")
+    data = root / "data"
+    broker = BrokerProcess(root / "broker")
+    broker.start()
+    blobs = BlobStore(f"file://{data}/blobs")
+    where = {"BLOBS__URL": f"file://{data}/blobs"}
+    first, second = (ReplicaProcess(root / name, broker.address, **VLLM, **where) for name in ("one", "two"))
+    gateway = GatewayProcess(data, broker.address, GATEWAY__UPSTREAM__ROUTING_WAIT_S=60)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            starting = [pool.submit(one.start, START_S) for one in (first, second)] + [pool.submit(gateway.start, 90)]
+            made = _rig(root, broker.address, data, blobs, gateway, (first, second))
+            for started in starting:
+                started.result()
+        yield made
+    finally:
+        for process in (gateway, first, second):
+            process.stop()
+        broker.stop()
+
+
+def _rig(
+    root: Path,
+    bus: str,
+    data: Path,
+    blobs: BlobStore,
+    gateway: GatewayProcess,
+    replicas: tuple[ReplicaProcess, ReplicaProcess],
+) -> VllmRig:
+    folder = tiny_model.build(root / "base")
+    base = tiny_model.publish(blobs, folder)
+    below = (base.version, folder)
+    adapters: list[ServedVersion] = []
+    folders: dict[str, Stored] = {}
+    for step in range(1, SWAPS + 2):
+        lora = tiny_model.adapter(folder, root / f"adapter{step}", seed=step)
+        parent = adapters[-1].version if adapters else base.version
+        adapters.append(tiny_model.publish(blobs, lora, step=step, parent=parent, base=below))
+        folders[adapters[-1].version] = Stored(None, lora, folder)  # type: ignore[arg-type]
+    wide = tiny_model.adapter(folder, root / "wide", seed=50, rank=2 * RANK_MAX)
+    other = tiny_model.adapter(folder, root / "other", seed=51)
+    damaged = tiny_model.adapter(folder, root / "damaged", seed=52)
+    broken = {
+        "inference.vllm.adapter_rank_max": tiny_model.publish(blobs, wide, step=50, base=below),
+        "from its fingerprint": tiny_model.publish(blobs, other, step=51, base=below, fingerprint_of=root / "adapter1"),
+        "do not hash to": tiny_model.publish(blobs, damaged, step=52, base=below),
+    }
+    weights = blobs.ref((damaged / "adapter_model.safetensors").read_bytes())
+    Path(weights.uri.removeprefix("file://")).write_bytes(b"not what it was")
+    return VllmRig(bus, data, gateway, replicas, base, adapters, folders, broken)
+
+
+async def test_01_both_replicas_serve_an_adapter_of_a_base(rig: VllmRig) -> None:
+    await rig.route(rig.base, rig.adapters[0], champion=rig.adapters[0])
+    beats = await rig.until(ready(rig.base, rig.adapters[0]), START_S)
+    for beat in beats:
+        assert (beat.engine, beat.resumes, beat.capacity) == ("vllm", True, 32)
+        probes = [version.probe for version in beat.versions]
+        assert all(probe is not None and probe.passed and probe.max_abs_delta < 1e-4 for probe in probes)
+    await asyncio.to_thread(wait_healthy, rig.gateway.url, 60)
+
+
+async def test_02_weights_are_swapped_and_rolled_back_under_streams(
+    rig: VllmRig, record_property: Callable[[str, object], None]
+) -> None:
+    """No request fails, and each turn has the logprobs of the version that it names."""
+    stop, streams = asyncio.Event(), [0]
+
+    async def work(client: openai.AsyncOpenAI, number: int) -> None:
+        while not stop.is_set():
+            chunks = await client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": f"question {number} {streams[0]}"}],
+                max_tokens=LENGTH,
+                stream=True,
+                extra_body={"ignore_eos": True},
+                extra_headers={"X-Session-Id": f"swap-{number}-{streams[0]}"},
+            )
+            ends = [chunk.choices[0].finish_reason async for chunk in chunks if chunk.choices]
+            assert ends[-1] == "length"
+            streams[0] += 1
+
+    order = [*rig.adapters[1 : SWAPS + 1], rig.adapters[SWAPS - 1]]
+    async with rig.client() as client, asyncio.TaskGroup() as tasks:
+        for number in range(CLIENTS):
+            tasks.create_task(work(client, number))
+        current = rig.adapters[0]
+        for following in order:
+            await rig.route(rig.base, current, following, champion=current)
+            await rig.until(ready(current, following))
+            await rig.route(rig.base, current, following, champion=following)
+            target = streams[0] + 2 * CLIENTS
+            async with asyncio.timeout(300):
+                while streams[0] < target:  # noqa: ASYNC110 (clients of another process)
+                    await asyncio.sleep(0.05)
+            current = following
+        stop.set()
+    turns = [turn for turn in await rig.turns() if turn.session_id.startswith("swap-")]
+    assert len(turns) == streams[0]
+    by_version: dict[str, int] = defaultdict(int)
+    largest = 0.0
+    for turn in turns:
+        by_version[turn.version or ""] += 1
+        (choice,) = turn.choices
+        assert len(choice.token_ids) == LENGTH
+        expected = recomputed(rig.folders[turn.version or ""], turn.prompt_token_ids, choice.token_ids, 1.0)
+        largest = max(largest, float(abs(expected - expected.new_tensor(choice.logprobs)).max()))
+    assert largest < 1e-4
+    assert set(by_version) == {one.version for one in rig.adapters[: SWAPS + 1]}
+    record_property("streams", streams[0])
+    record_property("largest_difference", largest)
+
+
+async def test_03_what_cannot_be_served_fails_by_name_and_disturbs_nobody(rig: VllmRig) -> None:
+    champion, more = rig.adapters[0], rig.adapters[1 : ADAPTERS_MAX + 1]
+    await rig.route(rig.base, champion, *rig.broken.values(), champion=champion)
+    for reason, version in rig.broken.items():
+        beats = await rig.until(partial(_failed, version))
+        assert all(reason in (state(beat, version).error or "") for beat in beats), reason
+        assert all(beat.ready(champion.version) for beat in beats)
+    await rig.route(rig.base, champion, *more, champion=champion)
+    beats = await rig.until(lambda beat: {state(beat, one).state for one in more} <= {"ready", "failed"})
+    for beat in beats:
+        failed = [state(beat, one) for one in more if state(beat, one).state == "failed"]
+        assert ["inference.vllm.adapters_max allows 4" in (one.error or "") for one in failed] == [True]
+    await rig.route(rig.base, champion, more[-1], champion=champion)
+    await rig.until(ready(rig.base, champion, more[-1]))
+
+
+def _failed(version: ServedVersion, beat: Replica) -> bool:
+    return state(beat, version).state == "failed"
+
+
+def state(beat: Replica, version: ServedVersion) -> LoadedVersion:
+    found = next((one for one in beat.versions if one.version == version.version), None)
+    return found or LoadedVersion(version=version.version, state="loading")
+
+
+async def _greedy(client: openai.AsyncOpenAI, number: int, begun: asyncio.Barrier | None = None) -> str:
+    text, first = "", True
+    chunks = await client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": f"question {number}"}],
+        temperature=0,
+        max_tokens=300,
+        stream=True,
+        extra_body={"ignore_eos": True},
+        extra_headers={"X-Session-Id": f"greedy-{number}-{time.monotonic_ns()}"},
+    )
+    async for chunk in chunks:
+        if chunk.choices:
+            text += chunk.choices[0].delta.content or ""
+            if first and begun is not None:
+                first = False
+                await begun.wait()
+    return text
+
+
+async def _through(rig: VllmRig, strike: Callable[[], None]) -> float:
+    """Eight greedy streams, `strike` when all have begun; how many streams were resumed elsewhere."""
+    begun = asyncio.Barrier(9)
+    before = await asyncio.to_thread(_resumes, rig)
+    async with rig.client() as client:
+        streams = [asyncio.create_task(_greedy(client, number, begun)) for number in range(8)]
+        async with asyncio.timeout(120):
+            await begun.wait()
+        await asyncio.to_thread(strike)
+        texts = await asyncio.gather(*streams)
+        unbroken = [await _greedy(client, number) for number in range(8)]
+    assert texts == unbroken, "each stream is whole, with no word lost or said twice"
+    return await asyncio.to_thread(_resumes, rig) - before
+
+
+def _resumes(rig: VllmRig) -> float:
+    lines = httpx2.get(f"{rig.gateway.url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("headrace_gateway_resumes_total"))
+
+
+async def test_04_a_killed_engine_core_ends_its_replica_and_no_client_notices(
+    rig: VllmRig, record_property: Callable[[str, object], None]
+) -> None:
+    one = rig.replicas[0]
+    (core,) = [
+        process for process in rig.processes_of(one) if "EngineCore" in " ".join([process.name(), *process.cmdline()])
+    ]
+    resumed = await _through(rig, core.kill)
+    assert resumed >= 1
+    assert await asyncio.to_thread(one.wait, 60) != 0, "whoever started it starts it again"
+    record_property("resumed", resumed)
+
+
+async def test_05_a_killed_replica_leaves_nothing_behind_and_no_client_notices(
+    rig: VllmRig, record_property: Callable[[str, object], None]
+) -> None:
+    one, two = rig.replicas
+    await asyncio.to_thread(one.start, START_S)
+    await rig.until(ready(rig.base, rig.adapters[0]), START_S)
+    family = rig.processes_of(two)
+    assert family
+    resumed = await _through(rig, lambda: os.kill(two.pid, signal.SIGKILL))
+    assert resumed >= 1
+    _, alive = await asyncio.to_thread(psutil.wait_procs, family, 30)
+    assert alive == [], "engine cores end with whoever started them"
+    record_property("resumed", resumed)
+
+
+def test_06_a_parser_of_vllm_is_checked_at_the_start(rig: VllmRig, tmp_path: Path) -> None:
+    wrong = ReplicaProcess(tmp_path, rig.bus, **VLLM, INFERENCE__TOOL_PARSER="vllm:no_such_parser")
+    with contextlib.suppress(TimeoutError):
+        wrong.start(timeout_s=1)
+    assert wrong.wait(START_S) != 0
+    assert "vLLM has no tool parser 'no_such_parser'" in wrong.log
+    assert "hermes" in wrong.log
