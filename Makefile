@@ -13,7 +13,7 @@ DOCS := .venv-docs
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images
+.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-shadow bench-learning bench-trainer bench-gpu compose-test lock-images
 
 help: ## this list
 	@awk -F ':.*## ' '/^##@ / { print "\n" substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -129,6 +129,9 @@ bench-gate: $(VENV)/installed ## the error rates of the gate, against versions w
 
 bench-rollout: $(VENV)/installed ## the error rates of canaries on live traffic, against versions whose truth is known
 	@$(call MEASURE,rollout)
+
+bench-shadow: $(VENV)/installed ## what a shadow says of versions before users have them, against pairs whose truth is known
+	@$(call MEASURE,shadow)
 
 demo-rollout: $(VENV)/installed ## a poisoned, a better and an equal version decide themselves on live traffic, in six minutes at most
 	$(BIN)/python -m benchmarks._rollout_live

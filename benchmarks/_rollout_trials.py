@@ -126,6 +126,7 @@ class _Playing:
         self.reward = names.index(("reward", "maturity"))
         self.better = np.array([[one.measured.higher_is_better] for one, _ in self.rows])
         self.centre, self.seen = np.full((len(self.rows), runs), 0.5), np.ones((len(self.rows), runs))
+        self.lines = {row: _Line(runs, self.better[row, 0]) for row in range(len(self.rows))}
         self.gamblers = _Gamblers(len(self.rows), runs)
         self.harm_null = np.array([[one.tolerated / 2] for one, _ in self.rows])
         self.harm_gap = np.array([[[times * one.margin / 2] for one, _ in self.rows] for times, _ in PARTS])
@@ -160,7 +161,11 @@ class _Playing:
         values = np.array([session.values[one.metric, look] for one, look in self.rows])
         known = ~np.isnan(values)
         goodness = np.where(known, np.where(self.better, values, 1.0 - values), 0.5)
-        contrast = np.where(candidate, 1.0, -1.0) * (goodness - self.centre / self.seen)
+        centre = self.centre / self.seen
+        for row, (one, _) in enumerate(self.rows):
+            if one.metric in session.expected:
+                centre[row] = self.lines[row].take(session.expected[one.metric], goodness[row], known[row])
+        contrast = np.where(candidate, 1.0, -1.0) * (goodness - centre)
         self.centre += known * goodness
         self.seen += known
         self._bet(np.where(known, contrast, np.nan))
@@ -199,6 +204,26 @@ class _Playing:
         self.ratio_log += np.log((STRENGTH / 2 + mine) / (STRENGTH + self.arms.sum(axis=0)) / 0.5)
         self.arms += np.array([candidate, ~candidate])
         return self.ratio_log
+
+
+class _Line:
+    """`regression.Regression`, written as sums: what is foretold of each session, before it is seen."""
+
+    def __init__(self, runs: int, better: np.bool_) -> None:
+        self.better = bool(better)
+        self.n, self.x, self.y, self.xx, self.xy = (np.zeros(runs) for _ in range(5))
+
+    def take(self, expected: Floats, value: Floats, where: NDArray[np.bool_]) -> Floats:
+        expected = expected if self.better else 1.0 - expected
+        count = np.maximum(self.n, 1)
+        slope = (self.xy - self.x * self.y / count + 1) / (self.xx - self.x**2 / count + 1)
+        found = np.clip((self.y + 0.5) / (self.n + 1) + slope * (expected - (self.x + 0.5) / (self.n + 1)), 0, 1)
+        self.n += where
+        self.x += where * expected
+        self.y += where * value
+        self.xx += where * expected**2
+        self.xy += where * expected * value
+        return np.asarray(found, np.float64)
 
 
 class _Chart:

@@ -21,6 +21,7 @@ from headrace_registry.handlers import CheckpointHandler
 from headrace_registry.leader import LeaderLease
 from headrace_registry.records import ModelRecord, VersionRecord
 from headrace_registry.settings import GateSettings, RegistrySettings
+from headrace_registry.shadow.runner import Answers
 from headrace_registry.tables import STREAM
 from headrace_registry.transition import Transition
 from headrace_runtime.blobs import BlobStore
@@ -132,7 +133,13 @@ class FakeSession:
 class Rig:
     """`start`, then publish checkpoints, move replicas, tick; look at `events`."""
 
-    def __init__(self, folder: Path, database_url: str = "sqlite", settings: RegistrySettings | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        database_url: str = "sqlite",
+        settings: RegistrySettings | None = None,
+        answers: Answers | None = None,
+    ) -> None:
         common = Common(data_dir=folder, database=DatabaseSettings(url=SecretStr(database_url)))
         self.clock = FakeClock()
         self.blobs = BlobStore.open(common)
@@ -143,6 +150,8 @@ class Rig:
         self.settings = settings or RegistrySettings(gate=gate, poll_s=0.01)
         self.replicas: dict[str, Replica] = {}
         self._offset = 0
+        self.answers = answers
+        """Those of a shadow."""
         self.watching = True
         """Whether live traffic is being read, so that a rollout may begin."""
         self._director: Director | None = None
@@ -152,6 +161,8 @@ class Rig:
         """A new process on the same database: everything in memory is gone, and gate runs die with their process."""
         for run in self._director._runner._runs.values() if self._director else ():
             run.task.cancel()
+        for task in self.shadow_running():
+            task.cancel()
         self.lease = LeaderLease(self.database, self.clock, self.settings.lease_s)
         self.processor = Processor(
             service="registry",
@@ -164,8 +175,25 @@ class Rig:
             limits=ProcessorLimits(retry_s=1.0),
         )
         self._director = Director(
-            self.processor, self.lease, self.gate, self.settings, self.replicas.values, lambda _wanted: self.watching
+            self.processor,
+            self.lease,
+            self.gate,
+            self.settings,
+            self.replicas.values,
+            lambda _wanted: self.watching,
+            self.answers,
         )
+
+    def shadow_running(self) -> list[asyncio.Task[None]]:
+        """Prompts that are being answered."""
+        shadow = self._director._shadow if self._director else None
+        return list(shadow._running.values()) if shadow else []
+
+    async def answered(self) -> None:
+        """Until no prompt is being answered."""
+        while running := self.shadow_running():
+            await asyncio.gather(*running, return_exceptions=True)
+            await self.director.tick()
 
     @property
     def director(self) -> Director:

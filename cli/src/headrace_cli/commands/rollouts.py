@@ -23,6 +23,7 @@ Rollout = Annotated[
 Metric = Annotated[str | None, typer.Option("--metric", help="Which one is drawn; the first guardrail unless said.")]
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Versions on live traffic: list, watch, stop, promote.")
 _LIST_MAX = 1000
+_UNDER_WAY = ("shadow", "canary")
 
 
 def list_rollouts(
@@ -56,7 +57,7 @@ def show(
 ) -> None:
     """One rollout: its decisions with their reasons, the metrics, and the confidence sequence as a chart."""
     from headrace.errors import UsageError
-    from headrace_cli.rollouts import chart
+    from headrace_cli.rollouts import chart, shadow
 
     with at.open() as api:
         found = _get(api, rollout)
@@ -67,6 +68,8 @@ def show(
         kind = event.rollout.kind.replace("_", " ") if event.rollout else event.decision
         asked = f", asked by {event.who}" if event.who else ""
         console().print(f"{event.time:%Y-%m-%d %H:%M:%S}  [bold]{kind}[/]  {event.reason or ''}{asked}")
+    for line in shadow.lines(found):
+        console().print(line)
     console().print(table(["metric", "difference>", "from>", "to>", "margin>"], _metrics(found)))
     drawn = metric or chart.metric_of(found)
     typer.echo("\n".join(chart.drawn(found, drawn)))
@@ -159,7 +162,7 @@ def _lines(api: ModelRegistry, found: RolloutState, metric: str | None, every_s:
         if line != said:
             typer.echo(line)
             said = line
-        if found.phase != "canary":
+        if found.phase not in _UNDER_WAY:
             return found
         time.sleep(every_s)
         found = Rollouts(api).get(found.id)
@@ -176,7 +179,7 @@ def _live(api: ModelRegistry, found: RolloutState, metric: str | None, every_s: 
         while True:
             drawn = chart.drawn(found, metric or chart.metric_of(found), width=max(20, screen.console.width - 12))
             screen.update(Text("\n".join([in_a_line(found, metric), *drawn])), refresh=True)
-            if found.phase != "canary":
+            if found.phase not in _UNDER_WAY:
                 return found
             time.sleep(every_s)
             found = Rollouts(api).get(found.id)
@@ -191,7 +194,9 @@ def in_a_line(found: RolloutState, metric: str | None) -> str:
     known = [end for end in ends if end is not None]
     shown = "{:+.3f} in [{:+.3f}, {:+.3f}]".format(*known) if len(known) == len(ends) else "not read yet"
     arms = f"{found.statistics.get('candidate_units', 0):g}/{found.statistics.get('control_units', 0):g} units"
-    over = f"  {found.reason}" if found.phase != "canary" else ""
+    over = "" if found.phase in _UNDER_WAY else f"  {found.reason}"
+    if found.phase == "shadow":
+        arms = f"{found.statistics.get('shadow_units', 0):g}/{found.shadow_units} prompts"
     return f"{found.version}  {found.phase.replace('_', ' ')}  share {found.share}  {arms}  {name} {shown}{over}"
 
 

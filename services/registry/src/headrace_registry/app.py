@@ -18,6 +18,8 @@ from headrace_registry.rollouts.api import RolloutApi
 from headrace_registry.rollouts.live import LiveReader
 from headrace_registry.rollouts.watching import TurnHandler, WordHandler
 from headrace_registry.settings import RegistrySettings
+from headrace_registry.shadow.asking import GatewayAnswers
+from headrace_registry.shadow.sampling import PromptSampler
 from headrace_registry.tables import STREAM
 from headrace_runtime import disk, migrations, topics, web
 from headrace_runtime.blobs import BlobStore
@@ -78,8 +80,13 @@ class _Registry:
         self._live = LiveReader(
             self._processor, self._lease, common.bus, settings.rollout.read_s, lambda: self._director.wake.set()
         )
+        answers = None
+        if settings.rollout.shadow.tenants:
+            key = common.security.internal_key.get_secret_value()
+            shadow = settings.rollout.shadow
+            answers = GatewayAnswers(settings.gate.base_url, shadow, key, self._replicas.rows.values, clock)
         self._director = Director(
-            self._processor, self._lease, Gate(settings.gate), settings, self._replicas.rows.values, self._watch
+            self._processor, self._lease, Gate(settings.gate), settings, self._replicas.rows.values, self._watch, answers
         )
         self._reconciler = Reconciler(self._processor, self._lease, self._routings.rows, clock, settings.reconcile_s)
         garbage = GarbageCollector(blobs, self._processor, self._lease, settings.retired_for_s)
@@ -150,5 +157,6 @@ class _Registry:
 def live(lease: LeaderLease, settings: RegistrySettings) -> dict[str, Handler]:
     """What is read of users' sessions while a rollout goes on."""
     said = WordHandler(lease, settings.rollout.events_per_unit_max)
-    turns = TurnHandler(lease, settings.rollout.events_per_unit_max)
+    sampler = PromptSampler(lease, settings.rollout)
+    turns = TurnHandler(lease, settings.rollout.events_per_unit_max, sampler)
     return {Turn.topic: turns, Reward.topic: said, Feedback.topic: said, Trajectory.topic: said}

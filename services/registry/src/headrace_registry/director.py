@@ -33,6 +33,7 @@ from headrace_registry.rollouts.machine import NotAllowed
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.runner import GateProgram, Runner
 from headrace_registry.settings import RegistrySettings
+from headrace_registry.shadow.runner import Answers, ShadowRunner
 from headrace_registry.transition import Transition
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor
@@ -58,8 +59,10 @@ class Director:
         settings: RegistrySettings,
         replicas: Callable[[], Iterable[Replica]],
         watching: Callable[[bool], bool] = lambda _wanted: False,
+        answers: Answers | None = None,
     ) -> None:
-        """`watching` is told whether live traffic is to be read, and answers whether it is."""
+        """`watching` is told whether live traffic is to be read, and answers whether it is. `answers` are those of a
+        shadow, None where nobody may be asked."""
         self._processor = processor
         self._lease = lease
         self._gate = gate
@@ -70,6 +73,7 @@ class Director:
         """Set it when something has changed."""
         self._runner = Runner(processor, lease, gate, settings.gate, self.wake.set)
         self._conductor = Conductor(processor, lease, settings.rollout, replicas)
+        self._shadow = answers and ShadowRunner(processor, lease, settings.rollout, answers, self.wake.set)
         self._watching = watching
         self._watched: dict[str, bool] = {}
         """Models, and whether they need live traffic."""
@@ -85,6 +89,8 @@ class Director:
                         await self.wake.wait()
         finally:
             await self._runner.stop()
+            if self._shadow:
+                await self._shadow.stop()
 
     async def tick(self) -> None:
         """Carry out all actions that are possible now, for every model."""
@@ -99,6 +105,8 @@ class Director:
             await self._decide(model)
             if await self._conductor.tick(model):
                 await self._decide(model)
+            if self._shadow:
+                await self._shadow.tick(model)
 
     async def _decide(self, model: str) -> None:
         for _ in range(_STEPS_MAX):

@@ -12,6 +12,9 @@ UNITS_FULL = Counter(
     "Events of units of a rollout that were not kept: the unit is closed, or has events_per_unit_max",
 )
 UNDER_WAY = Gauge("headrace_registry_rollouts_under_way", "Rollouts that are going on", ["model"])
+SHADOW_PROMPTS = Counter(
+    "headrace_registry_shadow_prompts_total", "Prompts of shadows, by what became of them", ["model", "outcome"]
+)
 GATE_SECONDS = Histogram(
     "headrace_registry_gate_seconds",
     "How long a gate run took, by how it ended",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -16,20 +15,23 @@ from headrace_registry import probe, store
 from headrace_registry.leader import LeaderLease
 from headrace_registry.metrics import UNDER_WAY
 from headrace_registry.rollout_tables import ROLLOUTS
-from headrace_registry.rollouts import kept, ledger, machine, maturity, steps
+from headrace_registry.rollouts import kept, ledger, machine, steps
 from headrace_registry.rollouts.evidence import Evidence, Findings
 from headrace_registry.rollouts.kept import KeptRollout
 from headrace_registry.rollouts.ledger import DueUnit
 from headrace_registry.rollouts.machine import RolloutDecision
 from headrace_registry.rollouts.maturity import UnitReading
+from headrace_registry.rollouts.measuring import MetricFailed, measured
 from headrace_registry.rollouts.metrics import Metric
 from headrace_registry.rollouts.plan import Look
 from headrace_registry.rollouts.settings import RolloutSettings
+from headrace_registry.shadow import prompts
+from headrace_registry.shadow.expectations import Expectations, kinds
+from headrace_registry.shadow.reading import PromptReader, compared
 from headrace_registry.transition import Transition
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor, Unfinished
 from headrace_schemas import Event, Replica
-from headrace_schemas.errors import HeadraceError
 
 log = get_logger(__name__)
 _AT_ONCE_MAX = 20
@@ -42,10 +44,6 @@ _POINTS_MAX = 120
 """Of a chart; beyond that every second one goes."""
 
 
-class MetricFailed(HeadraceError):
-    """A metric raised, or said what is no number."""
-
-
 @dataclass(slots=True)
 class _Seen:
     """The statistics of one rollout, made again from its readings by each process."""
@@ -53,6 +51,8 @@ class _Seen:
     evidence: Evidence
     last: int = 0
     """The reading that they have come to."""
+    last_prompt: int = -1
+    """The prompt of the shadow."""
     shown_units: int = -1
     shown_s: float = 0.0
     chart: list[dict[str, object]] = field(default_factory=list)
@@ -72,6 +72,7 @@ class Conductor:
         self._lease = lease
         self._settings = settings
         self._replicas = replicas
+        self._prompts = PromptReader(processor, lease)
         self._seen: dict[str, _Seen] = {}
         self._cleared: set[str] = set()
         """Models of which nothing is left to remove."""
@@ -100,6 +101,9 @@ class Conductor:
     async def _take_readings(self, rollout: KeptRollout) -> None:
         looks: list[Look] = [look for look in rollout.plan.looks if look != "shadow"]
         metrics = (await self._evidence(rollout)).evidence.metrics
+        if rollout.phase == "shadow":
+            await self._prompts.take(rollout, metrics)
+            return
         for taken, look in enumerate(looks):
             last = taken + 1 == len(looks)
             more = True
@@ -111,12 +115,13 @@ class Conductor:
     ) -> bool:
         age_s = rollout.plan.age_s(look)
         failed: list[MetricFailed] = []
+        expected = rollout.shadow.expectations
 
         async def work(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
             await self._lease.check(tx)
             found = await ledger.due(tx, rollout, taken, round(age_s * 1000), _AT_ONCE_MAX)
             try:
-                readings = await asyncio.to_thread(lambda: [_reading(one, metrics) for one in found])
+                readings = await asyncio.to_thread(lambda: [_reading(one, metrics, expected) for one in found])
             except MetricFailed as error:
                 failed[:] = [error]
                 return ()
@@ -134,7 +139,7 @@ class Conductor:
         decision = await self._decision(rollout, seen, found)
         now_s = self._processor.clock.monotonic_s()
         if decision is None:
-            if found.candidates + found.controls != seen.shown_units and now_s - seen.shown_s >= _LOOK_EVERY_S:
+            if _units(found) != seen.shown_units and now_s - seen.shown_s >= _LOOK_EVERY_S:
                 await self._show(rollout, seen)
             return False
         full = await self._show(rollout, seen)
@@ -191,14 +196,23 @@ class Conductor:
                 seen.evidence.take(look, reading)
                 seen.last = number
             if len(found) < _READINGS_MAX:
+                break
+        while True:
+            async with self._processor.database.transaction() as tx:
+                answered = await prompts.read(tx, rollout.rollout_id, seen.last_prompt, _READINGS_MAX)
+            for one in answered:
+                seen.evidence.take_shadow(*compared(one))
+                seen.last_prompt = one.place
+            if len(answered) < _READINGS_MAX:
                 return seen
 
     async def _show(self, rollout: KeptRollout, seen: _Seen) -> Findings:
         """Write the numbers as they are now, and a point of the chart."""
         found = await asyncio.to_thread(seen.evidence.findings)
-        seen.shown_units = found.candidates + found.controls
+        seen.shown_units = _units(found)
         seen.shown_s = self._processor.clock.monotonic_s()
-        seen.chart.append({"units": float(found.candidates), "metrics": _intervals(found)})
+        if rollout.phase != "shadow":
+            seen.chart.append({"units": float(found.candidates), "metrics": _intervals(found)})
         if len(seen.chart) > _POINTS_MAX:
             del seen.chart[1:-1:2]
 
@@ -230,16 +244,13 @@ def _intervals(found: Findings) -> dict[str, list[float]]:
     return {name: [found.statistics[f"{name}.{part}"] for part in ("difference", "lower", "upper")] for name in names}
 
 
-def _reading(due: DueUnit, metrics: Mapping[str, Metric]) -> UnitReading:
+def _units(found: Findings) -> int:
+    return found.candidates + found.controls + found.shadow_units
+
+
+def _reading(due: DueUnit, metrics: Mapping[str, Metric], expected: Expectations) -> UnitReading:
     """Raises `MetricFailed`."""
     sessions = ledger.sessions(due.sessions)
-    values: dict[str, float] = {}
-    for name, metric in metrics.items():
-        try:
-            found = maturity.measure(due.unit, sessions, {name: metric}).values
-        except Exception as error:
-            raise MetricFailed(f"metric {name} failed: {type(error).__name__}: {error}; repair it") from error
-        if not all(map(math.isfinite, found.values())):
-            raise MetricFailed(f"metric {name} is {found[name]}: it has to be a finite number, or None to abstain")
-        values |= found
-    return UnitReading(due.unit, values)
+    first = next((turn for one in sessions for turn in one.turns), None)
+    foretold = expected.of(kinds(first)) if first is not None else {}
+    return UnitReading(due.unit, measured(sessions, metrics), foretold)

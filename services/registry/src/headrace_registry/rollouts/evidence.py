@@ -75,8 +75,9 @@ class MetricWatch:
         self.tests.append(test)
         return test
 
-    def take(self, value: float, *, candidate: bool) -> None:
-        self._see(self._contrast.of(self.metric.goodness(value), candidate=candidate))
+    def take(self, value: float, *, candidate: bool, expected: float | None = None) -> None:
+        foretold = None if expected is None else self.metric.goodness(expected)
+        self._see(self._contrast.of(self.metric.goodness(value), candidate=candidate, expected=foretold))
 
     def take_pair(self, candidate: float, champion: float) -> None:
         self._see(self.metric.goodness(candidate) - self.metric.goodness(champion))
@@ -175,7 +176,8 @@ class Evidence:
                 test.see(1.0 if reading.unit.candidate else -1.0)
         for (name, at), watch in self._watches.items():
             if at == look and name in reading.values:
-                watch.take(reading.values[name], candidate=reading.unit.candidate)
+                expected = reading.expected.get(name)
+                watch.take(reading.values[name], candidate=reading.unit.candidate, expected=expected)
 
     def take_shadow(self, candidate: Mapping[str, float], champion: Mapping[str, float]) -> None:
         """Both answers to one prompt."""

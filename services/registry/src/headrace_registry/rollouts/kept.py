@@ -15,6 +15,7 @@ from headrace_registry.records import ModelRecord, Standing
 from headrace_registry.rollout_tables import ROLLOUTS
 from headrace_registry.rollouts.machine import UNDER_WAY, Book, Phase, Rollout
 from headrace_registry.rollouts.plan import RolloutPlan
+from headrace_registry.shadow.findings import ShadowFindings
 from headrace_registry.tables import VERSIONS
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
 
@@ -46,6 +47,8 @@ class KeptRollout:
     changed: datetime
     observed_ms: int
     stage_observed_ms: int
+    shadow: ShadowFindings = ShadowFindings()
+    """Of its shadow, once that is over."""
 
     @property
     def points(self) -> list[dict[str, object]]:
@@ -121,4 +124,5 @@ def _kept(row: RowMapping) -> KeptRollout:
         changed=from_epoch_ms(row["changed_ms"]),
         observed_ms=row["observed_ms"],
         stage_observed_ms=row["stage_observed_ms"],
+        shadow=ShadowFindings.model_validate_json(row["shadow"]),
     )

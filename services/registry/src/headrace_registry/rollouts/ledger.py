@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, Table, delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry.rollout_tables import EVENTS, READINGS, ROLLOUTS, SESSIONS, UNITS
+from headrace_registry.rollout_tables import EVENTS, PROMPTS, READINGS, ROLLOUTS, SESSIONS, UNITS
 from headrace_registry.rollouts.kept import KeptRollout
 from headrace_registry.rollouts.machine import UNDER_WAY
 from headrace_registry.rollouts.maturity import Unit, UnitReading
@@ -125,6 +125,7 @@ async def note(
             "candidate": reading.unit.candidate,
             "enrolled_ms": epoch_ms(reading.unit.enrolled),
             "found": json.dumps(dict(reading.values)),
+            "expected": json.dumps(dict(reading.expected)),
         }
         await tx.execute(insert(READINGS).values(row))
         counted = {"looks": UNITS.c.looks + 1, **({"events": -1} if last else {})}
@@ -142,7 +143,9 @@ async def readings(tx: AsyncConnection, rollout_id: str, after: int, limit: int)
             row["id"],
             row["look"],
             UnitReading(
-                Unit(row["unit"], row["candidate"], from_epoch_ms(row["enrolled_ms"])), json.loads(row["found"])
+                Unit(row["unit"], row["candidate"], from_epoch_ms(row["enrolled_ms"])),
+                json.loads(row["found"]),
+                json.loads(row["expected"]),
             ),
         )
         for row in rows
@@ -162,6 +165,8 @@ async def clear(tx: AsyncConnection, model: str, kept_max: int) -> bool:
         if len(found) == AT_ONCE_MAX:
             return True
     old = ended.order_by(ROLLOUTS.c.number_id.desc()).limit(100_000).offset(kept_max)
+    if await remove_some(tx, PROMPTS, PROMPTS.c.rollout_id.in_(old), order=PROMPTS.c.id):
+        return True
     return await remove_some(tx, READINGS, READINGS.c.rollout_id.in_(old), order=READINGS.c.id)
 
 

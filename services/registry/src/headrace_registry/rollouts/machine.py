@@ -158,7 +158,7 @@ def judge(plan: RolloutPlan, rollout: Rollout, found: Findings, now: datetime) -
     if rollout.phase not in UNDER_WAY:
         return None
     step = _danger(found) or (
-        _from_shadow(plan, found) if rollout.phase == "shadow" else _from_canary(plan, rollout, found, now)
+        _from_shadow(plan, rollout, found, now) if rollout.phase == "shadow" else _from_canary(plan, rollout, found, now)
     )
     if step is None and (now - rollout.began).total_seconds() >= plan.duration_max_s:
         step = "hold", _undecided(found, f"duration_max_s = {plan.duration_max_s:g}")
@@ -180,8 +180,9 @@ def _danger(found: Findings) -> _Step | None:
     return None
 
 
-def _from_shadow(plan: RolloutPlan, found: Findings) -> _Step | None:
-    if found.shadow_units < plan.shadow_units:
+def _from_shadow(plan: RolloutPlan, rollout: Rollout, found: Findings, now: datetime) -> _Step | None:
+    in_time = (now - rollout.began).total_seconds() < plan.shadow_duration_max_s
+    if found.shadow_units < plan.shadow_units and in_time:
         return None
     return "advance", f"no harm in {found.shadow_units} answers beside the champion"
 

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from headrace_registry import spending
 from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.metrics import Metric
+from headrace_registry.shadow.demands import Demands
 from headrace_runtime.settings import Section
 from headrace_schemas.base import Finite, Model, Text
 
@@ -87,8 +88,13 @@ class RolloutPlan(Section):
     slots: Annotated[int, Field(ge=1, le=8)] = 1
     """How many candidates there may be at a time. Each has a control of its own size within one block of units, so a
     candidate gets 1 / (slots + 1) of them at most, whatever its stage says. No larger while anything is under way."""
-    shadow_units: Annotated[int, Field(ge=0)] = 0
-    """So many prompts the candidate answers beside the champion, unseen by users, before it gets any of them."""
+    shadow_units: Annotated[int, Field(ge=0, le=100_000)] = 0
+    """So many prompts of users' sessions both versions answer anew, unseen by users, before the candidate gets any of them;
+    0: no shadow. `registry.rollout.shadow` says whose, and what it may take."""
+    shadow_duration_max_s: Positive = 21_600.0
+    """After so long the canary begins with what the shadow has found."""
+    shadow_demands: Demands = Demands()
+    """What has to be there before a shadow says anything about users."""
     stages: tuple[RolloutStage, ...] = Field(
         default=_stages(Fraction(1, 100), Fraction(1, 10), Fraction(1, 2)), min_length=1, max_length=16
     )

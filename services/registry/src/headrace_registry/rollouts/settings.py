@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace_registry.rollouts.plan import RolloutPlan, RolloutStage
+from headrace_registry.shadow.settings import ShadowSettings
 from headrace_schemas.base import Model, Share
 
 Kind = Literal["rolling", "canary", "ab"]
@@ -40,13 +41,14 @@ class RolloutSettings(RolloutPlan):
     """Ended rollouts of a model whose readings, and so whose charts, are kept."""
     read_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     """How often the topics are read while anything is under way."""
+    shadow: ShadowSettings = ShadowSettings()
 
     @model_validator(mode="after")
     def _can_be_done(self) -> Self:
-        if self.shadow_units:
+        if self.shadow_units and not self.shadow.tenants:
             raise ValueError(
-                f"shadow_units = {self.shadow_units}: no service plays users' prompts a second time; leave it 0 and "
-                "begin with a small share"
+                f"shadow_units = {self.shadow_units}, and shadow.tenants names nobody whose prompts may be answered anew; "
+                "name them, or leave it 0"
             )
         if self.kind == "ab" and len(self.stages) != 1:
             raise ValueError(f'kind = "ab" has one fixed share, stages has {len(self.stages)}; leave one of them')

@@ -17,6 +17,7 @@ from headrace_registry.rollouts import kept, machine, settling
 from headrace_registry.rollouts.kept import KeptRollout
 from headrace_registry.rollouts.machine import Kind, RolloutDecision
 from headrace_registry.rollouts.plan import RolloutPlan
+from headrace_registry.shadow import closing
 from headrace_registry.transition import Transition
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import RolloutStep
@@ -86,6 +87,8 @@ async def take(transition: Transition, one: KeptRollout, decision: RolloutDecisi
     """Do what was decided about a rollout, with all that follows. Raises `NotAllowed`."""
     model = await store.model(transition.tx, one.model)
     assert model is not None
+    if one.phase == "shadow":
+        decision = await closing.closed(transition.tx, one, decision)
     after, _ = machine.apply(one.plan, await kept.book(transition.tx, model), decision)
     rollout = after.rollouts[one.version]
     if decision.kind == "hold":

@@ -8,6 +8,7 @@ from headrace_registry.leader import LeaderLease
 from headrace_registry.metrics import UNITS_FULL
 from headrace_registry.rollouts import kept, ledger
 from headrace_registry.rollouts.ledger import Membership
+from headrace_registry.shadow.sampling import PromptSampler
 from headrace_runtime.processor import Handling
 from headrace_schemas import Event, Feedback, Reward, Trajectory, Turn
 
@@ -15,11 +16,13 @@ from headrace_schemas import Event, Feedback, Reward, Trajectory, Turn
 class TurnHandler:
     """A unit begins with the first turn of an arm, whichever version answered: arms are compared as assigned."""
 
-    def __init__(self, lease: LeaderLease, events_max: int) -> None:
+    def __init__(self, lease: LeaderLease, events_max: int, sampler: PromptSampler) -> None:
         self._lease = lease
         self._events_max = events_max
+        self._sampler = sampler
 
     async def __call__(self, event: Turn, handling: Handling) -> Sequence[Event]:
+        await self._sampler.take(handling.tx, event)
         assigned = event.assignment
         if assigned is None or assigned.arm == "rest":
             return ()
