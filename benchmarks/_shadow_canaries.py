@@ -1,4 +1,5 @@
-"""Canaries of pairs whose truth is known, with a shadow before them and without: how many users' sessions each takes."""
+"""Canaries of pairs whose truth is known, with a shadow before them and without: how many users' sessions each
+takes."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarks._rollout_trials import Crossings, play
-from benchmarks._rollout_worlds import DAY_S, Flags, Floats, Sessions, World, sessions_of
-from benchmarks._shadow_worlds import TASKS, VersionPair
+from benchmarks._rollout_worlds import DAY_S, LOOKS, Flags, Floats, Sessions, World, sessions_of
+from benchmarks._shadow_worlds import TASKS, Integers, VersionPair
 from headrace_registry.rollouts.evidence import Evidence
 from headrace_registry.rollouts.plan import RolloutPlan
 from headrace_registry.shadow.expectations import expectations
+
+_TOOLS = ("wrong", "called")
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class ShadowRuns:
     """What the shadows of all runs found."""
 
     harmed: Flags
-    expected: Floats
-    """Of the reward: run, task."""
+    expected: dict[str, Floats]
+    """By metric: run, task."""
 
 
 def shadows(
@@ -42,13 +45,14 @@ def shadows(
 ) -> ShadowRuns:
     """`runs` of each pair, with `plan.shadow_units` prompts; the statistics are the registry's own."""
     harmed: list[bool] = []
-    expected: list[list[float]] = []
+    expected: dict[str, list[list[float]]] = {name: [] for name in ("reward", "tool_errors")}
     for pair in pairs:
         likely = [pair.by_task(pair.candidate), pair.by_task(pair.champion)]
         for _ in range(runs):
             evidence = Evidence(plan)
             task = chance.integers(TASKS, size=plan.shadow_units)
-            candidate, champion, logged = (_answers(chance, one[task]) for one in (likely[0], likely[1], likely[1]))
+            sides = (likely[0], likely[1], likely[1])
+            candidate, champion, logged = (_answers(chance, pair, task, one[task]) for one in sides)
             seen = []
             for number, one in enumerate(task):
                 both = [_values(found, number) for found in (candidate, champion, logged)]
@@ -56,15 +60,27 @@ def shadows(
                 seen += [((f"task:{one}",), values) for values in both]
             harmed.append(bool(evidence.findings(numbers=False).harmed))
             table = expectations(seen)
-            expected.append([table.of((f"task:{one}",))["reward"] for one in range(TASKS)])
+            of_tasks = [table.of((f"task:{one}",)) for one in range(TASKS)]
+            for name, column in expected.items():
+                column.append([one[name] for one in of_tasks])
             told()
-    return ShadowRuns(np.array(harmed), np.array(expected))
+    return ShadowRuns(np.array(harmed), {name: np.array(column) for name, column in expected.items()})
 
 
-def _answers(chance: np.random.Generator, likely: Floats) -> dict[str, Floats]:
+def _answers(chance: np.random.Generator, pair: VersionPair, task: Integers, likely: Floats) -> dict[str, Floats]:
     """As `_rollout_worlds` has it, without users: a function's verdict and a judge's grade."""
-    found = sessions_of(chance, replace(World(), missing=0.0, thumbs=0.0, maturity_s=1e9, closing_s=2e9), likely < 0, likely)
+    world = replace(World(), missing=0.0, thumbs=0.0, maturity_s=1e9, closing_s=2e9)
+    found = sessions_of(chance, world, likely < 0, likely)
+    _use_tools(chance, found, pair.tools.wrong[task], pair.tools.called[task])
     return {name: found.values[name, "maturity"] for name in ("reward", "missing", "tool_errors", "loops")}
+
+
+def _use_tools(chance: np.random.Generator, made: Sessions, wrong: Floats, called: Floats) -> None:
+    """Which tools a task needs, and how often they fail, is the task's own."""
+    failed = (chance.random(len(wrong)) < wrong).astype(np.float64)
+    failed[chance.random(len(wrong)) >= called] = np.nan
+    for look in LOOKS:
+        made.values["tool_errors", look] = failed
 
 
 def _values(found: dict[str, Floats], number: int) -> dict[str, float]:
@@ -86,6 +102,7 @@ def canaries(
     world = World()
     count = len(pairs) * runs
     likely = np.repeat([[pair.by_task(pair.champion), pair.by_task(pair.candidate)] for pair in pairs], runs, axis=0)
+    wrong, called = (np.repeat([getattr(pair.tools, name) for pair in pairs], runs, axis=0) for name in _TOOLS)
     row = np.arange(count)
 
     def source(number: int) -> Sessions:
@@ -94,8 +111,9 @@ def canaries(
         hour = np.sin(2 * np.pi * (row * (DAY_S / count) + number * world.every_s) / DAY_S)
         here = np.clip(likely[row, arm.astype(np.int64), task] + world.swing * hour, 0.0, 1.0)
         made = sessions_of(chance, world, arm, here)
+        _use_tools(chance, made, wrong[row, task], called[row, task])
         if shadow is not None and kinds:
-            made.expected["reward"] = shadow.expected[row, task]
+            made.expected |= {name: found[row, task] for name, found in shadow.expected.items()}
         return made
 
     found = play(chance, plan, world, horizon, count, told, source)
@@ -119,5 +137,3 @@ def _ended(found: Crossings, plan: RolloutPlan, world: World, in_shadow: Flags, 
         sessions=used,
         in_shadow=in_shadow,
     )
-
-

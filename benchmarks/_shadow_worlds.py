@@ -1,12 +1,14 @@
 """Pairs of tiny language models whose truth is known exactly, and what a shadow sees of them.
 
-A model is a table: for each kind of task, position and token before, the logits of the next token. An answer has four tokens of
-six, so all 1,296 answers to a task can be listed, and what users think of a version is a sum, not a sample. The tokens' logprobs,
-and so the weights of one version's answers for another, are those of real autoregressive sampling.
+A model is a table: for each kind of task, position and token before, the logits of the next token. An answer has four
+tokens of six, so all 1,296 answers to a task can be listed, and what users think of a version is a sum, not a sample.
+The tokens' logprobs, and so the weights of one version's answers for another, are those of real autoregressive
+sampling.
 
-A user likes an answer with a probability that depends on the task, mostly, and on the tokens: between tasks it varies as the pass
-rates of agents do between theirs, some of which they nearly always do and some nearly never. A judge grades it with an error, and
-likes one token for its style, which users do not care about. One user in three says something.
+A user likes an answer with a probability that depends on the task, mostly, and on the tokens: between tasks it varies
+as the pass rates of agents do between theirs, some of which they nearly always do and some nearly never. A judge
+grades it with an error, and likes one token for its style, which users do not care about. One user in three says
+something.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _ANSWERS = np.indices((TOKENS,) * LENGTH).reshape(LENGTH, -1).T
 _BEFORE = np.concatenate([np.full((len(_ANSWERS), 1), TOKENS), _ANSWERS[:, :-1]], axis=1)
 """The token before each, `TOKENS` at the beginning."""
 _STYLE = (_ANSWERS == 0).mean(axis=1)
-_DIFFICULTY, _TASTE = 2.2, 0.9
+_DIFFICULTY, _TASTE = 3.0, 0.9
 """Spread of the tasks' logits, and of a token's effect on them."""
 _JUDGE_STYLE, _JUDGE_NOISE = 0.3, 0.15
 SPOKE = 1 / 3
@@ -53,6 +55,21 @@ class Policy:
 
 
 @dataclass(frozen=True)
+class ToolUse:
+    """By task, whichever version: how probably a session calls tools, and how probably one that does has errors."""
+
+    called: Floats
+    wrong: Floats
+
+    @classmethod
+    def drawn(cls, chance: np.random.Generator) -> ToolUse:
+        """In the mean three sessions in five call tools, and eight in a hundred of those see errors, as in
+        `_rollout_worlds`; the errors are those of one task in eight."""
+        flaky = chance.permutation(TASKS) < TASKS // 8
+        return cls(chance.permutation(np.linspace(0.2, 1.0, TASKS)), np.where(flaky, 0.5, 0.02))
+
+
+@dataclass(frozen=True)
 class VersionPair:
     """A champion and a candidate in front of the same users."""
 
@@ -60,6 +77,7 @@ class VersionPair:
     candidate: Policy
     liked: Floats
     """Task, answer: the probability that the user likes it."""
+    tools: ToolUse
 
     def by_task(self, policy: Policy) -> Floats:
         """How often users like its answers: exact."""
@@ -87,15 +105,18 @@ class Sampled:
 
 
 def near(chance: np.random.Generator, wanted: float) -> VersionPair:
-    """A candidate that was trained a little further from the champion: `wanted` better, by less than a thousandth off."""
+    """A candidate that was trained a little further from the champion: `wanted` better, by less than a thousandth
+    off."""
     tastes = _TASTE * chance.standard_normal((TASKS, LENGTH, TOKENS))
     liked = _liked(chance, tastes)
     champion = Policy(0.7 * chance.standard_normal((TASKS, LENGTH, TOKENS + 1, TOKENS)))
     drift = 0.1 * chance.standard_normal(champion.logits.shape)
     drift[..., 0] += chance.uniform(-0.15, 0.15)  # its style changes as well
 
+    tools = ToolUse.drawn(chance)
+
     def moved(by: float) -> VersionPair:
-        return VersionPair(champion, Policy(champion.logits + drift + by * tastes[:, :, None, :]), liked)
+        return VersionPair(champion, Policy(champion.logits + drift + by * tastes[:, :, None, :]), liked, tools)
 
     low, high = -4.0, 4.0
     for _ in range(40):
@@ -109,7 +130,7 @@ def far(chance: np.random.Generator) -> VersionPair:
     tastes = _TASTE * chance.standard_normal((TASKS, LENGTH, TOKENS))
     shape = (TASKS, LENGTH, TOKENS + 1, TOKENS)
     champion, candidate = (Policy(2.0 * chance.standard_normal(shape)) for _ in range(2))
-    return VersionPair(champion, candidate, _liked(chance, tastes))
+    return VersionPair(champion, candidate, _liked(chance, tastes), ToolUse.drawn(chance))
 
 
 def _liked(chance: np.random.Generator, tastes: Floats) -> Floats:

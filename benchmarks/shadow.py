@@ -1,11 +1,11 @@
 """The canary before the canary, against versions whose truth is known: `python -m benchmarks.shadow`.
 
 Writes `reports/bench-shadow.json`. Exit status 1 when one of these does not hold, of 100 pairs of tiny language models
-(`_shadow_worlds`: tables over all answers, so that the truth is a sum): of 1,000 95 % intervals of the difference in what users like,
-ten for each pair, 93 % hold the truth, and it points the right way in 90 %; of 100 planted pairs that have nothing to do with
-each other 95 are refused; canaries with a shadow before them take 40 % fewer of the candidate's sessions than without, and of
-those without an effect 5 % at most are rolled back, of those 10 points worse 5 % at most promoted, with a shadow as without.
-A few minutes of one core; numpy and no model.
+(`_shadow_worlds`: tables over all answers, so that the truth is a sum): of 1,000 95 % intervals of the difference in
+what users like, ten for each pair, 93 % hold the truth, and it points the right way in 90 %; of 100 planted pairs that
+have nothing to do with each other 95 are refused; canaries with a shadow before them take 40 % fewer of the
+candidate's sessions than without, and of those without an effect 5 % at most are rolled back, of those 10 points worse
+5 % at most promoted, with a shadow as without. A few minutes of one core; numpy and no model.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def failures(report: dict[str, Numbers]) -> list[str]:
         )
     }
     low = [f"{name}: {value:.3f}, at least {limit:g}" for name, (value, limit) in at_least.items() if value < limit]
-    return low + [f"{name}: {value:.3f}, at most {limit:g}" for name, (value, limit) in at_most.items() if value > limit]
+    return low + [
+        f"{name}: {value:.3f}, at most {limit:g}" for name, (value, limit) in at_most.items() if value > limit
+    ]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Numbers]:

@@ -19,7 +19,8 @@ from headrace_schemas.events.turn import Purpose, SessionSource
 LABEL = r"^[^\x00-\x1f\x7f]{1,512}$"
 """Ids that callers choose: no control characters, which would break derived ids and logs."""
 _PURPOSES: dict[str, Purpose] = {"train": "train", "eval": "eval", "shadow": "eval"}
-"""What callers say, and what events say: a shadow is an evaluation with a `shadow_of`, so that old readers know what it is."""
+"""What callers say, and what events say: a shadow is an evaluation with a `shadow_of`, so that old readers know what
+it is."""
 _SESSION_KEY = r"^[a-z2-7]{16}$"
 
 

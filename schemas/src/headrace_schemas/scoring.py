@@ -1,7 +1,8 @@
-"""`POST /v1/logprobs` of a replica that says so (`Replica.scores`): how probable a version finds answers that others gave.
+"""`POST /v1/logprobs` of a replica that says so (`Replica.scores`): how probable a version finds answers that others
+gave.
 
-Not part of any OpenAI API, and not served by the gateway: the registry asks a replica, to see whether users' answers may speak
-for another version.
+Not part of any OpenAI API, and not served by the gateway: the registry asks a replica, to see whether users' answers
+may speak for another version.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ def lines(rollout: RolloutState) -> list[str]:
         ends = f"[{found.lower or 0.0:+.3f}, {found.upper or 0.0:+.3f}]"
         counts = f"{found.spoke} answers count as {found.effective:.0f}"
         said.append(f"        users: {found.difference:+.3f} in {ends}, {counts}")
-    said += [f"        {number} ended otherwise, {how.replace('_', ' ')}" for how, number in sorted(found.ended.items())]
+    said += [
+        f"        {number} ended otherwise, {how.replace('_', ' ')}" for how, number in sorted(found.ended.items())
+    ]
     said += [f"        {number} left out, {why}" for why, number in sorted(found.left_out.items())]
     return said

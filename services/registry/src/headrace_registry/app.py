@@ -86,7 +86,13 @@ class _Registry:
             shadow = settings.rollout.shadow
             answers = GatewayAnswers(settings.gate.base_url, shadow, key, self._replicas.rows.values, clock)
         self._director = Director(
-            self._processor, self._lease, Gate(settings.gate), settings, self._replicas.rows.values, self._watch, answers
+            self._processor,
+            self._lease,
+            Gate(settings.gate),
+            settings,
+            self._replicas.rows.values,
+            self._watch,
+            answers,
         )
         self._reconciler = Reconciler(self._processor, self._lease, self._routings.rows, clock, settings.reconcile_s)
         garbage = GarbageCollector(blobs, self._processor, self._lease, settings.retired_for_s)

@@ -30,7 +30,8 @@ def shadowed(units: int = 20, **changes: object) -> RegistrySettings:
 
 
 class FakeAnswers:
-    """The gateway, the collector and the scorer behind it: a session of the shadow has a turn and a reward when it ends.
+    """The gateway, the collector and the scorer behind it: a session of the shadow has a turn and a reward when it
+    ends.
 
     `rewards` by version, 0.7 unless set; the same prompt gets the same again. It waits while `open` is not set."""
 

@@ -1,4 +1,5 @@
-"""What answers that nobody saw say of users: by hand, by a second implementation, against versions whose truth is known."""
+"""What answers that nobody saw say of users: by hand, by a second implementation, against versions whose truth is
+known."""
 
 from __future__ import annotations
 
@@ -69,8 +70,8 @@ def test_who_is_foretold_takes_no_part_in_the_line() -> None:
 
 
 def by_hand() -> list[ShadowPair]:
-    """Ten prompts, judged alike. Five users liked their answer, which the candidate would have given half as often again as
-    the champion did; five did not, theirs half as often."""
+    """Ten prompts, judged alike. Five users liked their answer, which the candidate would have given half as often
+    again as the champion did; five did not, theirs half as often."""
     return [
         ShadowPair(number, 0.5, 0.5, 0.5, 1.0 if number < 5 else 0.0, math.log(1.5 if number < 5 else 0.5))
         for number in range(10)
@@ -78,9 +79,9 @@ def by_hand() -> list[ShadowPair]:
 
 
 def test_the_estimate_by_hand() -> None:
-    """Every line says 1/2, so r = ±1/2. T1 = (5 · 1.5 · 1/2 - 5 · 0.5 · 1/2) / 10 = 1/4, T0 = 0. φ = 1.5 (1/2 - 1/4) - 1/2
-    = -1/8 for the first five and 0.5 (-1/2 - 1/4) + 1/2 = 1/8 for the others: the standard error is √(10/64 / 9 / 10) = 1/24.
-    n_eff = 100 / (5 · 2.25 + 5 · 0.25) = 8, so t has 8 degrees of freedom at least."""
+    """Every line says 1/2, so r = ±1/2. T1 = (5 · 1.5 · 1/2 - 5 · 0.5 · 1/2) / 10 = 1/4, T0 = 0. φ = 1.5 (1/2 - 1/4) -
+    1/2 = -1/8 for the first five and 0.5 (-1/2 - 1/4) + 1/2 = 1/8 for the others: the standard error is √(10/64 / 9 /
+    10) = 1/24. n_eff = 100 / (5 · 2.25 + 5 · 0.25) = 8, so t has 8 degrees of freedom at least."""
     found = estimate(by_hand(), ANY)
     assert found.overlap.effective == pytest.approx(8.0)
     assert found.difference == pytest.approx(0.25)
@@ -100,22 +101,22 @@ def again(pairs: list[ShadowPair]) -> tuple[float, float]:
     """The same by arrays: the difference and its standard error."""
     number = np.array([one.number for one in pairs])
     c, d = (np.array([getattr(one, side) for one in pairs]) for side in ("candidate", "champion"))
-    l, y, w = (
+    judged, said, w = (
         np.array([np.nan if value is None else value for value in column])
         for column in zip(*[(one.judged, one.said, one.log_weight) for one in pairs], strict=True)
     )
-    spoke = ~np.isnan(l + y + w)
+    spoke = ~np.isnan(judged + said + w)
     w = np.where(spoke, np.exp(np.nan_to_num(w)), 0)
     slope, level = np.zeros(5), np.zeros(5)
     for fold in range(5):
         of = spoke & (number % 5 != fold)
-        slope[fold], level[fold] = np.polyfit(l[of], y[of], 1)
+        slope[fold], level[fold] = np.polyfit(judged[of], said[of], 1)
     fold = number % 5
 
     def f(x: np.ndarray) -> np.ndarray:
         return np.clip(level[fold] + slope[fold] * x, 0, 1)
 
-    r = np.where(spoke, np.nan_to_num(y - f(np.nan_to_num(l))), 0)
+    r = np.where(spoke, np.nan_to_num(said - f(np.nan_to_num(judged))), 0)
     t0, t1, p = r.sum() / spoke.sum(), (w * r).sum() / w.sum(), spoke.mean()
     direct = f(c) - f(d)
     phi = direct - direct.mean() + spoke / p * (w / w[spoke].mean() * (r - t1) - (r - t0))

@@ -36,7 +36,9 @@ def test_kinds_go_from_the_general_to_the_special_and_know_nothing_of_answers() 
 
 def test_expectations_by_hand() -> None:
     """All together 1, 0 and 1/2: the mean is 1/2. Task a has 1 and 0.5: (1.5 + 2 · 1/2) / (2 + 2) = 0.625."""
-    found = expectations([(("task:a",), {"reward": 1.0}), (("task:b",), {"reward": 0.0}), (("task:a",), {"reward": 0.5})])
+    found = expectations(
+        [(("task:a",), {"reward": 1.0}), (("task:b",), {"reward": 0.0}), (("task:a",), {"reward": 0.5})]
+    )
     assert found.of(("task:a",)) == {"reward": pytest.approx(0.625)}
     assert found.of(("task:c",)) == {"reward": pytest.approx(0.5)}, "unknown: as the rest"
     assert found.of(("task:a", "opening:x")) == {"reward": pytest.approx(0.625)}
@@ -86,7 +88,7 @@ def test_a_unit_moves_the_line_only_after_it_was_foretold() -> None:
 def _spread(expect: bool, lying: bool, *, effect: float) -> tuple[float, float]:
     """Mean and variance of x over 6,000 units of forty tasks."""
     dice = random.Random(5)
-    hard = [dice.choice([0.1, 0.9]) for _ in range(40)]
+    hard = [0.1, 0.9] * 20
     contrast, found = Contrast(), []
     for _ in range(6000):
         task = dice.randrange(40)

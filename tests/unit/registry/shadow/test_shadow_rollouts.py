@@ -1,4 +1,5 @@
-"""A version in the shadow: whose prompts it gets, what that decides, what is left behind, and what a dying registry changes."""
+"""A version in the shadow: whose prompts it gets, what that decides, what is left behind, and what a dying registry
+changes."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ async def test_a_version_is_in_the_shadow_before_anybody_has_it(shadow: tuple[Ri
     assert (last.phase, steps(rig, new)) == ("canary", ["begin", "advance"])
     assert {version for _, version, _ in answers.answered} == {old, new}
     assert rig.routing.split is not None
-    event = [one for one in rig.sent(ModelEvent) if one.rollout and one.rollout.kind == "advance"][0]
+    event = next(one for one in rig.sent(ModelEvent) if one.rollout and one.rollout.kind == "advance")
     assert event.statistics["shadow.pairs"] >= 20
     assert "no harm in 2" in (event.reason or "")
     assert last.shadow.state is not None

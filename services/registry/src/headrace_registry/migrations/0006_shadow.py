@@ -1,4 +1,5 @@
-"""Prompts that a rollout's candidate answers in the shadow, what that found, and what is expected of a canary's units."""
+"""Prompts that a rollout's candidate answers in the shadow, what that found, and what is expected of a canary's
+units."""
 
 from __future__ import annotations
 

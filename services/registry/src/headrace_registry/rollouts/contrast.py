@@ -7,8 +7,8 @@ before. With the value y in [0, 1] and any number c that was known before, x = (
 
 which is the estimate by inverse propensity, halved and centred (Horvitz & Thompson 1952; for sequences Howard, Ramdas,
 McAuliffe & Sekhon, Ann. Statist. 2021). It holds unit by unit: what the hour of the day does to both arms cancels,
-because control is concurrent. No pairs are formed, so no arm waits for the other. `c`, the mean of all units before, or what
-units before say of one of which so much was expected (`regression`), only takes variance away.
+because control is concurrent. No pairs are formed, so no arm waits for the other. `c`, the mean of all units before,
+or what units before say of one of which so much was expected (`regression`), only takes variance away.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class KeptRollout:
     changed: datetime
     observed_ms: int
     stage_observed_ms: int
-    shadow: ShadowFindings = ShadowFindings()
+    shadow: ShadowFindings
     """Of its shadow, once that is over."""
 
     @property

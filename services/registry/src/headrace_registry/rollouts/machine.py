@@ -158,7 +158,9 @@ def judge(plan: RolloutPlan, rollout: Rollout, found: Findings, now: datetime) -
     if rollout.phase not in UNDER_WAY:
         return None
     step = _danger(found) or (
-        _from_shadow(plan, rollout, found, now) if rollout.phase == "shadow" else _from_canary(plan, rollout, found, now)
+        _from_shadow(plan, rollout, found, now)
+        if rollout.phase == "shadow"
+        else _from_canary(plan, rollout, found, now)
     )
     if step is None and (now - rollout.began).total_seconds() >= plan.duration_max_s:
         step = "hold", _undecided(found, f"duration_max_s = {plan.duration_max_s:g}")

@@ -16,7 +16,8 @@ class MetricFailed(HeadraceError):
 
 
 def measured(known: Sequence[SessionRecord], metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The mean over the sessions that did not abstain; nothing of a metric that all abstained from. Raises `MetricFailed`."""
+    """The mean over the sessions that did not abstain; nothing of a metric that all abstained from. Raises
+    `MetricFailed`."""
     values: dict[str, float] = {}
     for name, metric in metrics.items():
         try:

@@ -89,8 +89,8 @@ class RolloutPlan(Section):
     """How many candidates there may be at a time. Each has a control of its own size within one block of units, so a
     candidate gets 1 / (slots + 1) of them at most, whatever its stage says. No larger while anything is under way."""
     shadow_units: Annotated[int, Field(ge=0, le=100_000)] = 0
-    """So many prompts of users' sessions both versions answer anew, unseen by users, before the candidate gets any of them;
-    0: no shadow. `registry.rollout.shadow` says whose, and what it may take."""
+    """So many prompts of users' sessions both versions answer anew, unseen by users, before the candidate gets any of
+    them; 0: no shadow. `registry.rollout.shadow` says whose, and what it may take."""
     shadow_duration_max_s: Positive = 21_600.0
     """After so long the canary begins with what the shadow has found."""
     shadow_demands: Demands = Demands()

@@ -1,9 +1,10 @@
 """What a unit's value is expected to be, from a number that was known before: the units so far, on a line.
 
-As CUPED takes out of an experiment what was known before it (Deng, Xu, Kohavi & Walker, "Improving the sensitivity of online
-controlled experiments by utilizing pre-experiment data", WSDM 2013): of the variance, the share that the line explains
-goes. Here the line is fitted to the units before, of both arms together, so what it says of the next one is known before
-that one's arm is, and `contrast` stays fair however wrong it is. It begins as "the value is what was expected".
+As CUPED takes out of an experiment what was known before it (Deng, Xu, Kohavi & Walker, "Improving the sensitivity of
+online controlled experiments by utilizing pre-experiment data", WSDM 2013): of the variance, the share that the line
+explains goes. Here the line is fitted to the units before, of both arms together, so what it says of the next one is
+known before that one's arm is, and `contrast` stays fair however wrong it is. It begins as "the value is what was
+expected".
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class RolloutSettings(RolloutPlan):
     def _can_be_done(self) -> Self:
         if self.shadow_units and not self.shadow.tenants:
             raise ValueError(
-                f"shadow_units = {self.shadow_units}, and shadow.tenants names nobody whose prompts may be answered anew; "
-                "name them, or leave it 0"
+                f"shadow_units = {self.shadow_units}, and shadow.tenants names nobody whose prompts may be answered "
+                "anew; name them, or leave it 0"
             )
         if self.kind == "ab" and len(self.stages) != 1:
             raise ValueError(f'kind = "ab" has one fixed share, stages has {len(self.stages)}; leave one of them')

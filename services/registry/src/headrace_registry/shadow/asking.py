@@ -148,7 +148,8 @@ class GatewaySession:
 def request_body(
     version: str, prompt: Turn, messages: Sequence[Message], answer_tokens_max: int
 ) -> dict[str, JsonValue]:
-    """As the user's client asked, of an exact version and within bounds. A seed is left out: both sides draw their own."""
+    """As the user's client asked, of an exact version and within bounds. A seed is left out: both sides draw their
+    own."""
     sampling = prompt.sampling.model_dump(mode="json", exclude_none=True, exclude={"seed", "max_tokens", "stop"})
     limit = min(prompt.sampling.max_tokens or answer_tokens_max, answer_tokens_max)
     body: dict[str, JsonValue] = {

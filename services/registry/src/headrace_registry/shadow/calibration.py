@@ -1,9 +1,9 @@
 """What a user would have said, foretold from what the judges said: a line fitted by least squares, cut off at 0 and 1.
 
-Only users' own sessions have both. Whoever is foretold takes no part in the fit of the line that foretells it: the sessions
-are cut into folds, and each fold has the line of the others (cross-fitting: Chernozhukov et al., "Double/debiased machine
-learning", Econometrics Journal 2018). So the line's own errors do not look like knowledge, and the corrections that
-`estimate` makes with the residuals stay unbiased.
+Only users' own sessions have both. Whoever is foretold takes no part in the fit of the line that foretells it: the
+sessions are cut into folds, and each fold has the line of the others (cross-fitting: Chernozhukov et al.,
+"Double/debiased machine learning", Econometrics Journal 2018). So the line's own errors do not look like knowledge,
+and the corrections that `estimate` makes with the residuals stay unbiased.
 """
 
 from __future__ import annotations

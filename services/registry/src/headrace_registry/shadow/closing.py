@@ -41,7 +41,9 @@ async def findings(tx: AsyncConnection, one: KeptRollout) -> ShadowFindings:
 def found_in(kept: Sequence[KeptPrompt], one: KeptRollout) -> ShadowFindings:
     """Pure. Of prompts in their order."""
     readings = [
-        (prompt, PromptReading.model_validate(prompt.found)) for prompt in kept if prompt.state == "read" and prompt.found
+        (prompt, PromptReading.model_validate(prompt.found))
+        for prompt in kept
+        if prompt.state == "read" and prompt.found
     ]
     pairs = [pair for prompt, reading in readings if (pair := pair_of(prompt, reading)) is not None]
     sessions = [

@@ -1,16 +1,17 @@
 """How much more, or less, would users like the candidate? From answers that none of them saw.
 
-Of prompt i: c and d, what the judges say of the candidate's and of the champion's new answer; of the user's own session, which
-the champion served, l, what the judges say of it, y, what the user said, and the weight w of its answer (`overlap`). Users speak
-in a share p of the sessions. f foretells y from a judgement (`calibration`). The estimate is doubly robust (Robins, Rotnitzky &
-Zhao, JASA 1994; for logged decisions Dudík, Langford & Li, "Doubly robust policy evaluation and learning", ICML 2011):
+Of prompt i: c and d, what the judges say of the candidate's and of the champion's new answer; of the user's own
+session, which the champion served, l, what the judges say of it, y, what the user said, and the weight w of its answer
+(`overlap`). Users speak in a share p of the sessions. f foretells y from a judgement (`calibration`). The estimate is
+doubly robust (Robins, Rotnitzky & Zhao, JASA 1994; for logged decisions Dudík, Langford & Li, "Doubly robust policy
+evaluation and learning", ICML 2011):
 
     Δ = mean(f(c) - f(d)) + T1 - T0,   r = y - f(l) where the user spoke,   T0 = mean(r),   T1 = Σ w r / Σ w.
 
-The first part is what the judges make of it, in users' terms. T0 says how far f misses the champion's users, T1 how far it
-would miss the candidate's: E[w r] over the champion's answers is E[r] over the candidate's. So judges that like one
-style too well cancel, where the weights overlap; where they do not, there is no T1 and no estimate, and the reason has a name.
-Self-normalised weights trade a bias of order 1/n for less variance (Owen, section 9.2).
+The first part is what the judges make of it, in users' terms. T0 says how far f misses the champion's users, T1 how
+far it would miss the candidate's: E[w r] over the champion's answers is E[r] over the candidate's. So judges that like
+one style too well cancel, where the weights overlap; where they do not, there is no T1 and no estimate, and the reason
+has a name. Self-normalised weights trade a bias of order 1/n for less variance (Owen, section 9.2).
 
 The variance is that of the influence function, one value for each prompt,
 
@@ -18,8 +19,8 @@ The variance is that of the influence function, one value for each prompt,
 
 and the interval is Student's, with as many degrees of freedom as answers count, less one.
 
-What it rests on: prompts are a sample of the traffic, and who speaks does not depend on how good the answer was beyond what
-the judges see of it. Users who speak only when they are angry break the second, of both versions alike.
+What it rests on: prompts are a sample of the traffic, and who speaks does not depend on how good the answer was beyond
+what the judges see of it. Users who speak only when they are angry break the second, of both versions alike.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class ShadowPair:
 
 @dataclass(frozen=True, slots=True)
 class ShadowEstimate:
-    """The difference in what users say, candidate less champion, with the ends of its 95 % interval; or why there is none."""
+    """The difference in what users say, candidate less champion, with the ends of its 95 % interval; or why there is
+    none."""
 
     pairs: int
     spoke: int
@@ -94,9 +96,7 @@ def _refusal(pairs: int, spoke: int, found: Overlap, demands: Demands) -> str | 
     return found.refusal(demands.effective_min, demands.effective_share_min)
 
 
-def _doubly_robust(
-    pairs: Sequence[ShadowPair], known: Sequence[ShadowPair], mean_weight: float
-) -> tuple[float, float]:
+def _doubly_robust(pairs: Sequence[ShadowPair], known: Sequence[ShadowPair], mean_weight: float) -> tuple[float, float]:
     """The difference and its standard error."""
     lines = calibration.lines([(one.number, one.judged or 0.0, one.said or 0.0) for one in known])
 

@@ -1,12 +1,13 @@
 """What a session may be expected to be like, before anybody knows which arm it is in: the covariate of its canary.
 
-The shadow has played prompts of the traffic with both versions. What came of them is kept by kind of prompt: the agent (its
-system prompt and tools), the task, the opening. A session of the canary is expected to be like others of its kind, the mean of the kind
-drawn towards that of the kind above it, as if that had been seen `STRENGTH` times (shrinkage: Efron & Morris, "Stein's
-paradox in statistics", 1977). Only its first turn is looked at, which is there before any version has said a word.
+The shadow has played prompts of the traffic with both versions. What came of them is kept by kind of prompt: the agent
+(its system prompt and tools), the task, the opening. A session of the canary is expected to be like others of its
+kind, the mean of the kind drawn towards that of the kind above it, as if that had been seen `STRENGTH` times
+(shrinkage: Efron & Morris, "Stein's paradox in statistics", 1977). Only its first turn is looked at, which is there
+before any version has said a word.
 
-`rollouts.contrast` takes the expected part out of each unit's value. Nothing there depends on the expectation being right:
-it costs or saves sessions, and moves no error rate.
+`rollouts.contrast` takes the expected part out of each unit's value. Nothing there depends on the expectation being
+right: it costs or saves sessions, and moves no error rate.
 """
 
 from __future__ import annotations

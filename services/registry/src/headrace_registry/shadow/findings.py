@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Self
 
+from pydantic import Field
+
 from headrace_registry.shadow.estimate import ShadowEstimate
 from headrace_registry.shadow.expectations import Expectations
 from headrace_schemas.base import Finite, Model, Text
@@ -15,7 +17,7 @@ class ShadowFindings(Model):
     """Stored as JSON; empty while there is no shadow, or it goes on."""
 
     state: ShadowState | None = None
-    expected: dict[Text, dict[str, tuple[Finite, Finite]]] = {}
+    expected: dict[Text, dict[str, tuple[Finite, Finite]]] = Field(default_factory=dict)
     """`Expectations.table`."""
 
     @classmethod

@@ -2,10 +2,13 @@
 
 The answer of a logged session has the weight w = Π π_candidate(token) / π_logged(token) over its tokens, both after the
 temperature that it was sampled with (importance sampling; for sequences Precup, Sutton & Singh, "Eligibility traces for
-off-policy policy evaluation", ICML 2000). Two things are known of the weights when the versions overlap, and each is asked:
+off-policy policy evaluation", ICML 2000). Two things are known of the weights when the versions overlap, and each is
+asked:
 
-- Their mean is 1. Where most of what the candidate says was never said, it is near 0, and no number of sessions repairs that.
-- Their effective sample size n_eff = (Σw)² / Σw² (Kong, "A note on importance sampling using standardized weights", 1992;
+- Their mean is 1. Where most of what the candidate says was never said, it is near 0, and no number of sessions
+repairs that.
+- Their effective sample size n_eff = (Σw)² / Σw² (Kong, "A note on importance sampling using standardized weights",
+1992;
   Owen, "Monte Carlo theory, methods and examples", section 9.3) says how many answers the sum rests on.
 
 The second alone can be fooled: weights that are all equally tiny have n_eff = n.
@@ -19,7 +22,8 @@ from dataclasses import dataclass
 
 _LOG_MAX = 50.0
 MEAN_LOW, MEAN_HIGH = 0.5, 2.0
-"""What the mean weight may be. It scatters around 1 by 1/√n_eff or so, which is less than a fifth where n_eff suffices."""
+"""What the mean weight may be. It scatters around 1 by 1/√n_eff or so, which is less than a fifth where n_eff
+suffices."""
 
 
 @dataclass(frozen=True, slots=True)

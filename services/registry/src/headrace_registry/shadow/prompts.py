@@ -1,7 +1,7 @@
 """The prompts of a shadow as the database keeps them, on the rollout's own clock.
 
-Each has three units in the ledger, which no reading of a canary ever takes: the user's session, and one session for each of the
-two new answers. So rewards and feedback about them find their place as those of arms do.
+Each has three units in the ledger, which no reading of a canary ever takes: the user's session, and one session for
+each of the two new answers. So rewards and feedback about them find their place as those of arms do.
 """
 
 from __future__ import annotations
@@ -220,9 +220,7 @@ async def _close(tx: AsyncConnection, rollout_id: str, unit: str) -> None:
     await tx.execute(update(UNITS).where(*of).values(events=_NEVER))
 
 
-async def _some(
-    tx: AsyncConnection, rollout_id: str, *which: ColumnElement[bool], limit: int
-) -> list[KeptPrompt]:
+async def _some(tx: AsyncConnection, rollout_id: str, *which: ColumnElement[bool], limit: int) -> list[KeptPrompt]:
     query = select(PROMPTS).where(PROMPTS.c.rollout_id == rollout_id, *which).order_by(PROMPTS.c.place).limit(limit)
     return [_kept(row) for row in (await tx.execute(query)).mappings()]
 

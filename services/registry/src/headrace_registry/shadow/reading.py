@@ -75,22 +75,25 @@ def read_prompt(
     turns = [turn for one in sessions["logged"] for turn in one.turns]
     opening = next((turn for turn in turns if is_opening(turn)), None)
     judge, user = metrics.named(JUDGED), metrics.named(SAID)
-    own = [_without_users(one) for one in sessions["logged"]]
-    judged: dict[str, float] = {}
-    for side in ANSWERING:
-        judged |= {side: judge.goodness(value) for value in measured(sessions[side], {JUDGED: judge}).values()}
-    said = None
-    if is_whole(turns) and first_run(turns):
-        judged |= {"logged": judge.goodness(value) for value in measured(own, {JUDGED: judge}).values()}
-        said = next((user.goodness(one) for one in measured(sessions["logged"], {SAID: user}).values()), None)
+    alone = is_whole(turns) and bool(first_run(turns))
+    known = {side: sessions[side] for side in ANSWERING}
+    if alone:
+        known["logged"] = [_without_users(one) for one in sessions["logged"]]
+    judged = {side: _goodness(judge, JUDGED, of) for side, of in known.items()}
+    said = _goodness(user, SAID, sessions["logged"]) if alone else None
     return PromptReading(
         kinds=expectations.kinds(opening) if opening else (),
         candidate=measured(sessions["candidate"], wanted),
         champion=measured(sessions["champion"], wanted),
         logged=measured(sessions["logged"], wanted),
-        judged=judged,
+        judged={side: value for side, value in judged.items() if value is not None},
         said=said,
     )
+
+
+def _goodness(metric: Metric, name: str, of: Sequence[SessionRecord]) -> float | None:
+    found = measured(of, {name: metric})
+    return metric.goodness(found[name]) if found else None
 
 
 def _without_users(one: SessionRecord) -> SessionRecord:

@@ -1,4 +1,5 @@
-"""What the user's own session did, as far as a shadow can repeat it: the first run of it, and what its tools answered."""
+"""What the user's own session did, as far as a shadow can repeat it: the first run of it, and what its tools
+answered."""
 
 from __future__ import annotations
 
@@ -76,8 +77,8 @@ class Recording:
         return made
 
     def replay(self, call: FunctionCall) -> str | None:
-        """What the same call was answered; the next time the next answer, and the last one again and again. None: it was
-        never made."""
+        """What the same call was answered; the next time the next answer, and the last one again and again. None: it
+        was never made."""
         found = self.results.get((call.name, canonical(call.arguments)))
         if not found:
             return None
@@ -95,7 +96,8 @@ class WeighedTokens:
 
 
 def weighed(turns: Sequence[Turn]) -> tuple[WeighedTokens, ...] | None:
-    """The answers of a run; None where one of them was not sampled from the version's own distribution, and so has no weight."""
+    """The answers of a run; None where one of them was not sampled from the version's own distribution, and so has
+    no weight."""
     if not turns or any(not turn.sampling.untruncated or len(turn.choices) != 1 for turn in turns):
         return None
     return tuple(

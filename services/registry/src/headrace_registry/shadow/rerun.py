@@ -10,8 +10,9 @@ from headrace_registry.shadow.recording import Recording
 from headrace_schemas import FunctionCall, Message, Turn
 
 Ended = Literal["answered", "other_call", "steps", "tokens", "failed"]
-"""`answered`: as the user's session did, with an answer that calls no tool. `other_call`: it called a tool that may not be
-called, with what the user's session never asked of it. `steps`, `tokens`: it came to a bound. `failed`: nobody could answer."""
+"""`answered`: as the user's session did, with an answer that calls no tool. `other_call`: it called a tool that may
+not be called, with what the user's session never asked of it. `steps`, `tokens`: it came to a bound. `failed`: nobody
+could answer."""
 
 
 class RerunFailed(Exception):

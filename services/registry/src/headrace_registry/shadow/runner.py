@@ -169,5 +169,3 @@ class ShadowRunner:
             return ()
 
         await self._processor.step(work)
-
-

@@ -1,4 +1,5 @@
-"""Takes prompts from the traffic while a rollout is in the shadow, and keeps what is said in the sessions they are from."""
+"""Takes prompts from the traffic while a rollout is in the shadow, and keeps what is said in the sessions they are
+from."""
 
 from __future__ import annotations
 
@@ -66,7 +67,5 @@ class PromptSampler:
         if any(member.rollout_id == phase.rollout_id for member in known):
             return
         tokens = 2 * turn.usage.prompt_tokens
-        if await prompts.add(
-            tx, phase.rollout_id, place, turn.session_key, turn.tenant, phase.observed_ms, tokens
-        ):
+        if await prompts.add(tx, phase.rollout_id, place, turn.session_key, turn.tenant, phase.observed_ms, tokens):
             SHADOW_PROMPTS.labels(turn.model, "taken").inc()

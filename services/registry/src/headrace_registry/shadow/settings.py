@@ -31,7 +31,8 @@ class ShadowSettings(Section):
     tenants: tuple[ShadowTenant, ...] = ()
     """Who has agreed: nobody else's prompt is kept or answered."""
     read_only_tools: tuple[Label, ...] = ()
-    """Tools that a shadow may really call, because they change nothing. Of all others only recorded results are replayed."""
+    """Tools that a shadow may really call, because they change nothing. Of all others only recorded results are
+    replayed."""
     tools_command: tuple[str, ...] = ()
     """A program that calls these tools: for each line `{"id": ..., "name": ..., "arguments": "..."}` it prints
     `{"id": ..., "result": "..."}`. `{python}` becomes the registry's interpreter."""
@@ -59,6 +60,7 @@ class ShadowSettings(Section):
     """How long one call waits for replicas that have time beside users."""
     call_timeout_s: Positive = 120.0
     """How long one call of the model may take."""
+
     @property
     def bounds(self) -> RerunBounds:
         return RerunBounds(self.steps_max, self.rerun_tokens_max)
@@ -72,8 +74,8 @@ class ShadowSettings(Section):
     def _somebody_calls_the_tools(self) -> Self:
         if self.read_only_tools and not self.tools_command:
             raise ValueError(
-                f"read_only_tools names {', '.join(self.read_only_tools)} and tools_command is empty; say which program "
-                "calls them, or leave them out: recorded results are replayed then"
+                f"read_only_tools names {', '.join(self.read_only_tools)} and tools_command is empty; say which "
+                "program calls them, or leave them out: recorded results are replayed then"
             )
         names = [one.tenant for one in self.tenants]
         if len(set(names)) < len(names):

@@ -1,4 +1,5 @@
-"""`shadow.tools_command`: a program of the operator that really calls read-only tools. It is told no other tool's name."""
+"""`shadow.tools_command`: a program of the operator that really calls read-only tools. It is told no other tool's
+name."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class ToolResult(BaseModel):
 
 
 class ToolProgram:
-    """Started at the first call, and again after it ended. It has a process group of its own and ends with the registry."""
+    """Started at the first call, and again after it ended. It has a process group of its own and ends with the
+    registry."""
 
     def __init__(self, settings: ShadowSettings) -> None:
         self._settings = settings
