@@ -63,7 +63,8 @@ class FakeAnswers:
         key = ids.session_key(tenant, session_id)
         street = Street(self.rig, 0)
         turn = street.turn(key, asking.version, None)
-        good = random.Random(f"{asking.version} {of}").random() < self.rewards.get(asking.version, 0.7)
+        ours = asking.version == self.rig.routing.champion
+        good = random.Random(f"{ours} {of}").random() < self.rewards.get(asking.version, 0.7)
         made = turn.model_copy(update={"purpose": "eval", "shadow_of": of, "session_id": session_id})
         await self.rig.hear(made, street.reward(key, float(good)))
 

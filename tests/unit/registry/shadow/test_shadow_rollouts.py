@@ -228,7 +228,7 @@ async def test_a_session_that_the_shadow_has_taken_may_be_drawn_later(shadow: tu
     from headrace_schemas.assignment import draw
 
     version, assignment = draw(street.split, rig.routing.champion or "", key)
-    await rig.hear(street.turn(key, version, assignment), street.reward(key, 1.0))
+    await rig.hear(street.turn(key, version, assignment), street.reward(key, 1.0, revision=1))
     await street.watch(61)
     async with rig.database.transaction() as tx:
         rows = {row.unit: row for row in await tx.execute(select(READINGS))}

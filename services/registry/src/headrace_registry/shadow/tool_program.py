@@ -113,3 +113,6 @@ class ToolProgram:
                 if not answer.done():
                     answer.set_exception(RerunFailed(problem))
                     answer.exception()  # who was cancelled never asks
+            if self._process is process:
+                self._process = None  # the next call starts another one
+            await process.wait()
