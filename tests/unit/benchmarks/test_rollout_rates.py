@@ -39,7 +39,7 @@ def test_a_drop_of_30_points_is_found_and_lost_sessions_too() -> None:
 
 GOOD: Numbers = {
     "rolled_back": 0.05, "promoted": 0.05, "sample_ratio_broken": 0.01, "not_covered": 0.05,
-    "sessions_to_rollback_p90": 200.0,
+    "sessions_to_rollback_p90": 200.0, "met_until_rollback_p90": 0.1,
 }  # fmt: skip
 
 
@@ -61,6 +61,7 @@ def test_lines_hold_at_their_limits() -> None:
         ("5 points better", "not_covered", 0.06, "5 points better: truth left out: 0.06, at most 0.05"),
         ("10 points worse", "promoted", 0.06, "10 points worse: promoted: 0.06, at most 0.05"),
         ("20 points worse", "sessions_to_rollback_p90", 201.0, "p90: 201, at most 200"),
+        ("20 points worse", "met_until_rollback_p90", 0.11, "part of all sessions until the rollback, p90: 0.11"),
         ("10 points worse", "sessions_to_rollback_p90", None, "p90: never, at most 700"),
         (LOST, "promoted", 0.06, "three lost: promoted: 0.06, at most 0.05"),
         (LOST, "sample_ratio_broken", 0.9, "not noticed: 0.1, at most 0.05"),

@@ -20,6 +20,8 @@ from headrace_registry.gate import GateFailed
 from headrace_registry.handlers import CheckpointHandler
 from headrace_registry.leader import LeaderLease
 from headrace_registry.records import ModelRecord, VersionRecord
+from headrace_registry.rollouts.reports import Reports
+from headrace_registry.rollouts.watching import TurnHandler
 from headrace_registry.settings import GateSettings, RegistrySettings
 from headrace_registry.tables import STREAM
 from headrace_registry.transition import Transition
@@ -143,6 +145,7 @@ class Rig:
         self.settings = settings or RegistrySettings(gate=gate, poll_s=0.01)
         self.replicas: dict[str, Replica] = {}
         self._offset = 0
+        self.reports: Reports | None = None
         self.watching = True
         """Whether live traffic is being read, so that a rollout may begin."""
         self._director: Director | None = None
@@ -153,9 +156,15 @@ class Rig:
         for run in self._director._runner._runs.values() if self._director else ():
             run.task.cancel()
         self.lease = LeaderLease(self.database, self.clock, self.settings.lease_s)
+        turns = TurnHandler(self.lease, self.settings.rollout.events_per_unit_max)
+        handlers = {
+            Checkpoint.topic: CheckpointHandler(self.blobs, self.lease),
+            **live(turns, self.lease, self.settings),
+        }
         self.processor = Processor(
             service="registry",
-            handlers={Checkpoint.topic: CheckpointHandler(self.blobs, self.lease), **live(self.lease, self.settings)},
+            handlers=handlers,
+            after_batch=turns.write_counts,
             database=self.database,
             tables=STREAM,
             outbox=Outbox(self.database, STREAM, self.bus, self.clock),
@@ -164,7 +173,13 @@ class Rig:
             limits=ProcessorLimits(retry_s=1.0),
         )
         self._director = Director(
-            self.processor, self.lease, self.gate, self.settings, self.replicas.values, lambda _wanted: self.watching
+            self.processor,
+            self.lease,
+            self.gate,
+            self.settings,
+            self.replicas.values,
+            lambda _wanted: self.watching,
+            self.reports,
         )
 
     @property
