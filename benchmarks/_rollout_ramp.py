@@ -1,8 +1,8 @@
 """How much of all traffic met a candidate: what its ramp gave it, stage by stage, until it was taken back.
 
 The comparison is of candidate and control alone; everybody else is counted by the share: n sessions of both arms at
-the share s are n / 2s sessions of users. A stage is left by the registry's rule: enough mature units, enough of each arm that
-said something, and the loss ruled out that its share would risk.
+the share s are n / 2s sessions of users. A stage is left by the registry's rule: enough mature units, enough of each
+arm that said something, and the loss ruled out that its share would risk.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A hundred versions take over one after the other while 20 sessions stream: `make demo-swaps`.
 
 A private stack with real weights, a gate that lets everything pass, and two gateways. Each version says one letter
-only, `y` or `n` in turns, so an answer that two versions had a part in shows it by its text, whatever its chunks say. Clients
-stream one answer after the other, two to a session. A new version is published as soon as both gateways draw the one
-before it. Writes `reports/demo-swaps.json`; exit status 1 when one of its lines does not hold.
+only, `y` or `n` in turns, so an answer that two versions had a part in shows it by its text, whatever its chunks say.
+Clients stream one answer after the other, two to a session. A new version is published as soon as both gateways draw
+the one before it. Writes `reports/demo-swaps.json`; exit status 1 when one of its lines does not hold.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.database import Database
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.outbox import Outbox
-from headrace_runtime.processor import Processor, ProcessorLimits
+from headrace_runtime.processor import Handler, Processor, ProcessorLimits
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings, Common, DatabaseSettings
 from headrace_runtime.wire import Outgoing, Record
@@ -157,7 +157,7 @@ class Rig:
             run.task.cancel()
         self.lease = LeaderLease(self.database, self.clock, self.settings.lease_s)
         turns = TurnHandler(self.lease, self.settings.rollout.events_per_unit_max)
-        handlers = {
+        handlers: dict[str, Handler] = {
             Checkpoint.topic: CheckpointHandler(self.blobs, self.lease),
             **live(turns, self.lease, self.settings),
         }

@@ -130,7 +130,7 @@ async def test_who_stops_a_model_has_its_champion_alone(rig: Rig) -> None:
     new = await under_way(rig)
     state = await post(rig, "stop", reason="an incident")
     assert state.paused
-    assert rig.routing.split is None
+    assert served(rig) == [old]
     assert await rig.state(new) == "held"
     assert steps(rig, new) == ["begin", "hold"]
     assert rig.last("skipped").reason == "an incident"
@@ -140,10 +140,7 @@ async def test_who_stops_a_model_has_its_champion_alone(rig: Rig) -> None:
     assert await rig.state(newer) == "registered"
     await post(rig, "resume")
     async with rig.running():
-        await rig.until(lambda: rig.routing.split is not None)
-    assert rig.routing.split is not None
-    assert rig.routing.split.arms[0].version == newer
-    assert rig.routing.champion == old
+        await rig.until(lambda: served(rig) == [old, newer])
 
 
 async def test_so_many_updates_are_waited_for_unless_somebody_asks(data_dir: Path) -> None:
@@ -157,12 +154,16 @@ async def test_so_many_updates_are_waited_for_unless_somebody_asks(data_dir: Pat
         assert [await rig.state(one) for one in (first, second)] == ["registered"] * 2
         third = await rig.checkpoint(3)
         async with rig.running():
-            await rig.until(lambda: rig.routing.split is not None)
-        assert rig.routing.split is not None
-        assert rig.routing.split.arms[0].version == third
+            await rig.until(lambda: served(rig)[1:] == [third])
         assert await rig.state(first) == "skipped"
     finally:
         await rig.database.close()
+
+
+def served(rig: Rig) -> list[str | None]:
+    """The champion and who is on the way."""
+    split = rig.routing.split
+    return [rig.routing.champion, *(arm.version for arm in (split.arms if split else ()))]
 
 
 async def test_each_step_has_its_picture_and_the_oldest_go(data_dir: Path) -> None:

@@ -122,15 +122,15 @@ class Findings:
     """Success metrics, each with what was shown."""
     improved: bool = False
     """Whether one of these is an improvement."""
-    too_risky: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    """Stages that the candidate may not come into yet, each with the guardrails that still have to be shown to lose
-    less than the plan allows at its share."""
     sample_ratio_broken: bool = False
     shadow_units: int = 0
     candidates: int = 0
     """Mature units of the candidate's arm."""
     controls: int = 0
     statistics: Mapping[str, float] = field(default_factory=dict)
+    too_risky: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """Stages that the candidate may not come into yet, each with the guardrails that still have to be shown to lose
+    less than the plan allows at its share."""
 
 
 class Evidence:

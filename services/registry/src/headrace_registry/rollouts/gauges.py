@@ -29,8 +29,8 @@ class RolloutGauges:
             metric, _, part = name.rpartition(".")
             if part in _ENDS:
                 self._set(rollout, ROLLOUT_DIFFERENCE, (*where, metric, part), value)
-        for metric, part in evidence_of_harm(rollout, found).items():
-            self._set(rollout, ROLLOUT_HARM, (*where, metric), part)
+        for guardrail, evidence in evidence_of_harm(rollout, found).items():
+            self._set(rollout, ROLLOUT_HARM, (*where, guardrail), evidence)
 
     def keep(self, model: str, going_on: Iterable[KeptRollout]) -> None:
         """Remove what is said of other rollouts of that model."""

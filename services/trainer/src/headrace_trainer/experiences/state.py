@@ -219,8 +219,7 @@ class LineageState:
             assert entry is not None, "nothing is evicted between two saves"
             again: set[int] = set()
             if name not in self._waiting:  # else what waits is a correction, and takes back just as much
-                usable = experience is not None and experience.revision == entry.revisions[-1] and self.room
-                if not usable or objection(experience, entry, self.history, self.steps, self.limits):
+                if experience is None or not self._correctable(experience, entry):
                     left += 1
                     continue
                 self._put(Waiting(experience=experience, since_ms=epoch_ms(now)))
@@ -229,6 +228,11 @@ class LineageState:
                 UNDONE.labels(str(revision in again).lower()).inc()
                 self.undone.append(Undone(experience_id=name, revision=revision, queued=revision in again))
         return left
+
+    def _correctable(self, experience: Experience, entry: Entry) -> bool:
+        """Whether it can be queued, and is the last word that was read about it."""
+        newest = experience.revision == entry.revisions[-1] and self.room > 0
+        return newest and objection(experience, entry, self.history, self.steps, self.limits) is None
 
     def drop(self, item: Waiting, reason: Dropped) -> None:
         """Take it out of the queue for good."""
