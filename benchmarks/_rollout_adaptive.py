@@ -1,8 +1,9 @@
 """Several candidates at a time with an adaptive split, played by the registry's own statistics and its own rule.
 
-Users come one by one and stand somewhere on the line of `headrace_schemas.assignment`. Each candidate's sessions and its
-control's are read some arrivals later, and every 20 readings of a candidate its share may move. A candidate that did harm
-is taken back, and its block is the champion's again. Nobody is promoted, so everything goes on to the end.
+Users come one by one and stand somewhere on the line of `headrace_schemas.assignment`. Each candidate's sessions and
+its control's are read some arrivals later, and every 20 readings of a candidate its share may move. A candidate that
+did harm is taken back, and its block is the champion's again. Either nobody is promoted, and everything goes on to the
+end: so errors are counted. Or the first one that is good enough ends it: so it is seen who met the others until then.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class _Candidate:
     out: bool = False
 
 
-def play_one(plan: RolloutPlan, worse: Sequence[float], seed: int, sessions: int = SESSIONS) -> Played:
+def play_one(
+    plan: RolloutPlan, worse: Sequence[float], seed: int, sessions: int = SESSIONS, *, promotes: bool = False
+) -> Played:
     """`worse` is how much less probable a success is with each candidate than with the champion."""
     chance = random.Random(seed)
     block = 1.0 / (plan.slots + 1)
@@ -90,6 +93,8 @@ def play_one(plan: RolloutPlan, worse: Sequence[float], seed: int, sessions: int
             _read(unread.popleft())
             if plan.split == "adaptive":
                 _move(plan, candidates, share)
+            if promotes and number % _EVERY_UNITS == 0 and any(map(_good_enough, candidates)):
+                break
     units = [one.evidence.units for one in candidates]
     return Played([one.out for one in candidates], [one.met for one in candidates], units)
 
@@ -106,6 +111,11 @@ def _read(readings: Sequence[tuple[_Candidate, UnitReading]]) -> None:
         if not one.out:
             one.evidence.take("maturity", reading)
             one.out = bool(one.evidence.findings(numbers=False).harmed)
+
+
+def _good_enough(one: _Candidate) -> bool:
+    found = one.evidence.findings(numbers=False)
+    return not one.out and bool(found.shown) and not found.open_guardrails
 
 
 def _move(plan: RolloutPlan, candidates: Sequence[_Candidate], share: float) -> None:
@@ -127,12 +137,12 @@ def measure(runs: int, seed: int) -> dict[str, dict[str, float | None]]:
     for split in ("even", "adaptive"):
         plan = plan_of(split)
         equal = [play_one(plan, (0.0, 0.0, 0.0), seed + run) for run in range(runs)]
-        mixed = [play_one(plan, (0.0, 0.1, 0.2), seed + 100_000 + run) for run in range(runs)]
+        mixed = [play_one(plan, (0.0, 0.1, 0.2), seed + 100_000 + run, promotes=True) for run in range(runs)]
         found[split] = {
             "equal_rolled_back": _mean([flag for one in equal for flag in one.rolled_back]),
             "equal_beside_worse_rolled_back": _mean([one.rolled_back[0] for one in mixed]),
-            "10_points_worse_rolled_back": _mean([one.rolled_back[1] for one in mixed]),
-            "20_points_worse_rolled_back": _mean([one.rolled_back[2] for one in mixed]),
+            "10_points_worse_rolled_back_before": _mean([one.rolled_back[1] for one in mixed]),
+            "20_points_worse_rolled_back_before": _mean([one.rolled_back[2] for one in mixed]),
             "sessions_that_met_the_equal_one": _mean([one.met[0] for one in mixed]),
             "sessions_that_met_10_points_worse": _mean([one.met[1] for one in mixed]),
             "sessions_that_met_20_points_worse": _mean([one.met[2] for one in mixed]),

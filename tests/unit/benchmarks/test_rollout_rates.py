@@ -48,7 +48,6 @@ GOOD: Numbers = {
 SPLITS: dict[str, Numbers] = {
     split: {
         "equal_rolled_back": 0.05, "equal_beside_worse_rolled_back": 0.05, "sessions_that_met_10_points_worse": 200.0,
-        "sessions_that_met_20_points_worse": 100.0,
     }
     for split in ("even", "adaptive")
 }  # fmt: skip
@@ -87,7 +86,7 @@ def test_each_line_fails_on_its_own(case: str, number: str, value: float | None,
 
 
 @pytest.mark.parametrize(
-    ("number", "value"), [("equal_rolled_back", 0.06), ("sessions_that_met_20_points_worse", 101.0)]
+    ("number", "value"), [("equal_rolled_back", 0.06), ("sessions_that_met_10_points_worse", 201.0)]
 )
 def test_each_line_about_an_adaptive_split_fails_on_its_own(number: str, value: float) -> None:
     splits = {split: dict(numbers) for split, numbers in SPLITS.items()}
@@ -96,14 +95,16 @@ def test_each_line_about_an_adaptive_split_fails_on_its_own(number: str, value: 
     assert found.startswith(f"adaptive split: {number}: ")
 
 
-def test_an_adaptive_split_takes_sessions_from_who_is_behind_and_from_nobody_else() -> None:
-    """A family of three, once: who met which; `make bench-rollout` plays many."""
-    seed = 5
-    print(f"seed {seed}")
-    even, adaptive = (play_one(plan_of(split), (0.0, 0.2, 0.2), seed, 900) for split in ("even", "adaptive"))
-    assert sum(adaptive.met[1:]) < sum(even.met[1:])
-    assert adaptive.met[0] > 0.8 * even.met[0]
-    assert not adaptive.rolled_back[0]
+def test_an_adaptive_split_takes_sessions_from_who_is_behind() -> None:
+    """A few families, until one is promoted: who met the one that is 10 points worse. The benchmark plays more."""
+    first = 5
+    print(f"seeds from {first}")
+    met = {"even": 0, "adaptive": 0}
+    for split in met:
+        for seed in range(first, first + 5):
+            played = play_one(plan_of(split), (0.0, 0.1), seed, promotes=True)
+            met[split] += played.met[1]
+    assert met["adaptive"] < met["even"], met
 
 
 def test_met_worked_by_hand() -> None:
