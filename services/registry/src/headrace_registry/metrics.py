@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from prometheus_client import Counter, Gauge, Histogram
 
 DECISIONS = Counter("headrace_registry_decisions_total", "Decisions about versions", ["decision"])
@@ -12,6 +14,8 @@ UNITS_FULL = Counter(
     "Events of units of a rollout that were not kept: the unit is closed, or has events_per_unit_max",
 )
 UNDER_WAY = Gauge("headrace_registry_rollouts_under_way", "Rollouts that are going on", ["model"])
+Level: TypeAlias = Gauge
+"""What a rollout's gauges are."""
 ROLLOUT_STEPS = Counter("headrace_registry_rollout_steps_total", "Steps of rollouts", ["model", "kind"])
 ROLLOUT_UNITS_READ = Counter(
     "headrace_registry_rollout_units_read_total", "Units that came to the age of their first reading", ["model", "arm"]

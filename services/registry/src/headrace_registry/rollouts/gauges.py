@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from prometheus_client import Gauge
-
-from headrace_registry.metrics import ROLLOUT_DIFFERENCE, ROLLOUT_EXPOSURE, ROLLOUT_HARM, ROLLOUT_SHARE
+from headrace_registry.metrics import ROLLOUT_DIFFERENCE, ROLLOUT_EXPOSURE, ROLLOUT_HARM, ROLLOUT_SHARE, Level
 from headrace_registry.rollouts.evidence import Findings
 from headrace_registry.rollouts.kept import KeptRollout
 
@@ -18,7 +16,7 @@ class RolloutGauges:
     """`show` after each look, `keep` with those that go on."""
 
     def __init__(self) -> None:
-        self._series: dict[str, set[tuple[Gauge, tuple[str, ...]]]] = {}
+        self._series: dict[str, set[tuple[Level, tuple[str, ...]]]] = {}
         """By rollout."""
 
     def show(self, rollout: KeptRollout, found: Findings) -> None:
@@ -42,7 +40,7 @@ class RolloutGauges:
                 if not any((gauge, labels) in others for others in self._series.values()):
                     gauge.remove(*labels)
 
-    def _set(self, rollout: KeptRollout, gauge: Gauge, labels: tuple[str, ...], value: float) -> None:
+    def _set(self, rollout: KeptRollout, gauge: Level, labels: tuple[str, ...], value: float) -> None:
         gauge.labels(*labels).set(value)
         self._series.setdefault(rollout.rollout_id, set()).add((gauge, labels))
 
