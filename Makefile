@@ -13,7 +13,7 @@ DOCS := .venv-docs
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-shadow bench-learning bench-trainer bench-gpu compose-test lock-images
+.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning demo-rollout demo-swaps bench bench-bus bench-state bench-gate bench-rollout bench-shadow bench-learning bench-trainer bench-gpu compose-test lock-images
 
 help: ## this list
 	@awk -F ':.*## ' '/^##@ / { print "\n" substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -135,6 +135,10 @@ bench-shadow: $(VENV)/installed ## what a shadow says of versions before users h
 
 demo-rollout: $(VENV)/installed ## a poisoned, a better and an equal version decide themselves on live traffic, in six minutes at most
 	$(BIN)/python -m benchmarks._rollout_live
+
+SWAPS ?= 100
+demo-swaps: $(VENV)/installed ## 100 versions take over under 20 streaming sessions and two gateways: no answer fails, is cut or mixed (SWAPS=100)
+	$(BIN)/python -m benchmarks._swaps_live --swaps $(SWAPS)
 
 LEARNING_SEEDS ?= 5
 bench-learning: $(VENV)/installed ## controls of learning: shuffled, flipped and random rewards, each source alone, lag 0 to 8 (LEARNING_SEEDS=5)

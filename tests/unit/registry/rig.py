@@ -20,15 +20,18 @@ from headrace_registry.gate import GateFailed
 from headrace_registry.handlers import CheckpointHandler
 from headrace_registry.leader import LeaderLease
 from headrace_registry.records import ModelRecord, VersionRecord
+from headrace_registry.rollouts.reports import Reports
+from headrace_registry.rollouts.watching import TurnHandler
 from headrace_registry.settings import GateSettings, RegistrySettings
 from headrace_registry.shadow.runner import Answers
+from headrace_registry.shadow.sampling import PromptSampler
 from headrace_registry.tables import STREAM
 from headrace_registry.transition import Transition
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.database import Database
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.outbox import Outbox
-from headrace_runtime.processor import Processor, ProcessorLimits
+from headrace_runtime.processor import Handler, Processor, ProcessorLimits
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings, Common, DatabaseSettings
 from headrace_runtime.wire import Outgoing, Record
@@ -152,6 +155,7 @@ class Rig:
         self._offset = 0
         self.answers = answers
         """Those of a shadow."""
+        self.reports: Reports | None = None
         self.watching = True
         """Whether live traffic is being read, so that a rollout may begin."""
         self._director: Director | None = None
@@ -164,9 +168,16 @@ class Rig:
         for task in self.shadow_running():
             task.cancel()
         self.lease = LeaderLease(self.database, self.clock, self.settings.lease_s)
+        sampler = PromptSampler(self.lease, self.settings.rollout)
+        turns = TurnHandler(self.lease, self.settings.rollout.events_per_unit_max, sampler)
+        handlers: dict[str, Handler] = {
+            Checkpoint.topic: CheckpointHandler(self.blobs, self.lease),
+            **live(turns, self.lease, self.settings),
+        }
         self.processor = Processor(
             service="registry",
-            handlers={Checkpoint.topic: CheckpointHandler(self.blobs, self.lease), **live(self.lease, self.settings)},
+            handlers=handlers,
+            after_batch=turns.write_counts,
             database=self.database,
             tables=STREAM,
             outbox=Outbox(self.database, STREAM, self.bus, self.clock),
@@ -181,6 +192,7 @@ class Rig:
             self.settings,
             self.replicas.values,
             lambda _wanted: self.watching,
+            self.reports,
             self.answers,
         )
 

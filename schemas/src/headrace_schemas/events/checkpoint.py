@@ -63,6 +63,14 @@ class TrainingOutcome(Model):
     turn_ids: tuple[Text, ...] = Field(max_length=4096)
     dropped: DropReason | None = None
     """None: it was trained, so it changed the weights."""
+    excluded: Version | None = None
+    """A version of which nothing is trained, because its rollout took it back; `dropped` is then `withdrawn`. What the
+    weights held of it was taken back before."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why it was dropped, in a word; None: it was trained."""
+        return "excluded" if self.excluded is not None else self.dropped
 
 
 class Undone(Model):

@@ -30,6 +30,7 @@ from headrace_registry.records import ModelRecord, ModelView
 from headrace_registry.rollouts import steps
 from headrace_registry.rollouts.conductor import Conductor
 from headrace_registry.rollouts.machine import NotAllowed
+from headrace_registry.rollouts.reports import Reports
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.runner import GateProgram, Runner
 from headrace_registry.settings import RegistrySettings
@@ -59,10 +60,11 @@ class Director:
         settings: RegistrySettings,
         replicas: Callable[[], Iterable[Replica]],
         watching: Callable[[bool], bool] = lambda _wanted: False,
+        reports: Reports | None = None,
         answers: Answers | None = None,
     ) -> None:
-        """`watching` is told whether live traffic is to be read, and answers whether it is. `answers` are those of a
-        shadow, None where nobody may be asked."""
+        """`watching` is told whether live traffic is to be read, and answers whether it is. `reports` takes a picture
+        of each step of a rollout. `answers` are those of a shadow, None where nobody may be asked."""
         self._processor = processor
         self._lease = lease
         self._gate = gate
@@ -72,7 +74,7 @@ class Director:
         self.wake = asyncio.Event()
         """Set it when something has changed."""
         self._runner = Runner(processor, lease, gate, settings.gate, self.wake.set)
-        self._conductor = Conductor(processor, lease, settings.rollout, replicas)
+        self._conductor = Conductor(processor, lease, settings.rollout, replicas, reports)
         self._shadow = answers and ShadowRunner(processor, lease, settings.rollout, answers, self.wake.set)
         self._watching = watching
         self._watched: dict[str, bool] = {}
@@ -166,6 +168,7 @@ class Director:
             watching=self._watching(any(self._watched.values())),
             slots=rollout.slots,
             per_hour_max=rollout.versions_per_hour_max,
+            updates_min=rollout.check_after_updates,
         )
 
     def _patience_over(self, view: ModelView, alive: Sequence[Replica]) -> bool:

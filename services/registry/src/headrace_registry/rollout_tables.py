@@ -32,6 +32,9 @@ ROLLOUTS = Table(
     Column("observed_ms", BigInteger, nullable=False),  # how long its sessions have been watched: its own clock
     Column("stage_observed_ms", BigInteger, nullable=False),  # that clock when the stage began
     Column("shadow", Text, nullable=False, server_default="{}"),  # shadow.findings.ShadowFindings as JSON
+    Column("turns", BigInteger, nullable=False, server_default="0"),  # drawn by the split while it went on
+    Column("turns_exposed", BigInteger, nullable=False, server_default="0"),  # those that the candidate answered
+    Column("share", Text),  # where an adaptive split gives it less than its stage has
     Index("ix_rollouts_model_phase", "model", "phase"),
 )
 

@@ -21,7 +21,7 @@ from tests.unit.registry.rig import Rig
 
 SHADOW = {"tenants": [{"tenant": "default"}], "prompts_per_minute": 6000, "concurrency": 8}
 DEMANDS = {"pairs_min": 10, "spoke_min": 10, "effective_min": 10, "effective_share_min": 0.1}
-HALF = (RolloutStage(share=Fraction(1, 2)),)
+HALF = (RolloutStage(share=Fraction(1, 4), units_min=5), RolloutStage(share=Fraction(1, 2)))
 
 
 def shadowed(units: int = 20, **changes: object) -> RegistrySettings:

@@ -51,7 +51,7 @@ async def test_a_version_is_in_the_shadow_before_anybody_has_it(shadow: tuple[Ri
     assert new in {one.version for one in rig.routing.serve}, "replicas hold it"
     await street.until_canary()
     last = await street.last()
-    assert (last.phase, steps(rig, new)) == ("canary", ["begin", "advance"])
+    assert (last.phase, last.stage, steps(rig, new)) == ("canary", 0, ["begin", "advance"])
     assert {version for _, version, _ in answers.answered} == {old, new}
     assert rig.routing.split is not None
     event = next(one for one in rig.sent(ModelEvent) if one.rollout and one.rollout.kind == "advance")

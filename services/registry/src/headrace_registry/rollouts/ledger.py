@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, Table, delete, insert, select, update
@@ -44,6 +44,17 @@ async def elapse(tx: AsyncConnection, milliseconds: int) -> None:
     """All that was on the topics so long ago has been read."""
     later = {"observed_ms": ROLLOUTS.c.observed_ms + milliseconds}
     await tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.phase.in_(UNDER_WAY)).values(later))
+
+
+async def count_turns(tx: AsyncConnection, drawn: Mapping[str, int], answered: Mapping[tuple[str, str], int]) -> None:
+    """Turns that the split has drawn, by model, and who answered them, by model and version."""
+    going_on = ROLLOUTS.c.phase.in_(UNDER_WAY)
+    for model, count in drawn.items():
+        rows = update(ROLLOUTS).where(ROLLOUTS.c.model == model, going_on)
+        await tx.execute(rows.values(turns=ROLLOUTS.c.turns + count))
+    for (model, version), count in answered.items():
+        rows = update(ROLLOUTS).where(ROLLOUTS.c.model == model, ROLLOUTS.c.version == version, going_on)
+        await tx.execute(rows.values(turns_exposed=ROLLOUTS.c.turns_exposed + count))
 
 
 async def enroll(tx: AsyncConnection, member: Membership, session_key: str, *, candidate: bool, window_ms: int) -> bool:

@@ -196,7 +196,7 @@ def _from_canary(plan: RolloutPlan, rollout: Rollout, found: Findings, now: date
         if last and found.shown and not found.open_guardrails:
             shown = f"{' and '.join(found.shown)}; every guardrail not inferior"
             return ("promote", shown) if plan.promotes else ("hold", f"{shown}; {LEFT_TO_OPERATOR}")
-        if not last:
+        if not last and not found.too_risky.get(rollout.stage + 1):
             share = plan.stages[rollout.stage + 1].share
             return "advance", f"no harm in {found.candidates} units at {stage.share}; on to {share}"
     if found.candidates >= plan.units_max:
@@ -280,6 +280,9 @@ def _with(book: Book, rollout: Rollout) -> Book:
 
 def _undecided(found: Findings, limit: str) -> str:
     parts = []
+    if found.too_risky:
+        stage, names = min(found.too_risky.items())
+        parts.append(f"{', '.join(names)} not shown to be harmless enough for stage {stage + 1}")
     if found.open_guardrails:
         parts.append(f"{', '.join(found.open_guardrails)} not shown to be good enough")
     if not found.shown:

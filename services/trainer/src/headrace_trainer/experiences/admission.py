@@ -28,6 +28,10 @@ from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.window import Entry
 from headrace_trainer.settings import TrainerSettings
 
+Dropped = DropReason | Literal["excluded"]
+"""Why a revision is dropped. Events say `excluded` in a field of its own: `DropReason` is a list that older readers
+know."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
@@ -58,7 +62,7 @@ class Decision:
     """`queue` it, `drop` it with a reason, or `ignore` a redelivery. `replaces`: an older revision waits no longer."""
 
     fate: Literal["queue", "drop", "ignore"]
-    reason: DropReason | None = None
+    reason: Dropped | None = None
     replaces: bool = False
 
 
@@ -77,7 +81,7 @@ def decide(
 
 def objection(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
-) -> DropReason | None:
+) -> Dropped | None:
     """Why this revision cannot change the weights, None when it can."""
     trained = entry is not None and entry.trained
     if experience.branch is None or (experience.reward is None and not trained):
@@ -87,13 +91,17 @@ def objection(
 
 def expired(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
-) -> DropReason | None:
+) -> Dropped | None:
     """The part of `objection` whose answer changes while an experience waits, because the weights move."""
+    trained = entry is not None and entry.trained
+    excluded = history.excluded_of(versions_of(experience)) is not None
+    if excluded and not trained:
+        return "excluded"
     reason = stale(experience, history, limits.max_staleness)
-    if reason is None and entry is not None and entry.trained:
+    if reason is None and entry is not None and trained:
         missing = missing_advantage(experience, entry, history, steps, limits.advantage_max)
         reason = "unchanged" if abs(missing) < limits.correction_min else None
-    return reason
+    return "excluded" if excluded and reason == "unchanged" else reason
 
 
 def stale(experience: Experience, history: History, max_staleness: int) -> DropReason | None:
@@ -107,9 +115,11 @@ def stale(experience: Experience, history: History, max_staleness: int) -> DropR
 def missing_advantage(
     experience: Experience, entry: Entry, history: History, steps: int, advantage_max: float
 ) -> float:
-    """A(new) - A(old): what a correction has to add to the present weights."""
+    """A(new) - A(old): what a correction has to add to the present weights. What an excluded version answered is worth
+    nothing, whatever its reward."""
     held = entry.held(history, steps)
-    return entry.advantage_of(experience.reward, advantage_max) - math.fsum(one.advantage for one in held)
+    reward = None if history.excluded_of(versions_of(experience)) else experience.reward
+    return entry.advantage_of(reward, advantage_max) - math.fsum(one.advantage for one in held)
 
 
 def versions_of(experience: Experience) -> Sequence[str]:

@@ -14,9 +14,16 @@ from datetime import datetime, timedelta
 
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import BatchRecord, Experience, Read, Restored, TrainingOutcome, Undone
-from headrace_schemas.events.checkpoint import DropReason
 from headrace_trainer.algorithms.baselines import Baselines
-from headrace_trainer.experiences.admission import AdmissionLimits, Decision, decide, expired, objection, versions_of
+from headrace_trainer.experiences.admission import (
+    AdmissionLimits,
+    Decision,
+    Dropped,
+    decide,
+    expired,
+    objection,
+    versions_of,
+)
 from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.experiences.window import Contribution, Entry, Window
@@ -186,7 +193,48 @@ class LineageState:
                 UNDONE.labels(str(revision == again).lower()).inc()
                 self.undone.append(Undone(experience_id=name, revision=revision, queued=revision == again))
 
-    def drop(self, item: Waiting, reason: DropReason) -> None:
+    def exclude(self, version: str, *, ends: bool = False) -> None:
+        """Nothing that `version` answered is trained from now on; `ends`: it is again."""
+        self.history = self.history.excluding(version, ends=ends)
+
+    def held_of(self, version: str) -> dict[str, tuple[int, ...]]:
+        """The experiences that an excluded version answered and whose contributions the weights still hold, each with
+        the revisions that made them; `take_back` is to be told."""
+        held: dict[str, tuple[int, ...]] = {}
+        for name in self.window:
+            entry = self.window.get(name)
+            if entry is not None and self.history.excluded_of(entry.versions) == version:
+                revisions = entry.held_revisions(self.history, self.steps)
+                if revisions and entry.advantage_held(self.history, self.steps):
+                    held[name] = tuple(sorted(revisions))
+        return held
+
+    def take_back(self, held: Mapping[str, Sequence[int]], found: Mapping[str, Experience], now: datetime) -> int:
+        """Queue a correction for each experience that `held_of` returned: it takes out of the weights what they hold.
+        `found` were read again from the bus. Returns how many stay in the weights: those that are too old to be trained
+        (P5), whose tokens the bus no longer has, and those without room in the queue."""
+        left = 0
+        for name, revisions in held.items():
+            entry, experience = self.window.get(name), found.get(name)
+            assert entry is not None, "nothing is evicted between two saves"
+            again: set[int] = set()
+            if name not in self._waiting:  # else what waits is a correction, and takes back just as much
+                if experience is None or not self._correctable(experience, entry):
+                    left += 1
+                    continue
+                self._put(Waiting(experience=experience, since_ms=epoch_ms(now)))
+                again = {experience.revision}
+            for revision in sorted({*revisions, *again}):
+                UNDONE.labels(str(revision in again).lower()).inc()
+                self.undone.append(Undone(experience_id=name, revision=revision, queued=revision in again))
+        return left
+
+    def _correctable(self, experience: Experience, entry: Entry) -> bool:
+        """Whether it can be queued, and is the last word that was read about it."""
+        newest = experience.revision == entry.revisions[-1] and self.room > 0
+        return newest and objection(experience, entry, self.history, self.steps, self.limits) is None
+
+    def drop(self, item: Waiting, reason: Dropped) -> None:
         """Take it out of the queue for good."""
         self._remove(item.experience.experience_id)
         self._record(item.experience, reason)
@@ -235,7 +283,8 @@ class LineageState:
                 update |= {"baseline": one.baseline, "scale": one.scale}
             self.window.put(experience.experience_id, entry.model_copy(update=update))
             self._remove(experience.experience_id)
-            self._record(experience, None)
+            taken_back = self.history.excluded_of(versions_of(experience)) is not None
+            self._record(experience, "excluded" if taken_back else None)
 
     def snapshot(self) -> dict[str, object]:
         """The fields of `Saved` that this state holds. A copy: later calls do not change it."""
@@ -244,6 +293,7 @@ class LineageState:
             "waiting": self.waiting,
             "window": self.window.copy(),
             "promoted": self.promoted,
+            "excluded": tuple(sorted(self.history.excluded)),
             "baselines": self.baselines,
             "steps": self.steps,
         }
@@ -261,13 +311,14 @@ class LineageState:
         age = timedelta(seconds=self._memory.window_age_s)
         self.window.evict(now, self._memory.window_experiences, age, needed)
 
-    def _record(self, experience: Experience, dropped: DropReason | None) -> None:
+    def _record(self, experience: Experience, dropped: Dropped | None) -> None:
         self.outcomes.append(
             TrainingOutcome(
                 experience_id=experience.experience_id,
                 revision=experience.revision,
                 turn_ids=experience.turn_ids,
-                dropped=dropped,
+                dropped="withdrawn" if dropped == "excluded" else dropped,
+                excluded=self.history.excluded_of(versions_of(experience)) if dropped == "excluded" else None,
             )
         )
         if dropped is None:

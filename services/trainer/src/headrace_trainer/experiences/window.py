@@ -8,6 +8,7 @@ and age; a record that is delivered once more after that is judged anew.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 
@@ -54,6 +55,10 @@ class Entry(Model):
     def held(self, history: History, steps: int) -> Sequence[Contribution]:
         """What the weights after so many steps hold of it: a version that was abandoned took its steps along."""
         return [one for one in self.contributions if history.holds_step(one.step, steps)]
+
+    def advantage_held(self, history: History, steps: int) -> float:
+        """The sum of what is held."""
+        return math.fsum(one.advantage for one in self.held(history, steps))
 
     def held_revisions(self, history: History, steps: int) -> set[int]:
         """The revisions of what is held."""
