@@ -39,7 +39,8 @@ _TURNS_MAX = 256
 class Answers(Protocol):
     """Whoever answers: the gateway, a program with tools, a replica for logprobs."""
 
-    tools: ReadOnlyTools
+    @property
+    def tools(self) -> ReadOnlyTools: ...
 
     def session(self, tenant: str, session_id: str, of: str) -> AbstractAsyncContextManager[Asking]:
         """A session of the shadow of session `of`; it is ended when the body is."""
