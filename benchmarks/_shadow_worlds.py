@@ -119,7 +119,7 @@ def near(chance: np.random.Generator, wanted: float) -> VersionPair:
         return VersionPair(champion, Policy(champion.logits + drift + by * tastes[:, :, None, :]), liked, tools)
 
     low, high = -4.0, 4.0
-    for _ in range(40):
+    for _ in range(18):
         middle = (low + high) / 2
         low, high = (middle, high) if moved(middle).truth < wanted else (low, middle)
     return moved(high)

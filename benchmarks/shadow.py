@@ -192,7 +192,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=100, help="of versions, near and far each (%(default)s)")
     parser.add_argument("--samples", type=int, default=10, help="estimates of each near pair (%(default)s)")
     parser.add_argument("--prompts", type=int, default=400, help="of each shadow (%(default)s)")
-    parser.add_argument("--runs", type=int, default=10, help="canaries of each pair (%(default)s)")
+    parser.add_argument("--runs", type=int, default=5, help="canaries of each pair (%(default)s)")
     parser.add_argument("--sessions", type=int, default=1400, help="of both arms, of each canary (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("reports/bench-shadow.json"))
