@@ -23,7 +23,7 @@ from headrace_registry.records import ModelRecord, VersionRecord
 from headrace_registry.rollouts.reports import Reports
 from headrace_registry.rollouts.watching import TurnHandler
 from headrace_registry.settings import GateSettings, RegistrySettings
-from headrace_registry.shadow.runner import Answers
+from headrace_registry.shadow.runner import ShadowAnswers
 from headrace_registry.shadow.sampling import PromptSampler
 from headrace_registry.tables import STREAM
 from headrace_registry.transition import Transition
@@ -141,7 +141,7 @@ class Rig:
         folder: Path,
         database_url: str = "sqlite",
         settings: RegistrySettings | None = None,
-        answers: Answers | None = None,
+        answers: ShadowAnswers | None = None,
     ) -> None:
         common = Common(data_dir=folder, database=DatabaseSettings(url=SecretStr(database_url)))
         self.clock = FakeClock()

@@ -34,7 +34,7 @@ from headrace_registry.rollouts.reports import Reports
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.runner import GateProgram, Runner
 from headrace_registry.settings import RegistrySettings
-from headrace_registry.shadow.runner import Answers, ShadowRunner
+from headrace_registry.shadow.runner import ShadowAnswers, ShadowRunner
 from headrace_registry.transition import Transition
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor
@@ -61,7 +61,7 @@ class Director:
         replicas: Callable[[], Iterable[Replica]],
         watching: Callable[[bool], bool] = lambda _wanted: False,
         reports: Reports | None = None,
-        answers: Answers | None = None,
+        answers: ShadowAnswers | None = None,
     ) -> None:
         """`watching` is told whether live traffic is to be read, and answers whether it is. `reports` takes a picture
         of each step of a rollout. `answers` are those of a shadow, None where nobody may be asked."""

@@ -176,7 +176,7 @@ for line in sys.stdin:
         ("import sys; sys.exit(3)", "has ended"),
         ("import sys; sys.stdin.readline(); print('oops', flush=True)", "not"),
         ("import sys; sys.stdin.readline(); print('x' * 5000, flush=True)", "longer"),
-        ("import sys; sys.stdin.readline(); sys.stdin.readline()", "nothing within"),
+        ("import sys\nwhile sys.stdin.readline():\n    pass", "nothing within"),
     ],
 )
 async def test_a_program_that_does_not_answer_fails_the_call_and_is_started_again(

@@ -37,7 +37,7 @@ class _Response(BaseModel):
 
 
 class GatewayAnswers:
-    """See `runner.Answers`. `base_url` ends in `/v1`; `replicas` are those of the bus."""
+    """See `runner.ShadowAnswers`. `base_url` ends in `/v1`; `replicas` are those of the bus."""
 
     def __init__(
         self,

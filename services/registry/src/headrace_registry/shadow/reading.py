@@ -23,8 +23,10 @@ from headrace_runtime.processor import Processor, Unfinished
 from headrace_schemas import Event
 from headrace_schemas.base import Finite, Model, Text
 
-JUDGED, SAID = "reward", "satisfaction"
-"""The metrics that stand for the judges and for the user."""
+JUDGED = "reward"
+"""The metric that stands for the judges."""
+SAID = "satisfaction"
+"""The one that stands for the user."""
 _USERS = "feedback"
 """The source of rewards that users give. No new answer has any."""
 _AT_ONCE_MAX = 20

@@ -36,7 +36,7 @@ _REASON_MAX = 200
 _TURNS_MAX = 256
 
 
-class Answers(Protocol):
+class ShadowAnswers(Protocol):
     """Whoever answers: the gateway, a program with tools, a replica for logprobs."""
 
     @property
@@ -59,7 +59,7 @@ class ShadowRunner:
         processor: Processor,
         lease: LeaderLease,
         settings: RolloutSettings,
-        answers: Answers,
+        answers: ShadowAnswers,
         changed: Callable[[], None],
     ) -> None:
         self._processor = processor
