@@ -114,13 +114,14 @@ def measure(options: argparse.Namespace) -> dict[str, Numbers]:
     few = options.pairs // 5 or 1
     equal = [replace(one, candidate=one.champion) for one in close[:few]]
     worse = [near(chance, -_MARGIN) for _ in range(few)]
-    total = options.pairs * (options.samples + 1) + 3 * options.pairs * options.runs + 7 * options.sessions
+    rollouts = options.pairs * options.runs + 2 * options.nulls
+    total = options.pairs * (options.samples + 1) + rollouts + 7 * options.sessions
     with ProgressDisplay("bench-shadow", total, unit="steps") as progress:
         found = _estimated(chance, close, apart, options, progress.advance)
         for name, pairs, runs in (
             ("pairs", close, options.runs),
-            ("equal", equal, options.runs * options.pairs // few),
-            ("10 points worse", worse, options.runs * options.pairs // few),
+            ("equal", equal, options.nulls // few),
+            ("10 points worse", worse, options.nulls // few),
         ):
             progress.at(doing=name)
             found |= _raced(chance, name, pairs, runs, options, progress.advance)
@@ -193,6 +194,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=10, help="estimates of each near pair (%(default)s)")
     parser.add_argument("--prompts", type=int, default=400, help="of each shadow (%(default)s)")
     parser.add_argument("--runs", type=int, default=5, help="canaries of each pair (%(default)s)")
+    parser.add_argument("--nulls", type=int, default=1000, help="canaries of equal and of worse pairs (%(default)s)")
     parser.add_argument("--sessions", type=int, default=1400, help="of both arms, of each canary (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("reports/bench-shadow.json"))
@@ -206,7 +208,7 @@ def main() -> int:
         "pairs": options.pairs,
         "samples": options.samples,
         "prompts": options.prompts,
-        "canaries": options.runs * options.pairs,
+        "canaries": {"of each pair": options.runs, "equal": options.nulls, "10 points worse": options.nulls},
         "sessions_of_both_arms": options.sessions,
         "tasks": TASKS,
         "users_who_speak": SPOKE,
