@@ -14,7 +14,7 @@ VLLM := .venv-vllm
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity install-vllm test-vllm demo-vllm
+.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity install-vllm test-vllm demo-vllm demo-swaps bench-shadow
 
 help: ## this list
 	@awk -F ':.*## ' '/^##@ / { print "\n" substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -144,8 +144,15 @@ bench-gate: $(VENV)/installed ## the error rates of the gate, against versions w
 bench-rollout: $(VENV)/installed ## the error rates of canaries on live traffic, against versions whose truth is known
 	@$(call MEASURE,rollout)
 
+bench-shadow: $(VENV)/installed ## what a shadow says of versions before users have them, against pairs whose truth is known
+	@$(call MEASURE,shadow)
+
 demo-rollout: $(VENV)/installed ## a poisoned, a better and an equal version decide themselves on live traffic, in six minutes at most
 	$(BIN)/python -m benchmarks._rollout_live
+
+SWAPS ?= 100
+demo-swaps: $(VENV)/installed ## 100 versions take over under 20 streaming sessions and two gateways: no answer fails, is cut or mixed (SWAPS=100)
+	$(BIN)/python -m benchmarks._swaps_live --swaps $(SWAPS)
 
 LEARNING_SEEDS ?= 5
 bench-learning: $(VENV)/installed ## controls of learning: shuffled, flipped and random rewards, each source alone, lag 0 to 8 (LEARNING_SEEDS=5)

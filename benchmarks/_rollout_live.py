@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks import _rollout_models
+from benchmarks._live_lines import Line, report, say
 from headrace.registry import ModelRegistry
 from headrace.rollouts import Rollouts
 from headrace_cli.commands.rollouts import in_a_line
@@ -41,7 +41,9 @@ MODEL = "clerk"
 USERS = 6
 QUESTIONS = 16
 """Answers that a session asks for; its verdict is the share of the right ones."""
-SHARE = "1/40"
+SHARE = "1/30"
+"""Of a version about which nothing is known. Its sessions have to rule out a loss of 0.27 before it gets an eighth, and
+of 0.07 before it gets a half."""
 METRIC = "satisfaction"
 """Users' verdicts, as they say them: nothing has to be collected and scored before a session is mature."""
 EXPOSED_MAX = 0.05
@@ -63,7 +65,12 @@ SETTINGS: dict[str, object] = {
     "registry.gate.anchor_margin": 0.5,
     "registry.gate.audit_tasks": 4,
     "registry.rollout.kind": "canary",
-    "registry.rollout.stages": [{"share": SHARE, "units_min": 20}, {"share": "1/2", "units_min": 40}],
+    "registry.rollout.stages": [
+        {"share": SHARE, "units_min": 12},
+        {"share": "1/8", "units_min": 24},
+        {"share": "1/2", "units_min": 36},
+    ],
+    "registry.rollout.exposure_max": SHARE,
     "registry.rollout.guardrails": [{"metric": METRIC, "margin": 0.2}],
     "registry.rollout.successes": [{"metric": METRIC, "margin": 0.2}],
     "registry.rollout.watched": ["reward", "latency"],
@@ -81,15 +88,6 @@ class Seen:
     sessions: Counter[str] = field(default_factory=Counter)
     """By the version that answered."""
     failed: int = 0
-
-
-@dataclass
-class Line:
-    """One thing that has to hold."""
-
-    name: str
-    holds: bool
-    found: str
 
 
 class Street:
@@ -142,7 +140,7 @@ class Street:
     async def _tell(self, name: str, found: VersionState | None) -> None:
         rollout = await asyncio.to_thread(Rollouts(self.registry).of, MODEL, name)
         where = in_a_line(rollout, METRIC) if rollout else f"{name} is {found.state if found else 'on its way'}"
-        _say(f"  {self.seen.sessions.total()} sessions; {where}")
+        say(f"  {self.seen.sessions.total()} sessions; {where}")
 
     async def rollout(self, version: str) -> RolloutState:
         found = await asyncio.to_thread(Rollouts(self.registry).of, MODEL, version)
@@ -220,7 +218,7 @@ async def _acts(street: Street) -> tuple[list[Line], dict[str, object]]:
     await street.settled(first)
     lines: list[Line] = []
     numbers: dict[str, object] = {}
-    _say(f"{first} serves; its answers are right in 90 %")
+    say(f"{first} serves; its answers are right in 90 %")
     async with street.users():
         poisoned = await street.publish(0.7, first)
         before = Counter(street.seen.sessions)
@@ -231,10 +229,15 @@ async def _acts(street: Street) -> tuple[list[Line], dict[str, object]]:
         rollout = await street.rollout(poisoned)
         _tell(rollout, f"{seen[poisoned]} of {seen.total()} sessions were exposed: {exposed:.1%}")
         numbers["poisoned"] = {"exposed": exposed, "sessions": seen.total(), "statistics": rollout.statistics}
+        measured = rollout.statistics.get("exposure", 0.0)
         gate = [event.statistics.get("tasks") for event in rollout.decisions][:1]
         lines += [
             Line("a poisoned version that passed a bad gate is taken back by itself", *_ended(state, "withdrawn")),
-            Line("of the sessions 5 % at most were exposed", exposed <= EXPOSED_MAX, f"{exposed:.2%}"),
+            Line(
+                "of the sessions 5 % at most were exposed",
+                exposed <= EXPOSED_MAX,
+                f"{exposed:.2%}; {measured:.2%} of its rollout's, as the registry counts them",
+            ),
             Line("it had passed the gate", bool(gate and gate[0]), f"{gate[0] if gate else None} tasks"),
         ]
         better = await street.publish(0.98, first)
@@ -265,13 +268,9 @@ def _ended(state: VersionState, wanted: str) -> tuple[bool, str]:
     return state.state == wanted, f"{state.state}: {reasons[-1] if reasons else ''}"
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
 def _tell(rollout: RolloutState, remark: str) -> None:
-    _say(f"\n{rollout.version}: {rollout.phase.replace('_', ' ')}, {rollout.reason}; {remark}")
-    _say("\n".join(chart.drawn(rollout, METRIC)))
+    say(f"\n{rollout.version}: {rollout.phase.replace('_', ' ')}, {rollout.reason}; {remark}")
+    say("\n".join(chart.drawn(rollout, METRIC)))
 
 
 def main() -> int:
@@ -280,15 +279,7 @@ def main() -> int:
         lines, numbers = asyncio.run(play(Path(name)))
     wall_s = time.monotonic() - began
     lines.append(Line("it took six minutes at most", wall_s <= WALL_S_MAX, f"{wall_s:.0f} s"))
-    _say("")
-    for line in lines:
-        _say(f"{'holds' if line.holds else 'DOES NOT HOLD':14} {line.name}: {line.found}")
-    report = {"lines": [vars(line) for line in lines], "numbers": numbers, "wall_s": round(wall_s, 1)}
-    path = Path("reports") / "demo-rollout.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    _say(f"written: {path}")
-    return 0 if all(line.holds for line in lines) else 1
+    return report("demo-rollout", lines, numbers, wall_s)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,10 @@ class Crossings:
     """Five windows of 20 sessions an arm in a row in which the candidate was worse."""
     candidates: NDArray[np.int32]
     """How many of the sessions so far were the candidate's: sessions by rollouts."""
+    said: NDArray[np.int32]
+    """How many sessions of the arm that said less had a reward when they were mature."""
+    entries: Indices
+    """When a stage's share was no risk any more: stages by rollouts."""
 
     def harmed_at_s(self, plan: RolloutPlan, world: World) -> Floats:
         """Seconds from the rollout's begin to its rollback, infinite without."""
@@ -126,6 +131,7 @@ class _Playing:
         self.reward = names.index(("reward", "maturity"))
         self.better = np.array([[one.measured.higher_is_better] for one, _ in self.rows])
         self.centre, self.seen = np.full((len(self.rows), runs), 0.5), np.ones((len(self.rows), runs))
+        self.lines = {row: _Line(runs, self.better[row, 0]) for row in range(len(self.rows))}
         self.gamblers = _Gamblers(len(self.rows), runs)
         self.harm_null = np.array([[one.tolerated / 2] for one, _ in self.rows])
         self.harm_gap = np.array([[[times * one.margin / 2] for one, _ in self.rows] for times, _ in PARTS])
@@ -139,6 +145,12 @@ class _Playing:
         errors = [plan.harm_error(one, _look(look)) for one in plan.guardrails for look in LOOKS if look in plan.looks]
         self.harm_needed = -np.log(np.array(errors))[:, None]
         self.harm, self.safe = (np.full((number, runs), NEVER) for number in (len(self.tests), len(plan.guardrails)))
+        self.first_rows = [names.index((one.metric, "maturity")) for one in plan.guardrails]
+        self.entry_gap, self.entry_stages = _entry_gaps(plan)
+        self.entry_log = np.zeros((len(self.entry_stages), len(plan.guardrails), runs))
+        self.entry = np.full(self.entry_log.shape, NEVER)
+        self.entry_needed = -math.log(plan.alpha)
+        self.said = np.zeros((2, runs), np.int32)
         self.arms, self.ratio_log = np.zeros((2, runs)), np.zeros(runs)
         self.sizes, self.even_log, self.uneven = _Gamblers(1, runs), np.zeros((2, runs)), np.full((1, 1), plan.uneven)
         self.even_best = np.full((2, runs), -np.inf)
@@ -148,6 +160,8 @@ class _Playing:
             {name: self.harm[row] for row, name in enumerate(self.tests)},
             {one.metric: self.safe[row] for row, one in enumerate(plan.guardrails)},
             candidates=np.zeros((sessions, runs), np.int32),
+            said=np.zeros((sessions, runs), np.int32),
+            entries=np.zeros((len(plan.stages), runs), np.int64),
             even=np.full(runs, NEVER),
             ratio=np.full(runs, NEVER),
             uncovered=np.full(runs, NEVER),
@@ -160,7 +174,11 @@ class _Playing:
         values = np.array([session.values[one.metric, look] for one, look in self.rows])
         known = ~np.isnan(values)
         goodness = np.where(known, np.where(self.better, values, 1.0 - values), 0.5)
-        contrast = np.where(candidate, 1.0, -1.0) * (goodness - self.centre / self.seen)
+        centre = self.centre / self.seen
+        for row, (one, _) in enumerate(self.rows):
+            if one.metric in session.expected:
+                centre[row] = self.lines[row].take(session.expected[one.metric], goodness[row], known[row])
+        contrast = np.where(candidate, 1.0, -1.0) * (goodness - centre)
         self.centre += known * goodness
         self.seen += known
         self._bet(np.where(known, contrast, np.nan))
@@ -172,6 +190,10 @@ class _Playing:
         _first(found.even, np.min(self._even(candidate), axis=0) >= self.safe_needed, number)
         found.candidates[number] = self.arms[0]
         seen = known[self.reward]
+        self.said += np.array([candidate & seen, ~candidate & seen])
+        found.said[number] = self.said.min(axis=0)
+        _first(self.entry, self.entry_log >= self.entry_needed, number)
+        found.entries[self.entry_stages] = self.entry.max(axis=1)
         _first(found.uncovered, self.chart.see((contrast[self.reward] + 1) / 2, seen), number)
         bad_z, bad_windows = self.naive.see(goodness[self.reward], candidate, seen)
         _first(found.naive_z, bad_z, number)
@@ -183,6 +205,10 @@ class _Playing:
         self.harm_log += np.nan_to_num(np.log1p(harm * (-contrast - self.harm_null)))
         safe = self.gamblers.stakes(self.safe_rows, 1.0, -self.safe_gap, self.safe_gap)
         self.safe_log += np.nan_to_num(np.log1p(safe * (contrast[self.safe_rows] + self.safe_gap)))
+
+        if self.entry_stages:
+            entry = self.gamblers.stakes(self.first_rows, 1.0, -self.entry_gap, self.entry_gap)
+            self.entry_log += np.nan_to_num(np.log1p(entry * (contrast[self.first_rows] + self.entry_gap)))
 
     def _even(self, candidate: NDArray[np.bool_]) -> Floats:
         """Each gambler's best so far: once convinced is convinced."""
@@ -199,6 +225,26 @@ class _Playing:
         self.ratio_log += np.log((STRENGTH / 2 + mine) / (STRENGTH + self.arms.sum(axis=0)) / 0.5)
         self.arms += np.array([candidate, ~candidate])
         return self.ratio_log
+
+
+class _Line:
+    """`regression.Regression`, written as sums: what is foretold of each session, before it is seen."""
+
+    def __init__(self, runs: int, better: np.bool_) -> None:
+        self.better = bool(better)
+        self.n, self.x, self.y, self.xx, self.xy = (np.zeros(runs) for _ in range(5))
+
+    def take(self, expected: Floats, value: Floats, where: NDArray[np.bool_]) -> Floats:
+        expected = expected if self.better else 1.0 - expected
+        count = np.maximum(self.n, 1)
+        slope = (self.xy - self.x * self.y / count + 1) / (self.xx - self.x**2 / count + 1)
+        found = np.clip((self.y + 0.5) / (self.n + 1) + slope * (expected - (self.x + 0.5) / (self.n + 1)), 0, 1)
+        self.n += where
+        self.x += where * expected
+        self.y += where * value
+        self.xx += where * expected**2
+        self.xy += where * expected * value
+        return np.asarray(found, np.float64)
 
 
 class _Chart:
@@ -248,6 +294,15 @@ class _Naive:
         self.window_sums *= ~over
         self.window_counts *= ~over
         return z_says, self.in_a_row >= _BAD_WINDOWS
+
+
+def _entry_gaps(plan: RolloutPlan) -> tuple[Floats, list[int]]:
+    """Of each stage that needs it: what has to be ruled out of each guardrail, halved; and the stages."""
+    most = Fraction(1, plan.slots + 1)
+    parts = {place: plan.to_rule_out(min(stage.share, most)) for place, stage in enumerate(plan.stages) if place}
+    needed = {place: float(part) for place, part in parts.items() if part is not None}
+    gaps = np.array([[[part / 2] for _ in plan.guardrails] for part in needed.values()])
+    return gaps.reshape(len(needed), len(plan.guardrails), 1), list(needed)
 
 
 def _first(found: Indices, now: NDArray[np.bool_], number: int) -> None:

@@ -9,7 +9,7 @@ verdict is all there is, which is the noisiest that a reward of that mean can be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,8 @@ class World:
     tool_errors: float = 0.08
     tool_errors_more: float = 0.0
     revised: float = 0.005
+    thumbs: float = 0.25
+    """Share of the users who give one."""
     lost: float = 0.0
     """Share of the candidate's sessions that leave no trace."""
     every_s: float = 30.0
@@ -51,6 +53,8 @@ class Sessions:
 
     candidate: Flags
     values: dict[tuple[str, str], Floats]
+    expected: dict[str, Floats] = field(default_factory=dict)
+    """By metric: what was expected before the arm was known."""
 
 
 def draw_sessions(chance: np.random.Generator, world: World, number: int, runs: int) -> Sessions:
@@ -59,6 +63,12 @@ def draw_sessions(chance: np.random.Generator, world: World, number: int, runs: 
     hour = np.sin(2 * np.pi * (began_s + number * world.every_s) / DAY_S)
     candidate = chance.random(runs) * (2 - world.lost) < 1 - world.lost
     likely = np.clip(world.success + world.swing * hour - world.worse * candidate, 0.0, 1.0)
+    return sessions_of(chance, world, candidate, likely)
+
+
+def sessions_of(chance: np.random.Generator, world: World, candidate: Flags, likely: Floats) -> Sessions:
+    """One session of each rollout, which succeeds with that probability."""
+    runs = len(candidate)
     absent = chance.random(runs) < world.missing + world.missing_more * candidate
     values: dict[tuple[str, str], Floats] = {}
     total = {look: np.zeros(runs) for look in LOOKS}
@@ -92,7 +102,7 @@ def _verdicts(chance: np.random.Generator, world: World, likely: Floats) -> list
     if world.binary:
         return [(late(_FUNCTION_S), good)]
     grade = (good + chance.binomial(3, likely)) / 4
-    thumb_s = np.where(chance.random(runs) < 0.25, late(_THUMB_S), np.inf)
+    thumb_s = np.where(chance.random(runs) < world.thumbs, late(_THUMB_S), np.inf)
     return [(late(_FUNCTION_S), good), (late(_JUDGE_S), grade), (thumb_s, good)]
 
 

@@ -3,10 +3,12 @@
 Writes `reports/bench-rollout.json`. Exit status 1 when one of these does not hold, of 2,000 canaries each with the
 default plan, looked at after every session: without an effect 5 % at most are rolled back, in each of four shapes of
 traffic; a drop of 20 points is found within 200 of the canary's sessions at p90, one of 10 points within 700, also
-where rewards are 0 or 1; a version that is 10 points worse is promoted in 5 % at most; sound arms are called uneven in
-1 % at most, those of a canary that loses a third of its sessions in 95 % at least, and it is promoted in 5 % at most;
-95 % of the confidence sequences hold the truth at all times. Beside them what a z-test after each session and a rule
-of five bad windows would have done. A few minutes of one core; numpy and no model.
+where rewards are 0 or 1; until a drop of 20 points is taken back, 5 % of all sessions at most met it (p90); a version
+that is 10 points worse is promoted in 5 % at most; sound arms are called uneven in 1 % at most, those of a canary that
+loses a third of its sessions in 95 % at least, and it is promoted in 5 % at most; 95 % of the confidence sequences hold
+the truth at all times; of equal candidates that share an adaptive split 5 % at most are rolled back, and fewer
+sessions meet one that is 10 points worse, until another is promoted, than in an even split. Beside them what a z-test
+after each session and a rule of five bad windows would have done. A few minutes of one core; numpy and no model.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import _rollout_adaptive
 from benchmarks._rollout_picture import draw_canary
+from benchmarks._rollout_ramp import ramp
 from benchmarks._rollout_trials import NEVER, Crossings, play
 from benchmarks._rollout_worlds import Floats, World
 from headrace_cli.progress import ProgressDisplay
@@ -34,6 +38,7 @@ RATIO_MAX = 0.01
 COVERED_MIN = 0.95
 LOST_FOUND_MIN = 0.95
 FOUND_20_MAX, FOUND_10_MAX = 200, 700
+MET_MAX = 0.05
 Numbers = dict[str, float | None]
 
 
@@ -71,6 +76,10 @@ def of_case(found: Crossings, plan: RolloutPlan, world: World) -> Numbers:
     harmed_s, safe_s = found.harmed_at_s(plan, world), found.safe_at_s(plan, world)
     uneven_s = found.uneven_at_s(plan, world)
     exposed = found.exposed(harmed_s, world)
+    ramped = ramp(found, plan, world)
+    until = np.where(np.isfinite(harmed_s), harmed_s / world.every_s + 1, 0).astype(np.int64)
+    met = ramped.exposed(np.minimum(until, len(found.candidates)))
+    last = ramped.begins[-1]
     return {
         "rolled_back": share(np.isfinite(harmed_s)),
         "promoted": share(safe_s < np.minimum(harmed_s, uneven_s)),
@@ -78,6 +87,10 @@ def of_case(found: Crossings, plan: RolloutPlan, world: World) -> Numbers:
         "sessions_to_rollback_p50": quantile(exposed, 0.5),
         "sessions_to_rollback_p90": quantile(exposed, 0.9),
         "sessions_to_promotion_p50": quantile(found.exposed(safe_s, world), 0.5),
+        "met_until_rollback_p50": quantile(met[~np.isnan(met)], 0.5),
+        "met_until_rollback_p90": quantile(met[~np.isnan(met)], 0.9),
+        "came_to_the_last_stage": share(np.where(until > 0, last < until, last < NEVER)),
+        "sessions_to_the_last_stage_p50": quantile(found.exposed(_at_s(last, world), world), 0.5),
         "sample_ratio_broken": share(found.ratio < NEVER),
         "sessions_to_sample_ratio_p90": quantile(found.exposed(uneven_s, world), 0.9),
         "not_covered": share(found.uncovered < NEVER),
@@ -91,12 +104,18 @@ def share(flags: np.ndarray) -> float:
 
 
 def quantile(values: Floats, at: float) -> float | None:
-    """None: so many never got there."""
+    """None: so many never got there, or there are none."""
+    if not len(values):
+        return None
     found = float(np.quantile(values, at, method="higher"))
-    return round(found, 1) if np.isfinite(found) else None
+    return round(found, 1 if found >= 1 else 4) if np.isfinite(found) else None
 
 
-def failures(cases: Mapping[str, Numbers]) -> list[str]:
+def _at_s(session: np.ndarray, world: World) -> Floats:
+    return np.asarray(np.where(session < NEVER, session * world.every_s, np.inf), np.float64)
+
+
+def failures(cases: Mapping[str, Numbers], splits: Mapping[str, Numbers]) -> list[str]:
     """The lines that do not hold."""
     at_most: dict[str, tuple[float | None, float]] = {}
     for name in NULLS:
@@ -109,6 +128,15 @@ def failures(cases: Mapping[str, Numbers]) -> list[str]:
     for points, limit in ((20, FOUND_20_MAX), (10, FOUND_10_MAX)):
         for name in (f"{points} points worse", f"{points} points worse, binary rewards"):
             at_most[f"{name}: sessions to the rollback, p90"] = cases[name]["sessions_to_rollback_p90"], limit
+    for name in ("20 points worse", "20 points worse, binary rewards"):
+        at_most[f"{name}: part of all sessions until the rollback, p90"] = (
+            cases[name]["met_until_rollback_p90"],
+            MET_MAX,
+        )
+    for name in ("equal_rolled_back", "equal_beside_worse_rolled_back"):
+        at_most[f"adaptive split: {name}"] = splits["adaptive"][name], ROLLED_BACK_MAX
+    worse = "sessions_that_met_10_points_worse"
+    at_most[f"adaptive split: {worse}"] = splits["adaptive"][worse], splits["even"][worse] or 0.0
     lost = cases[LOST]["sample_ratio_broken"]
     at_most[f"{LOST}: not noticed"] = 1 - (lost or 0.0), 1 - LOST_FOUND_MIN
     return [
@@ -132,15 +160,19 @@ def measure(plan: RolloutPlan, runs: int, seed: int) -> dict[str, Numbers]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--canaries", type=int, default=2000, help="of each kind (%(default)s)")
+    parser.add_argument("--families", type=int, default=150, help="of three candidates at a time, each (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("reports/bench-rollout.json"))
     options = parser.parse_args()
     plan = RolloutPlan()
     began = time.process_time()
     cases = measure(plan, options.canaries, options.seed)
-    missed = failures(cases)
+    splits = _rollout_adaptive.measure(options.families, options.seed)
+    missed = failures(cases, splits)
     report = {
         "cases": cases,
+        "splits": splits,
+        "families": options.families,
         "seed": options.seed,
         "canaries": options.canaries,
         "sessions_of_both_arms": {name: case.sessions for name, case in CASES.items()},
@@ -150,7 +182,7 @@ def main() -> int:
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "missed": missed,
     }
-    print(json.dumps(cases, indent=2))
+    print(json.dumps({**cases, **splits}, indent=2))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=2) + "\n")
     print(f"wrote {options.out} and {draw_canary(plan, options.seed, options.out.parent / 'bench-rollout.png')}")

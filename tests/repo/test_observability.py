@@ -67,9 +67,9 @@ def test_a_query_names_series_and_labels_that_exist(expression: str, legend: str
     assert {*selected, *grouped, *shown} - {"value"} <= labels
 
 
-def test_both_dashboards_are_there_and_their_panels_explain_themselves() -> None:
+def test_all_dashboards_are_there_and_their_panels_explain_themselves() -> None:
     boards = [json.loads(path.read_text(encoding="utf-8")) for path in FOLDER.glob("grafana/dashboards/*.json")]
-    assert {board["uid"] for board in boards} == {"headrace-learning", "headrace-services"}
+    assert {board["uid"] for board in boards} == {"headrace-learning", "headrace-rollouts", "headrace-services"}
     for board in boards:
         assert all(panel["title"] and panel["description"] and panel["targets"] for panel in board["panels"])
 

@@ -71,6 +71,7 @@ def _turn(call: ChatCall, transcript: Transcript, delivered: bool, untrained: st
             "usage": {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens},
             "started_at": call.started_at,
             "assignment": transcript.assignment,
+            "shadow_of": identity.shadow_of,
         }
     )
 

@@ -46,6 +46,8 @@ class Chat:
         """Raises `ApiError` until a status was sent; later errors are reported in the stream."""
         async with self.admission.enter(scope, receive, "chat") as admitted:
             call = await self._understand(scope, admitted)
+            if call.identity.shadow_of is not None:
+                self.relay.beside_users(call, self.settings.shadow_load_max)
             mode = "stream" if call.request.stream else "plain"
             with metrics.CALL_SECONDS.labels(mode).time():
                 await self._serve(call, receive, send)

@@ -18,7 +18,10 @@ from headrace_schemas.events.turn import Purpose, SessionSource
 
 LABEL = r"^[^\x00-\x1f\x7f]{1,512}$"
 """Ids that callers choose: no control characters, which would break derived ids and logs."""
-_PURPOSES: dict[str, Purpose] = {"train": "train", "eval": "eval"}
+_PURPOSES: dict[str, Purpose] = {"train": "train", "eval": "eval", "shadow": "eval"}
+"""What callers say, and what events say: a shadow is an evaluation with a `shadow_of`, so that old readers know what
+it is."""
+_SESSION_KEY = r"^[a-z2-7]{16}$"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class CallIdentity:
     purpose: Purpose
     user_key: str | None = None
     """Of the user whom the call names, in the form of a session key: rollouts by user need it, nobody else."""
+    shadow_of: str | None = None
+    """The key of the session whose prompt it answers anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +56,24 @@ class RequestMetadata:
         return label(self.metadata.get(name), f"metadata.{name}")
 
     def purpose(self) -> Purpose:
-        header = self.headers.get(b"x-headrace-purpose")
-        text = self.metadata.get("purpose", "train") if header is None else header.decode("latin-1")
-        purpose = _PURPOSES.get(text) if isinstance(text, str) else None
+        purpose = _PURPOSES.get(self._purpose) if isinstance(self._purpose, str) else None
         if purpose is None:
-            raise ApiError(400, "invalid_value", "purpose: must be 'train' or 'eval'", "purpose")
+            raise ApiError(400, "invalid_value", "purpose: must be 'train', 'eval' or 'shadow'", "purpose")
         return purpose
+
+    def shadow_of(self) -> str | None:
+        """Both or neither: the purpose `shadow`, and the session. Raises `ApiError` 400."""
+        key = self.label("shadow_of")
+        if (self._purpose == "shadow") != (key is not None):
+            raise ApiError(400, "invalid_value", "shadow_of: goes with purpose 'shadow', and only with it", "shadow_of")
+        if key is not None and not re.match(_SESSION_KEY, key):
+            raise ApiError(400, "invalid_value", "shadow_of: must be the key of a session", "shadow_of")
+        return key
+
+    @property
+    def _purpose(self) -> JsonValue:
+        header = self.headers.get(b"x-headrace-purpose")
+        return self.metadata.get("purpose", "train") if header is None else header.decode("latin-1")
 
 
 def label(value: JsonValue, where: str) -> str | None:
@@ -93,6 +110,7 @@ def identify(
         run_id=metadata.label("run_id"),
         purpose=purpose,
         user_key=ids.session_key(caller.tenant, f"user:{named}") if named else None,
+        shadow_of=metadata.shadow_of(),
     )
 
 

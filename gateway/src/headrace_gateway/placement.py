@@ -49,6 +49,11 @@ class Placement:
                 return Upstream(version, member, assignment)
         return None
 
+    def has_time(self, call: ChatCall, load_max: float) -> bool:
+        """Whether the replica that would take the call has so many of its places free that no user waits for it."""
+        place = self.choose(call)
+        return place is not None and place.member.load < load_max
+
     def resume(self, call: ChatCall, version: str, avoid: frozenset[str], *, with_tokens: bool) -> Upstream | None:
         """A replica that can continue a stream, with the version that the stream began with."""
         member = self._replica_set.pick(version, call.identity.session_key, avoid, resuming=with_tokens)

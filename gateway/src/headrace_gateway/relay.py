@@ -73,6 +73,12 @@ class Relay:
         self._settings = settings
         self._clock = clock
 
+    def beside_users(self, call: ChatCall, load_max: float) -> None:
+        """Raises `ApiError` 429 at once when the call would have to wait, or a user would for it."""
+        if not self._placement.has_time(call, load_max):
+            message = "purpose 'shadow' is served while replicas have time beside users; try again later"
+            raise ApiError(429, "users_first", message, retry_after_s=1)
+
     async def complete(self, call: ChatCall) -> tuple[EngineAnswer, Transcript]:
         """The whole answer. Raises `ApiError` when it cannot be had, or when the engine refuses the request."""
         patience = _Patience(self._settings)

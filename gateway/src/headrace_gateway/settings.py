@@ -136,6 +136,9 @@ class GatewaySettings(ServiceSettings):
     """Largest `n` that a request may ask for."""
     model_aliases: dict[str, str] = Field(default={})
     """Names that clients use to ours, e.g. `"gpt-4o" = "email-agent"` or `"old" = "email-agent:previous"`."""
+    shadow_load_max: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Part of a replica's places in use from which on calls with purpose `shadow` are refused with 429: users go
+    first."""
     capture: CaptureSettings = CaptureSettings()
     feedback: FeedbackSettings = FeedbackSettings()
     upstream: UpstreamSettings = UpstreamSettings()

@@ -248,6 +248,8 @@ def secrets_of(*sections: BaseModel) -> set[str]:
         for value in (getattr(section, name) for name in type(section).model_fields):
             if isinstance(value, BaseModel):
                 found |= secrets_of(value)
+            elif isinstance(value, tuple):
+                found |= secrets_of(*(one for one in value if isinstance(one, BaseModel)))
             elif isinstance(value, SecretStr):
                 text = value.get_secret_value()
                 found |= secrets_of_url(text) if "://" in text else {text}

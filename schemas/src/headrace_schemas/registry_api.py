@@ -98,7 +98,7 @@ class PinRequest(Model):
 
 
 class HoldRequest(Model):
-    """`POST /v1/models/{name}/unpin`, `.../pause` and `.../resume`; an empty body does."""
+    """`POST /v1/models/{name}/unpin`, `.../pause`, `.../resume` and `.../stop`; an empty body does."""
 
     reason: Annotated[str, Field(max_length=4096)] = ""
 

@@ -21,8 +21,38 @@ class ChartPoint(Model):
     """Candidate less champion in the metric's own unit, and the ends of its confidence sequence."""
 
 
+class ShadowState(Model):
+    """What the shadow of a rollout has found, once it is over."""
+
+    prompts: Annotated[int, Field(ge=0)]
+    """Taken from users' sessions."""
+    read: Annotated[int, Field(ge=0)]
+    """Answered by both versions, and judged or not by the time they were read."""
+    pairs: Annotated[int, Field(ge=0)]
+    """Of those, with two whole answers that both were judged."""
+    spoke: Annotated[int, Field(ge=0)]
+    """Of those, with a user who said something, and a weight."""
+    ended: dict[str, int] = Field(default_factory=dict)
+    """How often a new answer ended otherwise than with an answer, by side and reason."""
+    left_out: dict[str, int] = Field(default_factory=dict)
+    """Prompts that nobody could answer, by reason."""
+    tokens: Annotated[int, Field(ge=0)]
+    judged: Finite | None = None
+    """Candidate less champion as the judges see it."""
+    effective: Finite
+    """As how many answers those of the champion count for the candidate."""
+    mean_weight: Finite
+    """1 where the versions overlap."""
+    difference: Finite | None = None
+    """In what users would say, from 0 to 1; None where it was refused."""
+    lower: Finite | None = None
+    upper: Finite | None = None
+    refused: str | None = None
+    """Why nothing is said about users."""
+
+
 class RolloutState(Model):
-    """A rollout: `phase` is `canary` while it goes on, else how it ended."""
+    """A rollout: `phase` is `shadow` or `canary` while it goes on, else how it ended."""
 
     id: Text
     object: Literal["rollout"] = "rollout"
@@ -47,6 +77,9 @@ class RolloutState(Model):
     """What each guardrail may lose, declared before the first session."""
     higher_is_better: dict[Text, bool]
     statistics: dict[Text, Finite]
+    shadow_units: Annotated[int, Field(ge=0)] = 0
+    """How many prompts its shadow answers; 0: it has none."""
+    shadow: ShadowState | None = None
     chart: tuple[ChartPoint, ...] = ()
     began_at: Timestamp
     changed_at: Timestamp

@@ -89,6 +89,11 @@ class ModelRegistry:
         """Process the versions that waited."""
         return self._change(name, "resume", HoldRequest(reason=reason))
 
+    def stop(self, name: str, *, reason: str = "") -> ModelState:
+        """A pause, and whatever is on its way to champion serves nobody any more. `resume` lets new versions have their
+        turn."""
+        return self._change(name, "stop", HoldRequest(reason=reason))
+
     def close(self) -> None:
         self._http.close()
 

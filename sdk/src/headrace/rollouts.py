@@ -66,7 +66,7 @@ class Rollouts:
         while time.monotonic() < deadline:
             found = self.of(model, version)
             if found is not None and found.id != (before and before.id):
-                if found.phase != "canary":
+                if found.phase not in ("shadow", "canary"):
                     return self.get(found.id)
             else:
                 state = next(one for one in self.registry.versions(model, limit=1000) if one.id == version)

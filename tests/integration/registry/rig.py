@@ -54,6 +54,8 @@ class RegistryRig:
         self.decisions: list[ModelEvent] = []
         self._events = Table(ModelEvent, self.common.bus, "test-events", self.blobs, refuse, self._decided)
         self._processes: list[subprocess.Popen[bytes]] = []
+        self.replica_url = "http://127.0.0.1:1"
+        self.capacity = 1
         self._environ = {
             "HEADRACE_DATA_DIR": str(self.common.data_dir),
             "HEADRACE_BUS__ADDRESS": json.dumps(address),
@@ -136,10 +138,10 @@ class RegistryRig:
                 Replica(
                     time=utcnow(),
                     replica_id="replica-1",
-                    url="http://127.0.0.1:1",
+                    url=self.replica_url,
                     engine="fake",
                     versions=tuple(LoadedVersion(version=name, state="ready", probe=probe) for name in sorted(served)),
-                    capacity=1,
+                    capacity=self.capacity,
                     ttl_s=10,
                     started_at=started,
                 )

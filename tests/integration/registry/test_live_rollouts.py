@@ -29,6 +29,7 @@ MODEL = "street"
 ROLLOUT = {
     "KIND": '"canary"',
     "STAGES": '[{share = "1/4", units_min = 10}, {share = "1/2"}]',
+    "EXPOSURE_MAX": "1/4",
     "GUARDRAILS": '[{metric = "reward", margin = 0.3, weight = 8}, {metric = "missing", margin = 0.3}]',
     "SUCCESSES": '[{metric = "reward", margin = 0.3}]',
     "UNEVEN": "0.5",

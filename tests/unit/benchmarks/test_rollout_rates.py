@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks._rollout_adaptive import plan_of, play_one
+from benchmarks._rollout_ramp import Ramp
 from benchmarks._rollout_trials import NEVER, play
 from benchmarks._rollout_worlds import World
 from benchmarks.rollout import CASES, COVERED_MIN, LOST, NULLS, RATIO_MAX, ROLLED_BACK_MAX, Numbers, failures, of_case
@@ -39,7 +41,15 @@ def test_a_drop_of_30_points_is_found_and_lost_sessions_too() -> None:
 
 GOOD: Numbers = {
     "rolled_back": 0.05, "promoted": 0.05, "sample_ratio_broken": 0.01, "not_covered": 0.05,
-    "sessions_to_rollback_p90": 200.0,
+    "sessions_to_rollback_p90": 200.0, "met_until_rollback_p90": 0.05,
+}  # fmt: skip
+
+
+SPLITS: dict[str, Numbers] = {
+    split: {
+        "equal_rolled_back": 0.05, "equal_beside_worse_rolled_back": 0.05, "sessions_that_met_10_points_worse": 200.0,
+    }
+    for split in ("even", "adaptive")
 }  # fmt: skip
 
 
@@ -50,7 +60,7 @@ def good() -> dict[str, Numbers]:
 
 
 def test_lines_hold_at_their_limits() -> None:
-    assert failures(good()) == []
+    assert failures(good(), SPLITS) == []
 
 
 @pytest.mark.parametrize(
@@ -61,6 +71,7 @@ def test_lines_hold_at_their_limits() -> None:
         ("5 points better", "not_covered", 0.06, "5 points better: truth left out: 0.06, at most 0.05"),
         ("10 points worse", "promoted", 0.06, "10 points worse: promoted: 0.06, at most 0.05"),
         ("20 points worse", "sessions_to_rollback_p90", 201.0, "p90: 201, at most 200"),
+        ("20 points worse", "met_until_rollback_p90", 0.11, "part of all sessions until the rollback, p90: 0.11"),
         ("10 points worse", "sessions_to_rollback_p90", None, "p90: never, at most 700"),
         (LOST, "promoted", 0.06, "three lost: promoted: 0.06, at most 0.05"),
         (LOST, "sample_ratio_broken", 0.9, "not noticed: 0.1, at most 0.05"),
@@ -69,6 +80,37 @@ def test_lines_hold_at_their_limits() -> None:
 def test_each_line_fails_on_its_own(case: str, number: str, value: float | None, line: str) -> None:
     cases = good()
     cases[case][number] = value
-    found = failures(cases)
+    found = failures(cases, SPLITS)
     assert len(found) == 1
     assert line in found[0]
+
+
+@pytest.mark.parametrize(
+    ("number", "value"), [("equal_rolled_back", 0.06), ("sessions_that_met_10_points_worse", 201.0)]
+)
+def test_each_line_about_an_adaptive_split_fails_on_its_own(number: str, value: float) -> None:
+    splits = {split: dict(numbers) for split, numbers in SPLITS.items()}
+    splits["adaptive"][number] = value
+    (found,) = failures(good(), splits)
+    assert found.startswith(f"adaptive split: {number}: ")
+
+
+def test_an_adaptive_split_takes_sessions_from_who_is_behind() -> None:
+    """A few families, until one is promoted: who met the one that is 10 points worse. The benchmark plays more."""
+    first = 5
+    print(f"seeds from {first}")
+    met = {"even": 0, "adaptive": 0}
+    for split in met:
+        for seed in range(first, first + 5):
+            played = play_one(plan_of(split), (0.0, 0.1), seed, promotes=True)
+            met[split] += played.met[1]
+    assert met["adaptive"] < met["even"], met
+
+
+def test_met_worked_by_hand() -> None:
+    """Ten sessions of both arms at 1/10 are fifty of users, ten at 1/2 are ten: eight of sixty met the candidate."""
+    candidates = np.array([[(number + 1) * 2 // 5] for number in range(20)], np.int32)
+    ramp = Ramp(np.array([[0], [10]]), candidates, np.array([0.1, 0.5]))
+    assert ramp.exposed(np.array([20]))[0] == pytest.approx(8 / 60)
+    assert ramp.exposed(np.array([5]))[0] == pytest.approx(2 / 25)
+    assert np.isnan(ramp.exposed(np.array([0]))[0])

@@ -8,6 +8,7 @@ import pytest
 
 from headrace_cli.commands.rollouts import in_a_line
 from headrace_cli.rollouts import chart
+from headrace_runtime import rollout_picture
 from headrace_schemas.rollout_api import ChartPoint, RolloutState
 from tests.unit.sdk.test_rollouts import rollout
 
@@ -33,9 +34,9 @@ def test_the_chart_has_its_size_zero_and_the_margin(points: int) -> None:
 
 def test_where_less_is_better_the_margin_is_above() -> None:
     worse = rollout("canary").model_copy(update={"margins": {"loops": 0.1}, "higher_is_better": {"loops": False}})
-    assert chart.margin(worse, "loops") == 0.1
-    assert chart.margin(watched(1), "reward") == -0.1
-    assert chart.margin(watched(1), "latency") is None
+    assert rollout_picture.margin(worse, "loops") == 0.1
+    assert rollout_picture.margin(watched(1), "reward") == -0.1
+    assert rollout_picture.margin(watched(1), "latency") is None
 
 
 def test_before_the_first_reading_it_says_so() -> None:
@@ -49,5 +50,5 @@ def test_the_end_is_in_the_line() -> None:
 
 def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert chart.picture(watched(40), "reward", tmp_path / "it.png")
+    assert rollout_picture.picture(watched(40), "reward", tmp_path / "it.png")
     assert (tmp_path / "it.png").stat().st_size > 1000

@@ -122,6 +122,12 @@ def test_held_out_traffic_stays_held_out() -> None:
     assert made(ask([user("q")], at=0), ask([user("q")], at=1, purpose="eval")).purpose == "eval"
 
 
+def test_a_shadow_says_whose_prompt_it_was() -> None:
+    found = made(ask([user("q")], purpose="eval", shadow_of="a" * 16))
+    assert (found.purpose, found.shadow_of) == ("eval", "a" * 16)
+    assert made(ask([user("q")])).shadow_of is None
+
+
 def test_a_run_in_which_a_registered_version_spoke_says_so() -> None:
     assert made(ask([user("q")], at=0), ask([user("q")], at=1, untrained="registered")).untrained == "registered"
     assert made(ask([user("q")])).untrained is None

@@ -223,6 +223,42 @@ async def test_evaluation_traffic_is_marked(tmp_path: Path) -> None:
         assert served.turns[1].run_id == "7"
 
 
+async def test_a_shadow_is_an_evaluation_that_says_whose_prompt_it_answers(tmp_path: Path) -> None:
+    """An old reader takes it for an evaluation, which is never trained; it does not move the user's session."""
+    replica, of = FakeReplica(), "a" * 16
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        said = {"X-Headrace-Purpose": "shadow", "X-Shadow-Of": of, "X-Session-Id": "shadow-1"}
+        assert (await served.chat(headers=said)).status_code == 200
+        (turn,) = served.turns
+        assert (turn.purpose, turn.shadow_of, turn.assignment) == ("eval", of, None)
+        assert turn.session_key != of
+
+
+@pytest.mark.parametrize(("load", "status"), [(0.0, 200), (0.49, 200), (0.5, 429), (1.0, 429)])
+async def test_a_shadow_waits_while_users_need_the_replica(tmp_path: Path, load: float, status: int) -> None:
+    replica = FakeReplica(capacity=100)
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        beat = replica.heartbeat().model_copy(update={"in_flight": round(100 * load)})
+        served.replica_set.update(replica.replica_id, beat)
+        said = {"X-Headrace-Purpose": "shadow", "X-Shadow-Of": "a" * 16, "X-Session-Id": "shadow-1"}
+        found = await served.chat(headers=said)
+        assert found.status_code == status
+        if status == 429:
+            assert found.json()["error"]["code"] == "users_first"
+            assert found.headers["retry-after"]
+            assert served.turns == []
+        assert (await served.chat()).status_code == 200, "a user is served in any case"
+
+
+async def test_a_shadow_is_not_held_for_a_version_that_nobody_has(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        served.route(VERSION, serve=(f"tiny@{'9' * 16}",), revision=2)
+        said = {"X-Headrace-Purpose": "shadow", "X-Shadow-Of": "a" * 16, "X-Session-Id": "shadow-1"}
+        found = await served.chat(headers=said, model=f"tiny@{'9' * 16}")
+        assert found.json()["error"]["code"] == "users_first"
+
+
 async def test_the_trace_runs_from_the_client_through_the_replica_to_the_turn(tmp_path: Path) -> None:
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     replica = FakeReplica()

@@ -110,6 +110,9 @@ def test_task_run_and_purpose_come_the_same_ways() -> None:
         ({"metadata": {"task_id": "a\x00b"}}, "metadata.task_id"),
         ({"metadata": {"purpose": "evaluation"}}, "purpose"),
         ({"headers": {b"x-headrace-purpose": b"training"}}, "purpose"),
+        ({"headers": {b"x-headrace-purpose": b"shadow"}}, "shadow_of"),
+        ({"headers": {b"x-shadow-of": b"a" * 16}}, "shadow_of"),
+        ({"metadata": {"purpose": "shadow", "shadow_of": "nobody"}}, "shadow_of"),
     ],
 )
 def test_an_id_that_is_none_is_refused(said: dict[str, Any], param: str) -> None:

@@ -14,6 +14,7 @@ from headrace_inference import metrics
 from headrace_inference.engine import Sampling, Start
 from headrace_inference.errors import ContextLengthExceeded, EngineFailed, Overloaded, UnknownVersion
 from headrace_inference.torch_engine.engine import TorchEngine, default_threads
+from headrace_schemas.scoring import TokensToScore
 from tests.unit.inference.conftest import MakeEngine, Models, prompt_of, sample
 
 LOGPROB_TOLERANCE = 1e-4
@@ -41,6 +42,24 @@ async def test_logprobs_are_those_of_a_plain_forward(
         difference = (expected - torch.tensor(tokens.logprobs)).abs()
         assert difference.mean() < LOGPROB_TOLERANCE
         assert difference.max() < 10 * LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+async def test_given_answers_are_scored_as_they_were_sampled(
+    engine: TorchEngine, models: Models, temperature: float
+) -> None:
+    """What one version says of an answer that it gave itself is what it reported; another one says something else."""
+    prompt = prompt_of(20)
+    sampled = await sample(engine, prompt, models.first.version, temperature=temperature, max_tokens=12)
+    plain = recomputed(models, prompt, sampled.token_ids, temperature)
+    one = TokensToScore(prompt_token_ids=tuple(prompt), token_ids=tuple(sampled.token_ids), temperature=temperature)
+    (own,) = await engine.score(models.first.version, [one])
+    assert own == pytest.approx(sampled.logprobs, abs=1e-3)
+    assert own == pytest.approx(plain.tolist(), abs=1e-3)
+    (theirs,) = await engine.score(models.second.version, [one])
+    assert max(abs(a - b) for a, b in zip(own, theirs, strict=True)) > 1e-3
+    with pytest.raises(ContextLengthExceeded):
+        await engine.score(models.first.version, [one.model_copy(update={"prompt_token_ids": (1,) * 100_000})])
 
 
 async def test_temperature_zero_is_the_argmax_of_a_plain_forward(engine: TorchEngine, models: Models) -> None:

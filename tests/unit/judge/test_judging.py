@@ -271,6 +271,14 @@ async def test_evaluation_is_judged_when_wanted_and_else_not_spoken_of(llm: Fake
         assert (await rig.judged())[0].outcome == "scored"
 
 
+async def test_a_shadow_is_judged_as_a_user_is_and_compared_with_nobody(llm: FakeLLM, data_dir: Path) -> None:
+    """Whatever is wanted of evaluations, and whatever the sample is."""
+    shadow = trajectory("shadow", purpose="eval", shadow_of="a" * 16, task_id="t")
+    async with judge(settings(llm, sample_rate=0.0), data_dir) as rig:
+        await rig.bench.deliver(shadow)
+        assert [(one.trajectory_id, one.outcome) for one in await rig.judged()] == [("shadow", "scored")]
+
+
 async def test_a_gateway_is_told_not_to_train_on_the_judge(llm: FakeLLM, data_dir: Path) -> None:
     gateway = settings(llm, judge_eval=True, endpoint={"is_gateway": True, "api_key": "k"})
     async with judge(gateway, data_dir) as rig:

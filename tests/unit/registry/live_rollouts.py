@@ -29,6 +29,7 @@ def canary(**changes: object) -> RegistrySettings:
     plan: dict[str, object] = {
         "kind": "canary",
         "stages": HALF,
+        "exposure_max": Fraction(1, 2),
         "guardrails": (Guardrail(metric="reward", margin=0.3, weight=8), Guardrail(metric="missing", margin=0.3)),
         "successes": (Success(metric="reward", margin=0.3),),
         "uneven": 0.5,

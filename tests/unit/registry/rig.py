@@ -20,14 +20,18 @@ from headrace_registry.gate import GateFailed
 from headrace_registry.handlers import CheckpointHandler
 from headrace_registry.leader import LeaderLease
 from headrace_registry.records import ModelRecord, VersionRecord
+from headrace_registry.rollouts.reports import Reports
+from headrace_registry.rollouts.watching import TurnHandler
 from headrace_registry.settings import GateSettings, RegistrySettings
+from headrace_registry.shadow.runner import ShadowAnswers
+from headrace_registry.shadow.sampling import PromptSampler
 from headrace_registry.tables import STREAM
 from headrace_registry.transition import Transition
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.database import Database
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.outbox import Outbox
-from headrace_runtime.processor import Processor, ProcessorLimits
+from headrace_runtime.processor import Handler, Processor, ProcessorLimits
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings, Common, DatabaseSettings
 from headrace_runtime.wire import Outgoing, Record
@@ -132,7 +136,13 @@ class FakeSession:
 class Rig:
     """`start`, then publish checkpoints, move replicas, tick; look at `events`."""
 
-    def __init__(self, folder: Path, database_url: str = "sqlite", settings: RegistrySettings | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        database_url: str = "sqlite",
+        settings: RegistrySettings | None = None,
+        answers: ShadowAnswers | None = None,
+    ) -> None:
         common = Common(data_dir=folder, database=DatabaseSettings(url=SecretStr(database_url)))
         self.clock = FakeClock()
         self.blobs = BlobStore.open(common)
@@ -143,6 +153,9 @@ class Rig:
         self.settings = settings or RegistrySettings(gate=gate, poll_s=0.01)
         self.replicas: dict[str, Replica] = {}
         self._offset = 0
+        self.answers = answers
+        """Those of a shadow."""
+        self.reports: Reports | None = None
         self.watching = True
         """Whether live traffic is being read, so that a rollout may begin."""
         self._director: Director | None = None
@@ -152,10 +165,19 @@ class Rig:
         """A new process on the same database: everything in memory is gone, and gate runs die with their process."""
         for run in self._director._runner._runs.values() if self._director else ():
             run.task.cancel()
+        for task in self.shadow_running():
+            task.cancel()
         self.lease = LeaderLease(self.database, self.clock, self.settings.lease_s)
+        sampler = PromptSampler(self.lease, self.settings.rollout)
+        turns = TurnHandler(self.lease, self.settings.rollout.events_per_unit_max, sampler)
+        handlers: dict[str, Handler] = {
+            Checkpoint.topic: CheckpointHandler(self.blobs, self.lease),
+            **live(turns, self.lease, self.settings),
+        }
         self.processor = Processor(
             service="registry",
-            handlers={Checkpoint.topic: CheckpointHandler(self.blobs, self.lease), **live(self.lease, self.settings)},
+            handlers=handlers,
+            after_batch=turns.write_counts,
             database=self.database,
             tables=STREAM,
             outbox=Outbox(self.database, STREAM, self.bus, self.clock),
@@ -164,8 +186,26 @@ class Rig:
             limits=ProcessorLimits(retry_s=1.0),
         )
         self._director = Director(
-            self.processor, self.lease, self.gate, self.settings, self.replicas.values, lambda _wanted: self.watching
+            self.processor,
+            self.lease,
+            self.gate,
+            self.settings,
+            self.replicas.values,
+            lambda _wanted: self.watching,
+            self.reports,
+            self.answers,
         )
+
+    def shadow_running(self) -> list[asyncio.Task[None]]:
+        """Prompts that are being answered."""
+        shadow = self._director._shadow if self._director else None
+        return list(shadow._running.values()) if shadow else []
+
+    async def answered(self) -> None:
+        """Until no prompt is being answered."""
+        while running := self.shadow_running():
+            await asyncio.gather(*running, return_exceptions=True)
+            await self.director.tick()
 
     @property
     def director(self) -> Director:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from headrace_schemas import Branch, Experience, Span
-from headrace_trainer.experiences.admission import AdmissionLimits, Decision, decide, missing_advantage
+from headrace_trainer.experiences.admission import AdmissionLimits, Decision, decide, due_of
+from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.window import Contribution, Entry
 from tests.unit.trainer.test_history import chain, name, publish
 from tests.unit.trainer.world import experience
@@ -107,7 +110,11 @@ class TestCorrections:
         return arrives(entry(0, trained=1.0), revision=1, reward=reward, **fields)
 
     def missing(self, reward: float | None, known: Entry) -> float:
-        return missing_advantage(self.revised(reward), known, HISTORY, 5, 10.0)
+        return self.missing_of(reward, known, HISTORY)
+
+    def missing_of(self, reward: float | None, known: Entry, history: History) -> float:
+        found = due_of(self.revised(reward), known, history, 5, replace(LIMITS, correction_min=0.0))
+        return math.fsum(one.missing or 0.0 for one in found)
 
     def revised(self, reward: float | None) -> Experience:
         return experience(1, name(5), revision=1, reward=reward)
@@ -139,6 +146,6 @@ class TestCorrections:
     def test_what_an_abandoned_version_learned_counts_as_never_trained(self) -> None:
         abandoned = publish(chain(3), 4, 4).moved(name(3), 4)  # step 4 is undone
         old = entry(0, trained=1.0, step=4)
-        assert missing_advantage(self.revised(0.0), old, abandoned, 5, 10.0) == pytest.approx(-1.0)
-        assert missing_advantage(self.revised(None), old, abandoned, 5, 10.0) == 0.0
-        assert missing_advantage(self.revised(0.0), old, chain(4), 5, 10.0) == pytest.approx(-2.0)
+        assert self.missing_of(0.0, old, abandoned) == pytest.approx(-1.0)
+        assert self.missing_of(None, old, abandoned) == 0.0
+        assert self.missing_of(0.0, old, chain(4)) == pytest.approx(-2.0)

@@ -139,6 +139,16 @@ def pause(name: Name, reason: Reason = "", *, at: RegistryOptions) -> None:
     console().print(f"{name} is paused: new versions wait")
 
 
+def stop(name: Name, reason: Reason = "", *, at: RegistryOptions) -> None:
+    """Stop what goes on by itself: a `pause`, and every rollout is held, so that the champion serves everybody.
+
+    Nothing is said against the versions that were under way. The trainer goes on; what it publishes waits for `resume`.
+    """
+    with at.open() as api:
+        champion = api.stop(name, reason=reason).champion
+    console().print(f"{name} is stopped: {champion or 'nobody'} serves, and new versions wait for `resume`")
+
+
 def resume(name: Name, reason: Reason = "", *, at: RegistryOptions) -> None:
     """Give those versions their turn that waited during a `pause`."""
     with at.open() as api:
@@ -225,6 +235,7 @@ def add_to(parent: typer.Typer) -> None:
     )
     command(app, unpin, "headrace models unpin email-agent")
     command(app, pause, 'headrace models pause email-agent --reason "a demonstration until Friday"')
+    command(app, stop, 'headrace models stop email-agent --reason "an incident"')
     command(app, resume, "headrace models resume email-agent")
     model_catalog.add_to(app)
     model_diff.add_to(app)

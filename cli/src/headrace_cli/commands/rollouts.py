@@ -1,4 +1,4 @@
-"""`headrace rollouts`: versions on live traffic: list, show, watch, begin, stop, promote, roll back."""
+"""`headrace rollouts`: versions on live traffic: list, show, report, watch, begin, stop, promote, roll back."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ Rollout = Annotated[
 Metric = Annotated[str | None, typer.Option("--metric", help="Which one is drawn; the first guardrail unless said.")]
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Versions on live traffic: list, watch, stop, promote.")
 _LIST_MAX = 1000
+_UNDER_WAY = ("shadow", "canary")
 
 
 def list_rollouts(
@@ -55,8 +56,8 @@ def show(
     json: AsJson = False,
 ) -> None:
     """One rollout: its decisions with their reasons, the metrics, and the confidence sequence as a chart."""
-    from headrace.errors import UsageError
-    from headrace_cli.rollouts import chart
+    from headrace_cli.rollouts import chart, shadow
+    from headrace_runtime.rollout_picture import intervals, metric_of
 
     with at.open() as api:
         found = _get(api, rollout)
@@ -67,11 +68,40 @@ def show(
         kind = event.rollout.kind.replace("_", " ") if event.rollout else event.decision
         asked = f", asked by {event.who}" if event.who else ""
         console().print(f"{event.time:%Y-%m-%d %H:%M:%S}  [bold]{kind}[/]  {event.reason or ''}{asked}")
-    console().print(table(["metric", "difference>", "from>", "to>", "margin>"], _metrics(found)))
-    drawn = metric or chart.metric_of(found)
-    typer.echo("\n".join(chart.drawn(found, drawn)))
-    if png is not None and not chart.picture(found, drawn, png):
-        raise UsageError("--png needs matplotlib; install it")
+    for line in shadow.lines(found):
+        console().print(line)
+    console().print(table(["metric", "difference>", "from>", "to>", "margin>"], intervals(found)))
+    typer.echo("\n".join(chart.drawn(found, metric or metric_of(found))))
+    if png is not None:
+        _draw(found, metric, png)
+
+
+def report(
+    rollout: Rollout,
+    metric: Metric = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where; VERSION-PHASE.png here unless said.", metavar="FILE")
+    ] = None,
+    *,
+    at: RegistryOptions,
+) -> None:
+    """A page about one rollout as a PNG: the confidence sequence, the metrics, and what was decided when.
+
+    The registry writes one for each step by itself, under `registry/rollouts` of its data directory.
+    """
+    with at.open() as api:
+        found = _get(api, rollout)
+    path = out or Path(f"{found.version.replace('@', '-')}-{found.phase}.png")
+    _draw(found, metric, path)
+    console().print(f"written: {path}")
+
+
+def _draw(found: RolloutState, metric: str | None, path: Path) -> None:
+    from headrace.errors import UsageError
+    from headrace_runtime.rollout_picture import metric_of, picture
+
+    if not picture(found, metric or metric_of(found), path):
+        raise UsageError("a picture needs matplotlib; install it")
 
 
 def watch(
@@ -159,7 +189,7 @@ def _lines(api: ModelRegistry, found: RolloutState, metric: str | None, every_s:
         if line != said:
             typer.echo(line)
             said = line
-        if found.phase != "canary":
+        if found.phase not in _UNDER_WAY:
             return found
         time.sleep(every_s)
         found = Rollouts(api).get(found.id)
@@ -171,12 +201,13 @@ def _live(api: ModelRegistry, found: RolloutState, metric: str | None, every_s: 
 
     from headrace.rollouts import Rollouts
     from headrace_cli.rollouts import chart
+    from headrace_runtime.rollout_picture import metric_of
 
     with Live(console=console(), auto_refresh=False) as screen:
         while True:
-            drawn = chart.drawn(found, metric or chart.metric_of(found), width=max(20, screen.console.width - 12))
+            drawn = chart.drawn(found, metric or metric_of(found), width=max(20, screen.console.width - 12))
             screen.update(Text("\n".join([in_a_line(found, metric), *drawn])), refresh=True)
-            if found.phase != "canary":
+            if found.phase not in _UNDER_WAY:
                 return found
             time.sleep(every_s)
             found = Rollouts(api).get(found.id)
@@ -184,15 +215,18 @@ def _live(api: ModelRegistry, found: RolloutState, metric: str | None, every_s: 
 
 def in_a_line(found: RolloutState, metric: str | None) -> str:
     """Where it stands, for a log."""
-    from headrace_cli.rollouts import chart
+    from headrace_runtime.rollout_picture import metric_of
 
-    name = metric or chart.metric_of(found)
+    name = metric or metric_of(found)
     ends = [found.statistics.get(f"{name}.{part}") for part in ("difference", "lower", "upper")]
     known = [end for end in ends if end is not None]
     shown = "{:+.3f} in [{:+.3f}, {:+.3f}]".format(*known) if len(known) == len(ends) else "not read yet"
     arms = f"{found.statistics.get('candidate_units', 0):g}/{found.statistics.get('control_units', 0):g} units"
-    over = f"  {found.reason}" if found.phase != "canary" else ""
-    return f"{found.version}  {found.phase.replace('_', ' ')}  share {found.share}  {arms}  {name} {shown}{over}"
+    met = f"  met by {found.statistics['exposure']:.1%}" if "exposure" in found.statistics else ""
+    over = "" if found.phase in _UNDER_WAY else f"  {found.reason}"
+    if found.phase == "shadow":
+        arms = f"{found.statistics.get('shadow_units', 0):g}/{found.shadow_units} prompts"
+    return f"{found.version}  {found.phase.replace('_', ' ')}  share {found.share}  {arms}  {name} {shown}{met}{over}"
 
 
 def _row(one: RolloutState) -> tuple[str, ...]:
@@ -210,18 +244,10 @@ def _row(one: RolloutState) -> tuple[str, ...]:
     )
 
 
-def _metrics(one: RolloutState) -> list[tuple[str, ...]]:
-    rows = []
-    for name in one.higher_is_better:
-        ends = [one.statistics.get(f"{name}.{part}") for part in ("difference", "lower", "upper")]
-        numbers = tuple("-" if end is None else f"{end:+.3f}" for end in ends)
-        rows.append((name, *numbers, f"{one.margins[name]:g}" if name in one.margins else "-"))
-    return rows
-
-
 def add_to(parent: typer.Typer) -> None:
     command(app, list_rollouts, "headrace rollouts list", "headrace rollouts list email-agent --json", name="list")
     command(app, show, "headrace rollouts show email-agent", "headrace rollouts show 01a2 --metric length --png it.png")
+    command(app, report, "headrace rollouts report email-agent", "headrace rollouts report 01a2 --out it.png")
     command(app, watch, "headrace rollouts watch email-agent", "headrace rollouts watch email-agent --metric missing")
     command(
         app, begin, "headrace rollouts begin email-agent 3f9c2d --share 1/20", "headrace rollouts begin m 3f --kind ab"

@@ -1,33 +1,9 @@
-"""The confidence sequence of a rollout, as letters in a terminal or as a picture."""
+"""The confidence sequence of a rollout as letters in a terminal; `headrace_runtime.rollout_picture` draws it."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from headrace_cli.drawing import FAINT, INK, LINE, WRONG, pyplot, save
+from headrace_runtime.rollout_picture import Point, margin, points
 from headrace_schemas.rollout_api import RolloutState
-
-Point = tuple[float, float, float, float]
-"""Units of the candidate, the difference, and the ends of its interval."""
-
-
-def metric_of(rollout: RolloutState) -> str:
-    """The one that is drawn unless another is asked for: the first guardrail."""
-    return next(iter(rollout.margins), "reward")
-
-
-def points(rollout: RolloutState, metric: str) -> list[Point]:
-    """In the order of time, one for each number of units: the last."""
-    found = {one.units: (one.units, *one.metrics[metric]) for one in rollout.chart if metric in one.metrics}
-    return list(found.values())
-
-
-def margin(rollout: RolloutState, metric: str) -> float | None:
-    """Where the loss begins that a guardrail does not allow: below zero where more is better."""
-    width = rollout.margins.get(metric)
-    if width is None:
-        return None
-    return -width if rollout.higher_is_better.get(metric, True) else width
 
 
 def drawn(rollout: RolloutState, metric: str, *, width: int = 72, height: int = 15) -> list[str]:
@@ -65,26 +41,3 @@ def _thinned(found: list[Point], most: int) -> list[Point]:
     if len(found) <= most:
         return found
     return [found[round(at * (len(found) - 1) / (most - 1))] for at in range(most)]
-
-
-def picture(rollout: RolloutState, metric: str, path: Path) -> bool:
-    """Write a PNG; False when matplotlib is not installed."""
-    try:
-        plt = pyplot()
-    except ImportError:
-        return False
-    found = points(rollout, metric)
-    figure, axes = plt.subplots(figsize=(7.2, 3.8), dpi=150)
-    units = [one[0] for one in found]
-    axes.fill_between(units, [one[2] for one in found], [one[3] for one in found], color=LINE, alpha=0.2, linewidth=0)
-    axes.plot(units, [one[1] for one in found], color=LINE, linewidth=2)
-    axes.axhline(0, color=INK, linewidth=0.8)
-    limit = margin(rollout, metric)
-    if limit is not None:
-        axes.axhline(limit, color=WRONG, linewidth=0.8, linestyle="--")
-    axes.set_title(f"{rollout.version}: {rollout.phase.replace('_', ' ')}", loc="left", color=INK, fontsize=11)
-    axes.set_xlabel("units of the candidate", color=INK)
-    axes.set_ylabel(f"{metric}, candidate less champion", color=INK)
-    axes.text(0.01, 0.02, rollout.reason[:110], transform=axes.transAxes, color=FAINT, fontsize=7)
-    save(figure, path)
-    return True

@@ -23,6 +23,9 @@ class RolloutStep(Model):
     """The one that it is in afterwards, from 0."""
     share: Share
     """Of all units, for the candidate, afterwards; 1 for a promotion."""
+    excludes: bool = False
+    """Of a rollback: nothing that the version answered is trained, and what was is taken back. A promotion of it ends
+    that."""
 
 
 class ModelEvent(Event):

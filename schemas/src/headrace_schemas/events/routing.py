@@ -139,6 +139,8 @@ class Replica(Event):
     stopping: bool = False
     resumes: bool = False
     """It can continue an answer that another replica began (`headrace_resume`)."""
+    scores: bool = False
+    """It says the logprobs of given answers (`headrace_schemas.scoring`)."""
 
     @property
     def event_id(self) -> str:

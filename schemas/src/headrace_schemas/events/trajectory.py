@@ -107,6 +107,8 @@ class Trajectory(Event):
     left_out: tuple[LeftOut, ...] = Field(default=(), max_length=4096)
     untrained: Text | None = None
     """Why none of its turns is trained, although its purpose is `train`: a version spoke that nobody trains."""
+    shadow_of: SessionKey | None = None
+    """As of its turns: the user's session whose prompt it answers anew."""
     parts: Annotated[int, Field(ge=1)] = 1
     end_reason: EndReason
     started_at: Timestamp

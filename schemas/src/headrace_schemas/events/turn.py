@@ -94,6 +94,9 @@ class Turn(Event):
     """When the gateway accepted the request; `time` is when the response was complete."""
     assignment: UnitAssignment | None = None
     """None: nothing was under way, or the call named a version, or the session had begun before."""
+    shadow_of: SessionKey | None = None
+    """The user's session whose prompt it answers anew, unseen by the user. Its purpose is `eval`, so that no reader,
+    however old, trains it or takes it for a user's."""
 
     @model_validator(mode="after")
     def _usage_agrees(self) -> Self:

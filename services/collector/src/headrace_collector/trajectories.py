@@ -57,6 +57,7 @@ def trajectory(
             if turn.turn_id in left_out
         ),
         untrained=next((turn.untrained for turn in ordered if turn.untrained), None),
+        shadow_of=next((turn.shadow_of for turn in ordered if turn.shadow_of), None),
         parts=max([1, *(one.run_sessions for one in about_run)]) * models,
         end_reason=reason,
         started_at=first.started_at,

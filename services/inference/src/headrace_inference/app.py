@@ -14,7 +14,7 @@ from headrace_inference.announce import Announcer
 from headrace_inference.chat.exact import ExactPrompts
 from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, Parsers
 from headrace_inference.chat.tokenizer import RenderLimits
-from headrace_inference.engine import Engine
+from headrace_inference.engine import AnswerScorer, Engine
 from headrace_inference.engines import ENGINES
 from headrace_inference.fleet import Fleet, FleetLimits
 from headrace_inference.http.completions import Completions
@@ -133,6 +133,7 @@ def _identity(settings: InferenceSettings, port: int, engine: Engine) -> Replica
         url=settings.advertise_url or f"http://{f'[{host}]' if ':' in host else host}:{port}",
         engine=engine.name,
         resumes=engine.resumes,
+        scores=isinstance(engine, AnswerScorer),
         capacity=engine.capacity,
         ttl_s=settings.ttl_s,
         started_at=now,

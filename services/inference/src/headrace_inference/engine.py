@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from headrace_schemas import Probe
 from headrace_schemas.manifest import Manifest
+from headrace_schemas.scoring import TokensToScore
 
 Finish = Literal["stop", "length"]
 
@@ -80,6 +81,17 @@ class Generation(Protocol):
     def __aiter__(self) -> AsyncIterator[Tokens]: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class AnswerScorer(Protocol):
+    """What an engine may have besides."""
+
+    async def score(self, version: str, answers: Sequence[TokensToScore]) -> list[list[float]]:
+        """The logprobs of given tokens after given prompts, after the temperature. Users' answers go before.
+
+        Raises `UnknownVersion` or `ContextLengthExceeded`.
+        """
 
 
 class Engine(Protocol):

@@ -44,11 +44,17 @@ class TrajectoryHandler:
         """Queue it once for each rubric. If it will not be judged, return an abstention at once.
 
         Evaluation trajectories that are not judged get no reward at all: an abstention would count as a failure there.
+        Those of a shadow are judged as users' are, and compared with nobody: pairs are for what is trained.
         """
-        if self._is_our_own(trajectory) or (trajectory.purpose == "eval" and not self._settings.judge_eval):
+        shadow = trajectory.shadow_of is not None
+        if self._is_our_own(trajectory) or (
+            trajectory.purpose == "eval" and not self._settings.judge_eval and not shadow
+        ):
             return []
         rewards = []
         for rubric in self._rubrics.values():
+            if shadow and rubric.mode == "pair":
+                continue
             reason = await self._queue(trajectory, rubric, handling)
             if reason is not None:
                 judgement = Judgement(outcome="abstained", reason=reason)

@@ -15,6 +15,7 @@ from headrace_registry import changes, http, lifecycle, probe, states, store
 from headrace_registry.catalog import audit
 from headrace_registry.changes import RegistryChanges
 from headrace_registry.records import ModelRecord
+from headrace_registry.rollouts import kept, settling
 from headrace_registry.transition import Transition
 from headrace_runtime.clock import Clock
 from headrace_runtime.database import Database
@@ -67,6 +68,7 @@ class RegistryApi:
             Route("/v1/models/{name}/unpin", guarded(self.unpin), methods=["POST"]),
             Route("/v1/models/{name}/pause", guarded(self.pause), methods=["POST"]),
             Route("/v1/models/{name}/resume", guarded(self.resume), methods=["POST"]),
+            Route("/v1/models/{name}/stop", guarded(self.stop), methods=["POST"]),
         ]
 
     async def models(self, _request: Request) -> Response:
@@ -165,6 +167,17 @@ class RegistryApi:
     async def pause(self, request: Request) -> Response:
         """New versions are registered and wait. Requests of operators still take effect."""
         return await self._hold(request, "paused", lambda transition, model: transition.pause(model, True))
+
+    async def stop(self, request: Request) -> Response:
+        """A pause, and every rollout that is under way is held: from now on the champion serves everybody."""
+        body = await http.body(request, HoldRequest)
+
+        async def change(transition: Transition, model: ModelRecord, tx: AsyncConnection) -> None:
+            await transition.pause(model, True)
+            for one in await kept.under_way(tx, model.model):
+                await settling.hold(transition, one, body.reason or "an operator stopped it", dict(one.statistics))
+
+        return await self._change(request, change, why=body.reason)
 
     async def resume(self, request: Request) -> Response:
         return await self._hold(request, "resumed", lambda transition, model: transition.pause(model, False))

@@ -16,8 +16,11 @@ from headrace_registry.reader import CheckpointReader
 from headrace_registry.reconcile import Reconciler
 from headrace_registry.rollouts.api import RolloutApi
 from headrace_registry.rollouts.live import LiveReader
+from headrace_registry.rollouts.reports import Reports
 from headrace_registry.rollouts.watching import TurnHandler, WordHandler
 from headrace_registry.settings import RegistrySettings
+from headrace_registry.shadow.asking import GatewayAnswers
+from headrace_registry.shadow.sampling import PromptSampler
 from headrace_registry.tables import STREAM
 from headrace_runtime import disk, migrations, topics, web
 from headrace_runtime.blobs import BlobStore
@@ -64,9 +67,12 @@ class _Registry:
         self._replicas = Table(Replica, common.bus, "headrace-registry-replicas", blobs, refuse, self._replica_changed)
         self._routings = Table(Routing, common.bus, "headrace-registry-routing", blobs, refuse)
         self._versions_seen: dict[str, object] = {}
+        sampler = PromptSampler(self._lease, settings.rollout)
+        turns = TurnHandler(self._lease, settings.rollout.events_per_unit_max, sampler)
         self._processor = Processor(
             service="registry",
-            handlers={Checkpoint.topic: CheckpointHandler(blobs, self._lease), **live(self._lease, settings)},
+            handlers={Checkpoint.topic: CheckpointHandler(blobs, self._lease), **live(turns, self._lease, settings)},
+            after_batch=turns.write_counts,
             database=database,
             tables=STREAM,
             outbox=Outbox(database, STREAM, producer, clock),
@@ -78,8 +84,21 @@ class _Registry:
         self._live = LiveReader(
             self._processor, self._lease, common.bus, settings.rollout.read_s, lambda: self._director.wake.set()
         )
+        answers = None
+        if settings.rollout.shadow.tenants:
+            key = common.security.internal_key.get_secret_value()
+            shadow = settings.rollout.shadow
+            answers = GatewayAnswers(settings.gate.base_url, shadow, key, self._replicas.rows.values, clock)
+        reports = Reports(common.data_dir / "registry" / "rollouts", settings.rollout.reports_kept_max)
         self._director = Director(
-            self._processor, self._lease, Gate(settings.gate), settings, self._replicas.rows.values, self._watch
+            self._processor,
+            self._lease,
+            Gate(settings.gate),
+            settings,
+            self._replicas.rows.values,
+            self._watch,
+            reports,
+            answers,
         )
         self._reconciler = Reconciler(self._processor, self._lease, self._routings.rows, clock, settings.reconcile_s)
         garbage = GarbageCollector(blobs, self._processor, self._lease, settings.retired_for_s)
@@ -147,8 +166,7 @@ class _Registry:
             await disk.with_room(self._processor.prune)
 
 
-def live(lease: LeaderLease, settings: RegistrySettings) -> dict[str, Handler]:
+def live(turns: TurnHandler, lease: LeaderLease, settings: RegistrySettings) -> dict[str, Handler]:
     """What is read of users' sessions while a rollout goes on."""
     said = WordHandler(lease, settings.rollout.events_per_unit_max)
-    turns = TurnHandler(lease, settings.rollout.events_per_unit_max)
     return {Turn.topic: turns, Reward.topic: said, Feedback.topic: said, Trajectory.topic: said}

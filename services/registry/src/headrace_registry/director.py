@@ -30,9 +30,11 @@ from headrace_registry.records import ModelRecord, ModelView
 from headrace_registry.rollouts import steps
 from headrace_registry.rollouts.conductor import Conductor
 from headrace_registry.rollouts.machine import NotAllowed
+from headrace_registry.rollouts.reports import Reports
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_registry.runner import GateProgram, Runner
 from headrace_registry.settings import RegistrySettings
+from headrace_registry.shadow.runner import ShadowAnswers, ShadowRunner
 from headrace_registry.transition import Transition
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor
@@ -58,8 +60,11 @@ class Director:
         settings: RegistrySettings,
         replicas: Callable[[], Iterable[Replica]],
         watching: Callable[[bool], bool] = lambda _wanted: False,
+        reports: Reports | None = None,
+        answers: ShadowAnswers | None = None,
     ) -> None:
-        """`watching` is told whether live traffic is to be read, and answers whether it is."""
+        """`watching` is told whether live traffic is to be read, and answers whether it is. `reports` takes a picture
+        of each step of a rollout. `answers` are those of a shadow, None where nobody may be asked."""
         self._processor = processor
         self._lease = lease
         self._gate = gate
@@ -69,7 +74,8 @@ class Director:
         self.wake = asyncio.Event()
         """Set it when something has changed."""
         self._runner = Runner(processor, lease, gate, settings.gate, self.wake.set)
-        self._conductor = Conductor(processor, lease, settings.rollout, replicas)
+        self._conductor = Conductor(processor, lease, settings.rollout, replicas, reports)
+        self._shadow = answers and ShadowRunner(processor, lease, settings.rollout, answers, self.wake.set)
         self._watching = watching
         self._watched: dict[str, bool] = {}
         """Models, and whether they need live traffic."""
@@ -85,6 +91,8 @@ class Director:
                         await self.wake.wait()
         finally:
             await self._runner.stop()
+            if self._shadow:
+                await self._shadow.stop()
 
     async def tick(self) -> None:
         """Carry out all actions that are possible now, for every model."""
@@ -99,6 +107,8 @@ class Director:
             await self._decide(model)
             if await self._conductor.tick(model):
                 await self._decide(model)
+            if self._shadow:
+                await self._shadow.tick(model)
 
     async def _decide(self, model: str) -> None:
         for _ in range(_STEPS_MAX):
@@ -158,6 +168,7 @@ class Director:
             watching=self._watching(any(self._watched.values())),
             slots=rollout.slots,
             per_hour_max=rollout.versions_per_hour_max,
+            updates_min=rollout.check_after_updates,
         )
 
     def _patience_over(self, view: ModelView, alive: Sequence[Replica]) -> bool:

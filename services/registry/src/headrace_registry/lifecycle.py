@@ -131,6 +131,8 @@ class Situation:
     """Rollouts at a time."""
     per_hour_max: int = 60
     """Rollouts that may begin in an hour."""
+    updates_min: int = 1
+    """Versions that have to wait before the newest of them becomes the candidate."""
 
 
 def plan(view: ModelView, now: Situation) -> Action:
@@ -147,10 +149,11 @@ def plan(view: ModelView, now: Situation) -> Action:
     full = _full(view, now)
     if full:
         waiting = [version for version in waiting if version.request == "force"]
-    if waiting:
+    few = _few(waiting, view, now)
+    if waiting and not few:
         return _next(waiting, view)
     baseline = _baseline(view, now)
-    return Wait(full) if full and baseline == Wait() else baseline
+    return Wait(full or few) if (full or few) and baseline == Wait() else baseline
 
 
 def _full(view: ModelView, now: Situation) -> str:
@@ -160,6 +163,14 @@ def _full(view: ModelView, now: Situation) -> str:
     if now.rolls_out and view.begun_lately >= now.per_hour_max:
         return f"{view.begun_lately} rollouts began within the last hour: rollout.versions_per_hour_max"
     return ""
+
+
+def _few(waiting: Sequence[VersionRecord], view: ModelView, now: Situation) -> str:
+    """Why what waits is not worth a look yet; empty when it is. Who asks for a version, and a model without a champion,
+    need not wait."""
+    if len(waiting) >= now.updates_min or view.champion is None or any(version.request for version in waiting):
+        return ""
+    return f"{len(waiting)} of {now.updates_min} updates: rollout.check_after_updates" if waiting else ""
 
 
 def objection(version: VersionRecord, view: ModelView) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from prometheus_client import Counter, Gauge, Histogram
 
 DECISIONS = Counter("headrace_registry_decisions_total", "Decisions about versions", ["decision"])
@@ -12,6 +14,31 @@ UNITS_FULL = Counter(
     "Events of units of a rollout that were not kept: the unit is closed, or has events_per_unit_max",
 )
 UNDER_WAY = Gauge("headrace_registry_rollouts_under_way", "Rollouts that are going on", ["model"])
+Level: TypeAlias = Gauge
+"""What a rollout's gauges are."""
+ROLLOUT_STEPS = Counter("headrace_registry_rollout_steps_total", "Steps of rollouts", ["model", "kind"])
+ROLLOUT_UNITS_READ = Counter(
+    "headrace_registry_rollout_units_read_total", "Units that came to the age of their first reading", ["model", "arm"]
+)
+ROLLOUT_SHARE = Gauge("headrace_registry_rollout_share", "Share of the units of a candidate", ["model", "slot"])
+ROLLOUT_EXPOSURE = Gauge(
+    "headrace_registry_rollout_exposure",
+    "Share of the turns since a rollout began that its candidate answered",
+    ["model", "slot"],
+)
+ROLLOUT_DIFFERENCE = Gauge(
+    "headrace_registry_rollout_difference",
+    "Candidate less champion, and the ends of its confidence sequence",
+    ["model", "slot", "metric", "end"],
+)
+SHADOW_PROMPTS = Counter(
+    "headrace_registry_shadow_prompts_total", "Prompts of shadows, by what became of them", ["model", "outcome"]
+)
+ROLLOUT_HARM = Gauge(
+    "headrace_registry_rollout_harm",
+    "Evidence of harm as a share of what takes a candidate back, by guardrail",
+    ["model", "slot", "metric"],
+)
 GATE_SECONDS = Histogram(
     "headrace_registry_gate_seconds",
     "How long a gate run took, by how it ended",

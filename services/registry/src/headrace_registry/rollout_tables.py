@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Column, Index, LargeBinary, Table, Text
+from sqlalchemy import BigInteger, Boolean, Column, Float, Index, LargeBinary, Table, Text
 
 from headrace_registry.tables import METADATA
 from headrace_runtime.stream_tables import Id
@@ -31,6 +31,10 @@ ROLLOUTS = Table(
     Column("changed_ms", BigInteger, nullable=False),  # when it came into its phase and stage
     Column("observed_ms", BigInteger, nullable=False),  # how long its sessions have been watched: its own clock
     Column("stage_observed_ms", BigInteger, nullable=False),  # that clock when the stage began
+    Column("shadow", Text, nullable=False, server_default="{}"),  # shadow.findings.ShadowFindings as JSON
+    Column("turns", BigInteger, nullable=False, server_default="0"),  # drawn by the split while it went on
+    Column("turns_exposed", BigInteger, nullable=False, server_default="0"),  # those that the candidate answered
+    Column("share", Text),  # where an adaptive split gives it less than its stage has
     Index("ix_rollouts_model_phase", "model", "phase"),
 )
 
@@ -76,5 +80,27 @@ READINGS = Table(
     Column("candidate", Boolean, nullable=False),
     Column("enrolled_ms", BigInteger, nullable=False),
     Column("found", Text, nullable=False),  # metric to value, as JSON
+    Column("expected", Text, nullable=False, server_default="{}"),  # the same, as it was expected
     Index("ix_rollout_readings_order", "rollout_id", "id"),
+)
+
+PROMPTS = Table(
+    "rollout_prompts",
+    METADATA,
+    Column("id", Id, primary_key=True, autoincrement=True),
+    Column("rollout_id", Text, nullable=False),
+    Column("place", BigInteger, nullable=False),  # the order in which they were taken, and are read
+    Column("session_key", Text, nullable=False),  # the user's
+    Column("tenant", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("attempts", BigInteger, nullable=False),
+    Column("sampled_ms", BigInteger, nullable=False),  # by the rollout's clock
+    Column("answered_ms", BigInteger, nullable=False),
+    Column("tokens", BigInteger, nullable=False),  # of both answers and what they were answers to
+    Column("ended", Text, nullable=False),  # how each answer ended, as JSON
+    Column("log_weight", Float),
+    Column("found", Text, nullable=False),  # shadow.reading.PromptReading as JSON
+    Column("reason", Text, nullable=False),  # why it was left out
+    Index("ux_rollout_prompts_place", "rollout_id", "place", unique=True),
+    Index("ix_rollout_prompts_state", "rollout_id", "state", "place"),
 )

@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry import routing, store
 from headrace_registry.metrics import DECISIONS as DECISIONS_TOTAL
+from headrace_registry.metrics import ROLLOUT_STEPS
 from headrace_registry.records import ALONE, ModelRecord, Request, Standing, State, TrialResult, VersionRecord
 from headrace_registry.rollout_tables import ROLLOUTS
 from headrace_registry.rollouts import settling
@@ -305,3 +306,5 @@ class Transition:
         await self._tx.execute(insert(DECISIONS).values(**values, statistics=json.dumps(event.statistics)))
         self.events.append(event)
         DECISIONS_TOTAL.labels(decision).inc()
+        if step is not None:
+            ROLLOUT_STEPS.labels(model, step.kind).inc()

@@ -24,6 +24,7 @@ from headrace_runtime.pausing import Refusing
 from headrace_runtime.wire import Patience, Record
 from headrace_schemas import Event, Experience, ModelEvent
 from headrace_trainer.batches.cutting import mark_of
+from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.lineage.lease import Lease
 from headrace_trainer.lineage.lineage import Lineage
@@ -252,7 +253,21 @@ class Trainer:
     async def _follow(self, event: ModelEvent, lineage: Lineage) -> None:
         """Go back with the weights if the registry says so. What that undoes and is still fresh is queued again, with
         its tokens as they are on the bus."""
+        state = lineage.state
+        excludes = event.rollout is not None and event.rollout.excludes
+        if excludes or event.decision == "promoted":
+            state.exclude(event.version, ends=not excludes)  # before anything is queued again
         await self._undo(await self._do(lambda: lineage.control(event)), lineage)
+        if excludes:
+            await self._take_back(event.version, state)
+
+    async def _take_back(self, version: str, state: LineageState) -> None:
+        """Drop what the version answered and nobody trained yet, and take what was trained out of the weights."""
+        state.sweep()
+        held = state.held_of(version)
+        found = await self._read_again(state.places(held))
+        left = state.take_back(held, found, self._clock.now())
+        log.info("excluded", version=version, taken_back=len(held) - left, left=left)
 
     async def _undo(self, lost: Mapping[str, Sequence[int]], lineage: Lineage) -> None:
         if not lost:

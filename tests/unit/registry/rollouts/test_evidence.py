@@ -192,13 +192,17 @@ def test_the_registry_and_the_benchmark_agree(world: World, seed: int) -> None:
     drawn: list[Sessions] = [draw_sessions(chance, world, number, runs) for number in range(count)]
     found = play(chance, plan, world, count, runs, source=lambda number: drawn[number])
     for run in range(runs):
-        evidence, harmed, safe = Evidence(plan), dict[str, int](), dict[str, int]()
+        evidence, harmed, safe, entered = Evidence(plan), dict[str, int](), dict[str, int](), dict[int, int]()
         for number, sessions in enumerate(drawn):
             for look in plan.looks:
                 evidence.take(look, readings(sessions, number, look, world.every_s)[run])
             now = evidence.findings(numbers=False)
             if ARMS not in now.open_guardrails:
                 safe.setdefault(ARMS, number)
+            assert min(evidence.watch("reward", "maturity").said) == found.said[number, run]
+            for place in range(1, len(plan.stages)):
+                if place not in now.too_risky:
+                    entered.setdefault(place, number)
             for name in now.harmed:
                 harmed.setdefault(name, number)
             for one in plan.guardrails:
@@ -206,6 +210,7 @@ def test_the_registry_and_the_benchmark_agree(world: World, seed: int) -> None:
                     safe.setdefault(one.metric, number)
         theirs = {f"{name} at {look}": int(at[run]) for (name, look), at in found.harm.items() if at[run] < NEVER}
         assert harmed == theirs
+        assert entered == {place: int(at[run]) for place, at in enumerate(found.entries) if place and at[run] < NEVER}
         shown = {**found.safe, ARMS: found.even}
         assert safe == {name: int(at[run]) for name, at in shown.items() if at[run] < NEVER}
         ratio = found.ratio[run] < NEVER

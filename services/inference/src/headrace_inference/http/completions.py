@@ -12,13 +12,14 @@ from headrace_inference.chat.answer import Answer, Reading, StopWatch
 from headrace_inference.chat.exact import ExactPrompts, Prompt
 from headrace_inference.chat.parsers import Asked, Parsers
 from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
-from headrace_inference.engine import Engine, Finish, Generation, Sampling, Start, Tokens
+from headrace_inference.engine import AnswerScorer, Engine, Finish, Generation, Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed
 from headrace_inference.http import wire
 from headrace_inference.http.request import ChatRequest
 from headrace_runtime.aside import Aside
 from headrace_runtime.errors import Refused
 from headrace_schemas.resume import ResumedChoice
+from headrace_schemas.scoring import TokensToScore
 
 _SHOWN_BYTES = 100
 """About what one token's logprob takes in an answer."""
@@ -78,6 +79,18 @@ class Completions:
             )
         shape = wire.Wire(tokenizer, version, bool(request.return_token_ids), bool(request.logprobs))
         return Completion(self._prompts, prepared.prompt, shape, prepared.choices, generation, started, self._aside)
+
+    async def score(self, version: str, answers: Sequence[TokensToScore]) -> list[list[float]]:
+        """The logprobs of given answers. Raises `Refused`."""
+        engine: object = self._engine
+        if not isinstance(engine, AnswerScorer):
+            raise Refused(400, "unsupported", f"engine {self._engine.name} says no logprobs of given tokens")
+        for number, one in enumerate(answers):
+            for name, ids in (("prompt_token_ids", one.prompt_token_ids), ("token_ids", one.token_ids)):
+                if any(token >= self._engine.vocabulary(version) for token in ids):
+                    where = f"answers.{number}.{name}"
+                    raise Refused(400, "invalid_value", f"{where}: holds ids that {version} does not have", where)
+        return await engine.score(version, answers)
 
     def _prepare(self, request: ChatRequest, version: str, tokenizer: ChatTokenizer) -> _Prepared:
         """In any thread."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -23,6 +24,7 @@ from headrace_runtime import tracing, web
 from headrace_runtime.aside import Aside
 from headrace_runtime.errors import Refused
 from headrace_runtime.settings import Common
+from headrace_schemas.scoring import ScoredAnswers, ScoreRequest
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Api:
         routes = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/logprobs", self._logprobs, methods=["POST"]),
         ]
         application = web.app(checks, routes, self._common, needs_disk=False)
         for kind in (Refused, Overloaded, EngineFailed, HTTPException, Exception):
@@ -91,6 +94,17 @@ class Api:
             for served in self._versions.serving()
         ]
         return JSONResponse({"object": "list", "data": listed})
+
+    async def _logprobs(self, request: Request) -> Response:
+        """Of given answers (`headrace_schemas.scoring`)."""
+        web.require_internal_key(request, self._common)
+        body = await _body(request, self._limits.body_bytes_max)
+        asked = await self._aside.run(len(body), partial(_score_request, body))
+        served = self._versions.find(asked.model)
+        found = await self._completions.score(served.version, asked.answers)
+        metrics.REQUESTS.labels("200").inc()
+        said = ScoredAnswers(logprobs=tuple(tuple(one) for one in found))
+        return Response(said.model_dump_json(), media_type="application/json")
 
     async def _chat(self, request: Request) -> Response:
         web.require_internal_key(request, self._common)
@@ -116,6 +130,16 @@ class Api:
 
     def _parse(self, body: bytes) -> ChatRequest:
         return parse(body, self._limits.choices_max, self._limits.json_values_max)
+
+
+def _score_request(body: bytes) -> ScoreRequest:
+    """Raises `Refused`."""
+    try:
+        return ScoreRequest.model_validate_json(body)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(map(str, problem["loc"])) or "body"
+        raise Refused(400, "invalid_value", f"{where}: {problem['msg']}", where) from None
 
 
 async def _body(request: Request, limit: int) -> bytes:

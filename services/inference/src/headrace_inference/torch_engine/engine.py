@@ -20,10 +20,12 @@ from headrace_inference.torch_engine.loader import Loader
 from headrace_inference.torch_engine.model import Model
 from headrace_inference.torch_engine.probe import probe
 from headrace_inference.torch_engine.sampler import seed_of
+from headrace_inference.torch_engine.scoring import score
 from headrace_inference.torch_engine.sequence import Sequence
 from headrace_inference.torch_engine.worker import News, Worker
 from headrace_schemas import Probe
 from headrace_schemas.manifest import Manifest
+from headrace_schemas.scoring import TokensToScore
 
 _MIB = 2**20
 
@@ -79,6 +81,16 @@ class TorchEngine:
         tolerance = self._settings.probe_tolerance
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._loading, probe, model, parent and parent[0], tolerance)
+
+    async def score(self, version: str, answers: SequenceOf[TokensToScore]) -> list[list[float]]:
+        """One answer at a time, in the thread that loads: steps of users' batches go on between them."""
+        model = self._model(version)
+        loop = asyncio.get_running_loop()
+        found = []
+        for one in answers:
+            self._limit(model, len(one.prompt_token_ids), max(1, len(one.token_ids)))
+            found.append(await loop.run_in_executor(self._loading, score, model, one))
+        return found
 
     def generate(
         self,

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Protocol
 
 from headrace_registry import spending
 from headrace_registry.e_process import EProcess
 from headrace_registry.rollouts import confidence, metrics
+from headrace_registry.rollouts.adapting import Estimate
 from headrace_registry.rollouts.contrast import Contrast
 from headrace_registry.rollouts.hedge import Hedge
 from headrace_registry.rollouts.maturity import UnitReading
@@ -56,6 +58,8 @@ class MetricWatch:
         self.scale = (1.0 if look == "shadow" else 0.5) / metric.width
         self.tests: list[Test] = []
         self.seen = EProcess(null=0.0, gap=1.0)
+        self.said = [0, 0]
+        """Units that said something: of the control, of the candidate."""
         self._contrast = Contrast()
         self._sequence = confidence.ConfidenceSequence(alpha)
 
@@ -75,8 +79,10 @@ class MetricWatch:
         self.tests.append(test)
         return test
 
-    def take(self, value: float, *, candidate: bool) -> None:
-        self._see(self._contrast.of(self.metric.goodness(value), candidate=candidate))
+    def take(self, value: float, *, candidate: bool, expected: float | None = None) -> None:
+        self.said[candidate] += 1
+        foretold = None if expected is None else self.metric.goodness(expected)
+        self._see(self._contrast.of(self.metric.goodness(value), candidate=candidate, expected=foretold))
 
     def take_pair(self, candidate: float, champion: float) -> None:
         self._see(self.metric.goodness(candidate) - self.metric.goodness(champion))
@@ -123,6 +129,9 @@ class Findings:
     """Mature units of the candidate's arm."""
     controls: int = 0
     statistics: Mapping[str, float] = field(default_factory=dict)
+    too_risky: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """Stages that the candidate may not come into yet, each with the guardrails that still have to be shown to lose
+    less than the plan allows at its share."""
 
 
 class Evidence:
@@ -143,9 +152,12 @@ class Evidence:
         ]
         error = spending.success(plan.alpha, number, len(plan.successes))
         self._successes = [(one, self._claim(one, self._watch(one, last), error)) for one in plan.successes]
+        if plan.split == "adaptive":
+            self._watch(plan.successes[0], "maturity")
         for name in plan.watched:
             if (name, last) not in self._watches:
                 self._watches[name, last] = MetricWatch(metrics.named(name), last, plan.alpha)
+        self._entries = {place: self._to_enter(stage.share) for place, stage in enumerate(plan.stages) if place}
         self._ratio = SampleRatio()
         self._ratio_broken = False
         self._even = [Test(EProcess(null=-plan.uneven, gap=plan.uneven), self.alpha, sign) for sign in (1.0, -1.0)]
@@ -175,7 +187,8 @@ class Evidence:
                 test.see(1.0 if reading.unit.candidate else -1.0)
         for (name, at), watch in self._watches.items():
             if at == look and name in reading.values:
-                watch.take(reading.values[name], candidate=reading.unit.candidate)
+                expected = reading.expected.get(name)
+                watch.take(reading.values[name], candidate=reading.unit.candidate, expected=expected)
 
     def take_shadow(self, candidate: Mapping[str, float], champion: Mapping[str, float]) -> None:
         """Both answers to one prompt."""
@@ -193,6 +206,7 @@ class Evidence:
             + (() if all(test.convinced for test in self._even) else (ARMS,)),
             shown=tuple(f"{one.metric} {one.kind.replace('_', ' ')}" for one in shown),
             improved=any(one.kind == "improved" for one in shown),
+            too_risky={place: names for place in self._entries if (names := self._not_shown(place))},
             sample_ratio_broken=self._ratio_broken,
             shadow_units=self._shadow_units,
             candidates=self._ratio.candidates,
@@ -202,9 +216,21 @@ class Evidence:
 
     @property
     def measured(self) -> int:
-        """Units of both arms whose reading said something of a success metric."""
+        """Units of the arm that said less, of those whose reading said something of a success metric."""
         successes = {success.metric for success, _ in self._successes}
-        return max(watch.seen.count for (name, _), watch in self._watches.items() if name in successes)
+        return max(min(watch.said) for (name, _), watch in self._watches.items() if name in successes)
+
+    @property
+    def units(self) -> int:
+        """Read at maturity, of both arms."""
+        return self._ratio.candidates + self._ratio.controls
+
+    def estimate(self) -> Estimate:
+        """Of the first success metric, as a share of its width, more being better."""
+        success, _ = self._successes[0]
+        watch = self._watches[success.metric, "maturity"]
+        error = watch.seen.standard_error
+        return Estimate(2.0 * watch.seen.mean, None if error is None else 2.0 * error)
 
     def statistics(self) -> dict[str, float]:
         """Of the whole, and of each metric: as first read when there is harm, else as read last, which promotions rest
@@ -229,6 +255,19 @@ class Evidence:
             tests = [test for name, test in self._harms if name.rpartition(" at ")[0] == guardrail.metric]
             found[f"{guardrail.metric}.harm_log_wealth"] = max(test.wealth.log_wealth for test in tests)
         return found
+
+    def _to_enter(self, share: Fraction) -> list[tuple[str, Test]]:
+        """What has to be shown at the first reading on live traffic before the candidate gets that share."""
+        part = self.plan.to_rule_out(min(share, Fraction(1, self.plan.slots + 1)))
+        if part is None:
+            return []
+        return [
+            (one.metric, self._watch(one, "maturity").not_inferior(float(part) * one.measured.width, self.plan.alpha))
+            for one in self.plan.guardrails
+        ]
+
+    def _not_shown(self, place: int) -> tuple[str, ...]:
+        return tuple(name for name, test in self._entries[place] if not test.convinced)
 
     def _watch(self, one: Guardrail | Success, look: Look) -> MetricWatch:
         return self._watches.setdefault((one.metric, look), MetricWatch(one.measured, look, self.plan.alpha))

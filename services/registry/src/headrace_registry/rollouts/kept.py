@@ -15,6 +15,7 @@ from headrace_registry.records import ModelRecord, Standing
 from headrace_registry.rollout_tables import ROLLOUTS
 from headrace_registry.rollouts.machine import UNDER_WAY, Book, Phase, Rollout
 from headrace_registry.rollouts.plan import RolloutPlan
+from headrace_registry.shadow.findings import ShadowFindings
 from headrace_registry.tables import VERSIONS
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
 
@@ -46,6 +47,14 @@ class KeptRollout:
     changed: datetime
     observed_ms: int
     stage_observed_ms: int
+    turns: int
+    """Of the model, drawn by the split since the rollout began."""
+    turns_exposed: int
+    """Those that the candidate answered."""
+    own_share: Fraction | None
+    """Where an adaptive split gives it less than its stage has."""
+    shadow: ShadowFindings
+    """Of its shadow, once that is over."""
 
     @property
     def points(self) -> list[dict[str, object]]:
@@ -60,7 +69,17 @@ class KeptRollout:
     @property
     def share(self) -> Fraction:
         """Of all units, for the candidate, while it goes on."""
+        return self.stage_share if self.own_share is None else min(self.own_share, self.stage_share)
+
+    @property
+    def stage_share(self) -> Fraction:
+        """What its stage would give it."""
         return min(self.plan.stages[self.stage].share, Fraction(1, self.slots + 1))
+
+    @property
+    def exposure(self) -> float:
+        """Share of the traffic since it began that met the candidate."""
+        return self.turns_exposed / self.turns if self.turns else 0.0
 
     @property
     def now(self) -> datetime:
@@ -121,4 +140,8 @@ def _kept(row: RowMapping) -> KeptRollout:
         changed=from_epoch_ms(row["changed_ms"]),
         observed_ms=row["observed_ms"],
         stage_observed_ms=row["stage_observed_ms"],
+        turns=row["turns"],
+        turns_exposed=row["turns_exposed"],
+        own_share=Fraction(row["share"]) if row["share"] else None,
+        shadow=ShadowFindings.model_validate_json(row["shadow"]),
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, Table, delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_registry.rollout_tables import EVENTS, READINGS, ROLLOUTS, SESSIONS, UNITS
+from headrace_registry.rollout_tables import EVENTS, PROMPTS, READINGS, ROLLOUTS, SESSIONS, UNITS
 from headrace_registry.rollouts.kept import KeptRollout
 from headrace_registry.rollouts.machine import UNDER_WAY
 from headrace_registry.rollouts.maturity import Unit, UnitReading
@@ -44,6 +44,17 @@ async def elapse(tx: AsyncConnection, milliseconds: int) -> None:
     """All that was on the topics so long ago has been read."""
     later = {"observed_ms": ROLLOUTS.c.observed_ms + milliseconds}
     await tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.phase.in_(UNDER_WAY)).values(later))
+
+
+async def count_turns(tx: AsyncConnection, drawn: Mapping[str, int], answered: Mapping[tuple[str, str], int]) -> None:
+    """Turns that the split has drawn, by model, and who answered them, by model and version."""
+    going_on = ROLLOUTS.c.phase.in_(UNDER_WAY)
+    for model, count in drawn.items():
+        rows = update(ROLLOUTS).where(ROLLOUTS.c.model == model, going_on)
+        await tx.execute(rows.values(turns=ROLLOUTS.c.turns + count))
+    for (model, version), count in answered.items():
+        rows = update(ROLLOUTS).where(ROLLOUTS.c.model == model, ROLLOUTS.c.version == version, going_on)
+        await tx.execute(rows.values(turns_exposed=ROLLOUTS.c.turns_exposed + count))
 
 
 async def enroll(tx: AsyncConnection, member: Membership, session_key: str, *, candidate: bool, window_ms: int) -> bool:
@@ -125,6 +136,7 @@ async def note(
             "candidate": reading.unit.candidate,
             "enrolled_ms": epoch_ms(reading.unit.enrolled),
             "found": json.dumps(dict(reading.values)),
+            "expected": json.dumps(dict(reading.expected)),
         }
         await tx.execute(insert(READINGS).values(row))
         counted = {"looks": UNITS.c.looks + 1, **({"events": -1} if last else {})}
@@ -142,7 +154,9 @@ async def readings(tx: AsyncConnection, rollout_id: str, after: int, limit: int)
             row["id"],
             row["look"],
             UnitReading(
-                Unit(row["unit"], row["candidate"], from_epoch_ms(row["enrolled_ms"])), json.loads(row["found"])
+                Unit(row["unit"], row["candidate"], from_epoch_ms(row["enrolled_ms"])),
+                json.loads(row["found"]),
+                json.loads(row["expected"]),
             ),
         )
         for row in rows
@@ -162,6 +176,8 @@ async def clear(tx: AsyncConnection, model: str, kept_max: int) -> bool:
         if len(found) == AT_ONCE_MAX:
             return True
     old = ended.order_by(ROLLOUTS.c.number_id.desc()).limit(100_000).offset(kept_max)
+    if await remove_some(tx, PROMPTS, PROMPTS.c.rollout_id.in_(old), order=PROMPTS.c.id):
+        return True
     return await remove_some(tx, READINGS, READINGS.c.rollout_id.in_(old), order=READINGS.c.id)
 
 

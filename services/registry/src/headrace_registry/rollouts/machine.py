@@ -158,7 +158,9 @@ def judge(plan: RolloutPlan, rollout: Rollout, found: Findings, now: datetime) -
     if rollout.phase not in UNDER_WAY:
         return None
     step = _danger(found) or (
-        _from_shadow(plan, found) if rollout.phase == "shadow" else _from_canary(plan, rollout, found, now)
+        _from_shadow(plan, rollout, found, now)
+        if rollout.phase == "shadow"
+        else _from_canary(plan, rollout, found, now)
     )
     if step is None and (now - rollout.began).total_seconds() >= plan.duration_max_s:
         step = "hold", _undecided(found, f"duration_max_s = {plan.duration_max_s:g}")
@@ -180,8 +182,9 @@ def _danger(found: Findings) -> _Step | None:
     return None
 
 
-def _from_shadow(plan: RolloutPlan, found: Findings) -> _Step | None:
-    if found.shadow_units < plan.shadow_units:
+def _from_shadow(plan: RolloutPlan, rollout: Rollout, found: Findings, now: datetime) -> _Step | None:
+    in_time = (now - rollout.began).total_seconds() < plan.shadow_duration_max_s
+    if found.shadow_units < plan.shadow_units and in_time:
         return None
     return "advance", f"no harm in {found.shadow_units} answers beside the champion"
 
@@ -193,7 +196,7 @@ def _from_canary(plan: RolloutPlan, rollout: Rollout, found: Findings, now: date
         if last and found.shown and not found.open_guardrails:
             shown = f"{' and '.join(found.shown)}; every guardrail not inferior"
             return ("promote", shown) if plan.promotes else ("hold", f"{shown}; {LEFT_TO_OPERATOR}")
-        if not last:
+        if not last and not found.too_risky.get(rollout.stage + 1):
             share = plan.stages[rollout.stage + 1].share
             return "advance", f"no harm in {found.candidates} units at {stage.share}; on to {share}"
     if found.candidates >= plan.units_max:
@@ -277,6 +280,9 @@ def _with(book: Book, rollout: Rollout) -> Book:
 
 def _undecided(found: Findings, limit: str) -> str:
     parts = []
+    if found.too_risky:
+        stage, names = min(found.too_risky.items())
+        parts.append(f"{', '.join(names)} not shown to be harmless enough for stage {stage + 1}")
     if found.open_guardrails:
         parts.append(f"{', '.join(found.open_guardrails)} not shown to be good enough")
     if not found.shown:

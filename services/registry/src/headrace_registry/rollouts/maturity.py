@@ -12,7 +12,7 @@ corrected values instead would be a new test with each correction, and nobody co
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from statistics import fmean
 
@@ -41,6 +41,8 @@ class UnitReading:
 
     unit: Unit
     values: Mapping[str, float]
+    expected: Mapping[str, float] = field(default_factory=dict)
+    """What was expected of it before its arm was known, where anything was."""
 
 
 def due(units: Iterable[Unit], now: datetime, age_s: float) -> list[Unit]:

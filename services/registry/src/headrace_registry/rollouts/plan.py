@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from headrace_registry import spending
 from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.metrics import Metric
+from headrace_registry.shadow.demands import Demands
 from headrace_runtime.settings import Section
 from headrace_schemas.base import Finite, Model, Text
 
@@ -87,12 +88,29 @@ class RolloutPlan(Section):
     slots: Annotated[int, Field(ge=1, le=8)] = 1
     """How many candidates there may be at a time. Each has a control of its own size within one block of units, so a
     candidate gets 1 / (slots + 1) of them at most, whatever its stage says. No larger while anything is under way."""
-    shadow_units: Annotated[int, Field(ge=0)] = 0
-    """So many prompts the candidate answers beside the champion, unseen by users, before it gets any of them."""
+    split: Literal["even", "adaptive"] = "even"
+    """`adaptive`: of several candidates at a time, those that are probably not the best get less than their stage has
+    (Thompson's rule), and the leader all of it. Needs `unit = "session"`: a share that shrinks would move users."""
+    floor: Annotated[Fraction, Field(gt=0, le=1)] = Fraction(1, 8)
+    """`split = "adaptive"`: the part of its stage's share that a candidate always keeps."""
+    shadow_units: Annotated[int, Field(ge=0, le=100_000)] = 0
+    """So many prompts of users' sessions both versions answer anew, unseen by users, before the candidate gets any of
+    them; 0: no shadow. `registry.rollout.shadow` says whose, and what it may take."""
+    shadow_duration_max_s: Positive = 21_600.0
+    """After so long the canary begins with what the shadow has found."""
+    shadow_demands: Demands = Demands()
+    """What has to be there before a shadow says anything about users."""
     stages: tuple[RolloutStage, ...] = Field(
         default=_stages(Fraction(1, 100), Fraction(1, 10), Fraction(1, 2)), min_length=1, max_length=16
     )
     """The ramp: `share` of the units, then `units_min` of the candidate and `duration_min_s` before the next one."""
+    exposure_max: Annotated[Fraction, Field(gt=0, le=_SHARE_MAX)] = Fraction(1, 10)
+    """The share of the units that may meet a version about which nothing is known. A larger one waits until sessions
+    have ruled out, for each guardrail, so large a loss that no more is at stake: five times the share needs the loss to
+    be less than a fifth of the worst that the metric can be."""
+    experiences: Literal["keep", "exclude"] = "keep"
+    """What a version answered that its rollout took back: `keep` trains on it, as on anything that went badly,
+    `exclude` drops it and takes back what was trained on it."""
     guardrails: tuple[Guardrail, ...] = Field(
         default=(
             Guardrail(metric="reward", margin=0.1, weight=12),
@@ -136,6 +154,8 @@ class RolloutPlan(Section):
             raise ValueError(f"closing_s = {self.closing_s:g} is before maturity_s = {self.maturity_s:g}")
         if self.unit == "session" and self.window_s:
             raise ValueError(f'window_s = {self.window_s:g} is for unit = "user"; leave it 0')
+        if self.split == "adaptive" and self.unit != "session":
+            raise ValueError('split = "adaptive" needs unit = "session": a share that shrinks would move users')
         shares = [stage.share for stage in self.stages]
         if any(later <= earlier for earlier, later in pairwise(shares)):
             raise ValueError(f"shares {', '.join(map(str, shares))}: each stage has more than the one before")
@@ -176,6 +196,11 @@ class RolloutPlan(Section):
                 f"{', '.join(sorted(rewarded))} without a guardrail on missing: sessions without a reward are not "
                 "compared, so a version that loses its bad ones would look better; add one"
             )
+
+    def to_rule_out(self, share: Fraction) -> Fraction | None:
+        """The loss, as a part of the worst that a metric can be, that a candidate's sessions have to rule out before it
+        gets `share`; None: nothing. Share times loss is never more than `exposure_max` times the worst."""
+        return None if share <= self.exposure_max else self.exposure_max / share
 
     @property
     def looks(self) -> Mapping[Look, Fraction]:

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace_registry.rollouts.plan import RolloutPlan, RolloutStage
+from headrace_registry.shadow.settings import ShadowSettings
 from headrace_schemas.base import Model, Share
 
 Kind = Literal["rolling", "canary", "ab"]
@@ -30,23 +31,36 @@ class RolloutSettings(RolloutPlan):
     """`rolling`: a version that passed the gate serves everybody. `canary`: it gets a growing share of the traffic
     and becomes champion, is held or is taken back by what its sessions show. `ab`: a fixed share, `stages` is one, and
     the end changes nothing."""
-    exposure_max: Annotated[Fraction, Field(gt=0, le=Fraction(1, 2))] = Fraction(1, 2)
-    """The most of all units that one candidate gets, whatever `stages` say."""
+    share_max: Annotated[Fraction, Field(gt=0, le=Fraction(1, 2))] = Fraction(1, 2)
+    """The most of all units that one candidate gets, whatever `stages` say and its sessions show."""
     versions_per_hour_max: Annotated[int, Field(ge=1)] = 60
     """Rollouts that may begin in an hour, of one model; further versions wait."""
+    check_after_updates: Annotated[int, Field(ge=1)] = 1
+    """Versions that have to be published before the newest of them is tried; those between are passed over. Versions
+    that an operator asks for are tried at once."""
     events_per_unit_max: Annotated[int, Field(ge=16)] = 1024
     """Turns, rewards and feedback that are kept of one unit until it is closed; later ones do not count."""
     rollouts_kept_max: Annotated[int, Field(ge=1)] = 50
     """Ended rollouts of a model whose readings, and so whose charts, are kept."""
+    reports_kept_max: Annotated[int, Field(ge=0)] = 200
+    """Pictures that are kept under `registry/rollouts` of the data directory, one for each step of a rollout; the
+    oldest go. Needs matplotlib. 0 writes none."""
     read_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     """How often the topics are read while anything is under way."""
+    shadow: ShadowSettings = ShadowSettings()
 
     @model_validator(mode="after")
     def _can_be_done(self) -> Self:
-        if self.shadow_units:
+        if self.shadow_units and not self.shadow.tenants:
             raise ValueError(
-                f"shadow_units = {self.shadow_units}: no service plays users' prompts a second time; leave it 0 and "
-                "begin with a small share"
+                f"shadow_units = {self.shadow_units}, and shadow.tenants names nobody whose prompts may be answered "
+                "anew; name them, or leave it 0"
+            )
+        first = self.stages[0].share
+        if self.kind == "canary" and first > self.exposure_max:
+            raise ValueError(
+                f"the first of stages has {first} of the units, exposure_max allows {self.exposure_max} for a version "
+                "about which nothing is known; begin with less, or raise exposure_max"
             )
         if self.kind == "ab" and len(self.stages) != 1:
             raise ValueError(f'kind = "ab" has one fixed share, stages has {len(self.stages)}; leave one of them')
@@ -63,8 +77,8 @@ class RolloutSettings(RolloutPlan):
         stages = self.stages
         if wish.share is not None:
             share = Fraction(wish.share)
-            if not 0 < share <= self.exposure_max:
-                raise ValueError(f"share {share}: more than 0, and exposure_max = {self.exposure_max} at most")
+            if not 0 < share <= self.share_max:
+                raise ValueError(f"share {share}: more than 0, and share_max = {self.share_max} at most")
             stages = (RolloutStage(share=share, units_min=stages[-1].units_min),)
         elif kind == "ab":
             stages = stages[-1:]
@@ -72,9 +86,9 @@ class RolloutSettings(RolloutPlan):
         return RolloutPlan(**{**fields, "stages": self._within(stages), "promotes": self.promotes and kind != "ab"})
 
     def _within(self, stages: tuple[RolloutStage, ...]) -> tuple[RolloutStage, ...]:
-        """Cut off at `exposure_max`: what is beyond it becomes one last stage with as much."""
-        kept = [stage for stage in stages if stage.share < self.exposure_max]
-        beyond = [stage for stage in stages if stage.share >= self.exposure_max]
+        """Cut off at `share_max`: what is beyond it becomes one last stage with as much."""
+        kept = [stage for stage in stages if stage.share < self.share_max]
+        beyond = [stage for stage in stages if stage.share >= self.share_max]
         if beyond:
-            kept.append(beyond[-1].model_copy(update={"share": self.exposure_max}))
+            kept.append(beyond[-1].model_copy(update={"share": self.share_max}))
         return tuple(kept)

@@ -30,6 +30,8 @@ def of(one: KeptRollout, decided: tuple[ModelEvent, ...] = (), *, chart: bool = 
         margins={guardrail.metric: guardrail.margin for guardrail in one.plan.guardrails},
         higher_is_better={name: metrics.named(name).higher_is_better for name in sorted(watched)},
         statistics=dict(one.statistics),
+        shadow_units=one.plan.shadow_units,
+        shadow=one.shadow.state,
         chart=tuple(ChartPoint.model_validate(point) for point in one.points) if chart else (),
         began_at=one.began,
         changed_at=one.changed,

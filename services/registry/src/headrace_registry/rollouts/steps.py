@@ -17,6 +17,7 @@ from headrace_registry.rollouts import kept, machine, settling
 from headrace_registry.rollouts.kept import KeptRollout
 from headrace_registry.rollouts.machine import Kind, RolloutDecision
 from headrace_registry.rollouts.plan import RolloutPlan
+from headrace_registry.shadow import closing
 from headrace_registry.transition import Transition
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import RolloutStep
@@ -86,6 +87,8 @@ async def take(transition: Transition, one: KeptRollout, decision: RolloutDecisi
     """Do what was decided about a rollout, with all that follows. Raises `NotAllowed`."""
     model = await store.model(transition.tx, one.model)
     assert model is not None
+    if one.phase == "shadow":
+        decision = await closing.closed(transition.tx, one, decision)
     after, _ = machine.apply(one.plan, await kept.book(transition.tx, model), decision)
     rollout = after.rollouts[one.version]
     if decision.kind == "hold":
@@ -101,12 +104,24 @@ async def take(transition: Transition, one: KeptRollout, decision: RolloutDecisi
             "reason": decision.reason,
             "changed_ms": epoch_ms(transition.now),
             "stage_observed_ms": one.observed_ms,
+            "share": None,
         }
         await transition.tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.rollout_id == one.rollout_id).values(changed))
         step = _step(one, decision.kind, rollout.stage)
         numbers = decision.statistics
         await transition.decide(one.model, one.version, "probed", decision.reason, numbers, one.control, step)
         transition.touch(one.model)
+
+
+async def share_out(
+    transition: Transition, one: KeptRollout, share: Fraction, reason: str, statistics: Mapping[str, float]
+) -> None:
+    """Another share within its stage, by an adaptive split."""
+    own = None if share == one.stage_share else str(share)
+    await transition.tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.rollout_id == one.rollout_id).values(share=own))
+    step = RolloutStep(rollout_id=one.rollout_id, kind="advance", stage=one.stage, share=str(share))
+    await transition.decide(one.model, one.version, "probed", reason, statistics, one.control, step)
+    transition.touch(one.model)
 
 
 async def promote(
@@ -133,7 +148,8 @@ async def roll_back(
 ) -> None:
     """The candidate is out for good, and what descends from it as well."""
     await settling.end(transition, one, "rolled_back", reason)
-    await transition.withdraw(model, one.version, reason, statistics, _step(one, "roll_back", one.stage))
+    step = _step(one, "roll_back", one.stage).model_copy(update={"excludes": one.plan.experiences == "exclude"})
+    await transition.withdraw(model, one.version, reason, statistics, step)
 
 
 def _step(one: KeptRollout, kind: Kind, stage: int) -> RolloutStep:

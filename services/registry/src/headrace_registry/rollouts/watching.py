@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from datetime import datetime
+
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.leader import LeaderLease
 from headrace_registry.metrics import UNITS_FULL
 from headrace_registry.rollouts import kept, ledger
 from headrace_registry.rollouts.ledger import Membership
+from headrace_registry.shadow.sampling import PromptSampler
 from headrace_runtime.processor import Handling
 from headrace_schemas import Event, Feedback, Reward, Trajectory, Turn
 
 
 class TurnHandler:
-    """A unit begins with the first turn of an arm, whichever version answered: arms are compared as assigned."""
+    """A unit begins with the first turn of an arm, whichever version answered: arms are compared as assigned.
 
-    def __init__(self, lease: LeaderLease, events_max: int) -> None:
+    What met the candidate is counted by who answered. `write_counts` is to follow each batch, in its transaction.
+    """
+
+    def __init__(self, lease: LeaderLease, events_max: int, sampler: PromptSampler | None = None) -> None:
         self._lease = lease
         self._events_max = events_max
+        self._sampler = sampler
+        self._counting: AsyncConnection | None = None
+        """The transaction that the counts belong to; those of one that was rolled back are made again."""
+        self._drawn: Counter[str] = Counter()
+        self._answered: Counter[tuple[str, str]] = Counter()
 
     async def __call__(self, event: Turn, handling: Handling) -> Sequence[Event]:
+        if self._sampler is not None:
+            await self._sampler.take(handling.tx, event)
         assigned = event.assignment
-        if assigned is None or assigned.arm == "rest":
+        if assigned is None:
+            return ()
+        self._count(event, handling.tx)
+        if assigned.arm == "rest":
             return ()
         await self._lease.check(handling.tx)
         for rollout_id in assigned.rollouts:
@@ -35,6 +53,21 @@ class TurnHandler:
                 handling.tx, member, event.session_key, candidate=candidate, window_ms=window_ms
             ) and not await ledger.keep(handling.tx, member, event, self._events_max):
                 UNITS_FULL.inc()
+        return ()
+
+    def _count(self, event: Turn, tx: AsyncConnection) -> None:
+        if self._counting is not tx:
+            self._counting = tx
+            self._drawn.clear()
+            self._answered.clear()
+        self._drawn[event.model] += 1
+        self._answered[event.model, event.version] += 1
+
+    async def write_counts(self, tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+        if self._counting is tx:
+            self._counting = None
+            await self._lease.check(tx)
+            await ledger.count_turns(tx, self._drawn, self._answered)
         return ()
 
 

@@ -20,7 +20,6 @@ it names itself, or else as `no_signal`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -111,6 +110,10 @@ class Dropped:
     detail: str | None = None
 
 
+EXCLUDED = Dropped("withdrawn", "excluded")
+"""A version answered whose rollout took it back."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """`queue` it, `drop` it with a reason, or `ignore` a redelivery. `replaces`: an older revision waits no longer."""
@@ -152,19 +155,25 @@ def expired(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
 ) -> Dropped | None:
     """The part of `objection` whose answer changes while an experience waits, because the weights move."""
+    trained = entry is not None and entry.trained
+    excluded = history.excluded_of(versions_of(experience)) is not None
+    if excluded and not trained:
+        return EXCLUDED
     reason = stale(experience, history, limits.max_staleness)
     if reason is not None:
         return Dropped(reason)
-    if entry is not None and entry.trained and not due_of(experience, entry, history, steps, limits):
-        return Dropped("unchanged")
+    if entry is not None and trained and not due_of(experience, entry, history, steps, limits):
+        return EXCLUDED if excluded else Dropped("unchanged")
     return None
 
 
 def due_of(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
 ) -> tuple[Due, ...]:
-    """What of it is to be trained."""
-    return due(experience, entry, limits.examples(experience), history, steps, limits.rules)
+    """What of it is to be trained. What an excluded version answered is worth nothing, whatever is said of it."""
+    excluded = history.excluded_of(versions_of(experience)) is not None
+    given = () if excluded else limits.examples(experience)
+    return due(experience, entry, given, history, steps, limits.rules)
 
 
 def stale(experience: Experience, history: History, max_staleness: int) -> DropReason | None:
@@ -174,14 +183,6 @@ def stale(experience: Experience, history: History, max_staleness: int) -> DropR
     if staleness is None:
         return "foreign_version"
     return "stale" if staleness > max_staleness else None
-
-
-def missing_advantage(
-    experience: Experience, entry: Entry, history: History, steps: int, advantage_max: float
-) -> float:
-    """A(new) - A(old): what a correction of a branch has to add to the present weights."""
-    held = entry.held(history, steps)
-    return entry.advantage_of(experience.reward, advantage_max) - math.fsum(one.advantage for one in held)
 
 
 def versions_of(experience: Experience) -> Sequence[str]:

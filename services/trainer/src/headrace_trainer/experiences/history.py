@@ -39,6 +39,8 @@ class History:
     replayed: Mapping[str, int] = field(default_factory=dict)
     """Versions of another lineage whose experiences are trained again here, by number: each counts as ours of the same
     number, so that a replay makes the same decisions about staleness (P9)."""
+    excluded: frozenset[str] = frozenset()
+    """Versions whose experiences are not trained: their rollouts took them back."""
 
     @classmethod
     def begin(cls, first: Published) -> History:
@@ -80,6 +82,16 @@ class History:
         known = [distance for distance in found if distance is not None]
         return max(known, default=0) if len(known) == len(found) else None
 
+    def excluding(self, version: str, *, ends: bool = False) -> History:
+        """Nothing that `version` answered is trained from now on; `ends`: it is again. Versions that are not remembered
+        are foreign anyway."""
+        known = version in self and not ends
+        return replace(self, excluded=self.excluded | {version} if known else self.excluded - {version})
+
+    def excluded_of(self, versions: Iterable[str]) -> str | None:
+        """The first of them whose experiences are not trained."""
+        return next((version for version in versions if version in self.excluded), None)
+
     def _distance(self, version: str) -> int | None:
         number = self.replayed.get(version)
         if version in self.distances or number is None:
@@ -114,7 +126,10 @@ class History:
                 spare -= 1
             else:
                 kept.append(old)
-        return replace(self, versions=(*kept, version), head=version.version, head_step=version.last_step)
+        excluded = self.excluded & {old.version for old in kept}
+        return replace(
+            self, versions=(*kept, version), head=version.version, head_step=version.last_step, excluded=excluded
+        )
 
     def moved(self, version: str, now: int) -> History:
         """The weights are those of `version` again; everything that the steps up to `now` added to it is undone."""

@@ -17,6 +17,7 @@ from headrace_schemas import BatchRecord, Experience, Read, Restored, TrainingOu
 from headrace_schemas.events.checkpoint import DropReason
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.experiences.admission import (
+    EXCLUDED,
     AdmissionLimits,
     Decision,
     decide,
@@ -244,6 +245,47 @@ class LineageState:
                 UNDONE.labels(str(revision == again).lower()).inc()
                 self.undone.append(Undone(experience_id=name, revision=revision, queued=revision == again))
 
+    def exclude(self, version: str, *, ends: bool = False) -> None:
+        """Nothing that `version` answered is trained from now on; `ends`: it is again."""
+        self.history = self.history.excluding(version, ends=ends)
+
+    def held_of(self, version: str) -> dict[str, tuple[int, ...]]:
+        """The experiences that an excluded version answered and whose contributions the weights still hold, each with
+        the revisions that made them; `take_back` is to be told."""
+        held: dict[str, tuple[int, ...]] = {}
+        for name in self.window:
+            entry = self.window.get(name)
+            if entry is not None and self.history.excluded_of(entry.versions) == version:
+                revisions = entry.held_revisions(self.history, self.steps)
+                if revisions and entry.holds(self.history, self.steps):
+                    held[name] = tuple(sorted(revisions))
+        return held
+
+    def take_back(self, held: Mapping[str, Sequence[int]], found: Mapping[str, Experience], now: datetime) -> int:
+        """Queue a correction for each experience that `held_of` returned: it takes out of the weights what they hold.
+        `found` were read again from the bus. Returns how many stay in the weights: those that are too old to be trained
+        (P5), whose tokens the bus no longer has, and those without room in the queue."""
+        left = 0
+        for name, revisions in held.items():
+            entry, experience = self.window.get(name), found.get(name)
+            assert entry is not None, "nothing is evicted between two saves"
+            again: set[int] = set()
+            if name not in self._waiting:  # else what waits is a correction, and takes back just as much
+                if experience is None or not self._correctable(experience, entry):
+                    left += 1
+                    continue
+                self._put(Waiting(experience=experience, since_ms=epoch_ms(now)))
+                again = {experience.revision}
+            for revision in sorted({*revisions, *again}):
+                UNDONE.labels(str(revision in again).lower()).inc()
+                self.undone.append(Undone(experience_id=name, revision=revision, queued=revision in again))
+        return left
+
+    def _correctable(self, experience: Experience, entry: Entry) -> bool:
+        """Whether it can be queued, and is the last word that was read about it."""
+        newest = experience.revision == entry.revisions[-1] and self.room > 0
+        return newest and objection(experience, entry, self.history, self.steps, self.limits) is None
+
     def drop(self, item: Waiting, reason: DropReason, detail: str | None = None) -> None:
         """Take it out of the queue for good."""
         self._remove(item.experience.experience_id)
@@ -298,7 +340,11 @@ class LineageState:
             self.window.put(experience.experience_id, entry.model_copy(update=update))
         for experience in {one.waiting.experience.experience_id: one.waiting.experience for one in trained}.values():
             self._remove(experience.experience_id)
-            self._record(experience, None)
+            taken_back = self.history.excluded_of(versions_of(experience)) is not None
+            if taken_back:
+                self._record(experience, EXCLUDED.reason, EXCLUDED.detail)
+            else:
+                self._record(experience, None)
 
     def snapshot(self) -> dict[str, object]:
         """The fields of `Saved` that this state holds. A copy: later calls do not change it."""
@@ -307,6 +353,7 @@ class LineageState:
             "waiting": self.waiting,
             "window": self.window.copy(),
             "promoted": self.promoted,
+            "excluded": tuple(sorted(self.history.excluded)),
             "baselines": self.baselines,
             "steps": self.steps,
         }
@@ -333,6 +380,7 @@ class LineageState:
                 turn_ids=experience.turn_ids,
                 dropped=dropped,
                 detail=detail,
+                excluded=self.history.excluded_of(versions_of(experience)) if detail == EXCLUDED.detail else None,
             )
         )
         if dropped is None:

@@ -8,8 +8,10 @@ and age; a record that is delivered once more after that is judged anew.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
+from itertools import zip_longest
 
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas.arrays import TokenIds
@@ -81,6 +83,17 @@ class Entry(Model):
     def held(self, history: History, steps: int) -> Sequence[Contribution]:
         """What the weights after so many steps hold of it: a version that was abandoned took its steps along."""
         return [one for one in self.contributions if history.holds_step(one.step, steps)]
+
+    def holds(self, history: History, steps: int) -> bool:
+        """Whether those weights hold anything of it: of some example the contributions do not cancel out."""
+        parts: dict[str, list[Contribution]] = {}
+        for one in self.held(history, steps):
+            parts.setdefault(one.part, []).append(one)
+        return any(
+            math.fsum(one.advantage for one in several)
+            or any(map(math.fsum, zip_longest(*(one.turns for one in several), fillvalue=0.0)))
+            for several in parts.values()
+        )
 
     def held_revisions(self, history: History, steps: int) -> set[int]:
         """The revisions of what is held."""

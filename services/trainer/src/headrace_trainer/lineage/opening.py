@@ -141,7 +141,7 @@ def _state(settings: TrainerSettings, learner: Learner, saved: Saved, replayed: 
         log.info("sequence_bound", tokens=min(context, settings.memory.queue_tokens), context=abilities.context)
     limits = limits_of(settings, abilities.vocabulary, context)
     return LineageState(
-        History(saved.versions, saved.head, saved.head_step, replayed),
+        History(saved.versions, saved.head, saved.head_step, replayed, frozenset(saved.excluded)),
         limits,
         settings.memory,
         baselines=saved.baselines,

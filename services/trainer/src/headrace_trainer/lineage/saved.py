@@ -40,6 +40,8 @@ class Saved(Model):
     head: Version
     head_step: int
     promoted: Annotated[tuple[Version, ...], Field(min_length=1, max_length=2)]
+    excluded: tuple[Version, ...] = ()
+    """Versions whose experiences are not trained."""
     baselines: Baselines
     steps: Annotated[int, Field(ge=0)]
     account: Annotated[int, Field(ge=0)]

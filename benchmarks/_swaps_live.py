@@ -1,0 +1,314 @@
+"""A hundred versions take over one after the other while 20 sessions stream: `make demo-swaps`.
+
+A private stack with real weights, a gate that lets everything pass, and two gateways. Each version says one letter
+only, `y` or `n` in turns, so an answer that two versions had a part in shows it by its text, whatever its chunks say.
+Clients stream one answer after the other, two to a session. A new version is published as soon as both gateways draw
+the one before it. Writes `reports/demo-swaps.json`; exit status 1 when one of its lines does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+
+from benchmarks import _rollout_models
+from benchmarks._live_lines import Line, report, say
+from headrace.registry import ModelRegistry
+from headrace_cli.supervisor import Supervisor
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import BusSettings, Common
+from headrace_schemas import Checkpoint
+from headrace_schemas.base import utcnow
+from tests.support import tiny_model
+from tests.support.gateway_process import GatewayProcess, wait_healthy
+from tests.support.ports import free_port
+
+MODEL = "clerk"
+SWAPS = 100
+SESSIONS = 20
+TOKENS = 48
+ANSWERS_A_SESSION = 2
+GAP_S_MAX = 0.25
+TOLD_S_MAX = 1.0
+_STEADY_S = 10.0
+_SWAP_S_MAX = 120.0
+_LOOK_S = 0.02
+_CERTAIN = 1.0 - 1e-9
+LETTERS = (_rollout_models.YES, _rollout_models.NO)
+SETTINGS: dict[str, object] = {
+    "inference.torch.device": "cpu",
+    "inference.heartbeat_s": 0.25,
+    "inference.ttl_s": 20,
+    "registry.poll_s": 0.2,
+}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A version that is stored and not yet published, and the only letter that it says."""
+
+    event: Checkpoint
+    letter: str
+
+
+@dataclass
+class Answer:
+    """One streamed answer as its client saw it."""
+
+    began_s: float
+    versions: set[str] = field(default_factory=set)
+    text: str = ""
+    ended: str | None = None
+    """The finish reason."""
+    done: bool = False
+    at_s: list[float] = field(default_factory=list)
+    """When each piece of text came."""
+    error: str | None = None
+
+    @property
+    def truncated(self) -> bool:
+        return self.error is None and not (self.done and self.ended == "length" and len(self.text) == TOKENS)
+
+    def mixed(self, letters: dict[str, str]) -> bool:
+        """Two versions had a part in it, by what its chunks say or by its text."""
+        return len(self.versions) > 1 or bool(set(self.text) - {letters[one] for one in self.versions})
+
+    @property
+    def longest_gap_s(self) -> float:
+        """Between two tokens."""
+        return max((after - before for before, after in zip(self.at_s, self.at_s[1:], strict=False)), default=0.0)
+
+
+class Choir:
+    """Clients that stream all the time, in front of several gateways."""
+
+    def __init__(self, gateways: Sequence[str]) -> None:
+        self._gateways = gateways
+        self.answers: list[Answer] = []
+
+    @contextlib.asynccontextmanager
+    async def sing(self) -> AsyncIterator[None]:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(60)) as http:
+            over = asyncio.Event()
+            tasks = [asyncio.create_task(self._client(http, number, over)) for number in range(SESSIONS)]
+            try:
+                yield
+            finally:
+                over.set()  # each ends the answer that it is at: nothing is cut by us
+                await asyncio.gather(*tasks)
+
+    async def _client(self, http: aiohttp.ClientSession, number: int, over: asyncio.Event) -> None:
+        url = self._gateways[number % len(self._gateways)]
+        count = 0
+        while not over.is_set():
+            session = f"client-{number}-{count // ANSWERS_A_SESSION}"
+            answer = Answer(time.monotonic())
+            try:
+                await self._stream(http, url, session, answer)
+            except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+                answer.error = f"{type(error).__name__}: {error}"
+                await asyncio.sleep(0.2)
+            self.answers.append(answer)
+            count += 1
+
+    async def _stream(self, http: aiohttp.ClientSession, url: str, session: str, answer: Answer) -> None:
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": f"Is the invoice of {session} paid?"}],
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "stream": True,
+        }
+        async with http.post(f"{url}/v1/chat/completions", json=body, headers={"X-Session-Id": session}) as response:
+            if response.status != 200:
+                answer.error = f"status {response.status}: {(await response.text())[:200]}"
+                return
+            async for line in response.content:
+                if line.startswith(b"data: "):
+                    self._take(line[6:].strip(), answer)
+
+    @staticmethod
+    def _take(data: bytes, answer: Answer) -> None:
+        if data == b"[DONE]":
+            answer.done = True
+            return
+        chunk = json.loads(data)
+        if "error" in chunk:
+            answer.error = str(chunk["error"])[:200]
+            return
+        answer.versions.add(chunk["model"])
+        for choice in chunk["choices"]:
+            answer.ended = choice.get("finish_reason") or answer.ended
+            text = choice["delta"].get("content")
+            if text:
+                answer.text += text
+                answer.at_s.append(time.monotonic())
+
+
+class Stage:
+    """The stack, its versions, and when each gateway heard of them."""
+
+    def __init__(self, folder: Path, registry: str, gateways: Sequence[str], producer: EventProducer) -> None:
+        self._folder, self._gateways, self._producer = folder, gateways, producer
+        self.registry = ModelRegistry(registry)
+        self.heard: dict[str, dict[str, float]] = {}
+        """Version to gateway to the wall clock's time."""
+
+    def make(self, blobs: BlobStore, count: int) -> list[Made]:
+        """A line of versions, each the child of the one before."""
+        base = tiny_model.build(self._folder / "base")
+        made: list[Made] = []
+        for step in range(count):
+            letter = LETTERS[step % 2]
+            right = _CERTAIN if letter == _rollout_models.YES else 1.0 - _CERTAIN
+            folder = _rollout_models.build(base, self._folder / "version", right=right, seed=step)
+            parent = made[-1].event.version if made else None
+            served = tiny_model.publish(blobs, folder, name=MODEL, step=step, parent=parent)
+            about = {"model": MODEL, "version": served.version, "lineage": "test", "step": step, "parent": parent}
+            event = Checkpoint.model_validate({"time": utcnow(), "manifest": served.manifest, **about})
+            made.append(Made(event, letter))
+        return made
+
+    async def swap(self, http: aiohttp.ClientSession, version: Made) -> None:
+        """Publish it, and return when every gateway draws it."""
+        await self._producer.send(version.event)
+        heard = self.heard[version.event.version] = {}
+        async with asyncio.timeout(_SWAP_S_MAX):
+            await asyncio.gather(
+                *(self._until_drawn(http, url, version.event.version, heard) for url in self._gateways)
+            )
+
+    @staticmethod
+    async def _until_drawn(http: aiohttp.ClientSession, url: str, version: str, heard: dict[str, float]) -> None:
+        while True:
+            async with http.get(f"{url}/v1/models/{MODEL}") as answer:
+                if answer.status == 200 and (await answer.json())["version"] == version:
+                    heard[url] = time.time()
+                    return
+            await asyncio.sleep(_LOOK_S)
+
+    def told_s(self) -> list[float]:
+        """From each promotion, as the registry dated it, to the last gateway that drew it."""
+        found = []
+        for one in self.registry.versions(MODEL, limit=1000):
+            promoted = [event.time.timestamp() for event in one.decisions if event.decision == "promoted"]
+            heard = self.heard.get(one.id)
+            if promoted and heard:
+                found.append(max(heard.values()) - promoted[0])
+        return found
+
+
+async def play(folder: Path, swaps: int) -> tuple[list[Line], dict[str, object]]:
+    """The whole demo."""
+    supervisor = Supervisor(
+        folder / "data",
+        settings={**SETTINGS, "broker.kafka_port": free_port()},
+        without=("trainer", "judge"),
+        auto_ports=True,
+        environ={name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")},
+    )
+    blobs = BlobStore.open(Common(data_dir=folder / "data"))
+    producer = EventProducer(BusSettings(address=supervisor.plan.bus), "headrace/demo", blobs)
+    second = GatewayProcess(folder / "gateway-2", supervisor.plan.bus)
+    supervisor.start()
+    try:
+        await asyncio.to_thread(supervisor.wait_up)
+        await asyncio.to_thread(second.start)
+        await producer.start()
+        gateways = (supervisor.url("gateway"), second.url)
+        stage = Stage(folder, supervisor.url("registry"), gateways, producer)
+        made = await asyncio.to_thread(stage.make, blobs, swaps + 1)
+        say(f"{len(made)} versions are stored")
+        return await _acts(stage, Choir(gateways), made)
+    finally:
+        await producer.stop()
+        await asyncio.to_thread(second.stop)
+        await asyncio.to_thread(supervisor.stop)
+
+
+async def _acts(stage: Stage, choir: Choir, made: Sequence[Made]) -> tuple[list[Line], dict[str, object]]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as http:
+        await stage.swap(http, made[0])
+        for url in choir._gateways:
+            await asyncio.to_thread(wait_healthy, url)
+        async with choir.sing():
+            await asyncio.sleep(2.0)  # warm
+            quiet_s = time.monotonic()
+            await asyncio.sleep(_STEADY_S)
+            began_s = time.monotonic()
+            say(f"{SESSIONS} clients stream; the swaps begin")
+            for number, version in enumerate(made[1:], 1):
+                await stage.swap(http, version)
+                if number % 10 == 0:
+                    say(f"  {number} swaps, {len(choir.answers)} answers")
+            ended_s = time.monotonic()
+    steady = [one for one in choir.answers if quiet_s <= one.began_s < began_s]
+    answers = [one for one in choir.answers if began_s <= one.began_s < ended_s]
+    letters = {one.event.version: one.letter for one in made}
+    return lines_of(steady, answers, letters, await asyncio.to_thread(stage.told_s), len(made) - 1)
+
+
+def lines_of(
+    steady: Sequence[Answer], answers: Sequence[Answer], letters: dict[str, str], told_s: Sequence[float], swaps: int
+) -> tuple[list[Line], dict[str, object]]:
+    """`steady` answers began before the first swap. An extra gap is what is beyond their median longest one."""
+    failed = [one.error for one in answers if one.error is not None]
+    truncated = sum(one.truncated for one in answers)
+    mixed = sum(one.mixed(letters) for one in answers)
+    usual_s = float(np.median([one.longest_gap_s for one in steady])) if steady else 0.0
+    extra_s = [max(0.0, one.longest_gap_s - usual_s) for one in answers] or [float("inf")]
+    gap_s, worst_s = float(np.quantile(extra_s, 0.99)), max(extra_s)
+    drawn = len({version for one in answers for version in one.versions})
+    told = sorted(told_s) or [float("inf")]
+    late_s = float(np.quantile(told, 0.99))
+    lines = [
+        Line(f"{swaps} versions took over, and streamed answers", len(told_s) > swaps, f"{drawn} answered"),
+        Line("no answer failed", not failed, f"{len(failed)} of {len(answers)} {failed[:2] or ''}"),
+        Line("no answer was truncated", truncated == 0, f"{truncated} of {len(answers)}"),
+        Line("no answer is of two versions", mixed == 0, f"{mixed} of {len(answers)}"),
+        Line(
+            "the longest extra gap between two tokens of an answer is 250 ms at p99",
+            gap_s <= GAP_S_MAX,
+            f"{1000 * gap_s:.0f} ms beyond the usual {1000 * usual_s:.0f} ms; at most {1000 * worst_s:.0f} ms",
+        ),
+        Line(
+            "a decision is with every gateway within a second at p99",
+            late_s <= TOLD_S_MAX,
+            f"{1000 * late_s:.0f} ms, median {1000 * float(np.median(told)):.0f} ms, at most {1000 * told[-1]:.0f} ms",
+        ),
+    ]
+    numbers: dict[str, object] = {
+        "swaps": swaps, "answers": len(answers), "steady_answers": len(steady),
+        "usual_gap_ms": round(1000 * usual_s, 1),
+        "extra_gap_ms_p99": round(1000 * gap_s, 1), "extra_gap_ms_max": round(1000 * worst_s, 1),
+        "told_ms_p99": round(1000 * late_s, 1), "told_ms_max": round(1000 * told[-1], 1),
+    }  # fmt: skip
+    return lines, numbers
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--swaps", type=int, default=SWAPS, help="how many versions take over (%(default)s)")
+    options = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="headrace-demo-swaps-") as name:
+        lines, numbers = asyncio.run(play(Path(name), options.swaps))
+    return report("demo-swaps", lines, numbers, time.monotonic() - began)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

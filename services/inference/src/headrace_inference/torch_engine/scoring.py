@@ -1,0 +1,24 @@
+"""How probable a version finds an answer that another one gave: one forward over prompt and answer."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace_inference.torch_engine.forward import run
+from headrace_inference.torch_engine.model import Model
+from headrace_schemas.scoring import TokensToScore
+
+
+@torch.inference_mode()
+def score(model: Model, answer: TokensToScore) -> list[float]:
+    """Logprobs of the answer's tokens, after the temperature, as sampling them would have reported. Blocks."""
+    prompt, sampled = list(answer.prompt_token_ids), list(answer.token_ids)
+    if not sampled or not prompt:
+        return []
+    device = model.kv_shape.device
+    ids = torch.tensor([[*prompt, *sampled]], device=device)
+    positions = torch.arange(ids.shape[1], device=device)
+    kv = model.kv_shape.zeros(1, ids.shape[1])
+    logits = run(model.module, ids, positions[None], positions, kv, keep=len(sampled) + 1)[0, :-1]
+    said = (logits / answer.temperature).log_softmax(-1).gather(1, ids[0, -len(sampled) :, None])[:, 0]
+    return [float(one) for one in said.cpu()]

@@ -1,0 +1,54 @@
+"""A picture of each step of a rollout, in files beside the registry. Whoever comes later reads what was decided on."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from headrace_runtime import rollout_picture
+from headrace_runtime.logs import get_logger
+from headrace_schemas.rollout_api import RolloutState
+
+log = get_logger(__name__)
+
+
+class Reports:
+    """`write` after each step. A step that has its picture is passed over, so asking twice does no harm.
+
+    A picture is made of what the database holds, and `headrace rollouts report` makes it again at any time. So a disk
+    without room, or a machine without matplotlib, costs the picture and nothing else.
+    """
+
+    def __init__(self, folder: Path, kept_max: int) -> None:
+        self._folder = folder
+        self._kept_max = kept_max
+        self._without_matplotlib = False
+
+    async def write(self, state: RolloutState) -> None:
+        """Of the last step."""
+        path = self._folder / name_of(state)
+        if not self._kept_max or self._without_matplotlib or await asyncio.to_thread(path.exists):
+            return
+        try:
+            drawn = await asyncio.to_thread(self._draw, state, path)
+        except OSError as error:
+            log.warning("report_left_out", path=str(path), error=repr(error), remedy="headrace rollouts report")
+            return
+        if not drawn:
+            self._without_matplotlib = True
+            log.info("reports_left_out", reason="matplotlib is not installed", remedy="headrace rollouts report")
+
+    def _draw(self, state: RolloutState, path: Path) -> bool:
+        drawn = rollout_picture.picture(state, rollout_picture.metric_of(state), path)
+        for old in sorted(self._folder.glob("*.png"))[: -self._kept_max]:  # names begin with the time
+            old.unlink(missing_ok=True)
+        return drawn
+
+
+def name_of(state: RolloutState) -> str:
+    """Of the picture of the rollout's last step: when, which version, which step."""
+    steps = [event for event in state.decisions if event.rollout is not None]
+    last = steps[-1] if steps else None
+    at = last.time if last else state.began_at
+    kind = last.rollout.kind if last and last.rollout else "begin"
+    return f"{at:%Y%m%dT%H%M%S}-{state.version.replace('@', '-')}-{len(steps):03}-{kind}.png"

@@ -1,0 +1,179 @@
+"""Asks the gateway as a client of its own, behind all users, and a replica for the logprobs of users' answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
+import httpx2
+from pydantic import BaseModel, Field, JsonValue, ValidationError
+
+from headrace_registry import probe
+from headrace_registry.shadow.recording import WeighedTokens
+from headrace_registry.shadow.rerun import Answered, RerunFailed
+from headrace_registry.shadow.settings import ShadowSettings
+from headrace_registry.shadow.tool_program import ToolProgram
+from headrace_runtime.clock import Clock
+from headrace_schemas import Message, Replica, Turn
+from headrace_schemas.scoring import ScoredAnswers, ScoreRequest, TokensToScore
+
+_BUSY = frozenset({429, 503})
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.5, 15.0
+
+
+class _Choice(BaseModel):
+    message: Message
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int = Field(ge=0)
+    completion_tokens: int = Field(default=0, ge=0)
+
+
+class _Response(BaseModel):
+    choices: list[_Choice] = Field(min_length=1)
+    usage: _Usage
+
+
+class GatewayAnswers:
+    """See `runner.ShadowAnswers`. `base_url` ends in `/v1`; `replicas` are those of the bus."""
+
+    def __init__(
+        self,
+        base_url: str,
+        settings: ShadowSettings,
+        internal_key: str,
+        replicas: Callable[[], Iterable[Replica]],
+        clock: Clock,
+    ) -> None:
+        self._base_url = base_url.rstrip("/")
+        self._settings = settings
+        self._internal_key = internal_key
+        self._replicas = replicas
+        self._clock = clock
+        self._client: httpx2.AsyncClient | None = None
+        self.tools = ToolProgram(settings)
+
+    @contextlib.asynccontextmanager
+    async def session(self, tenant: str, session_id: str, of: str) -> AsyncIterator[GatewaySession]:
+        key = self._settings.keys.get(tenant)
+        if key is None:
+            raise RerunFailed(f"tenant {tenant} is not in shadow.tenants any more")
+        headers = {"X-Headrace-Purpose": "shadow", "X-Shadow-Of": of, "X-Session-Id": session_id, **_bearer(key)}
+        yield GatewaySession(self._http(), self._base_url, headers, self._settings, self._clock)
+        with contextlib.suppress(httpx2.HTTPError):  # the collector closes what nobody ends
+            await self._http().post(f"{self._base_url}/sessions/{session_id}/end", headers=_bearer(key), timeout=30.0)
+
+    async def logprobs(self, version: str, answers: Sequence[WeighedTokens]) -> list[list[float]] | None:
+        able = [one for one in probe.live(self._replicas(), self._clock.now()) if one.scores and one.ready(version)]
+        if not able:
+            return None
+        replica = min(able, key=lambda one: one.in_flight / one.capacity)
+        items = [
+            TokensToScore(prompt_token_ids=one.prompt_token_ids, token_ids=one.token_ids, temperature=one.temperature)
+            for one in answers
+        ]
+        body = ScoreRequest(model=version, answers=tuple(items)).model_dump_json().encode()
+        headers = {"content-type": "application/json", **_bearer(self._internal_key)}
+        try:
+            url = f"{replica.url}/v1/logprobs"
+            said = await self._http().post(url, content=body, headers=headers, timeout=self._settings.call_timeout_s)
+            if said.status_code != 200:
+                raise RerunFailed(f"replica {replica.replica_id} answered {said.status_code} for logprobs")
+            found = ScoredAnswers.model_validate_json(said.content)
+        except httpx2.HTTPError as error:
+            raise RerunFailed(f"replica {replica.replica_id}: {type(error).__name__}") from None
+        except ValidationError:
+            raise RerunFailed(f"replica {replica.replica_id} answered 200 without logprobs") from None
+        if [len(one) for one in found.logprobs] != [len(one.token_ids) for one in answers]:
+            raise RerunFailed(f"replica {replica.replica_id} says another number of logprobs than it was asked for")
+        return [list(one) for one in found.logprobs]
+
+    async def stop(self) -> None:
+        await self.tools.stop()
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+    def _http(self) -> httpx2.AsyncClient:
+        """Made in the loop that uses it."""
+        if self._client is None:
+            self._client = httpx2.AsyncClient(timeout=None)
+        return self._client
+
+
+class GatewaySession:
+    """The calls of one new answer. See `rerun.Asking`."""
+
+    def __init__(
+        self,
+        client: httpx2.AsyncClient,
+        base_url: str,
+        headers: dict[str, str],
+        settings: ShadowSettings,
+        clock: Clock,
+    ) -> None:
+        self._client = client
+        self._url = f"{base_url}/chat/completions"
+        self._headers = headers
+        self._settings = settings
+        self._clock = clock
+
+    async def ask(self, version: str, prompt: Turn, messages: Sequence[Message]) -> Answered:
+        """Waits while users need the replicas, `patience_s` at most. Raises `RerunFailed`."""
+        body = request_body(version, prompt, messages, self._settings.answer_tokens_max)
+        headers = self._headers | ({"X-Task-Id": prompt.task_id} if prompt.task_id else {})
+        waited_s, pause_s = 0.0, _PAUSE_MIN_S
+        while True:
+            response = await self._post(body, headers)
+            if response.status_code not in _BUSY:
+                return _read(response)
+            if waited_s >= self._settings.patience_s:
+                raise RerunFailed(f"the gateway had no time beside users within {self._settings.patience_s:g} s")
+            await self._clock.sleep(pause_s)
+            waited_s += pause_s
+            pause_s = min(_PAUSE_MAX_S, 2 * pause_s)
+
+    async def _post(self, body: dict[str, JsonValue], headers: dict[str, str]) -> httpx2.Response:
+        try:
+            async with asyncio.timeout(self._settings.call_timeout_s):
+                return await self._client.post(self._url, json=body, headers=headers)
+        except TimeoutError:
+            raise RerunFailed(f"no answer within {self._settings.call_timeout_s:g} s") from None
+        except httpx2.HTTPError as error:
+            raise RerunFailed(f"the gateway cannot be reached: {type(error).__name__}") from None
+
+
+def request_body(
+    version: str, prompt: Turn, messages: Sequence[Message], answer_tokens_max: int
+) -> dict[str, JsonValue]:
+    """As the user's client asked, of an exact version and within bounds. A seed is left out: both sides draw their
+    own."""
+    sampling = prompt.sampling.model_dump(mode="json", exclude_none=True, exclude={"seed", "max_tokens", "stop"})
+    limit = min(prompt.sampling.max_tokens or answer_tokens_max, answer_tokens_max)
+    body: dict[str, JsonValue] = {
+        "model": version,
+        "messages": [one.model_dump(mode="json", exclude_none=True) for one in messages],
+        "max_tokens": limit,
+        **sampling,
+    }
+    if prompt.sampling.stop:
+        body["stop"] = list(prompt.sampling.stop)
+    if prompt.tools:
+        body["tools"] = [tool.model_dump(mode="json", exclude_none=True) for tool in prompt.tools]
+    return body
+
+
+def _read(response: httpx2.Response) -> Answered:
+    if response.status_code != 200:
+        raise RerunFailed(f"the gateway answered {response.status_code}")
+    try:
+        found = _Response.model_validate_json(response.content, extra="ignore")
+    except ValidationError:
+        raise RerunFailed("the gateway answered 200 without a chat completion") from None
+    return Answered(found.choices[0].message, found.usage.prompt_tokens + found.usage.completion_tokens)
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}

@@ -1,0 +1,118 @@
+"""`shadow.tools_command`: a program of the operator that really calls read-only tools. It is told no other tool's
+name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+
+from pydantic import BaseModel, ValidationError
+
+from headrace_registry.shadow.rerun import RerunFailed
+from headrace_registry.shadow.settings import ShadowSettings
+from headrace_runtime.parent_death import bound_to_parent
+from headrace_schemas import FunctionCall
+
+
+class ToolCalled(BaseModel):
+    """A line for the program."""
+
+    id: int
+    name: str
+    arguments: str
+
+
+class ToolResult(BaseModel):
+    """A line of the program."""
+
+    id: int
+    result: str
+
+
+class ToolProgram:
+    """Started at the first call, and again after it ended. It has a process group of its own and ends with the
+    registry."""
+
+    def __init__(self, settings: ShadowSettings) -> None:
+        self._settings = settings
+        self._numbers = itertools.count(1)
+        self._process: Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._waiting: dict[int, asyncio.Future[str]] = {}
+        self._starting = asyncio.Lock()
+
+    async def call(self, function: FunctionCall) -> str:
+        """Raises `RerunFailed`; a tool that is not marked read-only is never passed on."""
+        if function.name not in self._settings.read_only_tools:
+            raise AssertionError(f"{function.name} is not marked read-only")
+        async with self._starting:
+            process = await self._running()
+        asked = ToolCalled(id=next(self._numbers), name=function.name, arguments=function.arguments)
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiting[asked.id] = answer
+        try:
+            assert process.stdin is not None
+            process.stdin.write(asked.model_dump_json().encode() + b"\n")
+            async with asyncio.timeout(self._settings.tool_timeout_s):
+                await process.stdin.drain()
+                return await answer
+        except TimeoutError:
+            raise RerunFailed(f"tool {function.name}: nothing within {self._settings.tool_timeout_s:g} s") from None
+        except ConnectionError:
+            raise RerunFailed(f"tool {function.name}: shadow.tools_command has ended") from None
+        finally:
+            self._waiting.pop(asked.id, None)
+
+    async def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if self._reading is not None:
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def _running(self) -> Process:
+        if self._process is not None and self._process.returncode is None:
+            return self._process
+        await self.stop()
+        command = [one.replace("{python}", sys.executable) for one in self._settings.tools_command]
+        self._process = await asyncio.create_subprocess_exec(
+            *bound_to_parent(command),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=DEVNULL,
+            start_new_session=True,
+            limit=self._settings.tool_result_bytes_max,
+        )
+        self._reading = asyncio.create_task(self._read(self._process))
+        return self._process
+
+    async def _read(self, process: Process) -> None:
+        assert process.stdout is not None
+        problem = "shadow.tools_command has ended"
+        try:
+            while line := await process.stdout.readline():
+                told = ToolResult.model_validate_json(line)
+                answer = self._waiting.get(told.id)
+                if answer is not None and not answer.done():
+                    answer.set_result(told.result)
+        except ValidationError:
+            problem = 'shadow.tools_command printed a line that is not {"id": ..., "result": "..."}'
+        except ValueError:
+            problem = "shadow.tools_command printed a line longer than shadow.tool_result_bytes_max"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(RerunFailed(problem))
+                    answer.exception()  # who was cancelled never asks
+            if self._process is process:
+                self._process = None  # the next call starts another one
+            await process.wait()

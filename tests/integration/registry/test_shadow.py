@@ -1,0 +1,212 @@
+"""A shadow on a small real stack: bus, gateway, registry, collector and scorer as processes, an agent with tools, and a
+replica that does as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from headrace_schemas import Experience, Feedback, Reward, Trajectory, Turn, ids
+from headrace_schemas.base import utcnow
+from tests.integration.registry.rig import RegistryRig
+from tests.support.broker_process import BrokerProcess
+from tests.support.fake_replica import Called, FakeReplica, Fault, Generation
+from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy
+from tests.support.service_process import ServiceProcess
+
+MODEL = "shady"
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("search", "pay")]
+PROGRAM = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    open(sys.argv[1], "a").write(asked["name"] + "\\n")
+    print(json.dumps({"id": asked["id"], "result": "found"}), flush=True)
+"""
+UNITS = 8
+
+
+@pytest.fixture
+def own_bus(tmp_path: Path) -> Iterator[str]:
+    broker = BrokerProcess(tmp_path / "broker")
+    broker.start()
+    yield broker.address
+    broker.stop()
+
+
+class Every(tuple[str, ...]):
+    """Whatever is asked for."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+class Clerk(FakeReplica):
+    """Looks something up and answers. Asked to write, the candidate would pay; the champion never does."""
+
+    candidate = ""
+
+    def _work(self, body: dict[str, Any], fault: Fault) -> Generation:
+        asked = next(one["content"] for one in body["messages"] if one["role"] == "user")
+        if body["messages"][-1]["role"] == "tool":
+            said: str | Called = "done "
+        elif body["model"] == self.candidate and "write" in asked:
+            said = Called("pay", {"sum": 1000})
+        else:
+            said = Called("search", {"q": asked})
+        return Generation(body, body["model"], (), said)
+
+
+@contextlib.asynccontextmanager
+async def stack(own_bus: str, folder: Path, read_only: list[str]) -> AsyncIterator[tuple[RegistryRig, str, BusView]]:
+    """Everything but an agent; the second version is published and in the shadow."""
+    replica = Clerk(versions=Every(), capacity=8)
+    rig = RegistryRig(own_bus, folder)
+    gateway = GatewayProcess(folder / "data", own_bus)
+    (folder / "tools.py").write_text(PROGRAM)
+    (folder / "rewards.py").write_text("def right(trajectory):\n    return float('done' in trajectory.final_answer)\n")
+    shadow = {
+        "tenants": [{"tenant": "default"}],
+        "read_only_tools": read_only,
+        "tools_command": ["{python}", str(folder / "tools.py"), str(folder / "called")],
+        "prompts_per_minute": 600,
+    }
+    rollout = {
+        "KIND": '"canary"',
+        "GUARDRAILS": '[{metric = "reward", margin = 0.3, weight = 8}, {metric = "missing", margin = 0.3}]',
+        "SUCCESSES": '[{metric = "reward", margin = 0.3}]',
+        "MATURITY_S": "2.0",
+        "CLOSING_S": "2.0",
+        "READ_S": "0.1",
+        "SHADOW_UNITS": str(UNITS),
+        "SHADOW": json.dumps(shadow).replace('": ', '" = '),
+    }
+    rig.set({f"HEADRACE_REGISTRY__ROLLOUT__{name}": value for name, value in rollout.items()})
+    rig.set({"HEADRACE_REGISTRY__GATE__BASE_URL": json.dumps(f"{gateway.url}/v1")})
+    scorer = {"SCORER__FUNCTIONS": [f"{folder / 'rewards.py'}:right"], "SCORER__EXPECTED": ["function:right"]}
+    services = [
+        ServiceProcess("collector", folder / "data", own_bus),
+        ServiceProcess("scorer", folder / "data", own_bus, **scorer),  # type: ignore[arg-type]
+    ]
+    async with contextlib.AsyncExitStack() as made:
+        await made.enter_async_context(replica.running())
+        rig.replica_url, rig.capacity = replica.url, 8
+        await made.enter_async_context(rig.open())
+        view = await made.enter_async_context(bus_view(own_bus, folder / "data"))
+        for service in services:
+            made.callback(service.stop)
+            await asyncio.to_thread(service.start)
+        made.callback(gateway.stop)
+        await asyncio.to_thread(gateway.start)
+        rig.registry()
+        first = await rig.publish(MODEL, 0)
+        await rig.until(lambda: rig.champion(MODEL) == first, "the first champion")
+        await asyncio.to_thread(wait_healthy, gateway.url)
+        replica.candidate = await rig.publish(MODEL, 1, {"t": 0.75})
+        await rig.until(lambda: "canary" in rig.routing.rows[MODEL].aliases, "the shadow")
+        assert rig.routing.rows[MODEL].split is None
+        yield rig, gateway.url, view
+
+
+async def agent(url: str, number: int) -> tuple[str, list[str]]:
+    """One session: it does as the model says, and may write. Returns its id and the versions that answered."""
+    session = f"user-{number}"
+    headers = {"X-Session-Id": session, "X-Task-Id": f"task-{number % 3}"}
+    text = f"please {'write' if number % 2 else 'read'} {number}"
+    messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
+    versions = []
+    async with httpx2.AsyncClient(timeout=30) as http:
+        for _ in range(4):
+            body = {"model": MODEL, "messages": messages, "tools": TOOLS}
+            answer = (await http.post(f"{url}/v1/chat/completions", json=body, headers=headers)).json()
+            versions.append(answer["model"])
+            message = answer["choices"][0]["message"]
+            messages.append({name: value for name, value in message.items() if value is not None})
+            if not message.get("tool_calls"):
+                break
+            calls = message["tool_calls"]
+            messages += [{"role": "tool", "tool_call_id": one["id"], "content": "a row"} for one in calls]
+        await http.post(f"{url}/v1/sessions/{session}/end")
+    return session, versions
+
+
+async def play(rig: RegistryRig, url: str) -> dict[str, list[str]]:
+    """Users come until the shadow is over; what each was answered by."""
+    users: dict[str, list[str]] = {}
+    numbers = itertools.count()
+
+    def over() -> bool:
+        return any(one.rollout and one.rollout.kind == "advance" for one in rig.decisions)
+
+    async with asyncio.timeout(180):
+        while not over():
+            if len(users) < 3 * UNITS:
+                session, versions = await agent(url, next(numbers))
+                users[session] = versions
+            await asyncio.sleep(0.2)
+    return users
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("planted", [False, True], ids=["sound", "planted: pay is marked read-only"])
+async def test_a_shadow_is_never_trained_never_seen_and_writes_nothing(
+    own_bus: str, tmp_path: Path, planted: bool
+) -> None:
+    async with stack(own_bus, tmp_path, ["search", "pay"] if planted else ["search"]) as (rig, url, view):
+        users = await play(rig, url)
+        champion = rig.champion(MODEL)
+        turns = [turn for turn in await view.read(Turn) if turn.model == MODEL]
+        shadows = {turn.session_key: turn for turn in turns if turn.shadow_of}
+        await _said_of(view, {turn.session_key for turn in turns})
+        called = (tmp_path / "called").read_text().split()
+
+        # Never seen.
+        before = [turn for turn in turns if turn.purpose == "train" and turn.assignment is None]
+        assert {turn.version for turn in before} == {champion}
+        assert {version for versions in users.values() for version in versions} >= {champion}
+        assert {turn.shadow_of for turn in shadows.values()} <= {ids.session_key("default", one) for one in users}
+        assert {turn.version for turn in shadows.values()} == {champion, *{one.version for one in shadows.values()}}
+        assert len({turn.version for turn in shadows.values()}) == 2
+        assert {turn.purpose for turn in shadows.values()} == {"eval"}
+
+        # Never trained, although rewarded, and although somebody likes it.
+        rewarded = {one.session_key for one in await view.read(Reward)}
+        assert rewarded & set(shadows), "its answers are judged"
+        liked = next(iter(shadows.values()))
+        about = {"feedback_id": "f", "session_key": liked.session_key, "value": 1.0, "msg_ids": (liked.turn_id,)}
+        await rig.producer.send(Feedback.model_validate({"time": utcnow(), **about}))
+        trained = {one.session_key for one in await view.read(Experience)}
+        assert trained & {ids.session_key("default", one) for one in users}, "users' sessions are"
+        assert not trained & set(shadows)
+        closed = [one for one in await view.read(Trajectory) if one.session_key in shadows]
+        assert closed
+        assert all(one.shadow_of and one.purpose == "eval" for one in closed)
+
+        # Writes nothing; where somebody marks a tool that writes, this test would say so.
+        assert "search" in called
+        assert ("pay" in called) == planted
+        step = next(one for one in rig.decisions if one.rollout and one.rollout.kind == "advance")
+        assert step.statistics["shadow.prompts"] >= UNITS
+        print(step.reason, step.statistics)
+
+
+async def _said_of(view: BusView, sessions: set[str]) -> None:
+    """Until every closed session has its reward: what is to be trained has become an experience by then, or soon."""
+    async with asyncio.timeout(60):
+        while True:
+            closed = {one.session_key for one in await view.read(Trajectory) if one.session_key in sessions}
+            rewarded = {one.session_key for one in await view.read(Reward)}
+            trained = {one.session_key for one in await view.read(Experience)}
+            own = {one.session_key for one in await view.read(Trajectory) if one.purpose == "train"}
+            if closed and closed <= rewarded and own & closed <= trained:
+                return
+            await asyncio.sleep(0.5)

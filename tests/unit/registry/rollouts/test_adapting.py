@@ -1,0 +1,117 @@
+"""The adaptive split: who is probably the best, what each gets, and that no comparison leans to one side for it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from fractions import Fraction
+from pathlib import Path
+from statistics import NormalDist
+
+import pytest
+import pytest_asyncio
+
+from headrace_registry.rollouts import steps as steps_of_rollouts
+from headrace_registry.rollouts.adapting import Estimate, parts, probabilities_of_best
+from headrace_registry.rollouts.plan import RolloutStage
+from headrace_schemas import Routing
+from headrace_schemas.assignment import draw
+from headrace_schemas.events.routing import Arm, TrafficSplit
+from tests.unit.registry.live_rollouts import Street, canary, under_way
+from tests.unit.registry.rig import Rig
+
+
+def test_two_normals_are_compared_as_their_difference_is() -> None:
+    """P(X > Y) = Φ((m - n) / √(s² + t²)), once prior and seen are joined by their precisions."""
+    found = probabilities_of_best({"x": Estimate(0.06, 0.03), "y": Estimate(0.0, 0.04)}, 0.1)
+
+    def joined(one: Estimate) -> tuple[float, float]:
+        assert one.standard_error
+        seen, prior = one.standard_error**-2, 0.1**-2
+        return one.mean * seen / (seen + prior), 1 / (seen + prior)
+
+    (mean, variance), (other, beside) = joined(Estimate(0.06, 0.03)), joined(Estimate(0.0, 0.04))
+    expected = NormalDist().cdf((mean - other) / math.sqrt(variance + beside))
+    assert found["x"] == pytest.approx(expected, abs=1e-4)
+    assert sum(found.values()) == pytest.approx(1.0)
+
+
+def test_three_agree_with_draws() -> None:
+    seed = 11
+    print(f"seed {seed}")
+    estimates = {"x": Estimate(0.05, 0.05), "y": Estimate(0.0, 0.02), "z": Estimate(0.1, None)}
+    found = probabilities_of_best(estimates, 0.1)
+    chance, wins = random.Random(seed), Counter[str]()
+    beliefs = {"x": (0.04, math.sqrt(1 / 500)), "y": (0.0, math.sqrt(1 / 2600)), "z": (0.0, 0.1)}
+    for _ in range(20_000):
+        wins[max(beliefs, key=lambda name: chance.gauss(*beliefs[name]))] += 1
+    assert all(found[name] == pytest.approx(wins[name] / 20_000, abs=0.015) for name in estimates)
+
+
+def test_nobody_who_is_unknown_is_behind() -> None:
+    assert parts(probabilities_of_best({"x": Estimate(0.0, None), "y": Estimate(0.0, None)}, 0.1), Fraction(1, 8)) == {
+        "x": 1,
+        "y": 1,
+    }
+
+
+def test_the_leader_keeps_its_share_and_nobody_falls_below_the_floor() -> None:
+    assert parts({"x": 0.98, "y": 0.02}, Fraction(1, 8)) == {"x": 1, "y": Fraction(1, 8)}
+    assert parts({"x": 0.5, "y": 0.25, "z": 0.25}, Fraction(1, 8)) == {"x": 1, "y": Fraction(1, 2), "z": Fraction(1, 2)}
+
+
+def test_each_candidate_is_as_probable_as_its_control_whatever_its_share() -> None:
+    shares = {"m@bbbbbbbbbbbb": "1/4", "m@cccccccccccc": "1/32"}
+    arms = tuple(
+        Arm(rollout_id=name, version=name, slot=slot, share=share) for slot, (name, share) in enumerate(shares.items())
+    )
+    split = TrafficSplit(unit="session", salt="salt", slots=2, arms=arms)
+    seen: Counter[tuple[str, str]] = Counter()
+    for number in range(20_000):
+        _, assigned = draw(split, "m@aaaaaaaaaaaa", f"unit {number}")
+        assert assigned is not None
+        for rollout in assigned.rollouts if assigned.arm != "rest" else ():
+            seen[rollout, assigned.arm] += 1
+    for name, share in shares.items():
+        expected = 20_000 * float(Fraction(share))
+        for arm in ("candidate", "control"):
+            assert abs(seen[name, arm] - expected) < 4 * math.sqrt(expected)
+
+
+@pytest_asyncio.fixture
+async def rig(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
+    monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
+    stages = (RolloutStage(share=Fraction(1, 4), units_min=2000),)
+    made = Rig(data_dir, settings=canary(stages=stages, slots=2, split="adaptive", floor=Fraction(1, 8)))
+    await made.start()
+    yield made
+    await made.database.close()
+
+
+async def test_the_one_behind_gets_less_and_all_of_it_again_when_it_is_alone(rig: Rig) -> None:
+    await rig.crowned(0)
+    first, second = await under_way(rig, 1), await under_way(rig, 2)
+    street = Street(rig, 5)
+    street.rewards |= {first: 0.85, second: 0.55}
+
+    def shares() -> dict[str, Fraction]:
+        return {arm.version: Fraction(arm.share) for arm in street.split.arms}
+
+    while shares()[second] == Fraction(1, 4):
+        assert len(street.served) < 3000
+        await street.sessions(40)
+        await street.watch(61)
+    assert shares()[first] == Fraction(1, 4), "the leader has all of its stage's"
+    assert Fraction(1, 32) <= shares()[second] < Fraction(1, 4)
+    told = [arm for one in rig.sent(Routing) for arm in (one.split.arms if one.split else ())]
+    assert all(Fraction(1, 32) <= Fraction(arm.share) <= Fraction(1, 4) for arm in told)
+    while len(shares()) == 2:
+        assert len(street.served) < 6000
+        await street.sessions(40)
+        await street.watch(61)
+    for _ in range(4):
+        await street.sessions(80)
+        await street.watch(61)
+    assert shares() == {first: Fraction(1, 4)}

@@ -1,0 +1,135 @@
+"""A rig whose rollouts begin in the shadow: users without any arm, and a gateway that answers their prompts anew."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Sequence
+from fractions import Fraction
+
+from sqlalchemy import select
+
+from headrace_registry.rollout_tables import PROMPTS
+from headrace_registry.rollouts.plan import RolloutStage
+from headrace_registry.settings import RegistrySettings
+from headrace_registry.shadow.recording import WeighedTokens
+from headrace_registry.shadow.rerun import Answered, RerunFailed
+from headrace_schemas import Event, Feedback, FunctionCall, Message, Turn, ids
+from tests.unit.registry.live_rollouts import Street, canary
+from tests.unit.registry.rig import Rig
+
+SHADOW = {"tenants": [{"tenant": "default"}], "prompts_per_minute": 6000, "concurrency": 8}
+DEMANDS = {"pairs_min": 10, "spoke_min": 10, "effective_min": 10, "effective_share_min": 0.1}
+HALF = (RolloutStage(share=Fraction(1, 4), units_min=5), RolloutStage(share=Fraction(1, 2)))
+
+
+def shadowed(units: int = 20, **changes: object) -> RegistrySettings:
+    plan = {"shadow_units": units, "shadow": SHADOW, "shadow_demands": DEMANDS, "stages": HALF}
+    return canary(**{**plan, **changes})
+
+
+class FakeAnswers:
+    """The gateway, the collector and the scorer behind it: a session of the shadow has a turn and a reward when it
+    ends.
+
+    `rewards` by version, 0.7 unless set; the same prompt gets the same again. It waits while `open` is not set."""
+
+    def __init__(self) -> None:
+        self.rig: Rig | None = None
+        self.tools = self
+        self.rewards: dict[str, float] = {}
+        self.likes: dict[str, float] = {}
+        """Mean logprob gain of a version's tokens, for weights."""
+        self.answered: list[tuple[str, str, str]] = []
+        """Session, version, and the session whose prompt it was."""
+        self.called: list[str] = []
+        self.script: list[Message] = []
+        self.failing = 0
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def call(self, function: FunctionCall) -> str:
+        self.called.append(function.name)
+        return "a result"
+
+    @contextlib.asynccontextmanager
+    async def session(self, tenant: str, session_id: str, of: str) -> AsyncIterator[FakeAsking]:
+        asking = FakeAsking(self)
+        yield asking
+        if asking.version is None or self.rig is None:
+            return
+        self.answered.append((session_id, asking.version, of))
+        key = ids.session_key(tenant, session_id)
+        street = Street(self.rig, 0)
+        turn = street.turn(key, asking.version, None)
+        ours = asking.version == self.rig.routing.champion
+        good = random.Random(f"{ours} {of}").random() < self.rewards.get(asking.version, 0.7)
+        made = turn.model_copy(update={"purpose": "eval", "shadow_of": of, "session_id": session_id})
+        await self.rig.hear(made, street.reward(key, float(good)))
+
+    async def logprobs(self, version: str, answers: Sequence[WeighedTokens]) -> list[list[float]] | None:
+        return [[min(0.0, one + self.likes.get(version, 0.0)) for one in answer.logprobs] for answer in answers]
+
+    async def stop(self) -> None:
+        pass
+
+
+class FakeAsking:
+    def __init__(self, answers: FakeAnswers) -> None:
+        self._answers = answers
+        self.version: str | None = None
+
+    async def ask(self, version: str, prompt: Turn, messages: Sequence[Message]) -> Answered:
+        await self._answers.open.wait()
+        if self._answers.failing:
+            self._answers.failing -= 1
+            raise RerunFailed("the gateway answered 500")
+        self.version = version
+        script = self._answers.script
+        return Answered(script.pop(0) if script else Message(role="assistant", content="hi"), 10)
+
+
+class ShadowStreet(Street):
+    """Users who come while there is no split."""
+
+    async def visit(self, count: int, *, says: float | None = None, **fields: object) -> list[str]:
+        """So many new sessions of the champion, each a turn, a reward and, if asked for, a word of its user."""
+        events: list[Event] = []
+        keys = []
+        champion = self.rig.routing.champion
+        assert champion is not None
+        for _ in range(count):
+            self._count += 1
+            key = ids.session_key("default", f"visit {self._count}")
+            keys.append(key)
+            turn = self.turn(key, champion, None).model_copy(update=fields)
+            events += [turn, self.reward(key, float(self.random.random() < self.rewards.get(champion, 0.7)))]
+            if says is not None:
+                word = {"feedback_id": f"f {key}", "session_key": key, "value": says, "msg_ids": (turn.turn_id,)}
+                events.append(Feedback.model_validate({"time": self.rig.clock.now(), **word}))
+        await self.rig.hear(*events)
+        return keys
+
+    async def until_canary(self, at_once: int = 10, steps_max: int = 40, **fields: object) -> None:
+        """Until the shadow is over, one way or the other."""
+        for _ in range(steps_max):
+            if (await self.last()).phase != "shadow":
+                return
+            await self.visit(at_once, says=1.0, **fields)
+            await self.watch(61)
+            await self.rig.answered()
+        raise AssertionError((await self.last()).statistics)
+
+    async def prompts(self) -> list[dict[str, object]]:
+        async with self.rig.database.transaction() as tx:
+            return [dict(row) for row in (await tx.execute(select(PROMPTS).order_by(PROMPTS.c.place))).mappings()]
+
+
+async def in_the_shadow(rig: Rig, step: int = 1) -> str:
+    """A version that has passed the gate and is in the shadow."""
+    version = await rig.checkpoint(step)
+    async with rig.running():
+        await rig.until(lambda: rig.routing.aliases.get("canary") == version)
+    rig.follow()
+    return version

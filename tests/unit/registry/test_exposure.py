@@ -1,0 +1,212 @@
+"""How many users meet a version about which little is known: what bounds it, and what is counted of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from prometheus_client import REGISTRY
+from pydantic import ValidationError
+
+from headrace_registry.rollouts import steps as steps_of_rollouts
+from headrace_registry.rollouts.plan import RolloutPlan, RolloutStage
+from headrace_registry.rollouts.reports import Reports
+from headrace_registry.rollouts.settings import RolloutSettings
+from headrace_schemas import ModelEvent
+from headrace_schemas.assignment import draw
+from tests.unit.registry.live_rollouts import Street, canary, steps, under_way
+from tests.unit.registry.rig import MODEL, Rig
+from tests.unit.registry.test_holds import post
+
+RAMP = (RolloutStage(share=Fraction(1, 10), units_min=5), RolloutStage(share=Fraction(1, 2)))
+
+
+@pytest.fixture(autouse=True)
+def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is drawn into which arm follows from the seed."""
+    monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
+
+
+@pytest_asyncio.fixture
+async def rig(data_dir: Path) -> AsyncIterator[Rig]:
+    made = Rig(data_dir, settings=canary(stages=RAMP, exposure_max=Fraction(1, 10)))
+    await made.start()
+    yield made
+    await made.database.close()
+
+
+def test_what_has_to_be_ruled_out_is_worked_by_hand() -> None:
+    """A tenth of the users may meet the worst there is: so a fifth may lose half of it, and a half a fifth of it."""
+    plan = RolloutPlan(exposure_max=Fraction(1, 10))
+    assert plan.to_rule_out(Fraction(1, 100)) is None
+    assert plan.to_rule_out(Fraction(1, 10)) is None
+    assert plan.to_rule_out(Fraction(1, 5)) == Fraction(1, 2)
+    assert plan.to_rule_out(Fraction(1, 2)) == Fraction(1, 5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"kind": "canary", "exposure_max": "1/200"}, "the first of stages has 1/100"),
+        ({"kind": "canary", "split": "adaptive", "unit": "user"}, "would move users"),
+    ],
+)
+def test_settings_that_contradict_themselves_are_refused(settings: dict[str, object], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        RolloutSettings.model_validate(settings)
+
+
+async def test_a_share_grows_when_its_loss_is_ruled_out_and_not_before(rig: Rig) -> None:
+    """A handful of good sessions is no evidence, whatever `units_min` says."""
+    await rig.crowned(0)
+    new = await under_way(rig)
+    street = Street(rig, 1)
+    await street.sessions(100)
+    await street.watch(61)
+    last = await street.last()
+    assert last.statistics["candidate_units"] >= 5
+    assert steps(rig, new) == ["begin"]
+    while "advance" not in steps(rig, new):
+        assert len(street.served) < 4000
+        await street.sessions(40)
+        await street.watch(61)
+    assert (await street.last()).statistics["candidate_units"] > 30
+    assert steps(rig, new)[:2] == ["begin", "advance"]
+
+
+async def test_a_poisoned_version_is_met_by_no_more_than_its_first_share(rig: Rig) -> None:
+    await rig.crowned(0)
+    new = await under_way(rig)
+    street = Street(rig, 3)
+    street.rewards[new] = 0.2
+    last = await street.until_over(4000, 40)
+    assert (last.phase, steps(rig, new)) == ("rolled_back", ["begin", "roll_back"])
+    met = sum(version == new for _, version in street.served) / len(street.served)
+    assert met < 0.13
+    assert last.statistics["exposure"] == pytest.approx(met, abs=0.03), "as counted before the last look"
+
+
+async def test_turns_are_counted_once_and_by_who_answered(rig: Rig) -> None:
+    (old,) = await rig.crowned(0)
+    new = await under_way(rig)
+    street = Street(rig, 2)
+    await street.sessions(60)
+    last = await street.last()
+    mine = sum(version == new for _, version in street.served)
+    assert mine > 0
+    assert (last.turns, last.turns_exposed) == (60, mine)
+    key, version = next(one for one in street.served if one[1] == new)
+    await rig.hear(street.turn(key, version, None))
+    assert (await street.last()).turns == 60, "a turn that no split has drawn is no part of it"
+    drawn = draw(street.split, old, key)[1]
+    turn = street.turn(key, old, drawn)  # no replica had the candidate ready
+    await rig.hear(turn, turn)
+    last = await street.last()
+    assert (last.turns, last.turns_exposed) == (61, mine)
+
+
+@pytest.mark.parametrize("wanted", ["keep", "exclude"])
+async def test_a_rollback_says_what_becomes_of_the_experiences(data_dir: Path, wanted: str) -> None:
+    rig = Rig(data_dir, settings=canary(experiences=wanted))
+    await rig.start()
+    try:
+        await rig.crowned(0)
+        new = await under_way(rig)
+        street = Street(rig, 1)
+        street.rewards[new] = 0.1
+        await street.until_over()
+        (event,) = [one for one in rig.sent(ModelEvent) if one.rollout and one.rollout.kind == "roll_back"]
+        assert event.rollout is not None
+        assert (event.version, event.rollout.excludes) == (new, wanted == "exclude")
+    finally:
+        await rig.database.close()
+
+
+async def test_who_stops_a_model_has_its_champion_alone(rig: Rig) -> None:
+    (old,) = await rig.crowned(0)
+    new = await under_way(rig)
+    state = await post(rig, "stop", reason="an incident")
+    assert state.paused
+    assert served(rig) == [old]
+    assert await rig.state(new) == "held"
+    assert steps(rig, new) == ["begin", "hold"]
+    assert rig.last("skipped").reason == "an incident"
+    newer = await rig.checkpoint(2)
+    rig.follow()
+    await rig.ticks(5)
+    assert await rig.state(newer) == "registered"
+    await post(rig, "resume")
+    async with rig.running():
+        await rig.until(lambda: served(rig) == [old, newer])
+
+
+async def test_so_many_updates_are_waited_for_unless_somebody_asks(data_dir: Path) -> None:
+    rig = Rig(data_dir, settings=canary(check_after_updates=3))
+    await rig.start()
+    try:
+        await rig.crowned(0)
+        first, second = await rig.checkpoint(1), await rig.checkpoint(2)
+        rig.follow()
+        await rig.ticks(5)
+        assert [await rig.state(one) for one in (first, second)] == ["registered"] * 2
+        third = await rig.checkpoint(3)
+        async with rig.running():
+            await rig.until(lambda: served(rig)[1:] == [third])
+        assert await rig.state(first) == "skipped"
+    finally:
+        await rig.database.close()
+
+
+def served(rig: Rig) -> list[str | None]:
+    """The champion and who is on the way."""
+    split = rig.routing.split
+    return [rig.routing.champion, *(arm.version for arm in (split.arms if split else ()))]
+
+
+async def test_each_step_has_its_picture_and_the_oldest_go(data_dir: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rig = Rig(data_dir, settings=canary())
+    folder = data_dir / "pictures"
+    rig.reports = Reports(folder, 2)
+    rig.boot()
+    await rig.start()
+    try:
+        await rig.crowned(0)
+        new = await under_way(rig)
+        street = Street(rig, 1)
+        street.rewards[new] = 0.1
+        await street.until_over()
+        await rig.ticks(1)
+        found = sorted(path.name for path in folder.iterdir())
+        assert [name.rpartition("-")[2] for name in found] == ["begin.png", "roll_back.png"]
+        assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in found)
+        rig.boot()
+        await rig.lease.acquire()
+        await under_way(rig, 2)
+        await rig.ticks(1)
+        assert len(list(folder.iterdir())) == 2, "reports_kept_max"
+    finally:
+        await rig.database.close()
+
+
+async def test_prometheus_sees_a_rollout_while_it_goes_on(rig: Rig) -> None:
+    await rig.crowned(0)
+    new = await under_way(rig)
+    street = Street(rig, 1)
+    street.rewards[new] = 0.0
+    await street.sessions(120)
+    await street.watch(61)
+    where = {"model": MODEL, "slot": "0"}
+    assert REGISTRY.get_sample_value("headrace_registry_rollout_share", where) == 0.1
+    assert REGISTRY.get_sample_value("headrace_registry_rollout_exposure", where) == pytest.approx(0.1, abs=0.07)
+    lower = {**where, "metric": "reward", "end": "lower"}
+    assert (REGISTRY.get_sample_value("headrace_registry_rollout_difference", lower) or 0) < 0
+    assert (REGISTRY.get_sample_value("headrace_registry_rollout_harm", {**where, "metric": "reward"}) or 0) > 0
+    await street.until_over(4000, 40)
+    await rig.ticks(1)
+    assert REGISTRY.get_sample_value("headrace_registry_rollout_share", where) is None
+    ended = {"model": MODEL, "kind": "roll_back"}
+    assert (REGISTRY.get_sample_value("headrace_registry_rollout_steps_total", ended) or 0) >= 1
