@@ -1,4 +1,5 @@
-"""What `headrace.stack` needs of this package: a private Headrace, the addresses of one that runs, files of versions."""
+"""What `headrace.stack` needs of this package: a private Headrace, the addresses of one that runs, files of
+versions."""
 
 from __future__ import annotations
 

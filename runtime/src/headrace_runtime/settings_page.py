@@ -1,4 +1,5 @@
-"""`GET /settings`: what a service is set to, without its secrets. Programs that attach to it compare what they ask for."""
+"""`GET /settings`: what a service is set to, without its secrets. Programs that attach to it compare what they ask
+for."""
 
 from __future__ import annotations
 

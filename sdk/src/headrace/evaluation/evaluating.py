@@ -14,7 +14,7 @@ from headrace.practice.agents import in_thread
 from headrace.practice.runs import Play, Run
 from headrace.stack import Stack
 
-Measure = Callable[[Any, Any], float | bool | None | Awaitable[float | bool | None]]
+Measure = Callable[[Any, Any], float | bool | Awaitable[float | bool | None] | None]
 """A metric of one play: `measure(task, result)`. None abstains."""
 
 

@@ -44,7 +44,7 @@ async def _serve(
     out: TextIO,
 ) -> None:
     known, saying = {**gate, **audit}, asyncio.Lock()
-    print(Tasks(gate=tuple(gate), audit=tuple(audit)).model_dump_json(), file=out, flush=True)  # noqa: T201
+    print(Tasks(gate=tuple(gate), audit=tuple(audit)).model_dump_json(), file=out, flush=True)
     with Client(base_url) as root:
         stack = Stack(Addresses(gateway=root.root), "")
     async with stack.async_client() as client, asyncio.TaskGroup() as plays:
@@ -60,7 +60,7 @@ async def _serve(
                 raise HeadraceError(f"task {wanted.task}: its score abstained, and a gate needs one for each play")
             said = Played(version=wanted.version, task=wanted.task, seed=wanted.seed, score=found)
             async with saying:
-                print(said.model_dump_json(), file=out, flush=True)  # noqa: T201
+                print(said.model_dump_json(), file=out, flush=True)
 
         while line := await asyncio.to_thread(lines.readline):
             plays.create_task(one(Play.model_validate_json(line)))

@@ -1,4 +1,5 @@
-"""Feedback signals under the names of AgentScope's article: rewards as functions, a judge's scores, people's preferences.
+"""Feedback signals under the names of AgentScope's article: rewards as functions, a judge's scores, people's
+preferences.
 
 What cannot be judged has no score: every failure is raised, and none is a 0.
 """
@@ -62,8 +63,8 @@ class LLMJudge:
         self.criteria = dict(criteria)
 
     def evaluate(self, user_input: str, agent_response: Any) -> dict[str, float]:
-        """Each criterion and `total`, their mean, all from 1 to 5. Raises `HeadraceError` where there is no verdict: the
-        judge abstained, could not be read, or was not reached."""
+        """Each criterion and `total`, their mean, all from 1 to 5. Raises `HeadraceError` where there is no verdict:
+        the judge abstained, could not be read, or was not reached."""
         judge = support("headrace_judge.once", "headrace-judge")
         scores: dict[str, float] = judge.scores(
             self._endpoint, self._key, self.criteria, user_input, text_of(agent_response)
@@ -72,8 +73,8 @@ class LLMJudge:
 
 
 class HumanPreferenceCollector:
-    """Asks a person which of two answers is better: at the terminal, or by `ask(question, a, b)`, which returns "a", "b"
-    or None for neither."""
+    """Asks a person which of two answers is better: at the terminal, or by `ask(question, a, b)`, which returns "a",
+    "b" or None for neither."""
 
     def __init__(self, ask: Callable[[str, str, str], str | None] | None = None) -> None:
         self._ask = ask or _at_the_terminal
@@ -89,7 +90,8 @@ class HumanPreferenceCollector:
 
 
 class DPOTrainer:
-    """Direct preference optimization on what was collected. Uses the stack that was entered, or a private one of `base`."""
+    """Direct preference optimization on what was collected. Uses the stack that was entered, or a private one of
+    `base`."""
 
     def __init__(self, base: str | None = None, settings: Mapping[str, object] | None = None, epochs: int = 1) -> None:
         self._base, self._settings, self._epochs = base, dict(settings or {}), epochs

@@ -54,7 +54,9 @@ def say(stack: Stack, record: Mapping[str, Any], comment: str = "") -> None:
     if total is not None:
         session = str(record["conversation_id"])
         context = {"parts": dict(record.get("rewards") or {})}
-        send = partial(stack.client.feedback, session_id=session, value=float(total), feedback_id=f"{session}:{total!r}")
+        send = partial(
+            stack.client.feedback, session_id=session, value=float(total), feedback_id=f"{session}:{total!r}"
+        )
         send(context=context, comment=comment) if comment else send(context=context)
 
 

@@ -135,8 +135,8 @@ class OutcomeWatch:
         shown = ", ".join(late[:_NAMED_MAX]) + (", ..." if len(late) > _NAMED_MAX else "")
         open_ = sum(session not in self._trajectories for session in late)
         return (
-            f"{len(late)} of {len(found)} sessions have no training outcome after {timeout_s:g} s ({shown}); {open_} of "
-            "them are not closed. `headrace status` and the trainer's log say what they wait for"
+            f"{len(late)} of {len(found)} sessions have no training outcome after {timeout_s:g} s ({shown}); {open_} "
+            "of them are not closed. `headrace status` and the trainer's log say what they wait for"
         )
 
     def _key(self, session: str) -> str:

@@ -129,7 +129,7 @@ class Run:
         except Exception as error:  # noqa: BLE001 (a user's play may raise anything)
             self.error = f"{type(error).__name__}: {error}"
         if self._whole is not None:
-            self.rewards = {role: self._whole for role in self._sessions or (SOLO,)} | self.rewards
+            self.rewards = dict.fromkeys(self._sessions or (SOLO,), self._whole) | self.rewards
         if self.error is not None:
             self.rewards = {}
         elif not self.rewards and self._needs_reward:

@@ -1,7 +1,7 @@
 """The names of AgentScope's article about agentic RL, over running services. Every call waits for what it asks for.
 
-The agent is any object that answers `run(text)` and has an OpenAI client (`headrace.practice.agents`). A trainer uses the
-stack that was entered (`headrace.stack`), or starts a private one that lasts until the program ends.
+The agent is any object that answers `run(text)` and has an OpenAI client (`headrace.practice.agents`). A trainer uses
+the stack that was entered (`headrace.stack`), or starts a private one that lasts until the program ends.
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ if TYPE_CHECKING:
     from headrace.rl.collection import DataCollector
     from headrace.rl.serving import ABTestFramework, HotUpdater, ModelManager
     from headrace.rl.training import OnlineTrainer, RLRuntime, TrinityRFT
-    from headrace.scenarios import GameTrainer, MathAgentTrainer, MultiAgentGame
-    from headrace.scenarios import ToolUseEvaluator, ToolUseTrainer, evaluate_win_rate
+    from headrace.scenarios import (
+        GameTrainer,
+        MathAgentTrainer,
+        MultiAgentGame,
+        ToolUseEvaluator,
+        ToolUseTrainer,
+        evaluate_win_rate,
+    )
 else:
     __getattr__, __dir__ = lazily(
         __name__,

@@ -1,4 +1,5 @@
-"""`HotUpdater`, `ModelManager`, `ABTestFramework` as the article calls them; the registry decides and keeps everything."""
+"""`HotUpdater`, `ModelManager`, `ABTestFramework` as the article calls them; the registry decides and keeps
+everything."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class HotUpdater:
     def __init__(self, agent: Any, update_config: Mapping[str, Any] | None = None) -> None:
         given = {"strategy": "rolling", "canary_ratio": 0.1, "check_after_updates": 1} | dict(update_config or {})
         if given["strategy"] not in ("rolling", "canary") or len(given) > 3:
-            raise UsageError(f"update_config = {update_config!r}: strategy is rolling or canary, and there are no others")
+            raise UsageError(
+                f"update_config = {update_config!r}: strategy is rolling or canary, and there are no others"
+            )
         self.agent, self.strategy, self.stack = agent, given["strategy"], current()
         self.tested: str | None = None
         every = int(given["check_after_updates"])
@@ -63,7 +66,8 @@ class HotUpdater:
         return wanted
 
     def rollback(self) -> str | None:
-        """The version that was tested is withdrawn. Once it serves, the one before it takes over. Returns who serves."""
+        """The version that was tested is withdrawn. Once it serves, the one before it takes over. Returns who
+        serves."""
         champion = self.stack.registry.model(self.stack.model).champion
         if self.tested is None or self.tested == champion:
             return self._updater.rollback("asked for by a program")
@@ -77,13 +81,15 @@ class HotUpdater:
         question, check = (case["question"], case.get("check")) if isinstance(case, Mapping) else (case, None)
         record = run_and_collect(self.agent, str(question), purpose="eval", model=self.tested)
         answer = text_of(record["messages"][-1]["content"])
-        holds: Callable[[str], bool] = check if callable(check) else lambda text: bool(text) and str(check or "") in text
+        holds: Callable[[str], bool] = (
+            check if callable(check) else lambda text: bool(text) and str(check or "") in text
+        )
         return bool(holds(answer))
 
 
 class ModelManager(manager.ModelManager):
-    """Names for versions of the model of the stack that was entered. `checkpoint_dir` is where a private stack keeps its
-    versions, in its blob store; a running one has its own place."""
+    """Names for versions of the model of the stack that was entered. `checkpoint_dir` is where a private stack keeps
+    its versions, in its blob store; a running one has its own place."""
 
     def __init__(self, checkpoint_dir: str | None = None) -> None:
         stack = current()
@@ -128,7 +134,9 @@ class ABTestFramework:
     def switch_traffic(self, arm: str, share: float = 1.0) -> str:
         """All traffic to an arm. A smaller share is another test. Returns the version that serves."""
         if arm not in ("a", "b") or share != 1.0:
-            raise UsageError(f"switch_traffic({arm!r}, {share}): the arm is a or b, and the share 1; else make a new test")
+            raise UsageError(
+                f"switch_traffic({arm!r}, {share}): the arm is a or b, and the share 1; else make a new test"
+            )
         wanted = self.b if arm == "b" else self.a
         self._models.rollback(wanted)
         blocking(current().until_decided(wanted, _WAIT_S))
@@ -139,5 +147,7 @@ def share_of(ratio: Any) -> str:
     """A share as an exact fraction: 0.1 is 1/10."""
     found = Fraction(str(ratio)).limit_denominator(10_000)
     if not 0 < found <= Fraction(1, 2):
-        raise UsageError(f"share {ratio}: the new version gets more than nothing and at most a half, beside its control")
+        raise UsageError(
+            f"share {ratio}: the new version gets more than nothing and at most a half, beside its control"
+        )
     return f"{found.numerator}/{found.denominator}"

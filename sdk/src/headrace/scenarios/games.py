@@ -32,11 +32,11 @@ class Player:
 
 
 class MultiAgentGame:
-    """`roles` = {"werewolf": 2, "villager": 4}, `agents` = {"werewolf_1": agent, ...}. The moderator here is a plain one:
-    by night the wolves name a victim, by day each player speaks, then each votes, and who has most votes is out.
+    """`roles` = {"werewolf": 2, "villager": 4}, `agents` = {"werewolf_1": agent, ...}. The moderator here is a plain
+    one: by night the wolves name a victim, by day each player speaks, then each votes, and who has most votes is out.
 
-    The wolves win when they are as many as the others, the others when there is no wolf. For rules of your own, override
-    `play`: it sets `alive` and `events` of the players and returns the winning role.
+    The wolves win when they are as many as the others, the others when there is no wolf. For rules of your own,
+    override `play`: it sets `alive` and `events` of the players and returns the winning role.
     """
 
     def __init__(self, roles: Mapping[str, int], agents: Mapping[str, Any]) -> None:
@@ -64,7 +64,10 @@ class MultiAgentGame:
             victim = named(ask(wolves[0], f"Night {number}. Name a victim: {names(others)}", purpose), others)
             if victim is not None:
                 victim.alive = False
-            said = [f"{one.name}: {ask(one, f'Day {number}. Speak. {names(living(players))}', purpose)}" for one in living(players)]
+            said = [
+                f"{one.name}: {ask(one, f'Day {number}. Speak. {names(living(players))}', purpose)}"
+                for one in living(players)
+            ]
             self._vote(players, "\n".join(said), purpose)
             wolves = [one for one in living(players) if one.role == WOLF]
             if not wolves or 2 * len(wolves) >= len(living(players)):
@@ -90,11 +93,14 @@ class MultiAgentGame:
 
 
 class GameTrainer:
-    """Trains `agents`, here the wolves; `reward_function` says what each event is worth. The algorithm is the stack's, or
-    that of `framework`. Records of agents that are not trained are passed over."""
+    """Trains `agents`, here the wolves; `reward_function` says what each event is worth. The algorithm is the stack's,
+    or that of `framework`. Records of agents that are not trained are passed over."""
 
     def __init__(
-        self, agents: Sequence[Any], reward_function: Mapping[str, float] | None = None, framework: TrinityRFT | None = None
+        self,
+        agents: Sequence[Any],
+        reward_function: Mapping[str, float] | None = None,
+        framework: TrinityRFT | None = None,
     ) -> None:
         unknown = set(reward_function or ()) - set(PARTS)
         if unknown:

@@ -50,7 +50,8 @@ class MathAgentTrainer:
         }
 
     def train(self, agent: Any, problems: Sequence[Mapping[str, Any]], group_size: int = 8) -> list[Step]:
-        """Practise problems {"question", "answer"} until the epochs are over. The agent plays one run after the other."""
+        """Practise problems {"question", "answer"} until the epochs are over. The agent plays one run after the
+        other."""
         stack = self.framework.stack
         batch = int(stack.settings()["trainer.batch_experiences"])
         tasks_per_step = min(len(problems), max(1, batch // group_size))

@@ -1,4 +1,5 @@
-"""`ToolUseTrainer` and `ToolUseEvaluator`: is the right tool called, with the right arguments, and does the call work?"""
+"""`ToolUseTrainer` and `ToolUseEvaluator`: is the right tool called, with the right arguments, and does the call
+work?"""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ PARTS = {"correct_tool": 1.0, "correct_args": 0.5, "tool_success": 1.0, "invalid
 
 
 class ToolUseTrainer:
-    """`reward_function`: what each part of a tool call is worth. `expected(record)` returns {"tool", "args"} for a record,
-    or None; a record may have `expected` itself. `tools`: names that exist; None takes every name for one.
+    """`reward_function`: what each part of a tool call is worth. `expected(record)` returns {"tool", "args"} for a
+    record, or None; a record may have `expected` itself. `tools`: names that exist; None takes every name for one.
 
     With the algorithm `dpo`, `train` compares runs of one prompt in pairs. With others the services train by
     themselves, and `train` waits for it.
@@ -53,7 +54,8 @@ class ToolUseTrainer:
             self._online = OnlineTrainer(agent, self.framework)
 
     def parts(self, record: Mapping[str, Any]) -> dict[str, float]:
-        """The reward by part: of the first call, which shows whether the model knew what to do. No call earns nothing."""
+        """The reward by part: of the first call, which shows whether the model knew what to do. No call earns
+        nothing."""
         wanted = record.get("expected") or (self._expected(record) if self._expected else None)
         call = next(iter(record["tool_calls"]), None)
         if call is None:

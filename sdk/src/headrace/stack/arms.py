@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 
 from headrace.topics import Range, connected
 from headrace_schemas import Reward, Turn
@@ -34,18 +35,26 @@ async def arm_means(bus: str, rollout: str) -> dict[str, dict[str, float]]:
                 place = reward.session_key, reward.source, reward.turn_id or ""
                 if place not in newest or newest[place].revision <= reward.revision:
                     newest[place] = reward
-    rewards: dict[str, list[float]] = defaultdict(list)
-    people: dict[str, list[float]] = defaultdict(list)
-    for (key, source, _), reward in newest.items():
-        if reward.value is not None:
-            rewards[key].append(reward.value)
-            if source in RATERS:
-                people[arm_of[key]].append(reward.value)
-    successes: dict[str, list[float]] = defaultdict(list)
-    for key, values in rewards.items():
-        successes[arm_of[key]].append(float(math.fsum(values) / len(values) >= SUCCESS))
+    successes, people = _judged(newest.values(), arm_of)
     found = {"accuracy": successes, "latency": latency, "user_satisfaction": people}
     return {
         arm: {name: math.fsum(by_arm[arm]) / len(by_arm[arm]) for name, by_arm in found.items() if by_arm[arm]}
         for arm in ARMS.values()
     }
+
+
+def _judged(
+    rewards: Iterable[Reward], arm_of: Mapping[str, str]
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """By arm: whether each session with a reward was a success, and what people said."""
+    by_session: dict[str, list[float]] = defaultdict(list)
+    people: dict[str, list[float]] = defaultdict(list)
+    for reward in rewards:
+        if reward.value is not None:
+            by_session[reward.session_key].append(reward.value)
+            if reward.source in RATERS:
+                people[arm_of[reward.session_key]].append(reward.value)
+    successes: dict[str, list[float]] = defaultdict(list)
+    for key, values in by_session.items():
+        successes[arm_of[key]].append(float(math.fsum(values) / len(values) >= SUCCESS))
+    return successes, people

@@ -65,15 +65,19 @@ def current() -> Stack:
 
 @contextmanager
 def stack_for(
-    base: str | Path | None, settings: Mapping[str, object], data_dir: str | Path | None = None
+    base: str | Path | None,
+    settings: Mapping[str, object],
+    data_dir: str | Path | None = None,
+    private: Mapping[str, object] | None = None,
 ) -> Iterator[Stack]:
-    """The stack that was entered, which has to be set to this; else a private one for the body."""
+    """The stack that was entered, which has to be set to this; else a private one for the body, with the settings
+    `private` as well."""
     entered = ENTERED.get()
     if entered is not None:
         entered.check(base, None, settings)
         yield entered
         return
-    with attach(base=base, settings=settings, data_dir=data_dir) as stack:
+    with attach(base=base, settings={**settings, **(private or {})}, data_dir=data_dir) as stack:
         yield stack
 
 

@@ -29,7 +29,9 @@ def train_rows(
     Raises `UsageError` for rows or settings that cannot be used, `HeadraceError` for what fails.
     """
     if stack.data_dir is None:
-        raise UsageError("an offline job needs the data directory: attach to that of `headrace up`, or use `headrace train`")
+        raise UsageError(
+            "an offline job needs the data directory: attach to that of `headrace up`, or use `headrace train`"
+        )
     jobs = support("headrace_cli.jobs", "headrace-cli")
     known = stack.settings()
     chosen = {"trainer.model": stack.model, "registry.gate.command": "", **(settings or {})}

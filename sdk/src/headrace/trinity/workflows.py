@@ -29,7 +29,9 @@ class Workflow:
         self.task = task
         self.model = model
         self.auxiliary_model_wrappers = list(auxiliary_models or ())
-        clients = (one.get_openai_async_client if self.is_async else one.get_openai_client for one in auxiliary_models or ())
+        clients = (
+            one.get_openai_async_client if self.is_async else one.get_openai_client for one in auxiliary_models or ()
+        )
         self.auxiliary_models = [client() for client in clients]
 
     def run(self) -> list[Any]:
@@ -55,8 +57,8 @@ async def run_workflow(
     """Steps of `batch_size` tasks, `repeat_times` runs each. `workflow` is a class (or a function) of task, model and
     auxiliary models, which are named as the gateway calls them.
 
-    The reward of a run is that of its experiences, which have to agree. A workflow that raises, or gives no reward, is an
-    error of that run.
+    The reward of a run is that of its experiences, which have to agree. A workflow that raises, or gives no reward, is
+    an error of that run.
     """
     tasks = [row if isinstance(row, TrinityTask) else _task(row, format_args) for row in rows]
 

@@ -1,4 +1,5 @@
-"""`ModelWrapper`, `Task` and `Experience` as a Trinity workflow sees them. What a call cost in tokens comes from the bus."""
+"""`ModelWrapper`, `Task` and `Experience` as a Trinity workflow sees them. What a call cost in tokens comes from the
+bus."""
 
 from __future__ import annotations
 

@@ -11,11 +11,18 @@ from typing import TYPE_CHECKING
 from headrace_schemas.lazy import lazily
 
 if TYPE_CHECKING:
-    from headrace.tuner.configs import AlgorithmConfig, DatasetConfig, PromptTuneConfig, TinkerConfig, TunerModelConfig
-    from headrace.tuner.configs import JudgeOutput, WorkflowOutput
+    from headrace.choosing.models import avg_time_judge, avg_token_consumption_judge, select_model
+    from headrace.choosing.prompts import tune_prompt
+    from headrace.tuner.configs import (
+        AlgorithmConfig,
+        DatasetConfig,
+        JudgeOutput,
+        PromptTuneConfig,
+        TinkerConfig,
+        TunerModelConfig,
+        WorkflowOutput,
+    )
     from headrace.tuner.functions import check_judge_function, check_workflow_function
-    from headrace.tuner.prompts import tune_prompt
-    from headrace.tuner.selecting import avg_time_judge, avg_token_consumption_judge, select_model
     from headrace.tuner.tuning import tune
 else:
     __getattr__, __dir__ = lazily(
@@ -26,14 +33,14 @@ else:
                 "TunerModelConfig", "WorkflowOutput",
             ),
             "headrace.tuner.functions": ("check_judge_function", "check_workflow_function"),
-            "headrace.tuner.prompts": ("tune_prompt",),
-            "headrace.tuner.selecting": ("avg_time_judge", "avg_token_consumption_judge", "select_model"),
+            "headrace.choosing.prompts": ("tune_prompt",),
+            "headrace.choosing.models": ("avg_time_judge", "avg_token_consumption_judge", "select_model"),
             "headrace.tuner.tuning": ("tune",),
         },
     )  # fmt: skip
 
 __all__ = [
     "AlgorithmConfig", "DatasetConfig", "JudgeOutput", "PromptTuneConfig", "TinkerConfig", "TunerModelConfig",
-    "WorkflowOutput", "avg_time_judge", "avg_token_consumption_judge", "check_judge_function", "check_workflow_function",
-    "select_model", "tune", "tune_prompt",
+    "WorkflowOutput", "avg_time_judge", "avg_token_consumption_judge", "check_judge_function",
+    "check_workflow_function", "select_model", "tune", "tune_prompt",
 ]  # fmt: skip

@@ -19,7 +19,8 @@ def check_workflow_function(function: Callable[..., Any]) -> None:
 
 
 def check_judge_function(function: Callable[..., Any]) -> None:
-    """An async function of `task` and `response`, and if it likes `auxiliary_models` and `logger`. Raises `UsageError`."""
+    """An async function of `task` and `response`, and if it likes `auxiliary_models` and `logger`. Raises
+    `UsageError`."""
     _check(function, "judge", ("task", "response"))
 
 

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from headrace.errors import UsageError
 from headrace.stack.connection import model_name
-from headrace.trinity.keys import KEYS, Refused
+from headrace_cli.trinity_yaml.keys import KEYS, Refused
 
 
 @dataclass
 class Conversion:
-    """`settings` by dotted name; `lines` say of each key of the files what became of it; `refused` stop a conversion."""
+    """`settings` by dotted name; `lines` say of each key of the files what became of it; `refused` stop a
+    conversion."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     lines: list[tuple[str, str]] = field(default_factory=list)
@@ -24,8 +29,22 @@ class Conversion:
     """What a program needs besides: where the tasks are, how many steps."""
 
 
+def read(path: Path) -> dict[str, Any]:
+    """One of the files. Raises `UsageError`."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} is no YAML: {error}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: a table of keys is wanted")
+    return found
+
+
 def convert(*files: Mapping[str, Any]) -> Conversion:
-    """The files, explorer and trainer or one for both, as one. What both say has to be the same: `refused` otherwise."""
+    """The files, explorer and trainer or one for both, as one. What both say has to be the same: `refused`
+    otherwise."""
     found = Conversion()
     whole: dict[str, Any] = {}
     for file in files:

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from headrace.practice.runs import Run
+from headrace.stack.connection import model_name
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,11 @@ class ChatModel:
     stream: bool = False
 
     async def __call__(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, tool_choice: Any = None, **more: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = None,
+        **more: Any,
     ) -> ChatAnswer:
         asked = {**self.generate_kwargs, **more}
         asked |= {"tools": list(tools)} if tools else {}
@@ -45,8 +50,10 @@ class ChatModel:
             blocks.append({"type": "thinking", "thinking": thought})
         if message.content:
             blocks.append({"type": "text", "text": message.content})
-        for call in message.tool_calls or ():
-            blocks.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": _read(call)})
+        blocks += [
+            {"type": "tool_use", "id": call.id, "name": call.function.name, "input": _read(call)}
+            for call in message.tool_calls or ()
+        ]
         return ChatAnswer(blocks, found.usage)
 
 
@@ -70,3 +77,12 @@ def _read(call: Any) -> Any:
         return json.loads(call.function.arguments)
     except ValueError:
         return {}
+
+
+def auxiliary(run: Run, name: str, model: Any) -> Any:
+    """A partner that is not trained: a chat model as it is, or one of the gateway's by its name or `model_path`."""
+    path = model if isinstance(model, str) else getattr(model, "model_path", None)
+    if path is None:
+        return model
+    headers = {"X-Session-Id": f"{run.run_id}.{name}", "X-Headrace-Purpose": "eval"}
+    return ChatModel(run.stack.openai(headers), model_name(path) if run.stack.serving(path) is None else path)

@@ -47,7 +47,9 @@ def parser(kind: str) -> Rule:
 
 
 def tasks(count: Any) -> tuple[dict[str, Any], str]:
-    return {"data.tasks_per_step": count}, f"a step is on {count} tasks: trainer.batch_experiences is that times the runs"
+    return {
+        "data.tasks_per_step": count
+    }, f"a step is on {count} tasks: trainer.batch_experiences is that times the runs"
 
 
 def data(name: str) -> Rule:
@@ -68,15 +70,19 @@ KEYS: dict[str, str | Rule] = {
     "continue_from_checkpoint": _ON,
     "model.model_path": model,
     "model.max_model_len": setting("inference.torch.context_tokens_max"),
-    "model.max_response_tokens": _CLIENT, "model.max_prompt_tokens": "a prompt is never cut; one that is too long is refused",
+    "model.max_response_tokens": _CLIENT,
+    "model.max_prompt_tokens": "a prompt is never cut; one that is too long is refused",
     "model.temperature": _CLIENT, "model.top_p": _CLIENT, "model.top_k": _CLIENT,
     "algorithm.algorithm_type": algorithm,
     "algorithm.repeat_times": setting("trainer.group_size"),
     "algorithm.optimizer.lr": setting("trainer.optimizer.learning_rate"),
     "algorithm.kl_loss_fn_args.kl_coef": setting("trainer.loss.kl"),
-    "algorithm.kl_loss_fn": only("none", "k3", "low_var_kl", why="the divergence here is k3: trainer.loss.kl", said="k3"),
+    "algorithm.kl_loss_fn": only(
+        "none", "k3", "low_var_kl", why="the divergence here is k3: trainer.loss.kl", said="k3"
+    ),
     "cluster.node_num": _DEVICES, "cluster.gpu_per_node": _DEVICES, "cluster.ray_address": _DEVICES,
-    "explorer.name": "one gateway", "explorer.runner_per_model": "the program that plays decides how many runs go on at once",
+    "explorer.name": "one gateway",
+    "explorer.runner_per_model": "the program that plays decides how many runs go on at once",
     "explorer.rollout_model.engine_num": _DEVICES, "explorer.rollout_model.tensor_parallel_size": _DEVICES,
     "explorer.rollout_model.enable_openai_api": _ON, "explorer.rollout_model.enable_openai_client": _ON,
     "explorer.rollout_model.enable_history": _ON, "explorer.rollout_model.enable_auto_tool_choice": _ON,
@@ -93,7 +99,8 @@ KEYS: dict[str, str | Rule] = {
     "buffer.batch_size": tasks,
     "buffer.total_epochs": data("epochs"), "buffer.total_steps": data("steps"),
     "buffer.explorer_input.taskset.path": data("path"), "buffer.explorer_input.taskset.split": data("split"),
-    "buffer.explorer_input.taskset.name": data("tasks"), "buffer.explorer_input.taskset.storage_type": "a file or a data set",
+    "buffer.explorer_input.taskset.name": data("tasks"),
+    "buffer.explorer_input.taskset.storage_type": "a file or a data set",
     "buffer.explorer_input.taskset.subset_name": data("name"),
     "buffer.explorer_input.taskset.format.prompt_key": data("prompt_key"),
     "buffer.explorer_input.taskset.format.response_key": data("response_key"),
@@ -104,7 +111,8 @@ KEYS: dict[str, str | Rule] = {
     "buffer.trainer_input.experience_buffer.storage_type": "the bus",
     "buffer.trainer_input.experience_buffer.path": "the bus: bus.address",
     "buffer.trainer_input.experience_buffer.max_read_timeout": "the trainer waits for ever",
-    "trainer.save_interval": "a version is made as often as weights are to be synchronised", "trainer.trainer_type": _ALWAYS,
+    "trainer.save_interval": "a version is made as often as weights are to be synchronised",
+    "trainer.trainer_type": _ALWAYS,
     "trainer.total_steps": setting("trainer.max_steps"),
     "trainer.ulysses_sequence_parallel_size": only(1, why="one device holds a sequence here", said="so"),
     "trainer.save_hf_checkpoint": only("always", "last", why="every version is in that layout", said=_ALWAYS),
@@ -115,10 +123,13 @@ KEYS: dict[str, str | Rule] = {
     "trainer.grad_clip": setting("trainer.optimizer.gradient_norm_max"),
     "synchronizer.sync_method": only("checkpoint", why="weights travel as versions: set checkpoint", said=_ALWAYS),
     "synchronizer.sync_style": only(
-        "fixed", "dynamic_by_explorer", "explorer_driven", why="training begins when a batch is there", said="as soon as a batch is there"
+        "fixed", "dynamic_by_explorer", "explorer_driven",
+        why="training begins when a batch is there", said="as soon as a batch is there",
     ),
     "synchronizer.sync_interval": setting("trainer.steps_per_version"),
     "synchronizer.sync_timeout": "there is nothing to wait for: versions are loaded beside what serves",
     "synchronizer.sync_offset": "there is nothing to wait for: versions are loaded beside what serves",
-    "monitor.monitor_type": only("tensorboard", why="TensorBoard and Prometheus are there", said="<data_dir>/trainer/tensorboard"),
+    "monitor.monitor_type": only(
+        "tensorboard", why="TensorBoard and Prometheus are there", said="<data_dir>/trainer/tensorboard"
+    ),
 }  # fmt: skip
