@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from headrace.errors import UsageError
 
 _SUFFIXES = (".jsonl", ".json")
+_SHOWN_MAX = 5
 
 
 def rows_of(dataset: Any) -> list[dict[str, Any]]:
@@ -21,6 +23,25 @@ def rows_of(dataset: Any) -> list[dict[str, Any]]:
     if not found:
         raise UsageError(f"data set {dataset.path}, split {split}: it has no rows")
     return found
+
+
+def check_rows(rows: Iterable[Mapping[str, Any]]) -> None:
+    """What is to be looked at before training: rows without a text, and rows that are there twice. Raises `UsageError`
+    that names the first of them."""
+    problems, seen = [], {}
+    for place, row in enumerate(rows, 1):
+        empty = [name for name, value in row.items() if not str(value if value is not None else "").strip()]
+        key = tuple(sorted((name, str(value)) for name, value in row.items()))
+        if empty:
+            problems.append(f"row {place}: {empty[0]} is empty")
+        elif key in seen:
+            problems.append(f"row {place} is row {seen[key]} again")
+        seen.setdefault(key, place)
+    if not seen:
+        raise UsageError("the data set has no rows")
+    if problems:
+        more = f", and {len(problems) - _SHOWN_MAX} more" if len(problems) > _SHOWN_MAX else ""
+        raise UsageError(f"{'; '.join(problems[:_SHOWN_MAX])}{more}")
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
