@@ -14,9 +14,11 @@ PRECISIONS = {"no": "float32", "fp32": "float32", "bf16": "bfloat16", "fp16": "a
 """fp16 becomes bfloat16 where the device multiplies it: as fast, and no gradient underflows."""
 _MEANT = {
     "compute_environment": ("LOCAL_MACHINE",), "distributed_type": ("NO", "MULTI_GPU", "DEEPSPEED"),
-    "machine_rank": (0,), "num_machines": (1,), "gpu_ids": ("all", None), "main_training_function": ("main",), "rdzv_backend": ("static",),
+    "machine_rank": (0,), "num_machines": (1,), "gpu_ids": ("all", None), "main_training_function": ("main",),
+    "rdzv_backend": ("static",),
     "same_network": (True, False), "use_cpu": (False,), "debug": (False,), "downcast_bf16": ("no",),
-    "deepspeed_config.offload_optimizer_device": ("none", None), "deepspeed_config.offload_param_device": ("none", None),
+    "deepspeed_config.offload_optimizer_device": ("none", None),
+    "deepspeed_config.offload_param_device": ("none", None),
     "deepspeed_config.zero3_init_flag": (False,),
 }  # fmt: skip
 """Keys with the values that mean what Headrace does anyhow."""

@@ -19,6 +19,7 @@ from headrace_cli.commands import (
     replay,
     rollouts,
     status,
+    trinity,
     up,
 )
 from headrace_cli.commands.shared import Commands
@@ -45,6 +46,7 @@ replay.add_to(app)
 controls.add_to(app)
 dead_letters.add_to(app)
 mirror.add_to(app)
+trinity.add_to(app)
 config.add_to(app)
 
 

@@ -14,6 +14,7 @@ import yaml
 
 from headrace.errors import UsageError
 from headrace.stack.connection import model_name
+from headrace_cli.toml_text import toml
 from headrace_cli.trinity_yaml.keys import KEYS, Refused
 
 
@@ -105,3 +106,14 @@ def _together(whole: Mapping[str, Any], found: Conversion) -> None:
     group = int(found.settings.get("trainer.group_size", 1))
     if "data.tasks_per_step" in found.data and "trainer.batch_experiences" not in found.settings:
         found.settings["trainer.batch_experiences"] = int(found.data["data.tasks_per_step"]) * group
+
+
+def settings_file(found: Conversion) -> str:
+    """The settings as a file of ours, a section for each service."""
+    tables: dict[str, list[str]] = {}
+    for name, value in sorted(found.settings.items()):
+        section, _, setting = name.rpartition(".")
+        tables.setdefault(section, []).append(f"{setting} = {toml(value)}")
+    parts = [("", tables.pop(""))] if "" in tables else []
+    written = [(f"[{section}]\n" if section else "") + "\n".join(lines) for section, lines in [*parts, *tables.items()]]
+    return "# From Trinity-RFT's files, by `headrace trinity convert`.\n" + "\n\n".join(written) + "\n"

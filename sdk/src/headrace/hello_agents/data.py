@@ -19,13 +19,13 @@ _SAID = ("completion", "answer", "full_answer", "ground_truth")
 
 
 def load(
-    dataset: str, registered: Mapping[str, Any], form: str, split: str, samples: int | None
+    dataset: str, known: Mapping[str, Any], form: str, split: str, samples: int | None = None
 ) -> list[dict[str, Any]]:
     """So many rows in the tool's columns. Raises `UsageError` for rows that cannot be used."""
     if form not in FORMATS:
         raise UsageError(f"format {form!r}: it is one of {', '.join(FORMATS)}")
-    if dataset in registered:
-        found = [dict(row) for row in registered[dataset]]
+    if dataset in known:
+        found = [dict(row) for row in known[dataset]]
     else:
         path, name = _NAMES.get(dataset, (dataset, None))
         found = rows_of(SimpleNamespace(path=path, name=name, split=split))

@@ -26,9 +26,8 @@ class AgenticRLPipeline:
     def stage1_prepare_data(self) -> None:
         """Look at the data sets that the stages will use, before anything is trained."""
         for stage, form in (("sft", "sft"), ("grpo", "rl")):
-            self.results[f"{stage}_data"] = self._asked(
-                {**self.config[stage], "action": "load_dataset", "format": form}
-            )
+            asked = {**self.config[stage], "action": "load_dataset", "format": form}
+            self.results[f"{stage}_data"] = self._asked(asked)
 
     def stage2_sft_training(self) -> str:
         return self._trained("sft", self.config["model"]["base_model"])

@@ -34,7 +34,6 @@ class RLTrainingTool:
     """`run({"action": ...})`. `settings` are ours, by dotted name, for each stack that the tool starts."""
 
     name = "rl_training"
-    description = "Trains and evaluates language models: sft, grpo, data sets, rewards"
 
     def __init__(self, settings: Mapping[str, object] | None = None) -> None:
         self._settings = dict(settings or {})
@@ -152,7 +151,7 @@ class RLTrainingTool:
     def _rows(self, given: Mapping[str, Any], form: str, samples: int | None) -> list[dict[str, Any]]:
         count = given.get("max_samples", samples)
         dataset, split = str(given.get("dataset", "gsm8k")), str(given.get("split", "train"))
-        return load(dataset, self._datasets, form, split, None if count is None else int(count))
+        return load(dataset, self._datasets, form, split, count)
 
 
 async def answer(run: Run, prompt: str, temperature: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,10 @@ PRIVATE = {
     "trainer.max_staleness": 8,
 }
 """What a private Headrace is set to where nothing else is said: it serves one program, which waits for each step."""
+
+
+_FIRST_S = 300.0
+_POLL_S = 0.2
 
 
 def attach(
@@ -99,7 +104,14 @@ def _private(
         **settings,
     }
     started = support("headrace_cli.private_stack", "headrace-cli").start(wanted, data_dir and Path(data_dir))
-    return Stack(Addresses(**started.addresses), name, services=started)
+    stack = Stack(Addresses(**started.addresses), name, services=started)
+    deadline = time.monotonic() + _FIRST_S
+    while stack.serving() is None:
+        if time.monotonic() > deadline:
+            stack.stop()
+            raise UsageError(f"{name} has no champion after {_FIRST_S:g} s; the registry's log says why")
+        time.sleep(_POLL_S)
+    return stack
 
 
 def _addresses(url: str | Path | None) -> Addresses:
