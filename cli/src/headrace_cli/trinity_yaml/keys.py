@@ -10,6 +10,7 @@ from headrace.stack.connection import model_name
 Rule = Callable[[Any], tuple[dict[str, Any], str]]
 ALGORITHMS = {"reinforceplusplus": "reinforce++"}
 """Names that differ. An algorithm that the trainer does not have is refused by the trainer."""
+_REPLICA = 8010
 PARSERS = {"deepseek_r1": "think", "qwen3": "think"}
 
 
@@ -50,6 +51,12 @@ def tasks(count: Any) -> tuple[dict[str, Any], str]:
     return {
         "data.tasks_per_step": count
     }, f"a step is on {count} tasks: trainer.batch_experiences is that times the runs"
+
+
+def port(number: Any) -> tuple[dict[str, Any], str]:
+    """8010, which is usual there, is the replica's here where nobody says another one."""
+    beside = {"inference.port": int(number) + 1} if int(number) == _REPLICA else {}
+    return {"gateway.port": number, **beside}, ""
 
 
 def data(name: str) -> Rule:
@@ -93,7 +100,7 @@ KEYS: dict[str, str | Rule] = {
     "explorer.rollout_model.seed": _CLIENT,
     "explorer.service_status_check_interval": "replicas are told of a version when it is decided, within a second",
     "explorer.min_running_model_num": "a version is loaded beside the one that serves, so none ever stops",
-    "explorer.proxy_port": setting("gateway.port"), "explorer.listen_address": setting("gateway.host"),
+    "explorer.proxy_port": port, "explorer.listen_address": setting("gateway.host"),
     "explorer.max_timeout": "a call ends when its client leaves", "explorer.db_url": "turns are on the bus",
     "buffer.train_batch_size": setting("trainer.batch_experiences"),
     "buffer.batch_size": tasks,

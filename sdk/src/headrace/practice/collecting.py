@@ -23,7 +23,12 @@ RATING_MAX = 5
 _CLOSED_S = 60.0
 
 
-def run_and_collect(
+def run_and_collect(agent: Any, user_input: str, **options: Any) -> dict[str, Any]:
+    """Run the agent once on the stack that was entered, and return the record; `collected` says what `options` are."""
+    return collected(agent, user_input, **options)[0]
+
+
+def collected(
     agent: Any,
     user_input: str,
     *,
@@ -31,10 +36,12 @@ def run_and_collect(
     user_feedback: Mapping[str, Any] | None = None,
     purpose: Purpose = "train",
     model: str | None = None,
-) -> dict[str, Any]:
-    """Run the agent once on the stack that was entered, and return the record. What has rewards is sent at once."""
+) -> tuple[dict[str, Any], Any]:
+    """The record of one run, and what the agent answered. What has rewards is sent at once, but for evaluations.
+
+    `user_feedback` = {"rating": 1 to 5, "comment": ...}. `model` is another one than the stack's, or a version."""
     stack = current()
-    record = blocking(_collected(stack, agent, user_input, purpose, model or stack.model))
+    record, answer = blocking(_collected(stack, agent, user_input, purpose, model or stack.model))
     rewards = dict(_named(reward_function(record)) if reward_function else {})
     rating = (user_feedback or {}).get("rating")
     if rating is not None:
@@ -44,7 +51,7 @@ def run_and_collect(
     record |= {"rewards": rewards, "total_reward": math.fsum(rewards.values()) if rewards else None}
     if purpose == "train":
         say(stack, record, str((user_feedback or {}).get("comment", "")))
-    return record
+    return record, answer
 
 
 def say(stack: Stack, record: Mapping[str, Any], comment: str = "") -> None:
@@ -77,18 +84,18 @@ def record_of(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-async def _collected(stack: Stack, agent: Any, text: str, purpose: Purpose, model: str) -> dict[str, Any]:
+async def _collected(stack: Stack, agent: Any, text: str, purpose: Purpose, model: str) -> tuple[dict[str, Any], Any]:
     watch = OutcomeWatch(stack)
     await watch.begin()
     async with stack.async_client() as client:
         session = Run(stack, client, text, purpose=purpose, model=model).session()
         async with session:
             with plugged(agent, stack.base_url, session.headers, model, stack.api_key):
-                await asked(agent, text)
+                answer = await asked(agent, text)
     trajectory = await watch.until_closed(session.session_id, _CLOSED_S)
     if trajectory is None:
         raise UsageError(f"the agent made no call to the model for {text!r}; nothing is there to be collected")
-    return record_of(trajectory)
+    return record_of(trajectory), answer
 
 
 def _named(found: Mapping[str, float] | float | None) -> Mapping[str, float]:

@@ -11,7 +11,7 @@ from headrace import manager, rollouts
 from headrace.errors import Unreachable, UsageError
 from headrace.practice.agents import text_of
 from headrace.practice.blocking import blocking
-from headrace.practice.collecting import run_and_collect
+from headrace.practice.collecting import collected
 from headrace.stack import current
 from headrace.stack.arms import arm_means
 from headrace_schemas.registry_api import ModelState
@@ -79,8 +79,8 @@ class HotUpdater:
 
     def _passes(self, case: Any) -> bool:
         question, check = (case["question"], case.get("check")) if isinstance(case, Mapping) else (case, None)
-        record = run_and_collect(self.agent, str(question), purpose="eval", model=self.tested)
-        answer = text_of(record["messages"][-1]["content"])
+        _, found = collected(self.agent, str(question), purpose="eval", model=self.tested)
+        answer = text_of(found)
         holds: Callable[[str], bool] = (
             check if callable(check) else lambda text: bool(text) and str(check or "") in text
         )

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from headrace.errors import UsageError
 from headrace.practice.blocking import blocking
-from headrace.practice.collecting import Rate, run_and_collect, say
+from headrace.practice.collecting import Rate, collected, run_and_collect, say
 from headrace.practice.outcomes import OutcomeWatch
 from headrace.stack import Stack, stack_for
 
@@ -140,10 +140,9 @@ class RLRuntime:
         def run(text: Any) -> Any:
             self.agent.run = answer
             try:
-                record = self.agent.run_and_collect(text)
+                return collected(self.agent, text, reward_function=self._rate)[1]
             finally:
                 self.agent.run = run
-            return record["messages"][-1]["content"]
 
         async def run_async(text: Any) -> Any:
             return await asyncio.to_thread(run, text)

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.errors import UsageError
-from headrace.practice.collecting import run_and_collect
+from headrace.practice.agents import text_of
+from headrace.practice.collecting import collected
 from headrace.rl.training import OnlineTrainer, TrinityRFT
 from headrace.sessions import Purpose
 
@@ -136,9 +137,9 @@ def evaluate_win_rate(werewolf_agents: Sequence[Any], episodes: int = 100) -> fl
 
 
 def ask(player: Player, text: str, purpose: Purpose) -> str:
-    record = run_and_collect(player.agent, f"You are {player.name}, a {player.role}.\n{text}", purpose=purpose)
+    record, answer = collected(player.agent, f"You are {player.name}, a {player.role}.\n{text}", purpose=purpose)
     player.records.append(record)
-    return str(record["messages"][-1]["content"])
+    return text_of(answer)
 
 
 def living(players: Sequence[Player]) -> list[Player]:
