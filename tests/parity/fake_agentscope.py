@@ -51,7 +51,8 @@ def installed() -> Iterator[None]:
     """`import agentscope` finds these for the body."""
     names = {
         "agentscope": {}, "agentscope.agent": {"ReActAgent": ReActAgent}, "agentscope.message": {"Msg": Msg},
-        "agentscope.model": {"OpenAIChatModel": OpenAIChatModel}, "agentscope.formatter": {"OpenAIChatFormatter": object},
+        "agentscope.model": {"OpenAIChatModel": OpenAIChatModel},
+        "agentscope.formatter": {"OpenAIChatFormatter": object},
     }  # fmt: skip
     before = {name: sys.modules.get(name) for name in names}
     for name, members in names.items():

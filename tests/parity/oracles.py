@@ -10,7 +10,8 @@ from headrace_schemas.ids import session_key
 
 EXPLORER: dict[str, Any] = {
     "mode": "serve", "project": "test", "name": "test", "checkpoint_root_dir": "/tmp/shared",
-    "model": {"model_path": "models/Qwen3-tiny", "max_model_len": 8192, "max_response_tokens": 2048, "temperature": 0.7},
+    "model": {"model_path": "models/Qwen3-tiny", "max_model_len": 8192, "max_response_tokens": 2048,
+              "temperature": 0.7},
     "algorithm": {"algorithm_type": "reinforceplusplus"},
     "cluster": {"node_num": 1, "gpu_per_node": 4},
     "explorer": {

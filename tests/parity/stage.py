@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from headrace.stack import Stack, attach
 from tests.support import tiny_model
@@ -113,9 +116,5 @@ class AsyncAgent(ChatAgent):
 
 def raises(kind: type[Exception], words: str, work: Callable[[], object]) -> None:
     """Asserts that `work` is refused with these words."""
-    try:
+    with pytest.raises(kind, match=re.escape(words)):
         work()
-    except kind as error:
-        assert words in str(error), f"{error!r} does not say {words!r}"
-    else:
-        raise AssertionError(f"nothing was refused; {words!r} was expected")

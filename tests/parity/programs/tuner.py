@@ -86,7 +86,7 @@ def objects(stage: Stage) -> None:
         raises(
             UsageError, "the reward is None", lambda: blocking(outcome(workflow, None, None, task, Scripted("1", 1)))
         )
-        base = str(stage.base)
+        base = "models/base"
         train = DatasetConfig(path=str(data))
         tinker = TunerModelConfig(model_path=base, tinker_config=TinkerConfig())
         raises(UsageError, "tinker_config", lambda: tune(workflow_func=workflow, train_dataset=train, model=tinker))
