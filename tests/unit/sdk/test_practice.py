@@ -24,7 +24,9 @@ def trajectory(session: str, branches: int = 1, **more: Any) -> Trajectory:
     )
     given = {"branches": (one,) * branches, "end_reason": "feedback", "started_at": NOW, **more}
     key = session_key("default", session)
-    return Trajectory(time=NOW, trajectory_id=f"t-{session}", session_key=key, session_id=session, model="tiny", **given)
+    return Trajectory(
+        time=NOW, trajectory_id=f"t-{session}", session_key=key, session_id=session, model="tiny", **given
+    )
 
 
 def account(number: int, *outcomes: TrainingOutcome, **more: Any) -> TrainingMetrics:

@@ -104,7 +104,7 @@ async def _mean(measure: Measure, runs: Sequence[Run], confidence: float) -> Met
 async def measured(measure: Measure, task: object, result: object) -> float | None:
     """One value. Raises `TypeError` and `ValueError` for what is no finite number."""
     found: Any = (
-        await measure(task, result)  # type: ignore[misc]
+        await measure(task, result)
         if inspect.iscoroutinefunction(measure)
         else await in_thread(lambda: measure(task, result))
     )

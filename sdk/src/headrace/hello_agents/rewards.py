@@ -61,7 +61,7 @@ def create_reward(reward_type: str = "accuracy", **options: Any) -> RewardCallab
 def one(function: RewardCallable, completion: str, truth: Any, **columns: Any) -> float:
     """The reward of one completion. Raises `UsageError` where the function gives none: that is an error, and no 0."""
     found = list(function([completion], ground_truth=[truth], **{name: [value] for name, value in columns.items()}))
-    if len(found) != 1 or not isinstance(found[0], int | float) or not math.isfinite(found[0]):
+    if len(found) != 1 or not math.isfinite(found[0]):
         raise UsageError(f"the reward function returned {found!r} for one completion; one finite number is wanted")
     return float(found[0])
 

@@ -28,7 +28,8 @@ def rows_of(dataset: Any) -> list[dict[str, Any]]:
 def check_rows(rows: Iterable[Mapping[str, Any]]) -> None:
     """What is to be looked at before training: rows without a text, and rows that are there twice. Raises `UsageError`
     that names the first of them."""
-    problems, seen = [], {}
+    problems: list[str] = []
+    seen: dict[tuple[tuple[str, str], ...], int] = {}
     for place, row in enumerate(rows, 1):
         empty = [name for name, value in row.items() if not str(value if value is not None else "").strip()]
         key = tuple(sorted((name, str(value)) for name, value in row.items()))

@@ -28,7 +28,8 @@ class HotUpdater:
     """
 
     def __init__(self, agent: Any, update_config: Mapping[str, Any] | None = None) -> None:
-        given = {"strategy": "rolling", "canary_ratio": 0.1, "check_after_updates": 1} | dict(update_config or {})
+        given: dict[str, Any] = {"strategy": "rolling", "canary_ratio": 0.1, "check_after_updates": 1}
+        given |= dict(update_config or {})
         if given["strategy"] not in ("rolling", "canary") or len(given) > 3:
             raise UsageError(
                 f"update_config = {update_config!r}: strategy is rolling or canary, and there are no others"

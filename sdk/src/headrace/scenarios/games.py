@@ -133,7 +133,7 @@ def evaluate_win_rate(werewolf_agents: Sequence[Any], episodes: int = 100) -> fl
     if game is None:
         raise UsageError("these agents are in no MultiAgentGame; make one with them first")
     wins = sum(game.run_episode(purpose="eval")["winner"] == WOLF for _ in range(episodes))
-    return 100.0 * wins / episodes
+    return float(100.0 * wins / episodes)
 
 
 def ask(player: Player, text: str, purpose: Purpose) -> str:

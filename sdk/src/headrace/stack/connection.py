@@ -116,8 +116,8 @@ class Stack:
 
     def check(self, base: str | Path | None, model: str | None, settings: Mapping[str, object]) -> None:
         """Raises `UsageError` for the first of these that is not so in this Headrace: nothing is silently ignored."""
-        wanted = {**({"trainer.base": str(base)} if base else {}), **({"trainer.model": model} if model else {})}
-        wanted |= dict(settings)
+        wanted: dict[str, object] = {"trainer.base": str(base)} if base else {}
+        wanted |= {**({"trainer.model": model} if model else {}), **settings}
         known = self.settings() if wanted else {}
         for name, value in wanted.items():
             if name not in known:
@@ -232,5 +232,5 @@ def _same(name: str, wanted: object, known: Mapping[str, Any]) -> bool:
     """A base may also be named as the model is: who attaches need not know where the folder lies."""
     there = known[name]
     if name == "trainer.base" and isinstance(wanted, str):
-        return Path(wanted).absolute() == Path(there).absolute() or model_name(wanted) == known["trainer.model"]
-    return (list(wanted) if isinstance(wanted, tuple) else wanted) == there
+        return Path(wanted).absolute() == Path(there).absolute() or model_name(wanted) == str(known["trainer.model"])
+    return bool((list(wanted) if isinstance(wanted, tuple) else wanted) == there)

@@ -131,10 +131,9 @@ class ModelWrapper:
             yield turn
 
     def _experiences(self, turn: Turn, step: int) -> list[TrinityExperience]:
-        place = {"batch": "", "task": self._run.task_id, "run": self._run.run_id, "step": step, "suffix": turn.turn_id}
         return [
             TrinityExperience(
-                eid=EID(**place),
+                eid=EID(task=self._run.task_id, run=self._run.run_id, step=step, suffix=turn.turn_id),
                 tokens=[*turn.prompt_token_ids, *choice.token_ids],
                 prompt_length=len(turn.prompt_token_ids),
                 logprobs=list(choice.logprobs),
