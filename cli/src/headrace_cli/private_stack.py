@@ -82,5 +82,6 @@ def _version(registry: ModelRegistry, version: str) -> VersionState:
 
 
 def _addresses(state: RunState) -> dict[str, str]:
-    found = {name: state.services[name].url for name in ("gateway", "registry", "trainer") if name in state.services}
+    names = ("gateway", "registry", "trainer")
+    found: dict[str, str] = {name: state.services[name].url for name in names if name in state.services}
     return {**found, "bus": state.bus}

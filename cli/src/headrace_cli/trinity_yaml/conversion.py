@@ -15,7 +15,7 @@ import yaml
 from headrace.errors import UsageError
 from headrace.stack.connection import model_name
 from headrace_cli.toml_text import toml
-from headrace_cli.trinity_yaml.keys import KEYS, Refused
+from headrace_cli.trinity_yaml.keys import KEYS, Unconvertible
 
 
 @dataclass
@@ -90,7 +90,7 @@ def _applied(key: str, value: Any, rule: str | Callable[[Any], tuple[dict[str, A
         return
     try:
         settings, said = rule(value)
-    except Refused as error:
+    except Unconvertible as error:
         found.refused.append(f"{key} = {value!r}: {error}")
         return
     for name, one in settings.items():

@@ -14,7 +14,7 @@ _REPLICA = 8010
 PARSERS = {"deepseek_r1": "think", "qwen3": "think"}
 
 
-class Refused(Exception):
+class Unconvertible(Exception):
     """Why a value cannot be carried out. The message follows the key and the value."""
 
 
@@ -25,7 +25,7 @@ def setting(name: str) -> Rule:
 def only(*allowed: Any, why: str, said: str) -> Rule:
     def rule(value: Any) -> tuple[dict[str, Any], str]:
         if value not in allowed:
-            raise Refused(why)
+            raise Unconvertible(why)
         return {}, said
 
     return rule

@@ -9,10 +9,7 @@ from typing import Any
 from headrace.errors import UsageError
 from headrace.practice.data_sets import check_rows, rows_of
 
-FORMATS = {
-    "sft": ("prompt", "completion", "text"),
-    "rl": ("prompt", "ground_truth", "question", "full_answer"),
-}
+FORMATS = ("sft", "rl")
 _NAMES = {"gsm8k": ("openai/gsm8k", "main")}
 _ASKED = ("question", "prompt", "problem")
 _SAID = ("completion", "answer", "full_answer", "ground_truth")

@@ -1,5 +1,4 @@
-"""Reward functions `fn(completions, **kwargs)`: a number for each completion, `kwargs["ground_truth"]` in step with
-them."""
+"""Reward functions `fn(completions, **kwargs)`: a number for each completion; `ground_truth` is a list of as many."""
 
 from __future__ import annotations
 

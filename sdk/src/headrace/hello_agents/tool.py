@@ -82,7 +82,7 @@ class RLTrainingTool:
         if kind == "grpo":
             settings |= {"trainer.algorithm": "grpo", "trainer.group_size": _GROUP}
         with stack_for(base_of(name), settings) as stack:
-            reward = given.get("custom_reward") or self._rewards.get(dataset) or self._made(given)
+            reward = given.get("custom_reward") or self._rewards.get(dataset) or made(given)
             version = kinds[kind](stack, list(rows), epochs, reward)
             write(stack, version, out)
         told = {"algorithm": kind.upper(), "model": name, "output_dir": str(out), "num_epochs": epochs}
@@ -108,9 +108,7 @@ class RLTrainingTool:
                 champion = step.champion
             return champion
 
-        found = blocking(steps())
-        assert found is not None, "a step ends with a champion"
-        return found
+        return str(blocking(steps()))
 
     def _evaluate(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """With the weights of `model_path`, adapter or not: `use_lora` says nothing that the folder does not."""
@@ -133,20 +131,15 @@ class RLTrainingTool:
         return {"model_path": path, "num_samples": len(rows), **told, "failed": len(found.errors)}
 
     def _load(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        form = str(given.get("format", "sft"))
+        form, split = str(given.get("format", "sft")), given.get("split", "train")
         rows = self._rows(given, form, 100)
-        told = {"format": form, "split": given.get("split", "train"), "dataset_size": len(rows)}
-        return {**told, "sample_keys": list(rows[0]), "sample": rows[0]}
+        return {"format": form, "split": split, "dataset_size": len(rows), "sample_keys": list(rows[0])}
 
     def _reward(self, given: Mapping[str, Any]) -> dict[str, Any]:
         kind = str(given.get("reward_type", "accuracy"))
-        self._made(given)
+        made(given)
         shown = {name: given[name] for name in KINDS[kind][1] if name in given}
         return {"reward_type": kind, **shown, "description": KINDS[kind][2]}
-
-    def _made(self, given: Mapping[str, Any]) -> RewardCallable:
-        kind = str(given.get("reward_type", "accuracy"))
-        return create_reward(kind, **{name: given[name] for name in KINDS.get(kind, ("", (), ""))[1] if name in given})
 
     def _rows(self, given: Mapping[str, Any], form: str, samples: int | None) -> list[dict[str, Any]]:
         count = given.get("max_samples", samples)
@@ -162,6 +155,12 @@ async def answer(run: Run, prompt: str, temperature: float) -> str:
         max_tokens=_ANSWER_TOKENS,
     )
     return found.choices[0].message.content or ""
+
+
+def made(given: Mapping[str, Any]) -> RewardCallable:
+    kind = str(given.get("reward_type", "accuracy"))
+    names = KINDS[kind][1] if kind in KINDS else ()
+    return create_reward(kind, **{name: given[name] for name in names if name in given})
 
 
 def right(task: Mapping[str, Any], said: str) -> float:

@@ -23,7 +23,7 @@ SOLO = "agent"
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class AgentReward:
     """What was said about one agent of a run."""
 
     value: float
@@ -57,13 +57,13 @@ class Run:
         self.result: Any = None
         self.error: str | None = None
         """Why the run has no reward: it failed. A failure is never a reward of 0."""
-        self.rewards: dict[str, Said] = {}
+        self.rewards: dict[str, AgentReward] = {}
         self._client = client
         self._purpose = purpose
         self._needs_reward = needs_reward
         self._sessions: dict[str, AsyncSession] = {}
         self._clients: list[Any] = []
-        self._whole: Said | None = None
+        self._whole: AgentReward | None = None
 
     def session(self, role: str = SOLO) -> AsyncSession:
         """The session of one agent of the run; the same one each time. It ends with the run."""
@@ -95,7 +95,7 @@ class Run:
         if value is None and not numbers:
             raise ValueError("a reward is a number, or the sum of parts; a run without one gets none, and never a 0")
         total = _number(value) if value is not None else math.fsum(map(_number, numbers.values()))
-        said = Said(total, numbers, dict(metrics or {}))
+        said = AgentReward(total, numbers, dict(metrics or {}))
         if role is None:
             self._whole = said
         else:

@@ -40,14 +40,9 @@ class MathAgentTrainer:
 
     def parts(self, answer: str, expected: str) -> dict[str, float]:
         """What one answer is worth, by part. Their sum is the reward."""
-        said = _ANSWER.findall(answer)
-        right = bool(said) and _same(said[-1], expected)
-        in_form = len(said) == 1 and len(_THOUGHT.findall(answer)) == 1 and bool(_STEP.search(answer))
-        return {
-            "correctness": self.worth["correctness"] * right,
-            "steps_penalty": self.worth["steps_penalty"] * len(_STEP.findall(answer)),
-            "format_bonus": self.worth["format_bonus"] * in_form,
-        }
+        counts = measured(answer, expected)
+        counted = zip(PARTS, (counts["accuracy"], counts["steps"], counts["format"]), strict=True)
+        return {name: self.worth[name] * count for name, count in counted}
 
     def train(self, agent: Any, problems: Sequence[Mapping[str, Any]], group_size: int = 8) -> list[Step]:
         """Practise problems {"question", "answer"} until the epochs are over. The agent plays one run after the

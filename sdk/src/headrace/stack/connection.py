@@ -112,7 +112,7 @@ class Stack:
     def settings(self) -> dict[str, Any]:
         """What the trainer is set to, by dotted name; secrets are hidden."""
         found = self._page(f"{self.addresses.trainer}/settings", self._internal_key)
-        return flat(found["settings"], "trainer")
+        return flat(found["settings"], "trainer.")
 
     def check(self, base: str | Path | None, model: str | None, settings: Mapping[str, object]) -> None:
         """Raises `UsageError` for the first of these that is not so in this Headrace: nothing is silently ignored."""
@@ -216,9 +216,9 @@ def flat(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """A table of tables by dotted names. A mapping that is a setting's value is found whole, and by its parts."""
     found: dict[str, Any] = {}
     for name, value in table.items():
-        found[f"{prefix}.{name}"] = value
+        found[f"{prefix}{name}"] = value
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}.{name}")
+            found |= flat(value, f"{prefix}{name}.")
     return found
 
 

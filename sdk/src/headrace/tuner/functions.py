@@ -15,13 +15,13 @@ _OPTIONAL = ("auxiliary_models", "logger")
 
 def check_workflow_function(function: Callable[..., Any]) -> None:
     """An async function of `task` and `model`, and if it likes `auxiliary_models` and `logger`. Raises `UsageError`."""
-    _check(function, "workflow", ("task", "model"))
+    _check(function, "workflow function", ("task", "model"))
 
 
 def check_judge_function(function: Callable[..., Any]) -> None:
     """An async function of `task` and `response`, and if it likes `auxiliary_models` and `logger`. Raises
     `UsageError`."""
-    _check(function, "judge", ("task", "response"))
+    _check(function, "judge function", ("task", "response"))
 
 
 async def called(function: Callable[..., Any], auxiliary: Mapping[str, Any] | None, **given: Any) -> Any:
@@ -56,10 +56,10 @@ async def outcome(
 
 def _check(function: Callable[..., Any], what: str, required: tuple[str, ...]) -> None:
     if not inspect.iscoroutinefunction(function):
-        raise UsageError(f"the {what} function is async: async def {getattr(function, '__name__', what)}(...)")
+        raise UsageError(f"the {what} is async: async def {getattr(function, '__name__', 'it')}(...)")
     for name, one in inspect.signature(function).parameters.items():
         if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) or name not in (*required, *_OPTIONAL):
-            raise UsageError(f"the {what} function takes {', '.join((*required, *_OPTIONAL))}, and not {name!r}")
+            raise UsageError(f"the {what} takes {', '.join((*required, *_OPTIONAL))}, and not {name!r}")
     missing = [name for name in required if name not in inspect.signature(function).parameters]
     if missing:
-        raise UsageError(f"the {what} function has no parameter {missing[0]!r}")
+        raise UsageError(f"the {what} has no parameter {missing[0]!r}")

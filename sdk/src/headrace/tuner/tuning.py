@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,7 +24,8 @@ from headrace.tuner.configs import AlgorithmConfig, DatasetConfig, TunerModelCon
 from headrace.tuner.functions import check_judge_function, check_workflow_function, outcome
 
 PARSERS = {"deepseek_r1": "think", "qwen3": "think"}
-"""Parsers of reasoning that are called differently here."""
+ALGORITHMS = {"reinforceplusplus": "reinforce++"}
+"""What is called differently here."""
 
 
 def tune(
@@ -94,15 +95,12 @@ def _plan(train: Any, held_out: Any, model: Any, algorithm: Any, config_path: st
         algorithm = algorithm or _algorithm(converted, found.data)
     if train is None or model is None:
         raise UsageError("train_dataset and model are needed, or a config_path that has them")
-    algorithm = algorithm or AlgorithmConfig()
     _refuse(model)
-    rows = rows_of(train)
+    algorithm, rows = algorithm or AlgorithmConfig(), rows_of(train)
     per_step = min(int(algorithm.batch_size), len(rows))
     settings: dict[str, object] = {name: one for name, one in converted.items() if name.startswith("trainer.")}
     settings |= {
-        "trainer.algorithm": {"reinforceplusplus": "reinforce++"}.get(
-            algorithm.algorithm_type, algorithm.algorithm_type
-        ),
+        "trainer.algorithm": ALGORITHMS.get(algorithm.algorithm_type, algorithm.algorithm_type),
         "trainer.optimizer.learning_rate": float(algorithm.learning_rate),
         "trainer.batch_experiences": per_step * int(algorithm.group_size),
     }
@@ -157,8 +155,7 @@ def _algorithm(settings: Mapping[str, Any], data: Mapping[str, Any]) -> Algorith
 
 
 async def _train(stack: Stack, plan: Plan, play: Callable[[Any, Run], Any], folder: Path) -> None:
-    monitor = folder / "monitor"
-    (monitor / "tensorboard").mkdir(parents=True, exist_ok=True)
+    (folder / "monitor" / "tensorboard").mkdir(parents=True, exist_ok=True)
     sizes = {"group_size": int(plan.algorithm.group_size), "tasks_per_step": plan.tasks_per_step, "steps": plan.steps}
     async for step in practise(stack, plan.rows, play, **sizes):
         numbers = _numbers(step)
@@ -166,18 +163,14 @@ async def _train(stack: Stack, plan: Plan, play: Callable[[Any, Run], Any], fold
         if plan.held_out and (last or step.number % plan.algorithm.eval_interval_steps == 0):
             found = await evaluate(stack, plan.held_out, play, {"reward": lambda _task, reward: reward})
             numbers |= {"eval/reward": found.means["reward"].mean, "eval/errors": float(len(found.errors))}
-        with (monitor / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        with (folder / "monitor" / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step.number, **numbers}) + "\n")
         if step.champion and (last or step.number % plan.algorithm.save_interval_steps == 0):
             _save(stack, step.champion, folder / f"global_step_{step.number}")
 
 
 def _numbers(step: Step) -> dict[str, float | None]:
-    own = {
-        "rollout/reward": step.reward_mean,
-        "rollout/errors": float(len(step.errors)),
-        "trained": float(step.trained),
-    }
+    own = {"rollout/reward": step.reward_mean, "rollout/errors": float(len(step.errors))}
     return {**own, **{f"rollout/{name}": one for name, one in step.run_metrics.items()}, **step.metrics}
 
 
@@ -190,7 +183,6 @@ def _save(stack: Stack, version: str, folder: Path) -> None:
 
 
 def _monitor(stack: Stack, folder: Path) -> None:
-    written: Sequence[Path] = [stack.data_dir / "trainer" / "tensorboard"] if stack.data_dir else []
-    for one in written:
-        if one.is_dir():
-            shutil.copytree(one, folder / "monitor" / "tensorboard", dirs_exist_ok=True)
+    if stack.data_dir is not None:
+        written = stack.data_dir / "trainer/tensorboard"
+        shutil.copytree(written, folder / "monitor" / "tensorboard", dirs_exist_ok=True)
