@@ -13,7 +13,7 @@ DOCS := .venv-docs
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning parity demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images
+.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning parity test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images test-jobs
 
 help: ## this list
 	@awk -F ':.*## ' '/^##@ / { print "\n" substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -112,6 +112,11 @@ parity: $(VENV)/installed ## every item of the documents that people come from, 
 
 test-learning: $(VENV)/installed ## what a correction leaves undone, what is no full step, and planted faults; a few minutes
 	$(BIN)/python -m tests.learning
+
+test-algorithms: $(VENV)/installed ## each loss and advantage beside an independent result, promises with edits and preferences, planted faults
+	$(BIN)/python -m tests.algorithms
+test-jobs: $(VENV)/installed ## a job of 2,000 rows is killed ten times and ends with the bytes of an undisturbed one (SEED=, ROWS=, KILLS=)
+	$(BIN)/python -m tests.jobs $(if $(ROWS),--rows $(ROWS)) $(if $(filter file,$(origin KILLS)),,--kills $(KILLS)) $(if $(filter file,$(origin SEED)),,--seed $(SEED))
 
 compose-test: $(VENV)/installed ## build every image and play the shortened demo through the containers (Docker or podman)
 	$(BIN)/python -m tests.compose --seed $(SEED)

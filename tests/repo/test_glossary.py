@@ -30,6 +30,7 @@ SHARED = {
     "Completion": "an answer of OpenAI's chat API, as the engine makes it and the judge reads it",
     "Entry": "a key with its value: of a topic, of the trainer's window, of the prefix cache",
     "HotUpdater": "new weights for what serves, as its article calls it, and with the registry's own arguments",
+    "Job": "an offline training, and a leased piece of work in a service's database",
     "Mean": "an arithmetic mean with its error, and a running mean",
     "ModelManager": "versions under names, as its article calls it, and with the registry's own arguments",
     "Model": "pydantic's term for a class of values, and the neural network",

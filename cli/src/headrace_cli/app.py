@@ -11,6 +11,7 @@ from headrace_cli.commands import (
     controls,
     dead_letters,
     demo,
+    evaluate,
     feedback,
     lineage,
     logs,
@@ -19,6 +20,7 @@ from headrace_cli.commands import (
     replay,
     rollouts,
     status,
+    train,
     trinity,
     up,
 )
@@ -43,6 +45,8 @@ lineage.add_to(app, models.app)
 rollouts.add_to(app)
 feedback.add_to(app)
 replay.add_to(app)
+train.add_to(app)
+evaluate.add_to(app)
 controls.add_to(app)
 dead_letters.add_to(app)
 mirror.add_to(app)

@@ -13,7 +13,7 @@ from headrace_schemas import Checkpoint, Experience, TrainingMetrics
 from headrace_schemas.replay import BATCH_HEADER, TOPIC_PREFIX, topic_prefix
 
 if TYPE_CHECKING:
-    from aiokafka.admin import AIOKafkaAdminClient
+    from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 _TOPICS = (Experience.topic, Checkpoint.topic, TrainingMetrics.topic)
 _RETENTION_MS = 2_592_000_000  # 30 d, as that of what is replayed
@@ -42,10 +42,8 @@ class Copier:
 
 async def create(bus: str, lineage: str, replication: int = 1) -> None:
     """Raises `UsageError` when there is a replay of this name."""
-    from aiokafka.admin import NewTopic
     from aiokafka.errors import for_code
 
-    config = {"cleanup.policy": "delete", "retention.ms": str(_RETENTION_MS), "max.message.bytes": "1048576"}
     names = [f"{topic_prefix(lineage)}{topic}" for topic in _TOPICS]
     async with _administering(bus) as admin:
         if set(names) & set(await admin.list_topics()):
@@ -53,11 +51,20 @@ async def create(bus: str, lineage: str, replication: int = 1) -> None:
                 f"there is a replay into lineage {lineage!r} already; choose another name, go on with "
                 f"`headrace replay resume {lineage}`, or `headrace replay remove {lineage}` first"
             )
-        response = await admin.create_topics(
-            [NewTopic(name, 1, replication, topic_configs=config) for name in names], timeout_ms=_TIMEOUT_MS
-        )
+        response = await admin.create_topics(_new(lineage, replication), timeout_ms=_TIMEOUT_MS)
         for name, code, *_ in response.topic_errors:
             if code:
+                raise for_code(code)(f"creating topic {name}")
+
+
+async def ensure(bus: str, lineage: str, replication: int = 1) -> None:
+    """Like `create`, for whoever knows that what is there is its own."""
+    from aiokafka.errors import TopicAlreadyExistsError, for_code
+
+    async with _administering(bus) as admin:
+        response = await admin.create_topics(_new(lineage, replication), timeout_ms=_TIMEOUT_MS)
+        for name, code, *_ in response.topic_errors:
+            if code and for_code(code) is not TopicAlreadyExistsError:
                 raise for_code(code)(f"creating topic {name}")
 
 
@@ -72,6 +79,14 @@ async def remove(bus: str, lineage: str) -> tuple[str, ...]:
             )
         await admin.delete_topics(list(names), timeout_ms=_TIMEOUT_MS)
         return names
+
+
+def _new(lineage: str, replication: int) -> list[NewTopic]:
+    from aiokafka.admin import NewTopic
+
+    config = {"cleanup.policy": "delete", "retention.ms": str(_RETENTION_MS), "max.message.bytes": "1048576"}
+    names = [f"{topic_prefix(lineage)}{topic}" for topic in _TOPICS]
+    return [NewTopic(name, 1, replication, topic_configs=config) for name in names]
 
 
 async def lineages(bus: str) -> tuple[str, ...]:

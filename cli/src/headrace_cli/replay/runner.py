@@ -63,7 +63,7 @@ async def plan(request: Request, tick: Tick) -> Report:
 
 async def run(request: Request, tick: Tick) -> Report:
     """Copy, then train. Raises `UsageError` when there is such a replay already, and what the programs fail with."""
-    if await asyncio.to_thread(Written.read, _place(request, ".json")) is not None:
+    if await asyncio.to_thread(Written.read, place_of(request, ".json")) is not None:
         raise UsageError(
             f"there was a replay into lineage {request.lineage!r} already; its versions remain: choose another name, "
             f"or go on with `headrace replay resume {request.lineage}`"
@@ -89,12 +89,12 @@ async def copy(request: Request, report: Report, merge: PartitionMerge, told: Jo
         await copier.flush()
     report.topic = request.topic
     written = Written(of=request.of, recorded=report.cut == "recorded", experiences=report.experiences)
-    await asyncio.to_thread(written.write, _place(request, ".json"))
+    await asyncio.to_thread(written.write, place_of(request, ".json"))
 
 
 async def resume(request: Request, tick: Tick) -> Report:
     """Train on where a replay was interrupted. Raises `UsageError` when its copy was never completed here."""
-    written = await asyncio.to_thread(Written.read, _place(request, ".json"))
+    written = await asyncio.to_thread(Written.read, place_of(request, ".json"))
     if written is None:
         raise UsageError(f"no replay into lineage {request.lineage!r} was copied to its end from here; run it")
     request = replace(request, of=written.of)
@@ -110,7 +110,7 @@ async def _train(request: Request, report: Report, told: Journal, tick: Tick) ->
     def progress(accounts: training.TrainingReports) -> None:
         tick("training", accounts.decided, total)
 
-    log = _place(request, ".log")
+    log = place_of(request, ".log")
     accounts = await training.train(request, report.cut == "recorded", log, progress)
     async with connected(request.bus) as topics:
         made = await training.checkpoints(topics, request.prefix)
@@ -137,5 +137,6 @@ def _report(request: Request) -> Report:
     return Report(request.lineage, request.of, request.wanted.topic)
 
 
-def _place(request: Request, suffix: str) -> Path:
+def place_of(request: Request, suffix: str) -> Path:
+    """A file of the replay in the data directory."""
     return Path(str(request.overrides.get("data_dir"))) / "replays" / f"{request.lineage}{suffix}"

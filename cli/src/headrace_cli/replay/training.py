@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,7 +75,7 @@ async def checkpoints(topics: Topics, prefix: str) -> list[Checkpoint]:
 async def train(
     request: Request, recorded: bool, log: Path, progress: Callable[[TrainingReports], None]
 ) -> TrainingReports:
-    """Run the trainer to its end. Raises `UsageError` for settings that it refuses, `HeadraceError` when it fails."""
+    """Train what was copied, to its end. Raises as `run_trainer` does."""
     environ = request.environ(
         lineage=request.lineage,
         topic=request.topic,
@@ -85,6 +85,16 @@ async def train(
         announce_to=request.prefix,
         port=0,
     )
+    return await run_trainer(environ, request.bus, request.prefix, log, progress)
+
+
+async def run_trainer(
+    environ: Mapping[str, str], bus: str, prefix: str, log: Path, progress: Callable[[TrainingReports], None]
+) -> TrainingReports:
+    """Run a trainer to its end and follow what it says on the topics behind `prefix`.
+
+    Raises `UsageError` for settings that it refuses, `HeadraceError` when it fails.
+    """
     accounts = TrainingReports()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
@@ -92,12 +102,12 @@ async def train(
         process = await asyncio.create_subprocess_exec(*command, stdout=out, stderr=out, env=dict(environ))
     ended = asyncio.create_task(process.wait())
     try:
-        async with connected(request.bus) as topics:
+        async with connected(bus) as topics:
             while not ended.done():
                 await asyncio.wait([ended], timeout=_LOOK_INTERVAL_S)
-                await follow(topics, f"{request.prefix}{TrainingMetrics.topic}", accounts)
+                await follow(topics, f"{prefix}{TrainingMetrics.topic}", accounts)
                 progress(accounts)
-            await follow(topics, f"{request.prefix}{TrainingMetrics.topic}", accounts)
+            await follow(topics, f"{prefix}{TrainingMetrics.topic}", accounts)
     finally:
         if process.returncode is None:
             process.terminate()

@@ -63,6 +63,11 @@ class TrainingOutcome(Model):
     turn_ids: tuple[Text, ...] = Field(max_length=4096)
     dropped: DropReason | None = None
     """None: it was trained, so it changed the weights."""
+    detail: Text | None = None
+    """More exactly than `dropped`: `no_signal` (it carries nothing that the algorithm trains), `unpaired` (the other
+    answer of its comparison never came), `written` (nobody sampled its tokens, and the algorithm needs logprobs),
+    `equal_rewards` (all runs of its group have one), `edit` (the model cannot be made to say what it was edited to),
+    `examples` (more than one experience may give)."""
 
 
 class Undone(Model):

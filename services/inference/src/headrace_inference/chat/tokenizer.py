@@ -80,8 +80,10 @@ class ChatTokenizer:
         tools: Sequence[Any] | None,
         extra: Mapping[str, JsonValue],
         limits: RenderLimits = UNLIMITED,
+        *,
+        open_answer: bool = True,
     ) -> str:
-        """The prompt as text, ready for the answer, in which `plain` shows what was meant.
+        """The prompt as text, in which `plain` shows what was meant: ready for the answer, or as it is after one.
 
         `extra` are variables for the template; it cannot bring a template of its own. Raises `Refused` when the
         template does not take the messages, or not within `limits`.
@@ -95,20 +97,23 @@ class ChatTokenizer:
                 [self._plain.mask(dict(message), answer=message.get("role") == "assistant") for message in messages],
                 self._plain.mask(list(tools)) if tools else None,
                 self._plain.mask(dict(extra)),
+                open_answer=open_answer,
             )
             return _joined(pieces, limits)
         except (TemplateError, TypeError, KeyError, ValueError, ArithmeticError, RecursionError) as error:
             message = f"the model's chat template refuses these messages: {self.plain(str(error))[:300]}"
             raise Refused(400, "invalid_messages", message, "messages") from None
 
-    def _pieces(self, messages: list[Any], tools: list[Any] | None, extra: Mapping[str, JsonValue]) -> Iterator[str]:
+    def _pieces(
+        self, messages: list[Any], tools: list[Any] | None, extra: Mapping[str, JsonValue], *, open_answer: bool
+    ) -> Iterator[str]:
         """What `apply_chat_template` joins, as it comes."""
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         compiled = _compile_jinja_template(self._outer.get_chat_template(None, tools))
         given = {**self._outer.special_tokens_map, **extra}
         pieces: Iterator[str] = compiled.generate(
-            messages=messages, tools=tools, documents=None, add_generation_prompt=True, **given
+            messages=messages, tools=tools, documents=None, add_generation_prompt=open_answer, **given
         )
         return pieces
 
@@ -124,6 +129,11 @@ class ChatTokenizer:
         """The text of an answer: all its tokens but the silent ones. The same as a stream gives out."""
         stream = self.stream()
         return stream.feed(ids) + stream.end()
+
+    def spelled(self, ids: Sequence[int]) -> str:
+        """The text of all of these tokens, control tokens included."""
+        text: str = self._inner.decode(list(ids), skip_special_tokens=False)
+        return text
 
     def stream(self) -> Detokenizer:
         return Detokenizer(self._decoding)

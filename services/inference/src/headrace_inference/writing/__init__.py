@@ -1,0 +1,1 @@
+"""Conversations that people wrote become tokens, by the code that makes prompts and reads answers in traffic."""

@@ -1,0 +1,89 @@
+"""The filter: see `headrace_schemas.written`. It reads a tokenizer, no weights, and uses no bus."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, Parsers
+from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.errors import VersionUnusable
+from headrace_inference.settings import InferenceSettings
+from headrace_inference.writing.tokens import ConversationWriter, Unwritable
+from headrace_runtime import versions
+from headrace_runtime.filters import Lines
+from headrace_runtime.settings import Common
+from headrace_schemas.blobs import BlobRef
+from headrace_schemas.manifest import File, Fingerprint, Manifest
+from headrace_schemas.written import BaseLine, OpenedLine, RefusedLine, RowLine, WrittenLine
+
+_NOTHING = Fingerprint(token_ids=(0, 0), logprobs=(0.0,))
+_UNBOUNDED = 1 << 30
+
+
+async def run(_common: Common, settings: InferenceSettings) -> None:
+    """Raises `VersionUnusable` with what is wrong with the base."""
+    lines = Lines()
+    writer: ConversationWriter | None = None
+    async for word, value in lines.read():
+        if word == "base":
+            writer = opened(BaseLine.model_validate_json(value), settings)
+            lines.write("opened", OpenedLine(tokens_max=writer.tokens_max).model_dump_json().encode())
+            lines.flush()
+            continue
+        if writer is None:
+            raise ValueError(f"a line begins with {word!r} before there is a base")
+        answer = written(writer, RowLine.model_validate_json(value))
+        lines.write("refused" if isinstance(answer, RefusedLine) else "written", answer.model_dump_json().encode())
+    lines.flush()
+
+
+def opened(line: BaseLine, settings: InferenceSettings) -> ConversationWriter:
+    """The tokenizer of a folder. Raises `VersionUnusable`."""
+    folder = Path(line.folder)
+    for name in (versions.TOKENIZER_FILE, "config.json"):
+        if not (folder / name).is_file():
+            raise VersionUnusable(f"{folder} has no {name}; name a Hugging Face folder with a fast tokenizer")
+    parsers = Parsers(TOOL_PARSERS.get(settings.tool_parser), REASONING_PARSERS.get(settings.reasoning_parser))
+    context = _context(folder)
+    return ConversationWriter(
+        ChatTokenizer(folder, _manifest(folder)), parsers, min(context, line.tokens_max or context)
+    )
+
+
+def written(writer: ConversationWriter, row: RowLine) -> WrittenLine | RefusedLine:
+    """Whatever is wrong with a row is said of that row, and the next one is read."""
+    try:
+        answers = tuple(
+            writer.write(row.prompt, answer, row.tools, frozenset(row.untrained), shown=row.shown)
+            for answer in row.answers
+        )
+    except Unwritable as error:
+        return RefusedLine(number=row.number, kind=error.kind, reason=str(error))
+    return WrittenLine(number=row.number, answers=answers)
+
+
+def _manifest(folder: Path) -> Manifest:
+    """A version in name only: as much as a tokenizer is checked against."""
+    paths = [path for path in versions.model_files(folder) if not versions.is_weights(path.name)]
+    files = [(path.relative_to(folder).as_posix(), versions.file_digest(path), path.stat().st_size) for path in paths]
+    return Manifest(
+        name="base",
+        lineage="written",
+        step=0,
+        files=tuple(File(path=name, blob=BlobRef(uri="none", sha256=sha, size=size)) for name, sha, size in files),
+        fingerprint=_NOTHING,
+        tokenizer_sha256=versions.file_digest(folder / versions.TOKENIZER_FILE),
+        template_sha256=versions.template_digest(folder),
+    )
+
+
+def _context(folder: Path) -> int:
+    """Tokens that the model takes, by its configuration."""
+    try:
+        config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text = config.get("text_config") or config
+        return int(text.get("max_position_embeddings") or _UNBOUNDED)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise VersionUnusable(f"{folder}: its config.json cannot be read: {error}") from None

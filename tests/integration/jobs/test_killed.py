@@ -1,0 +1,43 @@
+"""A job that is killed in each of its parts ends with the bytes of an undisturbed one (`make test-jobs` in small)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headrace_runtime.registries import Registry
+from tests.jobs.killing import Place, case_of, differences, killed, manifests, moments, set_aside, to_the_end, written
+from tests.support import tiny_model
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+ANNOUNCED = Registry("algorithms", object, "algorithm").names()
+
+
+def test_a_killed_job_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    case = case_of(300, seed)
+    base, rows = tiny_model.build(tmp_path / "base", layers=1), written(case, tmp_path / "rows.jsonl")
+    disturbed = Place(tmp_path / "work", base, rows)
+    journal = to_the_end(case, disturbed)
+    assert journal.trained == 300
+    quiet = set_aside(disturbed, tmp_path / "quiet")
+    log = killed(case, disturbed, moments(draw, 5, len(manifests(quiet))), draw)
+    assert sum(one["killed"] for one in log) >= 4, log
+    assert differences(quiet, disturbed) == [], log
+    assert to_the_end(case, disturbed).version == journal.version, "a job that is done says so again"
+
+
+def test_a_planted_difference_is_noticed(tmp_path: Path) -> None:
+    seed = 1
+    case, other = case_of(70, seed), case_of(70, seed + 1)
+    base = tiny_model.build(tmp_path / "base", layers=1)
+    work = Place(tmp_path / "work", base, written(case, tmp_path / "rows.jsonl"))
+    to_the_end(case, work)
+    one = set_aside(work, tmp_path / "one")
+    to_the_end(other, replace(work, rows=written(other, tmp_path / "others.jsonl")))
+    assert any("version" in line for line in differences(one, work))
