@@ -38,7 +38,7 @@ def updates(stage: Stage) -> None:
     try:
         assert not updater.has_new_model()
         trained(stage, agent)
-        assert updater.has_new_model()
+        assert updater.has_new_model(), states(stage)
         assert stage.stack.serving() == before, "a paused model waits for the program"
         found = updater.test_canary(["Who?", {"question": "When?", "check": lambda answer: len(answer) >= 0}])
         assert 0.0 <= found["success_rate"] <= 1.0
@@ -134,6 +134,13 @@ def wire(stage: Stage) -> None:
         assert http.post("/commit", json=nothing).json() == {"status": "success"}
         assert http.post("/feedback", json={"msg_ids": ["unknown"], "reward": 1.0}).status_code == 200
     blocking(until_trained(stage, set(answers)))
+
+
+def states(stage: Stage) -> str:
+    """What the registry says of every version."""
+    model = stage.stack.registry.model(stage.stack.model)
+    known = stage.stack.registry.versions(stage.stack.model, limit=100)
+    return f"{model.champion} serves, paused {model.paused}; " + ", ".join(f"{one.id} {one.state}" for one in known)
 
 
 async def until_trained(stage: Stage, answers: set[str]) -> None:

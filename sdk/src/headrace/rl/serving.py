@@ -138,8 +138,12 @@ class ABTestFramework:
             raise UsageError(
                 f"switch_traffic({arm!r}, {share}): the arm is a or b, and the share 1; else make a new test"
             )
-        wanted = self.b if arm == "b" else self.a
-        self._models.rollback(wanted)
+        wanted, registry = self.b if arm == "b" else self.a, self._models.registry
+        begun = rollouts.Rollouts(registry).of(self._models.model, self.b)
+        if begun is not None and begun.phase == "canary":
+            rollouts.Rollouts(registry).stop(begun.id, reason=f"all traffic goes to {arm}")
+        if registry.model(self._models.model).champion != wanted:
+            self._models.rollback(wanted)
         blocking(current().until_decided(wanted, _WAIT_S))
         return wanted
 

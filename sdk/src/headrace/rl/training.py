@@ -75,7 +75,8 @@ class OnlineTrainer:
         self.version = self.stack.serving()
         """The one that the agent was last updated to."""
         self._watch = OutcomeWatch(self.stack)
-        blocking(self._watch.begin())
+        if not self.stack.is_private:  # there is too much before
+            blocking(self._watch.begin())
         agent.run_and_collect = partial(run_and_collect, agent, reward_function=reward_function)
 
     def add_trajectory(self, trajectory: Mapping[str, Any]) -> None:
@@ -104,6 +105,8 @@ class OnlineTrainer:
         if not sessions:
             raise UsageError("the buffer is empty; add_trajectory comes first")
         found = await self._watch.until_known(sessions, timeout_s)
+        if unseen := [session for session, one in found.items() if one.trajectory is None]:
+            raise UsageError(f"session {unseen[0]} made no call that this trainer has seen; make the trainer before it")
         last = max(found.values(), key=lambda one: one.account)
         if last.version is not None:
             await self.stack.until_decided(last.version, timeout_s)

@@ -34,7 +34,7 @@ def train_rows(
         )
     jobs = support("headrace_cli.jobs", "headrace-cli")
     known = stack.settings()
-    chosen = {"trainer.model": stack.model, "registry.gate.command": "", **(settings or {})}
+    chosen = {"trainer.model": stack.model, **(settings or {})}
     with tempfile.TemporaryDirectory(prefix="headrace-rows-") as folder:
         path = Path(folder) / "rows.jsonl"
         path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
