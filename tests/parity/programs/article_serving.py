@@ -16,7 +16,7 @@ from headrace.rollouts import Rollouts
 from headrace.topics import Range, connected
 from headrace_runtime.services import installed
 from headrace_schemas import TrainingMetrics
-from tests.parity.programs.article_training import framework, length
+from tests.parity.programs.article_training import by_turns, framework
 from tests.parity.stage import ChatAgent, Stage, program, raises
 
 _RATIO = {"strategy": "rolling", "canary_ratio": 0.1, "check_after_updates": 1}
@@ -24,10 +24,10 @@ _RATIO = {"strategy": "rolling", "canary_ratio": 0.1, "check_after_updates": 1}
 
 def trained(stage: Stage, agent: ChatAgent) -> None:
     """A step, and whatever comes of it."""
-    trainer = OnlineTrainer(agent, framework(stage), reward_function=length)
+    trainer = OnlineTrainer(agent, framework(stage), reward_function=by_turns())
     for number in range(trainer.config.min_samples):
         trainer.add_trajectory(agent.run_and_collect(f"Question {number}?"))  # type: ignore[attr-defined]
-    assert trainer.train_step()["trained"] > 0
+    assert trainer.train_step()["trained"] == trainer.config.min_samples
 
 
 @program("updates")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,10 @@ def framework(stage: Stage) -> TrinityRFT:
     )
 
 
-def length(record: dict[str, Any]) -> dict[str, float]:
-    """Something to learn from: rewards in parts."""
-    said = str(record["messages"][-1]["content"])
-    return {"task_completion": float(bool(said)), "efficiency": len(said) / 100}
+def by_turns() -> Callable[[dict[str, Any]], dict[str, float]]:
+    """Something to learn from: rewards in parts, better for every second run."""
+    turns = itertools.cycle((0.0, 1.0))
+    return lambda _record: {"task_completion": next(turns), "efficiency": 0.5}
 
 
 @program("imports", own=True)
@@ -55,7 +57,7 @@ def imports(stage: Stage) -> None:
 @program("loop")
 def loop(stage: Stage) -> None:
     agent = ChatAgent()
-    trainer = OnlineTrainer(agent, framework(stage), reward_function=length)
+    trainer = OnlineTrainer(agent, framework(stage), reward_function=by_turns())
     assert trainer.config.min_samples == 4
     before = stage.stack.serving()
     trained = 0.0
@@ -77,7 +79,7 @@ def runtime(stage: Stage) -> None:
     agent = AsyncAgent()
     config = {"algorithm": LIVE["trainer.algorithm"], "train_interval": 2, "update_interval": 1}
     own = {"checkpoint_dir": str(kept), "model_config": {"base_model": str(stage.base)}, "settings": SMALL}
-    started = RLRuntime(agent, {**config, **own, "reward_function": length}).start()
+    started = RLRuntime(agent, {**config, **own, "reward_function": by_turns()}).start()
     try:
         assert started.trainer is not None
         before = started.trainer.version

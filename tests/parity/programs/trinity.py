@@ -57,7 +57,8 @@ def workflow(stage: Stage) -> None:
     with fake_agentscope.installed():
         columns = FormatArgs(prompt_key="question", response_key="answer")
         steps = blocking(all_steps(stage, Rewarded, columns))
-    assert [step.trained for step in steps] == [4], [step.errors for step in steps]
+    assert steps[0].errors == ()
+    assert steps[0].trained >= 4, "a call that does not continue the tokens before it is another experience"
     assert len(KEPT) == 4
     for run in KEPT:
         assert len(run) == 2, "both calls of the run were recorded"

@@ -12,7 +12,6 @@ from headrace.errors import UsageError
 from headrace.practice.agents import asked, plugged
 from headrace.practice.blocking import blocking
 from headrace.practice.outcomes import OutcomeWatch
-from headrace.practice.runs import Run
 from headrace.sessions import Purpose
 from headrace.stack import Stack, current
 from headrace_schemas import Trajectory
@@ -36,12 +35,14 @@ def collected(
     user_feedback: Mapping[str, Any] | None = None,
     purpose: Purpose = "train",
     model: str | None = None,
+    task_id: str | None = None,
 ) -> tuple[dict[str, Any], Any]:
     """The record of one run, and what the agent answered. What has rewards is sent at once, but for evaluations.
 
-    `user_feedback` = {"rating": 1 to 5, "comment": ...}. `model` is another one than the stack's, or a version."""
+    `user_feedback` = {"rating": 1 to 5, "comment": ...}. `model` is another one than the stack's, or a version. Runs with
+    one `task_id` are compared with each other; a run without one, as real traffic mostly is, with all others."""
     stack = current()
-    record, answer = blocking(_collected(stack, agent, user_input, purpose, model or stack.model))
+    record, answer = blocking(_collected(stack, agent, user_input, purpose, model or stack.model, task_id))
     rewards = dict(_named(reward_function(record)) if reward_function else {})
     rating = (user_feedback or {}).get("rating")
     if rating is not None:
@@ -84,11 +85,13 @@ def record_of(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-async def _collected(stack: Stack, agent: Any, text: str, purpose: Purpose, model: str) -> tuple[dict[str, Any], Any]:
+async def _collected(
+    stack: Stack, agent: Any, text: str, purpose: Purpose, model: str, task_id: str | None
+) -> tuple[dict[str, Any], Any]:
     watch = OutcomeWatch(stack)
     await watch.begin()
     async with stack.async_client() as client:
-        session = Run(stack, client, text, purpose=purpose, model=model).session()
+        session = client.session(task_id=task_id, purpose=purpose)
         async with session:
             with plugged(agent, stack.base_url, session.headers, model, stack.api_key):
                 answer = await asked(agent, text)
