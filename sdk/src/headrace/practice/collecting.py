@@ -39,8 +39,8 @@ def collected(
 ) -> tuple[dict[str, Any], Any]:
     """The record of one run, and what the agent answered. What has rewards is sent at once, but for evaluations.
 
-    `user_feedback` = {"rating": 1 to 5, "comment": ...}. `model` is another one than the stack's, or a version. Runs with
-    one `task_id` are compared with each other; a run without one, as real traffic mostly is, with all others."""
+    `user_feedback` = {"rating": 1 to 5, "comment": ...}. `model` is another one than the stack's, or a version. Runs
+    with one `task_id` are compared with each other; a run without one, as real traffic mostly is, with all others."""
     stack = current()
     record, answer = blocking(_collected(stack, agent, user_input, purpose, model or stack.model, task_id))
     rewards = dict(_named(reward_function(record)) if reward_function else {})

@@ -22,6 +22,7 @@ PRIVATE = {
 """What a private Headrace is set to where nothing else is said: it serves one program, which waits for each step."""
 
 
+_WEB = ("http://", "https://")
 _FIRST_S = 300.0
 _POLL_S = 0.2
 
@@ -54,7 +55,8 @@ def attach(
     if data_dir is not None:
         raise UsageError("data_dir is for a private Headrace; one that runs has its own, so leave data_dir or url out")
     found = addresses or _addresses(url)
-    stack = Stack(found, model or "", api_key=api_key, internal_key=internal_key)
+    folder = Path(url) if url is not None and not str(url).startswith(_WEB) else None
+    stack = Stack(found, model or "", data_dir=folder, api_key=api_key, internal_key=internal_key)
     stack.check(base, model, given)
     stack.model = model or str(stack.settings()["trainer.model"])
     return stack
@@ -116,6 +118,6 @@ def _private(
 
 def _addresses(url: str | Path | None) -> Addresses:
     text = str(url)
-    if text.startswith(("http://", "https://")):
+    if text.startswith(_WEB):
         return Addresses(gateway=root_of(text))
     return Addresses(**support("headrace_cli.private_stack", "headrace-cli").addresses(Path(text)))

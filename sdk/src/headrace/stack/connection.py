@@ -63,6 +63,7 @@ class Stack:
         model: str,
         *,
         services: Services | None = None,
+        data_dir: Path | None = None,
         api_key: str | None = None,
         internal_key: str | None = None,
     ) -> None:
@@ -73,18 +74,11 @@ class Stack:
         self.bus = addresses.bus
         self.api_key = api_key
         self._internal_key = internal_key
-        self._services = services
+        self.data_dir = services.data_dir if services else data_dir
+        """Where its files are, when they are on this machine and known."""
+        self.is_private = services is not None
         self._stop = weakref.finalize(self, services.stop) if services else None
         self._entered: list[Token[Stack | None]] = []
-
-    @property
-    def is_private(self) -> bool:
-        return self._services is not None
-
-    @property
-    def data_dir(self) -> Path | None:
-        """Of a private one, while it runs."""
-        return self._services.data_dir if self._services else None
 
     @cached_property
     def client(self) -> Client:
