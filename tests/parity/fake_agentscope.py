@@ -49,7 +49,7 @@ class ReActAgent:
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """`import agentscope` finds these for the body."""
-    names = {
+    names: dict[str, dict[str, Any]] = {
         "agentscope": {}, "agentscope.agent": {"ReActAgent": ReActAgent}, "agentscope.message": {"Msg": Msg},
         "agentscope.model": {"OpenAIChatModel": OpenAIChatModel},
         "agentscope.formatter": {"OpenAIChatFormatter": object},
@@ -62,7 +62,7 @@ def installed() -> Iterator[None]:
     try:
         yield
     finally:
-        for name, module in before.items():
+        for name, earlier in before.items():
             sys.modules.pop(name)
-            if module is not None:
-                sys.modules[name] = module
+            if earlier is not None:
+                sys.modules[name] = earlier

@@ -84,7 +84,7 @@ KEPT_RUN: list[Any] = []
 
 
 async def all_steps(stage: Stage, made: Any, columns: FormatArgs, partners: Any = ()) -> list[Step]:
-    sizes = {"repeat_times": 2, "batch_size": 2, "steps": 1}
+    sizes: dict[str, Any] = {"repeat_times": 2, "batch_size": 2, "steps": 1}
     steps = run_workflow(stage.stack, made, ROWS, format_args=columns, auxiliary_models=partners, **sizes)
     found = [step async for step in steps]
     KEPT_RUN[:] = list(found[0].runs)
