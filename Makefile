@@ -14,7 +14,7 @@ VLLM := .venv-vllm
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity install-vllm test-vllm demo-vllm demo-swaps bench-shadow
+.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity install-vllm test-vllm demo-vllm demo-swaps bench-shadow parity
 
 help: ## this list
 	@awk -F ':.*## ' '/^##@ / { print "\n" substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -107,6 +107,9 @@ SEEDS ?= 1000
 FIRST ?= 0
 simulate: $(VENV)/installed ## every service on a virtual clock while everything goes wrong: 1,000 seeds (SEEDS=, FIRST=)
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST) --report reports/simulate.json
+
+parity: $(VENV)/installed ## every item of the documents that people come from, used as they use it (ONLY="loop wire")
+	$(BIN)/python -m tests.parity $(if $(ONLY),--only $(ONLY))
 
 test-learning: $(VENV)/installed ## what a correction leaves undone, what is no full step, and planted faults; a few minutes
 	$(BIN)/python -m tests.learning

@@ -21,6 +21,7 @@ ONE_PACKAGE = ("Account", "Fleet", "Ledger", "Verdict")
 """Parts of class names that once meant different things in different packages. Each may be in one package only."""
 
 SHARED = {
+    "ABTestFramework": "two versions on live traffic, as its article calls it, and with the registry's own arguments",
     "Announcer": "publishes the events of its process, in trainer and inference",
     "Answer": "an answer over HTTP to the supervisor, and an answer in a chat",
     "ApiError": "the error object of OpenAI's API, as the gateway sends it and the client receives it",
@@ -28,8 +29,10 @@ SHARED = {
     "ChatRequest": "the body of OpenAI's chat API, as gateway and engine read it",
     "Completion": "an answer of OpenAI's chat API, as the engine makes it and the judge reads it",
     "Entry": "a key with its value: of a topic, of the trainer's window, of the prefix cache",
+    "HotUpdater": "new weights for what serves, as its article calls it, and with the registry's own arguments",
     "Job": "an offline training, and a leased piece of work in a service's database",
     "Mean": "an arithmetic mean with its error, and a running mean",
+    "ModelManager": "versions under names, as its article calls it, and with the registry's own arguments",
     "Model": "pydantic's term for a class of values, and the neural network",
     "Outgoing": "a record to be produced, in runtime and client",
     "Place": "a position in a topic, and in a folder",
@@ -38,6 +41,7 @@ SHARED = {
     "Record": "a record of a topic",
     "Report": "what a command reports",
     "Request": "what a command was asked to do",
+    "RewardFunction": "computes a reward: as the scorer loads it, and as a class to derive from",
     "Row": "a row of a table, and of a batch",
     "Run": "one attempt at a task",
     "Sampling": "how tokens are sampled: as the event has it, and as the engine takes it",

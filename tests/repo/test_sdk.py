@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterable
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -20,6 +22,15 @@ LINES_MAX = 1500
 REWARD_LINES_MAX = 900
 """Of `headrace.rewards`, a library of functions that are read one by one: it is counted apart, so that neither grows at
 the cost of the other."""
+ADAPTER_LINES_MAX = 400
+"""Of each package that such a program does not import: other people's names over what is below (decision 57)."""
+APART = {
+    "choosing", "evaluation", "hello_agents", "judging", "manager", "rl", "rollouts", "scenarios", "trinity", "tuner",
+}  # fmt: skip
+PRIMITIVES = {"practice", "stack"}
+"""What adapters are made of: any number of files, each as short as every other."""
+NEVER = {"agentscope", "datasets", "dspy", "httpx", "openai", "torch", "transformers", "trinity", "yaml"}
+IMPORTS_S_MAX = 1.0
 SOURCES = ROOT / "sdk" / "src"
 REWARDS = SOURCES / "headrace" / "rewards"
 ALONE = """
@@ -62,15 +73,55 @@ def modules() -> list[str]:
     return sorted(".".join(path.parts).removesuffix(".__init__") for path in paths)
 
 
+def lines_of(part: str) -> int:
+    """Of a module of the package `headrace`, or of a package in it."""
+    paths = [*(SOURCES / "headrace" / part).rglob("*.py"), *SOURCES.glob(f"headrace/{part}.py")]
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def parts() -> set[str]:
+    return {path.stem for path in (SOURCES / "headrace").iterdir() if path.suffix == ".py" or path.is_dir()} - {
+        "__pycache__"
+    }
+
+
 def test_it_stays_under_so_many_lines() -> None:
-    core = [path for path in SOURCES.rglob("*.py") if REWARDS not in path.parents]
-    assert 500 < _lines(core) < LINES_MAX
-    assert 500 < _lines(REWARDS.glob("*.py")) < REWARD_LINES_MAX
+    assert parts() >= APART | PRIMITIVES
+    assert 500 < sum(map(lines_of, parts() - APART - PRIMITIVES - {REWARDS.name})) < LINES_MAX
+    assert 500 < lines_of(REWARDS.name) < REWARD_LINES_MAX
     assert all(path.parent == REWARDS for path in REWARDS.rglob("*.py"))
 
 
-def _lines(paths: Iterable[Path]) -> int:
-    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+@pytest.mark.parametrize("part", sorted(APART))
+def test_an_adapter_stays_an_adapter(part: str) -> None:
+    assert 0 < lines_of(part) <= ADAPTER_LINES_MAX
+
+
+@pytest.mark.parametrize("path", sorted((SOURCES / "headrace").rglob("*.py")), ids=lambda path: path.stem)
+def test_no_file_imports_other_peoples_packages_at_its_top(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    found |= {node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in found}.isdisjoint(NEVER)
+
+
+def test_all_adapters_together_are_imported_in_no_time() -> None:
+    """Processor time, so that a machine with other work to do does not decide."""
+    names = [f"headrace.{part}" for part in sorted(APART | PRIMITIVES)]
+    code = (
+        "import json, sys, time; began = time.process_time(); from importlib import import_module\n"
+        "for name in json.loads(sys.argv[1]):\n"
+        "    module = import_module(name)\n"
+        "    [getattr(module, one) for one in getattr(module, '__all__', ())]\n"
+        "print(time.process_time() - began)"
+    )
+    times = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", code, json.dumps(names)], capture_output=True, text=True, check=True
+        )
+        times.append(float(done.stdout))
+    assert min(times) < IMPORTS_S_MAX, times
 
 
 def test_it_needs_pydantic_httpx_and_the_schemas() -> None:

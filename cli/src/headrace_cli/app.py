@@ -50,6 +50,7 @@ evaluate.add_to(app)
 controls.add_to(app)
 dead_letters.add_to(app)
 mirror.add_to(app)
+trinity.add_to(app)
 config.add_to(app)
 trinity.add_to(app)
 

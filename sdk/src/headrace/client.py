@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import httpx2
     from pydantic import JsonValue
 
+    from headrace_schemas import Trajectory
+
 
 class Client:
     """Sessions and feedback at a Headrace gateway. Safe to share between threads; close it or use `with`.
@@ -63,6 +65,12 @@ class Client:
         body = feedback_body(options)
         self._post("/v1/feedback", body)
         return str(body["feedback_id"])
+
+    def trajectory(self, session_id: str, *, bus: str = "127.0.0.1:9092", timeout_s: float = 30.0) -> Trajectory:
+        """The newest trajectory of a session that has ended, from the bus. Needs the extra `headrace[topics]`."""
+        from headrace.stack.trajectories import newest
+
+        return newest(bus, session_id, timeout_s=timeout_s)
 
     def close(self) -> None:
         self._http.close()

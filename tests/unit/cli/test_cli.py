@@ -33,7 +33,7 @@ COMMANDS = [
     ["models", "retire"], ["models", "collect"], ["models", "audit"], ["models", "diff"], ["models", "why"],
     ["sessions", "where"], ["replay", "events"], ["replay", "plan"], ["replay", "run"],
     ["replay", "resume"], ["replay", "offer"], ["replay", "list"], ["replay", "remove"], ["dead-letters", "list"],
-    ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"], ["mirror"], ["controls"],
+    ["dead-letters", "show"], ["dead-letters", "retry"], ["dead-letters", "discard"], ["mirror"], ["controls"], ["trinity", "convert"],
     ["config", "init"], ["config", "check"], ["config", "reference"], ["rollouts", "list"], ["rollouts", "show"],
     ["rollouts", "watch"], ["rollouts", "begin"], ["rollouts", "stop"], ["rollouts", "promote"],
     ["rollouts", "rollback"],

@@ -12,6 +12,7 @@ from headrace_runtime.logs import get_logger
 from headrace_runtime.pausing import Refusing, resume_route
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
+from headrace_runtime.settings_page import settings_route
 from headrace_schemas import Event, ModelEvent
 from headrace_trainer.metrics import ALGORITHM
 from headrace_trainer.report import Reporter
@@ -61,7 +62,8 @@ async def run(common: Common, settings: TrainerSettings) -> None:
         "learner": lambda: trainer.learner_failure or True,
     }
     notes: dict[str, web.Check] = {"training": lambda: trainer.stopped or True}
-    async with web.serve(web.app(checks, [resume_route(trainer, common)], common, notes=notes), settings) as port:
+    routes = [resume_route(trainer, common), settings_route("trainer", settings, common)]
+    async with web.serve(web.app(checks, routes, common, notes=notes), settings) as port:
         log.info("listening", port=port)
         try:
             await topics.ensure(common.bus)

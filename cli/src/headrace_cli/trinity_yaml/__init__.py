@@ -1,0 +1,1 @@
+"""Trinity-RFT's YAML files as settings of Headrace: `headrace trinity convert`."""

@@ -1,0 +1,142 @@
+"""The keys of Trinity 0.6.0's YAML that mean something here: a setting, or a sentence about why none is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from headrace.stack.connection import model_name
+
+Rule = Callable[[Any], tuple[dict[str, Any], str]]
+ALGORITHMS = {"reinforceplusplus": "reinforce++"}
+"""Names that differ. An algorithm that the trainer does not have is refused by the trainer."""
+_REPLICA = 8010
+PARSERS = {"deepseek_r1": "think", "qwen3": "think"}
+
+
+class Unconvertible(Exception):
+    """Why a value cannot be carried out. The message follows the key and the value."""
+
+
+def setting(name: str) -> Rule:
+    return lambda value: ({name: value}, "")
+
+
+def only(*allowed: Any, why: str, said: str) -> Rule:
+    def rule(value: Any) -> tuple[dict[str, Any], str]:
+        if value not in allowed:
+            raise Unconvertible(why)
+        return {}, said
+
+    return rule
+
+
+def model(path: Any) -> tuple[dict[str, Any], str]:
+    name = model_name(path)
+    aliases = {"gateway.model_aliases": {str(path): name}} if str(path) != name else {}
+    return {"trainer.base": str(path), "trainer.model": name, **aliases}, (
+        f"trainer.base = {path!r}; the model is called {name!r}, and clients may go on calling it by its path"
+    )
+
+
+def algorithm(name: Any) -> tuple[dict[str, Any], str]:
+    return {"trainer.algorithm": ALGORITHMS.get(name, name)}, ""
+
+
+def parser(kind: str) -> Rule:
+    return lambda name: ({f"inference.{kind}": PARSERS.get(name, name)}, "")
+
+
+def tasks(count: Any) -> tuple[dict[str, Any], str]:
+    return {
+        "data.tasks_per_step": count
+    }, f"a step is on {count} tasks: trainer.batch_experiences is that times the runs"
+
+
+def port(number: Any) -> tuple[dict[str, Any], str]:
+    """8010, which is usual there, is the replica's here where nobody says another one."""
+    beside = {"inference.port": int(number) + 1} if int(number) == _REPLICA else {}
+    return {"gateway.port": number, **beside}, ""
+
+
+def data(name: str) -> Rule:
+    return lambda value: ({f"data.{name}": value}, "for the program that plays the tasks")
+
+
+_ALWAYS = "always so"
+_DEVICES = "devices belong to where services are started: docs/guides/sizing.md"
+_KEPT = "every version is kept in the blob store; trainer.memory.restore_points and `headrace models collect` bound it"
+_IGNORED = "Trinity itself ignores it with verl 0.8"
+_CLIENT = "each call says it itself; the gateway records it and changes nothing"
+_ON = only(True, why="it cannot be turned off here", said=_ALWAYS)
+
+KEYS: dict[str, str | Rule] = {
+    "mode": only("serve", "train", "both", why="`headrace up` serves and trains", said="`headrace up` does both"),
+    "project": "names the lineage", "group": "names the lineage", "name": "names the lineage",
+    "checkpoint_root_dir": setting("data_dir"),
+    "continue_from_checkpoint": _ON,
+    "model.model_path": model,
+    "model.max_model_len": setting("inference.torch.context_tokens_max"),
+    "model.max_response_tokens": _CLIENT,
+    "model.max_prompt_tokens": "a prompt is never cut; one that is too long is refused",
+    "model.temperature": _CLIENT, "model.top_p": _CLIENT, "model.top_k": _CLIENT,
+    "algorithm.algorithm_type": algorithm,
+    "algorithm.repeat_times": setting("trainer.group_size"),
+    "algorithm.optimizer.lr": setting("trainer.optimizer.learning_rate"),
+    "algorithm.kl_loss_fn_args.kl_coef": setting("trainer.loss.kl"),
+    "algorithm.kl_loss_fn": only(
+        "none", "k3", "low_var_kl", why="the divergence here is k3: trainer.loss.kl", said="k3"
+    ),
+    "cluster.node_num": _DEVICES, "cluster.gpu_per_node": _DEVICES, "cluster.ray_address": _DEVICES,
+    "explorer.name": "one gateway",
+    "explorer.runner_per_model": "the program that plays decides how many runs go on at once",
+    "explorer.rollout_model.engine_num": _DEVICES, "explorer.rollout_model.tensor_parallel_size": _DEVICES,
+    "explorer.rollout_model.enable_openai_api": _ON, "explorer.rollout_model.enable_openai_client": _ON,
+    "explorer.rollout_model.enable_history": _ON, "explorer.rollout_model.enable_auto_tool_choice": _ON,
+    "explorer.rollout_model.tool_call_parser": parser("tool_parser"),
+    "explorer.rollout_model.reasoning_parser": parser("reasoning_parser"),
+    "explorer.rollout_model.enable_thinking": "the chat template decides; a call may say it in chat_template_kwargs",
+    "explorer.rollout_model.dtype": setting("inference.torch.dtype"),
+    "explorer.rollout_model.seed": _CLIENT,
+    "explorer.service_status_check_interval": "replicas are told of a version when it is decided, within a second",
+    "explorer.min_running_model_num": "a version is loaded beside the one that serves, so none ever stops",
+    "explorer.proxy_port": port, "explorer.listen_address": setting("gateway.host"),
+    "explorer.max_timeout": "a call ends when its client leaves", "explorer.db_url": "turns are on the bus",
+    "buffer.train_batch_size": setting("trainer.batch_experiences"),
+    "buffer.batch_size": tasks,
+    "buffer.total_epochs": data("epochs"), "buffer.total_steps": data("steps"),
+    "buffer.explorer_input.taskset.path": data("path"), "buffer.explorer_input.taskset.split": data("split"),
+    "buffer.explorer_input.taskset.name": data("tasks"),
+    "buffer.explorer_input.taskset.storage_type": "a file or a data set",
+    "buffer.explorer_input.taskset.subset_name": data("name"),
+    "buffer.explorer_input.taskset.format.prompt_key": data("prompt_key"),
+    "buffer.explorer_input.taskset.format.response_key": data("response_key"),
+    "buffer.explorer_input.taskset.rollout_args.*": _CLIENT,
+    "buffer.explorer_input.taskset.rollout_args.temperature": _CLIENT,
+    "buffer.explorer_input.default_workflow_type": "the program that plays names its workflow",
+    "buffer.trainer_input.experience_buffer.name": "experiences are on the topic `experiences`",
+    "buffer.trainer_input.experience_buffer.storage_type": "the bus",
+    "buffer.trainer_input.experience_buffer.path": "the bus: bus.address",
+    "buffer.trainer_input.experience_buffer.max_read_timeout": "the trainer waits for ever",
+    "trainer.save_interval": "a version is made as often as weights are to be synchronised",
+    "trainer.trainer_type": _ALWAYS,
+    "trainer.total_steps": setting("trainer.max_steps"),
+    "trainer.ulysses_sequence_parallel_size": only(1, why="one device holds a sequence here", said="so"),
+    "trainer.save_hf_checkpoint": only("always", "last", why="every version is in that layout", said=_ALWAYS),
+    "trainer.max_checkpoints_to_keep": _KEPT,
+    "trainer.trainer_config.trainer.balance_batch": _IGNORED,
+    "trainer.trainer_config.trainer.max_actor_ckpt_to_keep": _IGNORED,
+    "trainer.trainer_config.trainer.max_critic_ckpt_to_keep": _IGNORED,
+    "trainer.grad_clip": setting("trainer.optimizer.gradient_norm_max"),
+    "synchronizer.sync_method": only("checkpoint", why="weights travel as versions: set checkpoint", said=_ALWAYS),
+    "synchronizer.sync_style": only(
+        "fixed", "dynamic_by_explorer", "explorer_driven",
+        why="training begins when a batch is there", said="as soon as a batch is there",
+    ),
+    "synchronizer.sync_interval": setting("trainer.steps_per_version"),
+    "synchronizer.sync_timeout": "there is nothing to wait for: versions are loaded beside what serves",
+    "synchronizer.sync_offset": "there is nothing to wait for: versions are loaded beside what serves",
+    "monitor.monitor_type": only(
+        "tensorboard", why="TensorBoard and Prometheus are there", said="<data_dir>/trainer/tensorboard"
+    ),
+}  # fmt: skip

@@ -1,0 +1,29 @@
+"""Held-out tasks on one exact version: metrics with intervals, and the same as a gate's program.
+
+    found = await evaluate(stack, tasks, play, {"accuracy": right}, version=stack.serving())
+    print(found.means["accuracy"])  # 0.71 (0.62 to 0.79, 96 plays)
+
+Every call has the purpose `eval`, so nothing of it is trained.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace_schemas.lazy import lazily
+
+if TYPE_CHECKING:
+    from headrace.evaluation.evaluating import Evaluation, MetricMean, evaluate
+    from headrace.evaluation.gate_program import serve_gate
+    from headrace.evaluation.intervals import interval
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "headrace.evaluation.evaluating": ("Evaluation", "MetricMean", "evaluate"),
+            "headrace.evaluation.gate_program": ("serve_gate",),
+            "headrace.evaluation.intervals": ("interval",),
+        },
+    )
+
+__all__ = ["Evaluation", "MetricMean", "evaluate", "interval", "serve_gate"]

@@ -1,0 +1,69 @@
+"""`AgenticRLPipeline`: data, sft, evaluation, grpo from what sft made, evaluation; from one JSON file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import HeadraceError, UsageError
+from headrace.hello_agents.tool import RLTrainingTool
+
+
+class AgenticRLPipeline:
+    """The file has `model.base_model`, `sft` and `grpo` with `output_dir`, `num_epochs`, `batch_size`, and
+    `eval.max_samples`; `sft`, `grpo` and `eval` may have any other parameter of the tool. Stages raise
+    `HeadraceError`."""
+
+    def __init__(self, config_path: str, rl_tool: RLTrainingTool | None = None) -> None:
+        self.config: dict[str, Any] = json.loads(Path(config_path).read_text(encoding="utf-8"))
+        missing = {"model", "sft", "grpo", "eval"} - set(self.config)
+        if missing:
+            raise UsageError(f"{config_path}: there is no {min(missing)!r}")
+        self.rl_tool = rl_tool or RLTrainingTool()
+        self.results: dict[str, Any] = {}
+
+    def stage1_prepare_data(self) -> None:
+        """Look at the data sets that the stages will use, before anything is trained."""
+        for stage, form in (("sft", "sft"), ("grpo", "rl")):
+            asked = {**self.config[stage], "action": "load_dataset", "format": form}
+            self.results[f"{stage}_data"] = self._asked(asked)
+
+    def stage2_sft_training(self) -> str:
+        return self._trained("sft", self.config["model"]["base_model"])
+
+    def stage3_sft_evaluation(self, model_path: str) -> dict[str, Any]:
+        return self._evaluated("sft", model_path)
+
+    def stage4_grpo_training(self, sft_model_path: str) -> str:
+        """From what sft made."""
+        return self._trained("grpo", sft_model_path)
+
+    def stage5_grpo_evaluation(self, model_path: str) -> dict[str, Any]:
+        return self._evaluated("grpo", model_path)
+
+    def run(self) -> dict[str, Any]:
+        """Every stage; `results` has what each came to."""
+        self.stage1_prepare_data()
+        sft = self.stage2_sft_training()
+        self.stage3_sft_evaluation(sft)
+        grpo = self.stage4_grpo_training(sft)
+        self.stage5_grpo_evaluation(grpo)
+        return self.results
+
+    def _trained(self, algorithm: str, model_name: str) -> str:
+        given = {"use_lora": True, **self.config[algorithm]}
+        found = self._asked({**given, "action": "train", "algorithm": algorithm, "model_name": model_name})
+        self.results[f"{algorithm}_training"] = found
+        return str(found["output_dir"])
+
+    def _evaluated(self, stage: str, model_path: str) -> dict[str, Any]:
+        found = self._asked({"use_lora": True, **self.config["eval"], "action": "evaluate", "model_path": model_path})
+        self.results[f"{stage}_evaluation"] = found
+        return found
+
+    def _asked(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.rl_tool.run(parameters))
+        if found["status"] != "success":
+            raise HeadraceError(f"{parameters['action']}: {found['message']}")
+        return found

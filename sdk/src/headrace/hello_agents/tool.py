@@ -1,0 +1,188 @@
+"""`RLTrainingTool`: actions as dictionaries, answers as JSON."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import UsageError
+from headrace.evaluation.evaluating import Evaluation, evaluate
+from headrace.hello_agents.data import load
+from headrace.hello_agents.rewards import KINDS, RewardCallable, accuracy, create_reward, one
+from headrace.practice.blocking import blocking
+from headrace.practice.practising import practise
+from headrace.practice.runs import Run
+from headrace.stack import Stack, stack_for
+from headrace.stack.connection import support
+from headrace.stack.offline import train_rows
+
+PARAMETERS = (
+    "action", "algorithm", "model_name", "dataset", "format", "split", "reward_type", "max_samples", "num_epochs",
+    "output_dir", "use_lora", "batch_size",
+)  # fmt: skip
+LORA = {"trainer.lora.rank": 16, "trainer.lora.alpha": 32.0, "trainer.lora.targets": ["q_proj", "v_proj"]}
+MERGED = "merged"
+"""In the folder of an adapter: adapter and base as one model."""
+_ANSWER_TOKENS = 128
+_GROUP = 4
+
+
+class RLTrainingTool:
+    """`run({"action": ...})`. `settings` are ours, by dotted name, for each stack that the tool starts."""
+
+    name = "rl_training"
+
+    def __init__(self, settings: Mapping[str, object] | None = None) -> None:
+        self._settings = dict(settings or {})
+        self._datasets: dict[str, Any] = {}
+        self._rewards: dict[str, RewardCallable] = {}
+
+    def register_dataset(self, name: str, dataset: Any) -> None:
+        """Rows under a name: a list of dictionaries, or anything that gives such rows."""
+        self._datasets[name] = dataset
+
+    def register_reward_function(self, name: str, function: RewardCallable) -> None:
+        """`fn(completions, **kwargs)` for the data set of that name."""
+        self._rewards[name] = function
+
+    def get_parameters(self) -> list[dict[str, Any]]:
+        return [{"name": name, "required": name == "action"} for name in PARAMETERS]
+
+    def run(self, parameters: Mapping[str, Any]) -> str:
+        """JSON with `status`; of an error `message` and `traceback`. Nothing is raised."""
+        actions: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+            "train": self._train, "evaluate": self._evaluate, "load_dataset": self._load, "create_reward": self._reward,
+        }  # fmt: skip
+        try:
+            action = actions.get(str(parameters.get("action")))
+            if action is None:
+                raise UsageError(f"action {parameters.get('action')!r}: it is one of {', '.join(actions)}")
+            found = {"status": "success", **action(parameters)}
+        except Exception as error:  # noqa: BLE001 (the interface answers errors as JSON)
+            found = {"status": "error", "message": str(error), "traceback": traceback.format_exc()}
+        return json.dumps(found, indent=2, ensure_ascii=False)
+
+    def _train(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        kinds = {"sft": self._sft, "grpo": self._grpo}
+        kind, out = str(given.get("algorithm", "sft")).lower(), Path(given.get("output_dir", "./output"))
+        if kind not in kinds:
+            raise UsageError(f"algorithm {kind!r}: it is one of {', '.join(kinds)}")
+        if out.exists() and any(out.iterdir()):
+            raise UsageError(f"output_dir {out} is not empty; name a new folder")
+        if given.get("use_wandb"):
+            raise UsageError("use_wandb: results are written for TensorBoard; leave it out")
+        dataset = str(given.get("dataset", "gsm8k"))
+        rows = given.get("custom_dataset") or self._rows(given, "sft" if kind == "sft" else "rl", None)
+        name, epochs = str(given["model_name"]), int(given.get("num_epochs", 3))
+        settings = {**(LORA if given.get("use_lora", True) else {}), **_accelerate(given), **self._settings}
+        settings |= {"trainer.batch_experiences": int(given.get("batch_size", 4)) * (_GROUP if kind == "grpo" else 1)}
+        if kind == "grpo":
+            settings |= {"trainer.algorithm": "grpo", "trainer.group_size": _GROUP}
+        with stack_for(base_of(name), settings) as stack:
+            reward = given.get("custom_reward") or self._rewards.get(dataset) or made(given)
+            version = kinds[kind](stack, list(rows), epochs, reward)
+            write(stack, version, out)
+        told = {"algorithm": kind.upper(), "model": name, "output_dir": str(out), "num_epochs": epochs}
+        return {**told, "dataset_size": len(rows), "version": version}
+
+    def _sft(self, stack: Stack, rows: list[dict[str, Any]], epochs: int, _reward: RewardCallable) -> str:
+        known = stack.settings()
+        names = ("trainer.lora.rank", "trainer.lora.alpha", "trainer.lora.targets", "trainer.batch_experiences")
+        settings = {**{name: known[name] for name in names}, **self._settings}
+        pairs = [{"prompt": row["prompt"], "completion": row["completion"]} for row in rows]
+        return train_rows(stack, "sft", pairs, epochs=epochs, settings=settings)
+
+    def _grpo(self, stack: Stack, rows: list[dict[str, Any]], epochs: int, reward: RewardCallable) -> str:
+        per_step = min(len(rows), int(stack.settings()["trainer.batch_experiences"]) // _GROUP)
+
+        async def play(task: Mapping[str, Any], run: Run) -> None:
+            said = await answer(run, str(task["prompt"]), 1.0)
+            run.reward(one(reward, said, task["ground_truth"]), metrics={"accuracy": right(task, said)})
+
+        async def steps() -> str | None:
+            count, champion = -(-len(rows) * epochs // per_step), None
+            async for step in practise(stack, rows, play, group_size=_GROUP, tasks_per_step=per_step, steps=count):
+                champion = step.champion
+            return champion
+
+        return str(blocking(steps()))
+
+    def _evaluate(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """With the weights of `model_path`, adapter or not: `use_lora` says nothing that the folder does not."""
+        path = str(given["model_path"])
+        rows = self._rows({"split": "test", **given}, "rl", 100)
+        reward = self._rewards.get(str(given.get("dataset", "gsm8k"))) or accuracy
+
+        async def play(task: Mapping[str, Any], run: Run) -> str:
+            return await answer(run, str(task["prompt"]), 0.0)
+
+        with stack_for(base_of(path), self._settings) as stack:
+            device = stack.settings()["trainer.compute.device"]
+            metrics = {"accuracy": right, "reward": lambda task, said: one(reward, said, task["ground_truth"])}
+            found: Evaluation = blocking(evaluate(stack, rows, play, metrics))
+        shares = {name: mean.mean for name, mean in found.means.items()}
+        if shares["accuracy"] is None or shares["reward"] is None:
+            why = found.errors[:1] or "the reward function failed"
+            raise UsageError(f"none of {len(rows)} samples has a reward: {why}")
+        told = {"accuracy": f"{shares['accuracy']:.2%}", "average_reward": f"{shares['reward']:.4f}", "device": device}
+        return {"model_path": path, "num_samples": len(rows), **told, "failed": len(found.errors)}
+
+    def _load(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        form, split = str(given.get("format", "sft")), given.get("split", "train")
+        rows = self._rows(given, form, 100)
+        return {"format": form, "split": split, "dataset_size": len(rows), "sample_keys": list(rows[0])}
+
+    def _reward(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        kind = str(given.get("reward_type", "accuracy"))
+        made(given)
+        shown = {name: given[name] for name in KINDS[kind][1] if name in given}
+        return {"reward_type": kind, **shown, "description": KINDS[kind][2]}
+
+    def _rows(self, given: Mapping[str, Any], form: str, samples: int | None) -> list[dict[str, Any]]:
+        count = given.get("max_samples", samples)
+        dataset, split = str(given.get("dataset", "gsm8k")), str(given.get("split", "train"))
+        return load(dataset, self._datasets, form, split, count)
+
+
+async def answer(run: Run, prompt: str, temperature: float) -> str:
+    found = await run.openai().chat.completions.create(
+        model=run.model,
+        messages=[{"role": "user", "content": prompt}],
+        temperature=temperature,
+        max_tokens=_ANSWER_TOKENS,
+    )
+    return found.choices[0].message.content or ""
+
+
+def made(given: Mapping[str, Any]) -> RewardCallable:
+    kind = str(given.get("reward_type", "accuracy"))
+    names = KINDS[kind][1] if kind in KINDS else ()
+    return create_reward(kind, **{name: given[name] for name in names if name in given})
+
+
+def right(task: Mapping[str, Any], said: str) -> float:
+    return accuracy([said], ground_truth=[task["ground_truth"]])[0]
+
+
+def _accelerate(given: Mapping[str, Any]) -> dict[str, object]:
+    """Of a file for `accelerate launch --config_file`, named as `accelerate_config`."""
+    if "accelerate_config" not in given:
+        return {}
+    converter = support("headrace_cli.accelerate_yaml", "headrace-cli")
+    return dict(converter.settings_of_accelerate(given["accelerate_config"]))
+
+
+def base_of(path: str) -> str:
+    """The folder to start from: of an adapter that was written here, the merged model beside it."""
+    merged = Path(path) / MERGED
+    return str(merged) if (Path(path) / "adapter_config.json").is_file() and merged.is_dir() else path
+
+
+def write(stack: Stack, version: str, out: Path) -> None:
+    """The version in `out`: whole weights, or an adapter that PEFT loads, with the merged model beside it."""
+    stack.export(version, out)
+    if (out / "adapter_config.json").is_file():
+        stack.export(version, out / MERGED, merge=True)

@@ -1,0 +1,88 @@
+"""The model that a workflow gets: AgentScope's `OpenAIChatModel` where AgentScope is installed, else one like it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from headrace.practice.runs import Run
+from headrace.stack.connection import model_name
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """`content` is a list of blocks as AgentScope has them: text, thinking, tool_use."""
+
+    content: Sequence[Mapping[str, Any]]
+    usage: Any = None
+    metadata: Mapping[str, Any] | None = None
+
+    def get_text_content(self) -> str:
+        return "".join(str(block["text"]) for block in self.content if block["type"] == "text")
+
+
+@dataclass
+class ChatModel:
+    """`await model(messages, tools=...)` answers as AgentScope's chat models do. Not streamed."""
+
+    client: Any
+    model_name: str
+    generate_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    stream: bool = False
+
+    async def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = None,
+        **more: Any,
+    ) -> ChatAnswer:
+        asked = {**self.generate_kwargs, **more}
+        asked |= {"tools": list(tools)} if tools else {}
+        asked |= {"tool_choice": tool_choice} if tool_choice is not None else {}
+        found = await self.client.chat.completions.create(model=self.model_name, messages=list(messages), **asked)
+        message = found.choices[0].message
+        blocks: list[dict[str, Any]] = []
+        if thought := getattr(message, "reasoning_content", None):
+            blocks.append({"type": "thinking", "thinking": thought})
+        if message.content:
+            blocks.append({"type": "text", "text": message.content})
+        blocks += [
+            {"type": "tool_use", "id": call.id, "name": call.function.name, "input": _read(call)}
+            for call in message.tool_calls or ()
+        ]
+        return ChatAnswer(blocks, found.usage)
+
+
+def chat_model(run: Run, config: Any) -> Any:
+    """The model of one run, whose calls are the run's session."""
+    options: dict[str, Any] = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+    if config.enable_thinking is not None:
+        options["extra_body"] = {"chat_template_kwargs": {"enable_thinking": config.enable_thinking}}
+    client = run.openai()
+    try:
+        kind = import_module("agentscope.model").OpenAIChatModel
+    except ImportError:
+        return ChatModel(client, run.model, options)
+    model = kind(model_name=run.model, api_key="-", stream=False, generate_kwargs=options)
+    model.client = client
+    return model
+
+
+def _read(call: Any) -> Any:
+    try:
+        return json.loads(call.function.arguments)
+    except ValueError:
+        return {}
+
+
+def auxiliary(run: Run, name: str, model: Any) -> Any:
+    """A partner that is not trained: a chat model as it is, or one of the gateway's by its name or `model_path`."""
+    path = model if isinstance(model, str) else getattr(model, "model_path", None)
+    if path is None:
+        return model
+    headers = {"X-Session-Id": f"{run.run_id}.{name}", "X-Headrace-Purpose": "eval"}
+    return ChatModel(run.stack.openai(headers), model_name(path) if run.stack.serving(path) is None else path)

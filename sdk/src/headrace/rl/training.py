@@ -1,0 +1,159 @@
+"""`OnlineTrainer`, `TrinityRFT` and `RLRuntime`: the article's loop. The services train and update by themselves, so
+its manual calls wait until that has happened."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Self
+
+from headrace.errors import UsageError
+from headrace.practice.blocking import blocking
+from headrace.practice.collecting import Rate, collected, run_and_collect, say
+from headrace.practice.outcomes import OutcomeWatch
+from headrace.stack import Stack, stack_for
+
+_MODEL = {"lora_rank": "trainer.lora.rank"}
+_TRAINING = {"learning_rate": "trainer.optimizer.learning_rate"}
+_KNOWN = {"base_model", "batch_size", "gradient_accumulation_steps", "epochs", "checkpoint_dir", *_MODEL, *_TRAINING}
+
+
+class TrinityRFT:
+    """What trains: settings of a trainer. A step is on `batch_size` times `gradient_accumulation_steps` runs.
+
+    `algorithm` is any that the trainer has; one that it has not is refused by name. `settings` are ours and win.
+    """
+
+    def __init__(
+        self,
+        algorithm: str,
+        model_config: Mapping[str, Any] | None = None,
+        training_config: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
+    ) -> None:
+        model, training = dict(model_config or {}), dict(training_config or {})
+        unknown = (set(model) | set(training)) - _KNOWN
+        if unknown:
+            raise UsageError(f"{min(unknown)} means nothing here; there are {', '.join(sorted(_KNOWN))}, and settings=")
+        self.base, self.epochs = model.get("base_model"), int(training.get("epochs", 1))
+        self.settings: dict[str, object] = {"trainer.algorithm": algorithm}
+        self.settings |= {_MODEL[name]: value for name, value in model.items() if name in _MODEL}
+        self.settings |= {_TRAINING[name]: value for name, value in training.items() if name in _TRAINING}
+        if "batch_size" in training:
+            times = int(training.get("gradient_accumulation_steps", 1))
+            self.settings["trainer.batch_experiences"] = int(training["batch_size"]) * times
+        self.settings |= dict(settings or {})
+        self._data_dir = training.get("checkpoint_dir")
+        self._exits = ExitStack()
+        self._stack: Stack | None = None
+
+    @property
+    def stack(self) -> Stack:
+        """The stack that was entered, which has to be set to this; else a private one, entered until `close`."""
+        if self._stack is None:
+            self._stack = self._exits.enter_context(stack_for(self.base, self.settings, self._data_dir))
+        return self._stack
+
+    def close(self) -> None:
+        self._exits.close()
+        self._stack = None
+
+
+class OnlineTrainer:
+    """Gives the agent `run_and_collect`; sends what is added, and waits for what the trainer makes of it."""
+
+    def __init__(self, agent: Any, framework: TrinityRFT, reward_function: Rate | None = None) -> None:
+        self.agent = agent
+        self.framework = framework
+        self.stack = framework.stack
+        self.buffer: list[dict[str, Any]] = []
+        self.config = SimpleNamespace(min_samples=int(self.stack.settings()["trainer.batch_experiences"]))
+        """`min_samples` is the trainer's own batch: with so many there is a step."""
+        self.version = self.stack.serving()
+        """The one that the agent was last updated to."""
+        self._watch = OutcomeWatch(self.stack)
+        if not self.stack.is_private:  # there is too much before
+            blocking(self._watch.begin())
+        agent.run_and_collect = partial(run_and_collect, agent, reward_function=reward_function)
+
+    def add_trajectory(self, trajectory: Mapping[str, Any]) -> None:
+        """Its `total_reward` is the feedback about its session. One without a reward waits for the services' own."""
+        say(self.stack, trajectory)
+        self.buffer.append(dict(trajectory))
+
+    def train_step(self, timeout_s: float = 600.0) -> dict[str, float]:
+        """Returns when the trainer has said what became of everything in the buffer, which is empty then, and the
+        registry has decided about the version. Training itself does not wait for this call."""
+        return blocking(self._step(timeout_s))
+
+    train = train_step
+
+    def should_update(self) -> bool:
+        """Whether another version answers than the agent was last updated to."""
+        return self.stack.serving() != self.version
+
+    def update_agent_model(self) -> str | None:
+        """Note the version that answers now. The agent's next session gets it without this call."""
+        self.version = self.stack.serving()
+        return self.version
+
+    async def _step(self, timeout_s: float) -> dict[str, float]:
+        sessions = [str(one["conversation_id"]) for one in self.buffer]
+        if not sessions:
+            raise UsageError("the buffer is empty; add_trajectory comes first")
+        found = await self._watch.until_known(sessions, timeout_s)
+        if unseen := [session for session, one in found.items() if one.trajectory is None]:
+            raise UsageError(f"session {unseen[0]} made no call that this trainer has seen; make the trainer before it")
+        last = max(found.values(), key=lambda one: one.account)
+        if last.version is not None:
+            await self.stack.until_decided(last.version, timeout_s)
+        self.buffer.clear()
+        self._watch.forget(sessions)
+        counts = {"trained": float(sum(one.trained for one in found.values()))}
+        counts["dropped"] = float(sum(len(one.dropped) for one in found.values()))
+        return {**self._watch.metrics, **counts}
+
+
+class RLRuntime:
+    """Training inside of the runtime. `trainer_config`: `algorithm`; `train_interval`, runs of the agent between two
+    steps; `update_interval`, steps between two versions; `checkpoint_dir`, where a private stack keeps its data; and
+    `model_config`, `reward_function`, `settings` as `TrinityRFT` and `OnlineTrainer` take them."""
+
+    def __init__(self, agent: Any, trainer_config: Mapping[str, Any]) -> None:
+        given = dict(trainer_config)
+        self.agent, self._rate = agent, given.pop("reward_function", None)
+        settings = {
+            "trainer.batch_experiences": int(given.pop("train_interval", 10)),
+            "trainer.batch_experiences_min": int(trainer_config.get("train_interval", 10)),
+            "trainer.steps_per_version": int(given.pop("update_interval", 100)),
+            **given.pop("settings", {}),
+        }
+        algorithm, model = str(given.pop("algorithm", "ppo")), given.pop("model_config", {})
+        self.framework = TrinityRFT(algorithm, model, given, settings)
+        self.trainer: OnlineTrainer | None = None
+
+    def start(self) -> Self:
+        """From now on each `agent.run(text)` is a session that is captured, rewarded and trained."""
+        self.trainer = OnlineTrainer(self.agent, self.framework, self._rate)
+        answer = self.agent.run
+
+        def run(text: Any) -> Any:
+            self.agent.run = answer
+            try:
+                return collected(self.agent, text, reward_function=self._rate)[1]
+            finally:
+                self.agent.run = run
+
+        async def run_async(text: Any) -> Any:
+            return await asyncio.to_thread(run, text)
+
+        self.agent.run = run_async if asyncio.iscoroutinefunction(answer) else run
+        return self
+
+    def stop(self) -> None:
+        """The agent is as it was, but for `run_and_collect`; a private stack stops."""
+        self.agent.__dict__.pop("run", None)
+        self.framework.close()

@@ -1,0 +1,79 @@
+"""`MathAgentTrainer`: problems with one answer, rewarded for being right, brief and in form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.errors import UsageError
+from headrace.practice.agents import asked, plugged, text_of
+from headrace.practice.blocking import blocking
+from headrace.practice.practising import practise
+from headrace.practice.runs import Run
+from headrace.practice.steps import Step
+from headrace.rl.training import TrinityRFT
+
+PARTS = {"correctness": 3.0, "steps_penalty": -0.1, "format_bonus": 0.5}
+_STEP = re.compile(r"^\s*(?:step\s*\d+|\d+[.)])", re.IGNORECASE | re.MULTILINE)
+_THOUGHT = re.compile(r"^\s*(?:thought|think)\b", re.IGNORECASE | re.MULTILINE)
+_ANSWER = re.compile(r"^\s*(?:final\s+)?answer\s*[:=]\s*(.+?)\s*$", re.IGNORECASE | re.MULTILINE)
+
+
+class MathAgentTrainer:
+    """`reward_function`: what a right answer, each numbered step and the right form are worth. The form is one line
+    `Thought`, numbered steps, and one line `Answer:`. `epochs` of the training config go over all problems."""
+
+    def __init__(
+        self,
+        algorithm: str,
+        model_config: Mapping[str, Any] | None = None,
+        reward_function: Mapping[str, float] | None = None,
+        training_config: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
+    ) -> None:
+        unknown = set(reward_function or ()) - set(PARTS)
+        if unknown:
+            raise UsageError(f"reward_function: no part {min(unknown)!r}; there are {', '.join(PARTS)}")
+        self.worth = PARTS | dict(reward_function or {})
+        self.framework = TrinityRFT(algorithm, model_config, training_config, settings)
+
+    def parts(self, answer: str, expected: str) -> dict[str, float]:
+        """What one answer is worth, by part. Their sum is the reward."""
+        counts = measured(answer, expected)
+        counted = zip(PARTS, (counts["accuracy"], counts["steps"], counts["format"]), strict=True)
+        return {name: self.worth[name] * count for name, count in counted}
+
+    def train(self, agent: Any, problems: Sequence[Mapping[str, Any]], group_size: int = 8) -> list[Step]:
+        """Practise problems {"question", "answer"} until the epochs are over. The agent plays one run after the
+        other."""
+        stack = self.framework.stack
+        batch = int(stack.settings()["trainer.batch_experiences"])
+        tasks_per_step = min(len(problems), max(1, batch // group_size))
+        steps = -(-len(problems) * self.framework.epochs // tasks_per_step)
+
+        async def play(task: Mapping[str, Any], run: Run) -> None:
+            with plugged(agent, stack.base_url, run.session().headers, run.model, stack.api_key):
+                answer = text_of(await asked(agent, str(task["question"])))
+            run.reward(parts=self.parts(answer, str(task["answer"])), metrics=measured(answer, str(task["answer"])))
+
+        async def all_steps() -> list[Step]:
+            sizes = {"group_size": group_size, "tasks_per_step": tasks_per_step, "steps": steps, "at_once": 1}
+            return [step async for step in practise(stack, problems, play, **sizes)]
+
+        return blocking(all_steps())
+
+
+def measured(answer: str, expected: str) -> dict[str, float]:
+    """`accuracy`, `steps` and `format` of one answer."""
+    said = _ANSWER.findall(answer)
+    form = len(said) == 1 and len(_THOUGHT.findall(answer)) == 1 and bool(_STEP.search(answer))
+    right = bool(said) and _same(said[-1], expected)
+    return {"accuracy": float(right), "steps": float(len(_STEP.findall(answer))), "format": float(form)}
+
+
+def _same(said: str, expected: str) -> bool:
+    try:
+        return float(said) == float(expected)
+    except ValueError:
+        return " ".join(said.split()).lower() == " ".join(expected.split()).lower()

@@ -1,0 +1,1 @@
+"""Programs that use every item of the seeds' documents, on a tiny model in temporary stacks: `make parity`."""

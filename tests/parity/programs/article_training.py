@@ -1,0 +1,169 @@
+"""The article: training loop, runtime, collection, signals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import HeadraceError, UsageError
+from headrace.practice.blocking import blocking
+from headrace.practice.collecting import record_of
+from headrace.rl import (
+    DataCollector,
+    DPOTrainer,
+    HumanPreferenceCollector,
+    LLMJudge,
+    OnlineTrainer,
+    RewardFunction,
+    RLRuntime,
+    TrinityRFT,
+)
+from headrace.stack import attach
+from headrace_trainer.algorithms.presets import ALGORITHMS
+from tests.parity.oracles import hand_made_trajectory, the_record
+from tests.parity.stage import LIVE, SMALL, AsyncAgent, ChatAgent, Stage, program, raises
+from tests.support.fake_llm import FakeLLM, abstain, prose, verdict
+from tests.support.processes import wait_until
+
+
+def framework(stage: Stage) -> TrinityRFT:
+    """As the article makes one, on the shared stack: 2 times 2 runs are a step."""
+    return TrinityRFT(
+        algorithm=str(LIVE["trainer.algorithm"]),
+        model_config={"base_model": str(stage.base)},
+        training_config={"learning_rate": 1e-3, "batch_size": 2, "gradient_accumulation_steps": 2},
+    )
+
+
+def by_turns() -> Callable[[dict[str, Any]], dict[str, float]]:
+    """Something to learn from: rewards in parts, better for every second run."""
+    turns = itertools.cycle((0.0, 1.0))
+    return lambda _record: {"task_completion": next(turns), "efficiency": 0.5}
+
+
+@program("imports", own=True)
+def imports(stage: Stage) -> None:
+    import headrace.rl
+
+    for name in headrace.rl.__all__:
+        assert getattr(headrace.rl, name) is not None
+    raises(UsageError, "a private Headrace starts from a model folder", lambda: attach(base="Qwen/Qwen3-0.6B-Instruct"))
+    raises(UsageError, "no_such means nothing here", lambda: TrinityRFT("ppo", {"no_such": 1}))
+
+
+@program("loop")
+def loop(stage: Stage) -> None:
+    agent = ChatAgent()
+    trainer = OnlineTrainer(agent, framework(stage), reward_function=by_turns())
+    assert trainer.config.min_samples == 4
+    before = stage.stack.serving()
+    trained = 0.0
+    while not trained:
+        trajectory = agent.run_and_collect("What is the report about?")  # type: ignore[attr-defined]
+        trainer.add_trajectory(trajectory)
+        if len(trainer.buffer) >= trainer.config.min_samples:
+            trained = trainer.train_step()["trained"]
+    assert trained == 4
+    assert trainer.should_update()
+    assert trainer.update_agent_model() == stage.stack.serving() != before
+    assert not trainer.should_update()
+    assert agent.model == "some-model", "the agent's own settings are back"
+
+
+@program("runtime", own=True)
+def runtime(stage: Stage) -> None:
+    kept = stage.folder / "checkpoints"
+    agent = AsyncAgent()
+    config = {"algorithm": LIVE["trainer.algorithm"], "train_interval": 2, "update_interval": 1}
+    own = {"checkpoint_dir": str(kept), "model_config": {"base_model": str(stage.base)}, "settings": SMALL}
+    started = RLRuntime(agent, {**config, **own, "reward_function": by_turns()}).start()
+    try:
+        assert started.trainer is not None
+        before = started.trainer.version
+        for _ in range(2):
+            assert isinstance(blocking(agent.run("Say something.")), str)
+        wait_until(started.trainer.should_update, 240.0, "a version of two runs")
+        assert started.trainer.update_agent_model() != before
+    finally:
+        started.stop()
+    assert Path(kept).is_dir()
+
+
+@program("collection")
+def collection(stage: Stage) -> None:
+    fields = {"messages": True, "thoughts": True, "tool_calls": True, "rewards": True, "user_feedback": True}
+    collector = DataCollector(collect_fields=fields, reward_function=lambda _record: {"task_completion": 0.8})
+    found = collector.collect(ChatAgent(), "Find the invoice.", {"rating": 4, "comment": "good"})
+    assert list(found) == ["conversation_id", "messages", "thoughts", "tool_calls", "rewards", "total_reward"]
+    assert found["rewards"] == {"task_completion": 0.8, "user_satisfaction": 0.8}
+    assert found["total_reward"] == 1.6
+    assert [one["role"] for one in found["messages"]] == ["user", "assistant"]
+    json.dumps(found)
+    unrewarded = DataCollector({"rewards": False, "thoughts": False}).collect(ChatAgent(), "Again.")
+    assert {"rewards", "thoughts"}.isdisjoint(unrewarded)
+    assert unrewarded["total_reward"] is None, "nobody said anything, and that is no 0"
+    raises(UsageError, "no field 'mood'", lambda: DataCollector({"mood": True}))
+
+
+@program("records", own=True)
+def records(stage: Stage) -> None:
+    assert record_of(hand_made_trajectory()) == the_record()
+
+
+@program("algorithms", own=True)
+def algorithms(stage: Stage) -> None:
+    there = set(ALGORITHMS.names())
+    wanted = {"ppo", "dpo", "rft", "sft", "grpo", "multi_step_grpo", "on_policy_distill", "reinforce++"}
+    assert wanted <= there, f"the trainer has no {', '.join(sorted(wanted - there))}"
+    for name in ("ppo", "dpo", "rft"):
+        assert TrinityRFT(name, {"base_model": "models/base"}).settings["trainer.algorithm"] == name
+
+
+class Article(RewardFunction):
+    """The article's own example."""
+
+    def compute(self, trajectory: Any) -> float:
+        completion_score = self.check_completion(trajectory)["score"]
+        efficiency = 1.0 / (len(trajectory["tool_calls"]) + 1)
+        return 2.0 * completion_score + 1.0 * efficiency + 1.5 * self.check_accuracy(trajectory)
+
+
+@program("signals", own=True)
+def signals(stage: Stage) -> None:
+    record = {**the_record(), "expected": "Ada"}
+    assert Article()(record) == 2.0 + 0.5 + 1.5
+    raises(ValueError, "no `expected`", lambda: Article()(the_record()))
+    criteria = {"relevance": "Is it to the point?", "accuracy": "Is it right?", "completeness": "Is all of it there?"}
+    with FakeLLM(verdict("fine", relevance=5, accuracy=4, completeness=3)) as llm:
+        judge = LLMJudge(model="gpt-4", criteria=criteria, base_url=llm.base_url)
+        scores = judge.evaluate("Who wrote?", "Ada wrote.")
+        assert scores == {"relevance": 5.0, "accuracy": 4.0, "completeness": 3.0, "total": 4.0}
+        assert scores["total"] / 5.0 == 0.8
+        llm.then(prose(), prose())
+        raises(HeadraceError, "is no verdict", lambda: judge.evaluate("Who wrote?", "Ada wrote."))
+        llm.then(abstain())
+        raises(HeadraceError, "abstained", lambda: judge.evaluate("Who wrote?", ""))
+
+
+@program("preferences")
+def preferences(stage: Stage) -> None:
+    agent = ChatAgent()
+    trainer = OnlineTrainer(agent, framework(stage))
+    asked: list[str] = []
+
+    def prefer(question: str, _a: str, _b: str) -> str | None:
+        asked.append(question)
+        return "a" if len(asked) < 3 else None
+
+    collector, dpo = HumanPreferenceCollector(ask=prefer), DPOTrainer()
+    for question in ("Who?", "When?"):
+        agent.run_and_collect(question)  # type: ignore[attr-defined]
+        dpo.add_preference(collector.collect(question, f"{question} Ada, at ten.", f"{question} I do not know."))
+    dpo.add_preference(collector.collect("Neither?", "x", "y"))
+    assert len(dpo.preferences) == 2
+    assert dpo.preferences[0]["chosen"] == "Who? Ada, at ten."
+    version = dpo.train()
+    assert version.startswith(f"{trainer.stack.model}@")

@@ -1,0 +1,91 @@
+"""The article's three agents."""
+
+from __future__ import annotations
+
+from headrace.errors import UsageError
+from headrace.rl import (
+    GameTrainer,
+    MathAgentTrainer,
+    MultiAgentGame,
+    ToolUseEvaluator,
+    ToolUseTrainer,
+    evaluate_win_rate,
+)
+from headrace.scenarios.maths import measured
+from headrace.scenarios.tool_use import pairs
+from tests.parity.oracles import the_record
+from tests.parity.programs.article_training import framework
+from tests.parity.stage import LIVE, ChatAgent, Stage, program, raises
+
+SOLVED = "Thought: expand it.\nStep 1: x^2 + 2x - 15 = 0\nStep 2: (x + 5)(x - 3) = 0\nAnswer: 3"
+
+
+@program("maths")
+def maths(stage: Stage) -> None:
+    trainer = MathAgentTrainer(
+        algorithm=str(LIVE["trainer.algorithm"]),
+        model_config={"base_model": str(stage.base)},
+        reward_function={"correctness": 3.0, "steps_penalty": -0.1, "format_bonus": 0.5},
+        training_config={"learning_rate": 1e-3, "batch_size": 4, "epochs": 1},
+    )
+    assert trainer.parts(SOLVED, "3") == {"correctness": 3.0, "steps_penalty": -0.2, "format_bonus": 0.5}
+    assert trainer.parts("x is 3", "3") == {"correctness": 0.0, "steps_penalty": 0.0, "format_bonus": 0.0}
+    assert measured(SOLVED, "3.0") == {"accuracy": 1.0, "steps": 2.0, "format": 1.0}
+    problems = [{"question": "1 + 1?", "answer": "2"}, {"question": "2 + 2?", "answer": "4"}]
+    agent = ChatAgent(lambda question, answer: SOLVED if question.startswith("1") else f"{answer}\nAnswer: 5")
+    steps = trainer.train(agent, problems, group_size=2)
+    assert [step.trained for step in steps] == [4]
+    assert steps[0].run_metrics["format"] == 0.5
+    raises(UsageError, "no part 'elegance'", lambda: MathAgentTrainer("ppo", None, {"elegance": 1.0}))
+
+
+@program("tools")
+def tools(stage: Stage) -> None:
+    worth = {"correct_tool": 1.0, "correct_args": 0.5, "tool_success": 1.0, "invalid_tool": -2.0}
+    wanted = {"tool": "search", "args": {"query": "invoice"}}
+    trainer = ToolUseTrainer("dpo", {"base_model": str(stage.base)}, worth, tools=["search"], expected=lambda _: wanted)
+    good, bad = the_record(), {**the_record(), "tool_calls": [{"tool": "delete", "args": {}, "result": "gone"}]}
+    assert sum(trainer.parts(good).values()) == 2.5
+    assert sum(trainer.parts(bad).values()) == -2.0
+    found = pairs([{**good, "total_reward": 2.5}, {**bad, "total_reward": -2.0}])
+    assert len(found) == 1
+    raises(UsageError, "no two runs", lambda: pairs([{**good, "total_reward": 2.5}]))
+    agent = ChatAgent()
+    trainer.connect(agent)
+    agents_own = trainer.parts
+    told = iter([2.0, -2.0])
+    trainer.parts = lambda record: {**agents_own(record), "correct_tool": next(told)}  # type: ignore[method-assign]
+    for email in ({"subject": "invoice"}, {"subject": "invoice"}):
+        trainer.add_trajectory(agent.run_and_collect(f"search: {email['subject']}"))  # type: ignore[attr-defined]
+    assert trainer.train() == stage.stack.serving()
+    cases = [{"input": "search: invoice", "tool": "search", "args": {}}]
+    assert ToolUseEvaluator().evaluate(agent, cases) == {"tool_accuracy": 0.0, "arg_accuracy": 0.0}
+
+
+@program("games")
+def games(stage: Stage) -> None:
+    def wolf(text: str, _answer: str) -> str:
+        return "villager_1" if "victim" in text or "Vote" in text else "I am a villager."
+
+    def villager(text: str, _answer: str) -> str:
+        return "villager_2" if "Vote" in text else "hm"
+
+    names = {"werewolf_1": wolf, "villager_1": villager, "villager_2": villager, "villager_3": villager}
+    agents = {name: ChatAgent(said) for name, said in names.items()}
+    game = MultiAgentGame(roles={"werewolf": 1, "villager": 3}, agents=agents)
+    result = game.run_episode()
+    assert result["winner"] == "werewolf"
+    trainer = GameTrainer(
+        [agents["werewolf_1"]],
+        {"team_win": 10.0, "individual_survive": 5.0, "successfully_blame": 2.0, "exposed_penalty": -5.0},
+        framework(stage),
+    )
+    for agent in result["agents"]:
+        trainer.add_trajectory(agent.get_trajectory())
+    wolves = result["agents"][0].get_trajectory()
+    assert wolves["events"]["team_win"] == wolves["events"]["individual_survive"] == 1
+    assert len(trainer.trainer.buffer) == len(wolves["records"]), "villagers' records are passed over"
+    assert trainer.trainer.buffer[0]["total_reward"] >= 15.0
+    assert trainer.train()["trained"] > 0
+    assert evaluate_win_rate([agents["werewolf_1"]], episodes=1) == 100.0
+    raises(UsageError, "name them werewolf_1", lambda: MultiAgentGame({"werewolf": 2}, {"werewolf_1": object()}))

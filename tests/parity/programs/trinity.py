@@ -1,0 +1,131 @@
+"""Trinity-RFT: workflows, and its YAML files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from headrace.practice import Step
+from headrace.practice.blocking import blocking
+from headrace.trinity import AgentScopeReActWorkflow, Experience, ModelWrapper, Task, Workflow, run_workflow
+from headrace.trinity.wrappers import FormatArgs
+from headrace_cli.trinity_yaml.conversion import convert, flat
+from headrace_cli.trinity_yaml.keys import KEYS
+from tests.docs.settings import check
+from tests.parity import fake_agentscope
+from tests.parity.oracles import CONVERTED, EXPLORER, TRAINER
+from tests.parity.stage import Stage, program, raises
+
+ROWS = [{"question": "How many?", "answer": "4"}, {"question": "How much?", "answer": "5"}]
+KEPT: list[list[Experience]] = []
+
+
+class Rewarded(AgentScopeReActWorkflow):
+    """As in the document: only the reward is one's own."""
+
+    async def calculate_reward(self, response: Any) -> dict[str, float]:
+        text = response.get_text_content()
+        return {"right": float(self.task.raw_task["answer"] in text), "length": len(text) / 100}
+
+    def construct_experiences(self, reward: float, metrics: Any = None) -> list[Experience]:
+        found = super().construct_experiences(reward, metrics)
+        KEPT.append(found)
+        return found
+
+
+class Blocking(Workflow):
+    """One that does not await, with a partner."""
+
+    def __init__(self, *, task: Task, model: ModelWrapper, auxiliary_models: Any = None) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        self.client = model.get_openai_client()
+
+    def run(self) -> list[Experience]:
+        messages: Any = [{"role": "user", "content": self.task.task_desc}]
+        for client in (self.client, *self.auxiliary_models):
+            client.chat.completions.create(model=client.model_path, messages=messages, max_tokens=6)
+        found = self.model.extract_experience_from_history()
+        for one in found:
+            one.reward = 0.5
+        return found
+
+
+@program("workflow")
+def workflow(stage: Stage) -> None:
+    KEPT.clear()
+    with fake_agentscope.installed():
+        columns = FormatArgs(prompt_key="question", response_key="answer")
+        steps = blocking(all_steps(stage, Rewarded, columns))
+    assert steps[0].errors == ()
+    assert steps[0].trained >= 4, "a call that does not continue the tokens before it is another experience"
+    assert len(KEPT) == 4
+    for run in KEPT:
+        assert len(run) == 2, "both calls of the run were recorded"
+        assert len({one.reward for one in run}) == 1, "one reward on every call"
+        for place, one in enumerate(run):
+            assert one.eid.step == place
+            assert len(one.logprobs) == len(one.tokens) - one.prompt_length > 0
+            assert one.eid.suffix.startswith("chatcmpl-")
+    assert set(steps[0].run_metrics) == {"right", "length"}
+    partner = [stage.stack.model]
+    steps = blocking(all_steps(stage, Blocking, FormatArgs("question", "answer"), partner))
+    assert steps[0].trained > 0
+    assert steps[0].reward_mean == 0.5
+
+    def off() -> None:
+        wrapper = ModelWrapper(KEPT_RUN[0], enable_history=False)
+        wrapper.extract_experience_from_history()
+
+    raises(ValueError, "keeps no history", off)
+
+
+KEPT_RUN: list[Any] = []
+
+
+async def all_steps(stage: Stage, made: Any, columns: FormatArgs, partners: Any = ()) -> list[Step]:
+    sizes: dict[str, Any] = {"repeat_times": 2, "batch_size": 2, "steps": 1}
+    steps = run_workflow(stage.stack, made, ROWS, format_args=columns, auxiliary_models=partners, **sizes)
+    found = [step async for step in steps]
+    KEPT_RUN[:] = list(found[0].runs)
+    return found
+
+
+@program("convert", own=True)
+def converting(stage: Stage) -> None:
+    found = convert(EXPLORER, TRAINER)
+    assert found.refused == []
+    assert found.settings == CONVERTED
+    assert {key for key, _ in found.lines} == set(flat(EXPLORER)) | set(flat(TRAINER)), "a line for each key"
+    with stage.place("converted") as folder:
+        (folder / "explorer.yaml").write_text(yaml.safe_dump(EXPLORER))
+        (folder / "trainer.yaml").write_text(yaml.safe_dump(TRAINER))
+        said = stage.headrace("trinity", "convert", "explorer.yaml", "trainer.yaml")
+        assert "explorer.proxy_port" in said
+        check((folder / "headrace.toml").read_text(), folder)
+    nccl = {**TRAINER, "synchronizer": {"sync_method": "nccl", "sync_interval": 1}, "surprise": {"key": 1}}
+    refused = convert(nccl).refused
+    assert len(refused) == 2
+    assert any("sync_method" in one for one in refused)
+    assert any("surprise.key" in one for one in refused)
+    assert any("have to agree" in one for one in convert(EXPLORER, {**TRAINER, "project": "other"}).refused)
+
+
+@program("keys", own=True)
+def keys(stage: Stage) -> None:
+    rollout = {"enable_openai_client": True, "enable_history": True, "enable_auto_tool_choice": True,
+               "tool_call_parser": "hermes", "reasoning_parser": "deepseek_r1", "enable_thinking": True}  # fmt: skip
+    config = {
+        "algorithm": {"algorithm_type": "multi_step_grpo", "repeat_times": 8},
+        "explorer": {"rollout_model": rollout},
+        "synchronizer": {"sync_style": "dynamic_by_explorer", "sync_interval": 2},
+        "buffer": {"batch_size": 4, "explorer_input": {"taskset": {"path": "openai/gsm8k", "split": "train"}}},
+    }
+    found = convert(config)
+    assert found.refused == []
+    assert found.settings == {
+        "trainer.algorithm": "multi_step_grpo", "trainer.group_size": 8, "trainer.batch_experiences": 32,
+        "inference.tool_parser": "hermes", "inference.reasoning_parser": "think", "trainer.steps_per_version": 2,
+    }  # fmt: skip
+    assert found.data == {"data.tasks_per_step": 4, "data.path": "openai/gsm8k", "data.split": "train"}
+    assert {"explorer.rollout_model.enable_openai_api", "explorer.rollout_model.enable_openai_client"} <= set(KEYS)

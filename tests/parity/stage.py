@@ -1,0 +1,120 @@
+"""What the programs play on: a tiny model, stacks of it, an agent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.stack import Stack, attach
+from tests.support import tiny_model
+
+SMALL: dict[str, object] = {
+    "inference.torch.device": "cpu",
+    "inference.heartbeat_s": 0.5,
+    "trainer.compute.device": "cpu",
+    "trainer.native.tokens": 256,
+}
+LIVE: dict[str, object] = {
+    "trainer.algorithm": "reinforce++",
+    "trainer.optimizer.learning_rate": 1e-3,
+    "trainer.batch_experiences": 4,
+}
+"""Of the stack that most programs share."""
+Program = Callable[["Stage"], None]
+PROGRAMS: dict[str, Program] = {}
+OWN: set[str] = set()
+"""Programs that start stacks of their own, or none."""
+
+
+def program(name: str, *, own: bool = False) -> Callable[[Program], Program]:
+    """Announce a program. It raises where something is not as the documents have it."""
+
+    def keep(function: Program) -> Program:
+        PROGRAMS[name] = function
+        if own:
+            OWN.add(name)
+        return function
+
+    return keep
+
+
+@dataclass
+class Stage:
+    """A folder, with the base model in it. `stack` is the shared one, while it runs."""
+
+    folder: Path
+    stack: Stack = field(init=False)
+
+    @cached_property
+    def base(self) -> Path:
+        return tiny_model.build(self.folder / "tiny")
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        with attach(base=self.base, settings=SMALL | LIVE) as self.stack:
+            yield
+
+    @contextlib.contextmanager
+    def place(self, name: str) -> Iterator[Path]:
+        """A new folder, and the current one for the body."""
+        folder = self.folder / name
+        folder.mkdir()
+        with contextlib.chdir(folder):
+            yield folder
+
+    def headrace(self, *words: str) -> str:
+        """What the command prints. Raises with it when it fails."""
+        environ = {**os.environ, "COLUMNS": "200"}
+        command = [str(Path(sys.executable).with_name("headrace")), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+class ChatAgent:
+    """An agent as people have it: an OpenAI client, a model's name, `run(text)`."""
+
+    def __init__(self, said: Callable[[str, str], str] = lambda _question, answer: answer) -> None:
+        from openai import OpenAI
+
+        self.client: Any = OpenAI(base_url="http://127.0.0.1:9/v1", api_key="-")
+        self.model = "some-model"
+        self.calls = 0
+        self._said = said
+
+    def run(self, text: str) -> str:
+        self.calls += 1
+        messages: Any = [{"role": "user", "content": text}]
+        found = self.client.chat.completions.create(model=self.model, messages=messages, max_tokens=6)
+        return self._said(text, found.choices[0].message.content or "")
+
+
+class AsyncAgent(ChatAgent):
+    """The same, for who awaits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from openai import AsyncOpenAI
+
+        self.client = AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="-")
+
+    async def run(self, text: str) -> str:  # type: ignore[override]
+        messages: Any = [{"role": "user", "content": text}]
+        found = await self.client.chat.completions.create(model=self.model, messages=messages, max_tokens=6)
+        return found.choices[0].message.content or ""
+
+
+def raises(kind: type[Exception], words: str, work: Callable[[], object]) -> None:
+    """Asserts that `work` is refused with these words."""
+    with pytest.raises(kind, match=re.escape(words)):
+        work()

@@ -1,0 +1,102 @@
+"""Means with intervals, and a gate's program."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from headrace.errors import HeadraceError, UsageError
+from headrace.evaluation import evaluate, interval, serve_gate
+from headrace.evaluation.intervals import student
+from headrace.practice import Run
+from tests.unit.sdk.adapter_rig import VERSION, NotingStack
+
+
+def test_wilsons_interval_is_the_textbooks() -> None:
+    """Newcombe (1998), Statistics in Medicine 17, table I, method 3."""
+    for hits, of, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611)):
+        found = interval([1.0] * hits + [0.0] * (of - hits))
+        assert found is not None
+        assert found == pytest.approx((low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.7062), (2, 4.3027), (3, 3.1824), (10, 2.2281), (100, 1.9840)])
+def test_students_quantile_is_the_tables(freedom: int, quantile: float) -> None:
+    assert student(1.959964, freedom) == pytest.approx(quantile, rel=0.01)
+
+
+def test_of_other_numbers_it_is_the_mean_and_its_error() -> None:
+    """By hand: mean 5, standard deviation 1, n = 4: 5 +- 3.1824 / 2."""
+    values = [5 + math.sqrt(1.5), 5 - math.sqrt(1.5), 5.0, 5.0]
+    found = interval(values)
+    assert found == pytest.approx((5 - 1.5912, 5 + 1.5912), rel=0.01)
+    assert interval([3.0]) is None
+    assert interval([]) is None
+
+
+async def play(task: Mapping[str, Any], run: Run) -> str:
+    assert run.model == VERSION
+    if task["question"] == "broken":
+        raise RuntimeError("no tool")
+    await run.openai().chat.completions.create()
+    return str(task["question"])
+
+
+def right(task: Mapping[str, Any], said: str) -> float | None:
+    if said == "unknown":
+        return None
+    if said == "odd":
+        raise ValueError("the judge was not reached")
+    return float(said == task["answer"])
+
+
+async def test_failures_and_abstentions_are_in_no_mean() -> None:
+    stack = NotingStack()
+    rows = [("a", "a"), ("b", "c"), ("unknown", ""), ("odd", ""), ("broken", "")]
+    tasks = [{"question": question, "answer": answer} for question, answer in rows]
+    found = await evaluate(stack, tasks, play, {"accuracy": right})
+    mean = found.means["accuracy"]
+    assert (mean.mean, mean.plays, mean.abstained, mean.failed) == (0.5, 2, 1, 1)
+    assert (found.version, found.plays, found.errors) == (VERSION, 5, ("RuntimeError: no tool",))
+    assert str(mean).startswith("0.5 (")
+    assert stack.gateway.values == []
+    assert all(headers["X-Headrace-Purpose"] == "eval" for headers in stack.clients)
+
+
+async def test_what_cannot_be_evaluated_is_refused() -> None:
+    stack = NotingStack()
+    with pytest.raises(UsageError, match="name an exact version"):
+        await evaluate(stack, [{}], play, {"accuracy": right}, version="tiny")
+    with pytest.raises(UsageError, match="needs tasks"):
+        await evaluate(stack, [], play, {"accuracy": right})
+    with pytest.raises(UsageError, match="the first error: RuntimeError: no tool"):
+        await evaluate(stack, [{"question": "broken", "answer": ""}], play, {"accuracy": right})
+
+
+def gated(play_lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    stack = NotingStack()
+    monkeypatch.setattr("headrace.evaluation.gate_program.Stack", lambda *_: stack)
+    gate, audit = {"g": {"question": "a", "answer": "a"}}, {"x": {"question": "broken", "answer": ""}}
+    gate |= {"odd": {"question": "odd", "answer": ""}}
+    out = io.StringIO()
+    lines = io.StringIO("".join(json.dumps(line) + "\n" for line in play_lines))
+    serve_gate(gate, audit, play, right, base_url="http://gateway/v1", lines=lines, out=out)
+    return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def test_a_gate_program_names_its_tasks_and_scores_plays(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [{"version": VERSION, "task": task, "seed": 1} for task in ("g", "x")]
+    first, *played = gated(asked, monkeypatch)
+    assert first == {"gate": ["g", "odd"], "audit": ["x"]}
+    assert {one["task"]: one["score"] for one in played} == {"g": 1.0, "x": 0.0}, "an agent that fails scores 0 here"
+
+
+def test_a_score_that_fails_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        gated([{"version": VERSION, "task": "odd", "seed": 1}], monkeypatch)
+    assert caught.group_contains(HeadraceError, match="its score failed")

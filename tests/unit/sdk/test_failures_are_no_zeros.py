@@ -1,0 +1,151 @@
+"""P6 for every adapter: what fails has no reward, and never one of 0. An adapter that does otherwise is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.practice import Run
+from headrace.practice.blocking import blocking
+from headrace.trinity import Workflow, run_workflow
+from headrace.tuner import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
+from tests.unit.sdk.adapter_rig import NotingStack, entering, practise_once
+
+ROWS = [{"question": "2 + 2?", "answer": "4"}, {"question": "3 + 3?", "answer": "fail"}]
+"""The judge of the second one fails."""
+Adapter = Callable[[NotingStack, pytest.MonkeyPatch, Path], None]
+
+
+def judged(truth: str) -> float:
+    if truth == "fail":
+        raise RuntimeError("the judge was not reached")
+    return 1.0
+
+
+def with_the_tuner(stack: NotingStack, patch: pytest.MonkeyPatch, folder: Path) -> None:
+    async def workflow(task: dict[str, Any], model: Any) -> WorkflowOutput:
+        return WorkflowOutput(response=await model([{"role": "user", "content": task["question"]}]))
+
+    async def judge(task: dict[str, Any], response: Any) -> JudgeOutput:
+        return JudgeOutput(reward=judged(task["answer"]))
+
+    patch.setattr("headrace.tuner.tuning.practise", practise_once)
+    patch.setattr("headrace.tuner.tuning.stack_for", entering(stack))
+    rows = folder / "train.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    patch.chdir(folder)
+    tune(
+        workflow_func=workflow,
+        judge_func=judge,
+        train_dataset=DatasetConfig(path=str(rows)),
+        model=TunerModelConfig(model_path="base"),
+        algorithm=AlgorithmConfig(group_size=1, batch_size=2),
+    )
+
+
+def with_trinity(stack: NotingStack, patch: pytest.MonkeyPatch, _folder: Path) -> None:
+    class Judged(Workflow):
+        """Its reward is the judge's."""
+
+        async def run_async(self) -> list[Any]:
+            from types import SimpleNamespace
+
+            client = self.model.get_openai_async_client()
+            await client.chat.completions.create(model=client.model_path, messages=[])
+            return [SimpleNamespace(reward=judged(self.task.raw_task["answer"]), metrics={})]
+
+    patch.setattr("headrace.trinity.workflows.practise", practise_once)
+
+    async def all_steps() -> None:
+        async for _ in run_workflow(stack, Judged, ROWS, repeat_times=1, batch_size=2):
+            pass
+
+    blocking(all_steps())
+
+
+def with_the_training_tool(stack: NotingStack, patch: pytest.MonkeyPatch, folder: Path) -> None:
+    from headrace.hello_agents import RLTrainingTool
+
+    def reward(completions: list[str], **columns: Any) -> list[float]:
+        return [judged(truth) for truth in columns["ground_truth"]]
+
+    patch.setattr("headrace.hello_agents.tool.practise", practise_once)
+    patch.setattr("headrace.hello_agents.tool.stack_for", entering(stack))
+    patch.setattr("headrace.hello_agents.tool.write", lambda *_: None)
+    tool = RLTrainingTool()
+    tool.register_dataset("sums", ROWS)
+    tool.register_reward_function("sums", reward)
+    asked = {"action": "train", "algorithm": "grpo", "model_name": "base", "dataset": "sums", "num_epochs": 1}
+    said = json.loads(tool.run({**asked, "output_dir": str(folder / "out"), "batch_size": 1}))
+    assert said["status"] == "success", said
+
+
+def with_practice_alone(stack: NotingStack, _patch: pytest.MonkeyPatch, _folder: Path) -> None:
+    async def play(task: dict[str, Any], run: Run) -> None:
+        await run.openai().chat.completions.create()
+        run.reward(judged(task["answer"]))
+
+    async def all_steps() -> None:
+        async for _ in practise_once(stack, ROWS, play):
+            pass
+
+    blocking(all_steps())
+
+
+ADAPTERS: dict[str, Adapter] = {
+    "tuner": with_the_tuner,
+    "trinity": with_trinity,
+    "training tool": with_the_training_tool,
+    "practice": with_practice_alone,
+}
+
+
+def found_zeros(adapter: Adapter, patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+    """What an adapter did wrong with one run whose judge fails beside runs whose judge says 1."""
+    stack = NotingStack()
+    adapter(stack, patch, folder)
+    wrong = [f"a reward of {value:g} was sent" for value in stack.gateway.values if value != 1.0]
+    wrong += [] if 1.0 in stack.gateway.values else ["the good run's reward was not sent"]
+    return wrong + ([] if stack.gateway.ended else ["the failed run's session was not ended"])
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_failed_judge_is_no_reward(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert found_zeros(ADAPTERS[name], monkeypatch, tmp_path) == []
+
+
+def test_an_adapter_that_sends_0_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Planted: the tuner as somebody would write it who wants every run to have a number."""
+    from headrace.tuner.functions import outcome
+
+    async def forgiving(*args: Any) -> tuple[float, dict[str, float]]:
+        try:
+            return await outcome(*args)
+        except RuntimeError:
+            return 0.0, {}
+
+    monkeypatch.setattr("headrace.tuner.tuning.outcome", forgiving)
+    assert "a reward of 0 was sent" in found_zeros(with_the_tuner, monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "0.5", None, True])
+def test_what_is_no_number_is_no_reward(value: Any) -> None:
+    stack = NotingStack()
+
+    async def play(_task: Any, run: Run) -> None:
+        run.session()
+        run.reward(value)
+
+    async def one() -> Run:
+        run = Run(stack, stack.async_client(), {"question": "?"}, purpose="train", model="tiny")
+        await run.played(play)
+        return run
+
+    run = blocking(one())
+    assert run.error is not None
+    assert run.error.startswith("ValueError")
+    assert stack.gateway.values == []

@@ -1,0 +1,139 @@
+"""The article's names without services: what is sent, what is withheld, what is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.errors import UsageError
+from headrace.practice import collecting
+from headrace.rl import DataCollector, HotUpdater, ModelManager, OnlineTrainer, TrinityRFT, run_and_collect
+from headrace.rl.serving import share_of
+from headrace.scenarios.tool_use import first_answer
+from headrace.stack.offline import train_rows
+from tests.parity.oracles import the_record
+from tests.unit.sdk.adapter_rig import VERSION, NotingStack
+
+
+@pytest.fixture
+def stack(monkeypatch: pytest.MonkeyPatch) -> Any:
+    async def collected(*_: Any) -> tuple[dict[str, Any], str]:
+        return the_record(), "Ada sent it."
+
+    monkeypatch.setattr(collecting, "_collected", collected)
+    with NotingStack() as entered:
+        yield entered
+
+
+def test_the_total_is_a_plain_sum_and_is_sent_once(stack: NotingStack) -> None:
+    rewards = {"task_completion": 0.8, "efficiency": 0.6}
+    found = DataCollector(reward_function=lambda _: rewards).collect(object(), "Who?", {"rating": 4, "comment": "good"})
+    assert found["total_reward"] == pytest.approx(2.2)
+    collecting.say(stack, found)
+    (_, first), (_, second) = stack.gateway.posted
+    assert first["feedback_id"] == second["feedback_id"], "the same total counts once"
+    assert (first["value"], first["comment"]) == (pytest.approx(2.2), "good")
+    assert first["context"] == {"parts": {**rewards, "user_satisfaction": 0.8}}
+
+
+def test_without_a_reward_nothing_is_sent(stack: NotingStack) -> None:
+    found = run_and_collect(object(), "Who?")
+    assert found["total_reward"] is None
+    run_and_collect(object(), "Who?", reward_function=lambda _: None)
+    run_and_collect(object(), "Who?", reward_function=lambda _: 1.0, purpose="eval")
+    assert stack.gateway.posted == []
+
+
+def test_a_reward_that_fails_is_raised_and_nothing_is_sent(stack: NotingStack) -> None:
+    def fails(_record: Any) -> float:
+        raise RuntimeError("the judge was not reached")
+
+    with pytest.raises(RuntimeError, match="not reached"):
+        run_and_collect(object(), "Who?", reward_function=fails)
+    for rating in (0, 6):
+        with pytest.raises(ValueError, match="a rating is 1 to 5"):
+            run_and_collect(object(), "Who?", user_feedback={"rating": rating})
+    assert stack.gateway.values == []
+
+
+def test_settings_of_a_framework_are_the_trainers() -> None:
+    config = {"base_model": "models/base", "lora_rank": 8}
+    training = {"learning_rate": 1e-5, "batch_size": 16, "gradient_accumulation_steps": 4}
+    assert TrinityRFT("ppo", config, training).settings == {
+        "trainer.algorithm": "ppo",
+        "trainer.lora.rank": 8,
+        "trainer.optimizer.learning_rate": 1e-5,
+        "trainer.batch_experiences": 64,
+    }
+
+
+def test_a_running_trainer_that_is_set_otherwise_is_refused(stack: NotingStack) -> None:
+    with pytest.raises(UsageError, match=r"trainer\.algorithm = 'ppo': no such setting"):
+        OnlineTrainer(SimpleNamespace(), TrinityRFT("ppo"))
+
+
+@pytest.mark.parametrize(("ratio", "share"), [(0.1, "1/10"), (0.3, "3/10"), ("1/20", "1/20"), (0.5, "1/2")])
+def test_shares_are_exact(ratio: object, share: str) -> None:
+    assert share_of(ratio) == share
+
+
+@pytest.mark.parametrize("ratio", [0, 0.7, 1.0, -0.1])
+def test_a_share_is_at_most_a_half(ratio: float) -> None:
+    with pytest.raises(UsageError, match="at most a half"):
+        share_of(ratio)
+
+
+class Registry:
+    """Notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*words: Any, **_: Any) -> Any:
+            self.asked.append(" ".join([name, *map(str, words)]))
+            return SimpleNamespace(champion=VERSION)
+
+        return ask
+
+
+def test_a_candidate_that_failed_is_withdrawn_and_a_champion_gives_way(stack: NotingStack) -> None:
+    registry = Registry()
+    stack.__dict__["registry"] = registry
+    updater = HotUpdater(object(), {"strategy": "canary", "canary_ratio": 0.1, "check_after_updates": 5})
+    assert registry.asked == ["pause tiny"]
+    assert updater._updater.canary_ratio == "1/10"
+    assert updater._updater.check_after_updates == 5
+    updater.tested = "tiny@ffffffffffffffff"
+    updater.rollback()
+    assert registry.asked[-1] == "withdraw tiny tiny@ffffffffffffffff"
+    updater.tested = VERSION
+    updater.rollback()
+    assert registry.asked[-1] == "roll_back tiny"
+    updater.close()
+    assert registry.asked[-1] == "resume tiny"
+    with pytest.raises(UsageError, match="there are no others"):
+        HotUpdater(object(), {"surprise": 1})
+
+
+def test_versions_lie_where_the_stack_has_them(stack: NotingStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack.__dict__["registry"] = Registry()
+    ModelManager("./checkpoints")
+    monkeypatch.setattr(stack, "is_private", True)
+    with pytest.raises(UsageError, match="this stack keeps its versions in"):
+        ModelManager("./checkpoints")
+
+
+def test_an_offline_job_needs_the_data(stack: NotingStack) -> None:
+    with pytest.raises(UsageError, match="needs the data directory"):
+        train_rows(stack, "dpo", [])
+
+
+def test_a_pair_ends_with_the_first_answer() -> None:
+    record = the_record()
+    assert [one["role"] for one in first_answer(record)] == ["user", "assistant"]
+    record["messages"][1]["content"] = ""
+    (call,) = first_answer(record)[-1]["tool_calls"]
+    assert call["function"] == {"name": "search", "arguments": {"query": "invoice"}}

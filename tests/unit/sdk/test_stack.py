@@ -1,0 +1,117 @@
+"""What a stack is asked to be, and what it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.errors import UsageError
+from headrace.stack import Addresses, Stack, attach, current, stack_for
+from headrace.stack.connection import flat, model_name, support
+from tests.unit.sdk.adapter_rig import NotingStack
+
+TOLD = {
+    "trainer.base": "/models/Qwen3-0.6B",
+    "trainer.model": "Qwen3-0.6B",
+    "trainer.group_size": 8,
+    "trainer.lora.rank": 0,
+    "trainer.lora.targets": ["q_proj"],
+}
+
+
+def stack() -> NotingStack:
+    return NotingStack(settings=TOLD)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"trainer.group_size": 4}, r"trainer.group_size = 4, and the running trainer has 8"),
+        ({"trainer.groups": 4}, r"trainer.groups = 4: no such setting"),
+        ({"gateway.port": 1}, r"only the trainer tells its settings"),
+    ],
+)
+def test_a_setting_that_differs_is_refused_by_name(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        stack().check(None, None, settings)
+
+
+def test_what_is_so_passes() -> None:
+    stack().check("/models/Qwen3-0.6B", "Qwen3-0.6B", {"trainer.group_size": 8, "trainer.lora.targets": ("q_proj",)})
+    stack().check("Qwen/Qwen3-0.6B", None, {})  # named as the model is
+    for base, model in (("/models/other", None), (None, "other")):
+        with pytest.raises(UsageError, match=r"trainer\.(base|model)"):
+            stack().check(base, model, {})
+
+
+def test_the_entered_stack_is_used_and_checked() -> None:
+    with pytest.raises(UsageError, match=r"no Headrace is attached"):
+        current()
+    with stack() as entered:
+        assert current() is entered
+        with stack_for(None, {"trainer.group_size": 8}) as found:
+            assert found is entered
+        with pytest.raises(UsageError, match=r"trainer\.group_size"), stack_for(None, {"trainer.group_size": 2}):
+            pass
+        with stack() as inner:
+            assert current() is inner
+        assert current() is entered
+    with pytest.raises(UsageError):
+        current()
+
+
+def test_a_private_one_wants_a_model_folder(tmp_path: Path) -> None:
+    for base in (None, "Qwen/Qwen3-0.6B", tmp_path):
+        with pytest.raises(UsageError, match=r"a private Headrace starts from a model folder"):
+            attach(base=base)
+    with pytest.raises(UsageError, match="leave data_dir or url out"):
+        attach("http://127.0.0.1:1", data_dir=tmp_path)
+
+
+def test_names_of_models_have_no_slash() -> None:
+    assert model_name("Qwen/Qwen3-0.6B") == model_name("/models/Qwen3-0.6B/") == "Qwen3-0.6B"
+    assert model_name("a b") == "a-b"
+    assert model_name("...") == "model"
+
+
+def test_tables_are_flat_by_dotted_names() -> None:
+    assert flat({"a": 1, "b": {"c": 2}}, "t.") == {"t.a": 1, "t.b": {"c": 2}, "t.b.c": 2}
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    with pytest.raises(UsageError, match="pip install headrace-nothing"):
+        support("headrace_nothing.at_all", "headrace-nothing")
+
+
+def test_a_decision_counts_when_clients_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Registry:
+        """What the registry says."""
+
+        champion: str | None = "m@1"
+        state, paused, pinned = "promoted", False, None
+
+        def model(self, _name: str) -> Any:
+            return self
+
+        def versions(self, _name: str, limit: int) -> list[Any]:
+            self.id = "m@2"
+            return [self]
+
+    found = Stack(Addresses("http://gateway"), "m")
+    registry = Registry()
+    found.__dict__["registry"] = registry
+    serving = ["m@1"]
+    monkeypatch.setattr(Stack, "serving", lambda _self, _name=None: serving[0])
+    assert found.decision("m@unknown") is None
+    registry.champion = "m@2"
+    assert found.decision("m@2") is None, "promoted, and the gateway does not know it yet"
+    serving[0] = "m@2"
+    assert found.decision("m@2") == "promoted"
+    registry.state = "rejected"
+    assert found.decision("m@2") == "rejected"
+    registry.state = "registered"
+    assert found.decision("m@2") is None
+    registry.paused = True
+    assert found.decision("m@2") == "waits"
