@@ -6,7 +6,6 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 

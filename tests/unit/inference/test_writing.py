@@ -14,7 +14,7 @@ from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.settings import InferenceSettings
 from headrace_inference.writing.program import opened, written
-from headrace_inference.writing.tokens import Unwritable, ConversationWriter
+from headrace_inference.writing.tokens import ConversationWriter, Unwritable
 from headrace_runtime.versions import file_digest
 from headrace_schemas import FunctionCall, FunctionDefinition, Message, Tool, ToolCall
 from headrace_schemas.written import BaseLine, RefusedLine, RowLine, WrittenBranch, WrittenLine
