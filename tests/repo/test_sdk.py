@@ -18,7 +18,7 @@ from tests.repo.test_images import needed
 
 LINES_MAX = 1500
 """Of what an agent's program imports to send feedback and to read what became of it."""
-REWARD_LINES_MAX = 900
+REWARD_LINES_MAX = 1200
 """Of `headrace.rewards`, a library of functions that are read one by one: it is counted apart, so that neither grows at
 the cost of the other."""
 ADAPTER_LINES_MAX = 400

@@ -18,25 +18,32 @@ from headrace_schemas.lazy import lazily
 
 if TYPE_CHECKING:
     from headrace.rewards.answers import accuracy, follows, normalized, numbers_in
+    from headrace.rewards.calibration import Calibrated, Calibration
     from headrace.rewards.combining import TaskScale, composite, relative, standardized
     from headrace.rewards.guards import guarded, pleading, repetitive, too_long, tool_spam
     from headrace.rewards.lengths import length_penalty, steps
     from headrace.rewards.serving import consume, serve, verdict
+    from headrace.rewards.signals import Sign, signals, signs
     from headrace.rewards.tools import ToolScore, tool_score
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
             "headrace.rewards.answers": ("accuracy", "follows", "normalized", "numbers_in"),
+            "headrace.rewards.calibration": ("Calibrated", "Calibration"),
             "headrace.rewards.combining": ("TaskScale", "composite", "relative", "standardized"),
             "headrace.rewards.guards": ("guarded", "pleading", "repetitive", "tool_spam", "too_long"),
             "headrace.rewards.lengths": ("length_penalty", "steps"),
             "headrace.rewards.serving": ("consume", "serve", "verdict"),
+            "headrace.rewards.signals": ("Sign", "signals", "signs"),
             "headrace.rewards.tools": ("ToolScore", "tool_score"),
         },
     )
 
 __all__ = [
+    "Calibrated",
+    "Calibration",
+    "Sign",
     "TaskScale",
     "ToolScore",
     "accuracy",
@@ -51,6 +58,8 @@ __all__ = [
     "relative",
     "repetitive",
     "serve",
+    "signals",
+    "signs",
     "standardized",
     "steps",
     "too_long",

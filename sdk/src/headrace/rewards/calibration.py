@@ -1,0 +1,91 @@
+"""What a cheap score is worth, learned from explicit feedback: isotonic regression with an interval, or nothing.
+
+R. Barlow et al., Statistical Inference under Order Restrictions (1972): pool adjacent violators. The interval is E. B.
+Wilson's (1927) of the pooled values, which is too wide rather than too narrow for values between 0 and 1.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from statistics import NormalDist
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """What people would say, with the interval in which that lies."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Scores from `score` on, pooled: `count` of them, whose people's values add up to `total`."""
+
+    score: float
+    count: int
+    total: float
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+
+class Calibration:
+    """Learned from pairs of a score and what people said of the same run, both from 0 to 1.
+
+    A higher score is never worth less. It abstains, with None, where fewer than `count_min` people spoke or where the
+    interval is wider than `width_max`.
+    """
+
+    def __init__(
+        self,
+        pairs: Iterable[tuple[float, float]],
+        *,
+        count_min: int = 10,
+        width_max: float = 0.5,
+        confidence: float = 0.9,
+    ) -> None:
+        self._blocks = _pooled(sorted(pairs))
+        self._scores = [block.score for block in self._blocks]
+        self._count_min = count_min
+        self._width_max = width_max
+        self._deviations = NormalDist().inv_cdf(0.5 + confidence / 2)
+
+    def calibrated(self, score: float) -> Calibrated | None:
+        """What the score is worth; None where it is not known well enough."""
+        if not self._blocks:
+            return None
+        block = self._blocks[max(0, bisect_right(self._scores, score) - 1)]
+        low, high = self._interval(block)
+        if block.count < self._count_min or high - low > self._width_max:
+            return None
+        return Calibrated(block.mean, low, high)
+
+    def _interval(self, block: _Block) -> tuple[float, float]:
+        squared = self._deviations**2
+        middle = (block.mean + squared / (2 * block.count)) / (1 + squared / block.count)
+        spread = block.mean * (1 - block.mean) / block.count + squared / (4 * block.count**2)
+        half = self._deviations * math.sqrt(max(0.0, spread)) / (1 + squared / block.count)
+        return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _pooled(pairs: Iterable[tuple[float, float]]) -> list[_Block]:
+    """Blocks of rising means. `pairs` are sorted by score. Raises `ValueError` for what is not from 0 to 1."""
+    blocks: list[_Block] = []
+    for score, equal in groupby(pairs, key=itemgetter(0)):
+        values = [said for _, said in equal]
+        if not all(0 <= one <= 1 for one in (score, *values)):
+            raise ValueError(f"the score {score:g} was said to be worth {values}; both are from 0 to 1 here")
+        new = _Block(score, len(values), math.fsum(values))
+        while blocks and blocks[-1].mean >= new.mean:
+            before = blocks.pop()
+            new = _Block(before.score, before.count + new.count, before.total + new.total)
+        blocks.append(new)
+    return blocks
