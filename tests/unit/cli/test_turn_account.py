@@ -13,6 +13,7 @@ from tests.support.account_events import (
     CLOSED,
     READY,
     TWO,
+    VERSION,
     experience,
     letter,
     report,
@@ -91,6 +92,19 @@ STATES: dict[str, tuple[tuple[Event, ...], tuple[int, int, dict[str, int], dict[
             undoes("E", revision=1, save=2),
         ),
         (2, 2, {}, {}),
+    ),
+    "excluded": (
+        (*READY, report(verdict("E", "a", "b", dropped="withdrawn", excluded=VERSION))),
+        (2, 0, {}, {"excluded": 2}),
+    ),
+    "excluded after it was trained": (
+        (
+            *READY,
+            report(verdict("E", "a", "b")),
+            undoes("E", queued=True),
+            report(verdict("E", "a", "b", dropped="withdrawn", excluded=VERSION), save=2),
+        ),
+        (2, 0, {}, {"excluded": 2}),
     ),
     "stale": ((*READY, report(verdict("E", "a", "b", dropped="stale"))), (2, 0, {}, {"stale": 2})),
     "eval": ((turn("a", purpose="eval"), turn("b")), (2, 0, {"session": 1}, {"eval": 1})),
