@@ -69,10 +69,10 @@ def experience(name: str, *turn_ids: str, of: str = "T", revision: int = 0, rewa
 
 
 def verdict(
-    name: str, *turn_ids: str, revision: int = 0, dropped: str | None = None, excluded: str | None = None
+    name: str, *turn_ids: str, revision: int = 0, dropped: str | None = None, detail: str | None = None
 ) -> TrainingOutcome:
     return TrainingOutcome.model_validate(
-        {"experience_id": name, "revision": revision, "turn_ids": turn_ids, "dropped": dropped, "excluded": excluded}
+        {"experience_id": name, "revision": revision, "turn_ids": turn_ids, "dropped": dropped, "detail": detail}
     )
 
 

@@ -13,7 +13,6 @@ from tests.support.account_events import (
     CLOSED,
     READY,
     TWO,
-    VERSION,
     experience,
     letter,
     report,
@@ -94,7 +93,7 @@ STATES: dict[str, tuple[tuple[Event, ...], tuple[int, int, dict[str, int], dict[
         (2, 2, {}, {}),
     ),
     "excluded": (
-        (*READY, report(verdict("E", "a", "b", dropped="withdrawn", excluded=VERSION))),
+        (*READY, report(verdict("E", "a", "b", dropped="withdrawn", detail="excluded"))),
         (2, 0, {}, {"excluded": 2}),
     ),
     "excluded after it was trained": (
@@ -102,7 +101,7 @@ STATES: dict[str, tuple[tuple[Event, ...], tuple[int, int, dict[str, int], dict[
             *READY,
             report(verdict("E", "a", "b")),
             undoes("E", queued=True),
-            report(verdict("E", "a", "b", dropped="withdrawn", excluded=VERSION), save=2),
+            report(verdict("E", "a", "b", dropped="withdrawn", detail="excluded"), save=2),
         ),
         (2, 0, {}, {"excluded": 2}),
     ),
