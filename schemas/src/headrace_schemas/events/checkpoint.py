@@ -67,14 +67,11 @@ class TrainingOutcome(Model):
     """More exactly than `dropped`: `no_signal` (it carries nothing that the algorithm trains), `unpaired` (the other
     answer of its comparison never came), `written` (nobody sampled its tokens, and the algorithm needs logprobs),
     `equal_rewards` (all runs of its group have one), `edit` (the model cannot be made to say what it was edited to),
-    `examples` (more than one experience may give), `excluded` (as below)."""
-    excluded: Version | None = None
-    """A version of which nothing is trained, because its rollout took it back; `dropped` is then `withdrawn`. What the
-    weights held of it was taken back before."""
+    `examples` (more than one experience may give), `excluded` (a version answered it that its rollout took back)."""
 
     @property
     def reason(self) -> str | None:
-        """Why it was dropped, in a word; None: it was trained."""
+        """Why it was dropped, as exactly as it is known; None: it was trained."""
         return self.detail or self.dropped
 
 

@@ -111,7 +111,7 @@ class Dropped:
 
 
 EXCLUDED = Dropped("withdrawn", "excluded")
-"""A version answered whose rollout took it back."""
+"""A version answered it that its rollout took back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -340,8 +340,7 @@ class LineageState:
             self.window.put(experience.experience_id, entry.model_copy(update=update))
         for experience in {one.waiting.experience.experience_id: one.waiting.experience for one in trained}.values():
             self._remove(experience.experience_id)
-            taken_back = self.history.excluded_of(versions_of(experience)) is not None
-            if taken_back:
+            if self.history.excluded_of(versions_of(experience)) is not None:
                 self._record(experience, EXCLUDED.reason, EXCLUDED.detail)
             else:
                 self._record(experience, None)
@@ -380,7 +379,6 @@ class LineageState:
                 turn_ids=experience.turn_ids,
                 dropped=dropped,
                 detail=detail,
-                excluded=self.history.excluded_of(versions_of(experience)) if detail == EXCLUDED.detail else None,
             )
         )
         if dropped is None:
