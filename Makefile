@@ -13,7 +13,7 @@ DOCS := .venv-docs
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning demo-rollout demo-swaps bench bench-bus bench-state bench-gate bench-rollout bench-shadow bench-learning bench-trainer bench-gpu compose-test lock-images
+.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout demo-swaps bench bench-bus bench-state bench-gate bench-rollout bench-shadow bench-learning bench-trainer bench-gpu compose-test lock-images
 
 help: ## this list
 	@awk -F ':.*## ' '/^##@ / { print "\n" substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -109,6 +109,9 @@ simulate: $(VENV)/installed ## every service on a virtual clock while everything
 
 test-learning: $(VENV)/installed ## what a correction leaves undone, what is no full step, and planted faults; a few minutes
 	$(BIN)/python -m tests.learning
+
+test-algorithms: $(VENV)/installed ## each loss and advantage beside an independent result, promises with edits and preferences, planted faults
+	$(BIN)/python -m tests.algorithms
 
 compose-test: $(VENV)/installed ## build every image and play the shortened demo through the containers (Docker or podman)
 	$(BIN)/python -m tests.compose --seed $(SEED)

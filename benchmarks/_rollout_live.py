@@ -42,8 +42,7 @@ USERS = 6
 QUESTIONS = 16
 """Answers that a session asks for; its verdict is the share of the right ones."""
 SHARE = "1/30"
-"""Of a version about which nothing is known. Its sessions have to rule out a loss of 0.27 before it gets an eighth, and
-of 0.07 before it gets a half."""
+"""Of a version about which nothing is known. Its sessions have to rule out a loss of 0.2 before it gets a sixth."""
 METRIC = "satisfaction"
 """Users' verdicts, as they say them: nothing has to be collected and scored before a session is mature."""
 EXPOSED_MAX = 0.05
@@ -67,8 +66,7 @@ SETTINGS: dict[str, object] = {
     "registry.rollout.kind": "canary",
     "registry.rollout.stages": [
         {"share": SHARE, "units_min": 12},
-        {"share": "1/8", "units_min": 24},
-        {"share": "1/2", "units_min": 36},
+        {"share": "1/6", "units_min": 36},
     ],
     "registry.rollout.exposure_max": SHARE,
     "registry.rollout.guardrails": [{"metric": METRIC, "margin": 0.2}],

@@ -54,6 +54,8 @@ TORCHES: dict[str, dict[str, Any]] = {
     "adapters": {"lora": {"rank": 4}},
     "two updates and the base": {"loss": {"updates_per_step": 2, "kl": 0.01}},
     "padded": {"compute": {"packing": "padded"}},
+    "critic": {"algorithm": "ppo"},
+    "sequences": {"loss": {"agg_mode": "seq-mean-token-mean"}},
 }
 
 

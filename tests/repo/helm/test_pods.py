@@ -153,4 +153,4 @@ def test_dashboards_alerts_and_targets_go_together() -> None:
     down = next(rule["expr"] for rule in rules if rule["alert"] == "ServiceDown")
     assert jobs <= set(down.partition('"')[2].partition('"')[0].split("|"))
     boards = [name for name in of_kind("production", "ConfigMap") if "-dashboard-" in name]
-    assert boards == ["headrace-dashboard-learning", "headrace-dashboard-services"]
+    assert boards == [f"headrace-dashboard-{name}" for name in ("learning", "rollouts", "services")]

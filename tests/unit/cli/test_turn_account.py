@@ -92,6 +92,19 @@ STATES: dict[str, tuple[tuple[Event, ...], tuple[int, int, dict[str, int], dict[
         ),
         (2, 2, {}, {}),
     ),
+    "excluded": (
+        (*READY, report(verdict("E", "a", "b", dropped="withdrawn", detail="excluded"))),
+        (2, 0, {}, {"excluded": 2}),
+    ),
+    "excluded after it was trained": (
+        (
+            *READY,
+            report(verdict("E", "a", "b")),
+            undoes("E", queued=True),
+            report(verdict("E", "a", "b", dropped="withdrawn", detail="excluded"), save=2),
+        ),
+        (2, 0, {}, {"excluded": 2}),
+    ),
     "stale": ((*READY, report(verdict("E", "a", "b", dropped="stale"))), (2, 0, {}, {"stale": 2})),
     "eval": ((turn("a", purpose="eval"), turn("b")), (2, 0, {"session": 1}, {"eval": 1})),
     "registered": ((turn("a", untrained="registered"), turn("b")), (2, 0, {"session": 1}, {"registered": 1})),

@@ -28,6 +28,7 @@ from headrace_trainer.algorithms.presets import Algorithm
 from headrace_trainer.algorithms.estimators import estimator
 from headrace_trainer.algorithms.losses import Loss
 from headrace_trainer.algorithms.needs import Needs
+from headrace_trainer.backends import Backend
 
 class Middle(Section):
     middle: float = 0.5
@@ -50,13 +51,15 @@ def _slope():
 SLOPE = Loss(_slope)
 VALUED = Loss(_slope, Needs(critic=True, reference=True))
 MINE = Algorithm("plain", "slope", {"max_staleness": 1, "advantage.plain.middle": 0.25})
-PPO = Algorithm("plain", "valued")
+THEIRS = Algorithm("plain", "valued")
+FRUGAL = Backend(lambda folder, settings: None)
 not_one = 3
 """
 ANNOUNCED = {
     "headrace.advantages": {"plain": "foreign:plain"},
     "headrace.losses": {"slope": "foreign:SLOPE", "valued": "foreign:VALUED"},
-    "headrace.algorithms": {"mine": "foreign:MINE", "ppo": "foreign:PPO", "broken": "foreign:not_one"},
+    "headrace.algorithms": {"mine": "foreign:MINE", "theirs": "foreign:THEIRS", "broken": "foreign:not_one"},
+    "headrace.trainer_backends": {"frugal": "foreign:FRUGAL"},
 }
 
 
@@ -105,15 +108,18 @@ def test_what_is_no_algorithm_is_refused_with_its_package(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("foreign")
 def test_what_nobody_has_stops_the_start(tmp_path: Path) -> None:
-    said = r"trainer\.algorithm = 'ppo': advantages of kind plain and the loss valued need critic, which the back end"
+    said = (
+        r"trainer\.algorithm = 'theirs': advantages of kind plain and the loss valued need reference and critic, which"
+    )
     with pytest.raises(SettingError, match=said):
-        settings_of(tmp_path, 'algorithm = "ppo"')
+        settings_of(tmp_path, 'algorithm = "theirs"\nbackend = "frugal"')
+    assert settings_of(tmp_path, 'algorithm = "theirs"').needs.critic, "and torch has both"
 
 
 def test_needs_add_up() -> None:
     both = Needs(groups=True) | Needs(critic=True)
     assert (both.groups, both.critic, both.reference) == (True, True, False)
-    assert both.beyond(OFFERED | TORCH.offers) == ("critic",)
+    assert both.beyond(OFFERED) == ("critic",)
     assert Needs(reference=True, logprobs=True).beyond(OFFERED | TORCH.offers) == ()
 
 
@@ -132,14 +138,16 @@ def test_our_algorithms(tmp_path: Path, name: str, kind: str, scale: str) -> Non
 
 
 def test_an_unknown_algorithm_stops_the_start_and_lists_the_known(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"trainer.algorithm = 'grop'.*'grpo'\? there are dr-grpo, grpo, reinforce"):
+    with pytest.raises(
+        SettingError, match=r"trainer.algorithm = 'grop'.*'grpo'\? there are cispo, dapo, dpo, dr-grpo, dr_grpo, grpo"
+    ):
         settings_of(tmp_path, 'algorithm = "grop"')
 
 
 def test_an_unknown_kind_stops_the_start_and_lists_the_known(tmp_path: Path) -> None:
     path = tmp_path / "headrace.toml"
     path.write_text('[trainer]\nbase = "x"\nadvantage.kind = "grop"\n', encoding="utf-8")
-    with pytest.raises(SettingError, match=r"did you mean 'grpo'\? there are grpo, reinforce\+\+, rloo"):
+    with pytest.raises(SettingError, match=r"did you mean 'grpo'\? there are demonstrations, grpo, labels,"):
         load("trainer", TrainerSettings, path, {})
 
 

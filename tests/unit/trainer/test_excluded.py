@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def held(trainer: Trainer, number: int) -> float:
     state = trainer.lineage.state
     entry = state.window.get(f"e{number}")
     assert entry is not None
-    return entry.advantage_held(state.history, state.steps)
+    return math.fsum(one.advantage for one in entry.held(state.history, state.steps))
 
 
 async def beside(world: World, make: Make) -> tuple[str, str]:
@@ -57,8 +58,8 @@ async def test_what_was_trained_of_it_is_taken_back_and_the_rest_is_dropped(worl
     assert {world.bus.fates[f"e{n}", 0] for n in (*range(20, 24), 30)} == {"excluded"}
     assert [held(after, n) for n in range(20, 24)] == pytest.approx([0.0] * 4, abs=1e-6)
     assert [held(after, n) for n in range(4)] == others, "the champion's stay"
-    told = [one for one in world.bus.verdicts if one.excluded]
-    assert {(one.dropped, one.excluded) for one in told} == {("withdrawn", canary)}
+    told = {(one.dropped, one.detail) for one in world.bus.verdicts if one.reason == "excluded"}
+    assert told == {("withdrawn", "excluded")}, "a reason that older readers know"
 
     world.bus.produce(experience(20, canary, reward=9.0, revision=1), experience(31, canary, reward=1.0))
     later = await world.run(settings, wait_s=31)

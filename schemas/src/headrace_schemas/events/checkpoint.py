@@ -63,14 +63,16 @@ class TrainingOutcome(Model):
     turn_ids: tuple[Text, ...] = Field(max_length=4096)
     dropped: DropReason | None = None
     """None: it was trained, so it changed the weights."""
-    excluded: Version | None = None
-    """A version of which nothing is trained, because its rollout took it back; `dropped` is then `withdrawn`. What the
-    weights held of it was taken back before."""
+    detail: Text | None = None
+    """More exactly than `dropped`: `no_signal` (it carries nothing that the algorithm trains), `unpaired` (the other
+    answer of its comparison never came), `written` (nobody sampled its tokens, and the algorithm needs logprobs),
+    `equal_rewards` (all runs of its group have one), `edit` (the model cannot be made to say what it was edited to),
+    `examples` (more than one experience may give), `excluded` (a version answered it that its rollout took back)."""
 
     @property
     def reason(self) -> str | None:
-        """Why it was dropped, in a word; None: it was trained."""
-        return "excluded" if self.excluded is not None else self.dropped
+        """Why it was dropped, as the account has it; None: it was trained."""
+        return self.detail if self.detail == "excluded" else self.dropped
 
 
 class Undone(Model):

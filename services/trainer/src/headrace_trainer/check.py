@@ -7,23 +7,18 @@ import asyncio
 import json
 import struct
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
 
 from jinja2 import TemplateError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Common
 from headrace_runtime.versions import TEMPLATE_FILE, TOKENIZER_FILE
 from headrace_trainer.backends import BACKENDS
+from headrace_trainer.experiences.templates import environment, read_json, special_tokens, template_of
 from headrace_trainer.settings import TrainerSettings
 
-_CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+_CONFIG = "config.json"
 _HEADER_BYTES_MAX = 100_000_000
 _COMPARED_BYTES_MAX = 256 << 20
 """Weights of bases that are loaded to be examined; larger ones are examined by the start alone."""
@@ -83,7 +78,7 @@ def _problems(folder: Path) -> Iterator[str]:
     for path in weights:
         if (why := _broken(path)) is not None:
             yield f"{path.name} is no safetensors file: {why}"
-    if not isinstance(_json(folder / _CONFIG), dict):
+    if not isinstance(read_json(folder / _CONFIG), dict):
         yield f"has no {_CONFIG} that can be read; convert the model first"
     if not (folder / TOKENIZER_FILE).exists():
         yield f"has no {TOKENIZER_FILE}; save a fast tokenizer there"
@@ -117,21 +112,14 @@ def _tokenizer_trouble(path: Path) -> str | None:
     return None
 
 
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
 def _template_problems(folder: Path) -> Iterator[str]:
-    found = _template(folder)
+    found = template_of(folder)
     if found is None:
         yield f"has no chat template; save one as {TEMPLATE_FILE}"
         return
-    tokens = _special_tokens(folder)
+    tokens = special_tokens(folder)
     try:
-        template = _environment().from_string(found)
+        template = environment().from_string(found)
     except TemplateError as error:
         yield f"its chat template is not valid: {error}"
         return
@@ -147,55 +135,3 @@ def _template_problems(folder: Path) -> Iterator[str]:
             return
         if what == "messages" and "tomorrow" not in text:
             yield "its chat template leaves out what the user says"
-
-
-def _template(folder: Path) -> str | None:
-    """The file of that name, else what older folders have in the tokenizer's configuration: a text, or named ones."""
-    path = folder / TEMPLATE_FILE
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    config = _json(folder / _TOKENIZER_CONFIG)
-    given = config.get("chat_template") if isinstance(config, dict) else None
-    if isinstance(given, list):
-        named = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}
-        given = named.get("default")
-    return given if isinstance(given, str) else None
-
-
-def _special_tokens(folder: Path) -> dict[str, str]:
-    config = _json(folder / _TOKENIZER_CONFIG)
-    found = {}
-    for name, value in (config if isinstance(config, dict) else {}).items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
-
-
-class _Generation(Extension):
-    """`{% generation %}`, with which templates mark what an assistant said; it changes no text."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: Parser) -> Node | list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """As Hugging Face's own renders chat templates."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # noqa: DTZ005 (local, as there)
-    return environment
-
-
-def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **_: object) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)

@@ -57,7 +57,14 @@ class StepResult:
     measured: Mapping[str, float]
     """Numbers by name, `MEASURED` among them. Not finite ones are reported and not saved."""
     left_out: frozenset[str] = field(default=frozenset())
-    """Experiences that `loss.sequence_mask_max` left out of the loss: the weights hold nothing of them."""
+    """Rows, by `Row.name`, that `loss.sequence_mask_max` left out of the loss: the weights hold nothing of them."""
+    slopes: Mapping[str, float] = field(default_factory=dict)
+    """Of rows whose loss is not linear in the advantage, by name: what stood in the place of 1 in the policy gradient
+    of each of its tokens. Their corrections come with it in their token weight
+    (`headrace_trainer.algorithms.losses.Loss`)."""
+    advantages: Mapping[str, float] = field(default_factory=dict)
+    """Of rows whose advantage the learner made from a reward and its critic, by name: what it was, in units of the
+    reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +100,9 @@ class Learner(Protocol):
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         """Change the weights by `batch`: each of its rows once, first ones and corrections, with the loss that the
-        settings name. `from_base`: measure the divergence from the base (`kl_base`) also where it has no part in the
-        loss; only asked of a back end that offers `Needs.reference`.
+        settings name. Rows with the same `Row.together` go through one forward pass. `from_base`: measure the
+        divergence from the base (`kl_base`) also where it has no part in the loss; only asked of a back end that offers
+        `Needs.reference`.
 
         Raises `NotFinite`, with nothing changed. Raises `Abandoned` soon after `stop` is set, and `LearnerLost`; what
         is in memory is then worth nothing, and is not saved.

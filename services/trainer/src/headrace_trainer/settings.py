@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.registries import NameIn, PluginError
@@ -116,6 +116,36 @@ class NativeSettings(Section):
     weights in bfloat16 it is the mean that may be 100 times as large."""
 
 
+class CriticSettings(Section):
+    """The critic of `ppo`, and the advantages that are made with it."""
+
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """What a reward counts one token earlier."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """How far advantages look beyond the next token: 1 compares a token's value with the run's reward, 0 with the next
+    token's value alone."""
+    learning_rate: Positive = 1e-3
+    """Of the critic's own AdamW."""
+
+
+class TeacherSettings(Section):
+    """Whom `on_policy_distill` learns from."""
+
+    model: str = ""
+    """A model's folder with the token ids of `trainer.base`, or the address of an endpoint (`http://host:port`) that
+    takes token ids and answers `prompt_logprobs`."""
+    name: str = ""
+    """What the endpoint calls the model."""
+    key: SecretStr = SecretStr("")
+    """Bearer token for the endpoint."""
+    coefficient: Positive = 1.0
+    """The advantage of a token that the teacher thinks more likely by one nat."""
+    timeout_s: Positive = 60.0
+    """How long the endpoint may take for one sequence."""
+    attempts: Annotated[int, Field(ge=1, le=100)] = 5
+    """Attempts at a sequence before the process ends, to be started again."""
+
+
 class HealthSettings(Section):
     """Limits of training that goes well. A measure that stays beyond its limit stops training: the weights go back to
     the last version, and nothing is trained until somebody says so. 0 turns a limit off."""
@@ -161,6 +191,9 @@ class MemorySettings(Section):
     """Tasks with a baseline of their own; the one unused for longest makes room."""
     baseline_runs: Count = 1024
     """Runs whose share in the baselines is remembered: a branch that comes later is not compared with its own run."""
+    examples: Count = 64
+    """Examples that one experience may give: its branch, its edits, and its sides of preferences. With more it is
+    dropped."""
     versions: Annotated[int, Field(ge=16)] = 512
     """Published versions whose experiences are recognised."""
     restore_points: Annotated[int, Field(ge=3)] = 6
@@ -197,8 +230,8 @@ class TrainerSettings(ServiceSettings):
     """Seeds what is drawn at random (the initial LoRA matrices)."""
 
     algorithm: Annotated[str, NameIn(ALGORITHMS)] = "reinforce++"
-    """The kind of advantage, the loss, and what else goes with them; settings that are stated win over it. `grpo`,
-    `dr-grpo` and `rloo` need several runs of each task."""
+    """The kind of advantage, the loss, and what else goes with them; settings that are stated win over it. What each
+    needs is in docs/algorithms.md."""
     backend: Annotated[str, NameIn(BACKENDS)] = "torch"
     """What holds weights and optimizer and takes the steps. `torch` does it in the trainer's process, on one device."""
     batch_experiences: Count = 64
@@ -211,6 +244,8 @@ class TrainerSettings(ServiceSettings):
     """Runs of one task that make a group (`grpo`, `rloo`)."""
     group_wait_s: Positive = 300.0
     """How long a group waits to be complete; then it is used as it is, and a single run is dropped."""
+    pair_wait_s: Positive = 300.0
+    """How long an answer waits for the one that it was compared with (`dpo`); then it is dropped as `unpaired`."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """Versions that may lie between the one that sampled an experience and the one that is trained (P5)."""
     steps_per_version: Count = 3
@@ -233,6 +268,8 @@ class TrainerSettings(ServiceSettings):
     lora: LoraSettings = LoraSettings()
     compute: ComputeSettings = ComputeSettings()
     native: NativeSettings = NativeSettings()
+    critic: CriticSettings = CriticSettings()
+    teacher: TeacherSettings = TeacherSettings()
     health: HealthSettings = HealthSettings()
     memory: MemorySettings = MemorySettings()
 
@@ -248,7 +285,8 @@ class TrainerSettings(ServiceSettings):
     @property
     def needs(self) -> Needs:
         """What the kind of advantage and the loss cannot do without."""
-        return self.advantage.estimator.needs | self.loss.function.needs
+        written = self.advantage.signals.written or self.advantage.signals.edits
+        return self.advantage.estimator.needs | self.loss.function.needs | Needs(demonstrations=written)
 
     @property
     def grouped(self) -> bool:
@@ -271,10 +309,28 @@ class TrainerSettings(ServiceSettings):
                 self.backend,
                 "cannot ask the base: set loss.kl and health.kl_base_interval_steps to 0, or choose another one",
             )
+        self._check_signals()
         if self.lora.rank and not backend.adapters:
             raise SettingError(
                 "trainer.lora.rank", self.lora.rank, f"the back end {self.backend} trains no adapters; set 0"
             )
+
+    def _check_signals(self) -> None:
+        """Whether the kind of advantage gives what the loss takes."""
+        signals, loss = self.advantage.signals, self.loss.function
+        remedy = ""
+        if loss.needs.pairs and not signals.paired:
+            remedy = f'compares two answers, and advantages of kind {self.advantage.kind} train single ones; set "dpo"'
+        elif loss.needs.logprobs and not loss.origins and (signals.written or signals.answers):
+            remedy = (
+                f"needs the engine's logprobs, which written tokens have not, and advantages of kind "
+                f'{self.advantage.kind} train those; set "likelihood", or "mix" for both'
+            )
+        if remedy:
+            raise SettingError("trainer.loss.kind", self.loss.kind, remedy)
+        if self.needs.teacher and not self.teacher.model:
+            remedy = f"{self.advantage.kind} learns from a teacher: name a model's folder or an endpoint"
+            raise SettingError("trainer.teacher.model", self.teacher.model, remedy)
 
     @model_validator(mode="before")
     @classmethod

@@ -30,6 +30,9 @@ class Advantages:
     values_B: Floats
     baselines_B: Floats
     scales_B: Floats
+    turn_baselines_B: Floats = ()
+    """The same of the rewards of turns, where turns have advantages of their own."""
+    turn_scales_B: Floats = ()
 
     @classmethod
     def of(cls, rewards_B: Floats, baselines_B: Floats, scales_B: Floats) -> Advantages:
@@ -103,7 +106,7 @@ def grpo(
     """(r - mean of the group's runs) / (their unbiased standard deviation + 1e-6). A deviation below `scale_min` counts
     as that: a judge's noise about equal runs is not made a full advantage. None: nothing is divided. Raises
     `ValueError` for single runs."""
-    groups = _run_means(rewards_B, weights_B, runs_B, groups_B)
+    groups = run_means(rewards_B, weights_B, runs_B, groups_B)
     means = {group: fmean(runs.values()) for group, runs in groups.items()}
     scales = {
         group: 1.0 if scale_min is None else max(stdev(runs.values()), scale_min) + EPSILON
@@ -114,7 +117,7 @@ def grpo(
 
 def rloo(rewards_B: Floats, weights_B: Floats, runs_B: Sequence[str], groups_B: Sequence[str]) -> Advantages:
     """r - mean of the group's other runs. Raises `ValueError` for single runs."""
-    groups = _run_means(rewards_B, weights_B, runs_B, groups_B)
+    groups = run_means(rewards_B, weights_B, runs_B, groups_B)
     baselines_B = [
         fmean(mean for name, mean in groups[group].items() if name != run)
         for run, group in zip(runs_B, groups_B, strict=True)
@@ -122,7 +125,7 @@ def rloo(rewards_B: Floats, weights_B: Floats, runs_B: Sequence[str], groups_B: 
     return Advantages.of(rewards_B, baselines_B, [1.0] * len(rewards_B))
 
 
-def _run_means(
+def run_means(
     rewards_B: Floats, weights_B: Floats, runs_B: Sequence[str], groups_B: Sequence[str]
 ) -> dict[str, dict[str, float]]:
     """Group to run to the run's reward, the weighted mean of its branches."""

@@ -16,6 +16,7 @@ from headrace_trainer.algorithms import advantages
 from headrace_trainer.algorithms.advantages import Advantages, Floats
 from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.needs import NOTHING, Needs
+from headrace_trainer.algorithms.signals import REWARDS, Signals
 
 if TYPE_CHECKING:
     from headrace_trainer.algorithms.settings import AdvantageSettings
@@ -30,6 +31,8 @@ class Rewarded:
     """The share of its run that each branch is."""
     runs_B: Sequence[str]
     tasks_B: Sequence[str | None]
+    turns_B: Sequence[Sequence[float | None]] = ()
+    """Of each branch its spans, in order, each with the reward of its turn; None where the turn has none."""
 
     def groups(self) -> list[str]:
         """Of each branch: its task, and for a run without one the run alone."""
@@ -38,6 +41,12 @@ class Rewarded:
 
 Compute = Callable[[Rewarded, Baselines, Decay, "AdvantageSettings"], tuple[Advantages, Baselines]]
 """Pure, and the same everywhere (P9): advantages in the batch's order, and the baselines with the batch in them."""
+Worth = Callable[[float, "AdvantageSettings"], float]
+"""What a reward counts as before it is compared. 0: nothing of the experience is trained."""
+Credit = Callable[[float, Sequence[float | None], float, float, "AdvantageSettings"], tuple[float, ...]]
+"""The advantage of each span: from that of the branch, the rewards of the spans' turns, and the baseline and scale of
+turns, which is 0 where there was nothing to compare them with. Linear in the first two, so that a revision can add what
+is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +56,33 @@ class Estimator:
     compute: Compute
     needs: Needs = NOTHING
     settings: type[Section] | None = None
+    signals: Signals = REWARDS
+    worth: Worth | None = None
+    credit: Credit | None = None
+    """Where turns have advantages of their own."""
 
 
 ESTIMATORS: Registry[Estimator] = Registry("advantages", Estimator, "kind of advantage")
 
 
-def estimator(needs: Needs = NOTHING, settings: type[Section] | None = None) -> Callable[[Compute], Estimator]:
+def estimator(
+    needs: Needs = NOTHING,
+    settings: type[Section] | None = None,
+    *,
+    signals: Signals = REWARDS,
+    worth: Worth | None = None,
+    credit: Credit | None = None,
+) -> Callable[[Compute], Estimator]:
     """Marks a function as an estimator and says what it needs."""
-    return lambda compute: Estimator(compute, needs, settings)
+    return lambda compute: Estimator(compute, needs, settings, signals, worth, credit)
+
+
+def as_they_are(
+    batch: Rewarded, past: Baselines, _decay: Decay, _settings: AdvantageSettings
+) -> tuple[Advantages, Baselines]:
+    """What rewards count as is the advantage: they are compared with nothing."""
+    count = len(batch.rewards_B)
+    return Advantages.of(batch.rewards_B, [0.0] * count, [1.0] * count), past
 
 
 @estimator()
@@ -71,7 +99,7 @@ def reinforce_pp(
         decay,
         history_min=settings.history_min,
         tasks_min=settings.tasks_min,
-        scale_min=_scale_min(settings),
+        scale_min=scale_min(settings),
     )
 
 
@@ -79,7 +107,7 @@ def reinforce_pp(
 def grpo(batch: Rewarded, past: Baselines, _decay: Decay, settings: AdvantageSettings) -> tuple[Advantages, Baselines]:
     """GRPO, with the group's standard deviation or without."""
     found = advantages.grpo(
-        batch.rewards_B, batch.weights_B, batch.runs_B, batch.groups(), scale_min=_scale_min(settings)
+        batch.rewards_B, batch.weights_B, batch.runs_B, batch.groups(), scale_min=scale_min(settings)
     )
     return found, past
 
@@ -90,5 +118,6 @@ def rloo(batch: Rewarded, past: Baselines, _decay: Decay, _settings: AdvantageSe
     return advantages.rloo(batch.rewards_B, batch.weights_B, batch.runs_B, batch.groups()), past
 
 
-def _scale_min(settings: AdvantageSettings) -> float | None:
+def scale_min(settings: AdvantageSettings) -> float | None:
+    """The least standard deviation to divide by; None: nothing is divided."""
     return settings.scale_min if settings.scale == "std" else None

@@ -87,6 +87,30 @@ def token_loss(
     return TokenLoss(loss_N, weight_N, importance_N > settings.weight_max, masked_N, clipped_N)
 
 
+def likelihood(sampled: Sampled, _settings: LossSettings) -> TokenLoss:
+    """- A log pi, with nothing about who sampled the tokens."""
+    return plain(-sampled.advantage_N * sampled.current_N, sampled)
+
+
+def plain(loss_N: Tensor, sampled: Sampled, clipped_N: Tensor | None = None) -> TokenLoss:
+    """`loss_N` without importance weights; what is left out has none."""
+    none_N = torch.zeros_like(loss_N, dtype=torch.bool)
+    masked_N = none_N if sampled.left_out_N is None else sampled.left_out_N
+    clipped_N = none_N if clipped_N is None else clipped_N
+    ones_N = torch.ones_like(loss_N.detach())
+    return TokenLoss(torch.where(masked_N, 0.0, loss_N), ones_N, none_N, masked_N, clipped_N)
+
+
+def row_sums(values_N: Tensor, row_N: Tensor, rows: int) -> Tensor:
+    """The sum over the tokens of each row (`_R`). Each row's share of the gradient is exact."""
+    return torch.zeros(rows, dtype=values_N.dtype, device=values_N.device).index_add(0, row_N, values_N)
+
+
+def row_counts(row_N: Tensor, rows: int) -> Tensor:
+    """Tokens of each row."""
+    return torch.bincount(row_N, minlength=rows)
+
+
 def left_out(start_N: Tensor, behaviour_N: Tensor, row_N: Tensor, rows: int, limit: float) -> Tensor:
     """Rows (`_R`) whose mean log ratio, in absolute value, is beyond `limit`. `row_N`: the row of each token."""
     drift_N = (start_N.detach() - behaviour_N).double()

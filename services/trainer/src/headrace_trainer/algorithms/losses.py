@@ -38,10 +38,15 @@ class Sampled:
     """Tokens of experiences that have no part in the loss; None where all have."""
     reference_N: Tensor | None = None
     """Logprobs of the model that the lineage began with, where `Needs.reference` asks for them."""
+    written_N: Tensor | None = None
+    """Tokens that nobody sampled: their `behaviour_N` says nothing. None where there are none."""
+    pair_R: Tensor | None = None
+    """Of each row the one that it is compared with, itself where there is none; None where nothing is compared."""
 
 
 Compute = Callable[[Sampled, "LossSettings"], "TokenLoss"]
-"""The loss of each token. It is linear in the advantage, so that a correction can add what is missing."""
+"""The loss of each token. It is linear in the advantage, so that a correction can add what is missing; one that is not
+is corrected by another (`Loss.correction`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,11 @@ class Loss:
     by_token: bool = False
     """The loss of a token depends on no other token. Then it is computed in parts, while the head holds their logits,
     and the head's product is not computed again for the gradient."""
+    correction: Callable[[], Compute] | None = None
+    """How corrections are trained where `load` is not linear in the advantage. It is the same for all tokens of a row:
+    the learner reports the slope of each row (`StepResult.slopes`), and a correction comes with that."""
+    origins: bool = False
+    """It tells written tokens from sampled ones, and asks the former for no logprobs."""
 
 
 LOSSES: Registry[Loss] = Registry("losses", Loss, "loss")
@@ -65,5 +75,13 @@ def _clipped() -> Compute:
     return clipped
 
 
+def _likelihood() -> Compute:
+    from headrace_trainer.algorithms.loss import likelihood
+
+    return likelihood
+
+
+LIKELIHOOD = Loss(_likelihood, by_token=True)
+"""- A log pi: of demonstrations, and of corrections of what is no policy gradient."""
 CLIPPED = Loss(_clipped, Needs(logprobs=True), by_token=True)
 """The clipped, importance-weighted policy gradient."""

@@ -12,11 +12,19 @@ class Needs:
     groups: bool = False
     """Several runs of a task in one batch: `trainer.group_size` is waited for, and single runs are dropped."""
     logprobs: bool = False
-    """Those of the engine, of the tokens that it sampled."""
+    """Those of the engine, of the tokens that it sampled. Written tokens have none, and are refused."""
     reference: bool = False
     """Logprobs of the same tokens under the model that the lineage began with, which is kept in memory."""
     critic: bool = False
-    """Values of a model that learns to predict rewards."""
+    """Values of a model that learns to predict rewards; what it makes of the rewards is the advantage of each token."""
+    demonstrations: bool = False
+    """Tokens that a person or a data set wrote, and what somebody says that an answer should have been."""
+    pairs: bool = False
+    """Both answers that somebody compared, in one pass."""
+    turn_rewards: bool = False
+    """What single turns are worth, and advantages of their own for them."""
+    teacher: bool = False
+    """Logprobs of the same tokens under another model, `trainer.teacher`."""
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(**{one.name: getattr(self, one.name) or getattr(other, one.name) for one in fields(self)})
@@ -27,5 +35,5 @@ class Needs:
 
 
 NOTHING = Needs()
-OFFERED = Needs(groups=True, logprobs=True)
+OFFERED = Needs(groups=True, logprobs=True, demonstrations=True, turn_rewards=True)
 """What the trainer has whatever its back end; that one offers the rest (`headrace_trainer.backends.Backend.offers`)."""

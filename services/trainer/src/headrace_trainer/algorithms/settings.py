@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -10,6 +11,7 @@ from headrace_runtime.registries import NameIn
 from headrace_runtime.settings import Section
 from headrace_trainer.algorithms.estimators import ESTIMATORS, Estimator
 from headrace_trainer.algorithms.losses import LOSSES, Loss
+from headrace_trainer.algorithms.signals import Signals
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -40,6 +42,11 @@ class AdvantageSettings(Section):
     the unit of rewards."""
     reward_max: Positive = 1e6
     """Rewards beyond plus or minus this are dropped as `invalid`: somebody's unit is wrong."""
+    equal_groups: Literal["train", "drop"] = "train"
+    """What becomes of a group whose runs all have one reward: it is trained, with advantages of 0 and a part in the
+    mean over tokens, or dropped with `equal_rewards` (`dapo`)."""
+    demonstrations: bool = False
+    """Train also what was written and what edits say, beside what `kind` trains (`mix`)."""
     limit: Positive = 10.0
     """Advantages are clipped to plus and minus this: the first surprise after long monotony is worth no more."""
     correction_min: NotNegative = 1e-3
@@ -49,6 +56,12 @@ class AdvantageSettings(Section):
     def estimator(self) -> Estimator:
         """What `kind` names."""
         return ESTIMATORS.get(self.kind)
+
+    @property
+    def signals(self) -> Signals:
+        """What of an experience is trained."""
+        signals = self.estimator.signals
+        return replace(signals, written=True, edits=True) if self.demonstrations else signals
 
     @classmethod
     def announced(cls) -> dict[str, type[Section]]:
@@ -79,7 +92,20 @@ class LossSettings(Section):
     """An experience is left out of the loss when the mean log ratio of its tokens, between the weights and what it was
     sampled from, is beyond plus or minus this. In nats; 0 leaves none out."""
     kl: NotNegative = 0.0
-    """Coefficient of the k3 divergence from the base model; above 0 the base is kept in memory too."""
+    """Coefficient of the divergence from the base model; above 0 the base is kept in memory too."""
+    kl_kind: Literal["k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3"] = "k3"
+    """How a token's divergence from the base is estimated; `low_var_kl` is k3 within plus and minus 10."""
+    agg_mode: Literal[
+        "token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+        "token-mean-by-origin",
+    ] = "token-mean"
+    """What the losses of tokens are added up to: their mean over the batch; the mean over sequences of their sum, of
+    their mean, or of their sum over `horizon_tokens`; or the mean of sampled tokens plus that of written ones."""
+    horizon_tokens: Count = 1024
+    """What `seq-mean-token-sum-norm` divides a sequence's sum by, whatever its length is."""
     updates_per_step: Count = 1
     """Optimizer updates on one batch; above 1 the clip bounds how far they lead."""
 

@@ -7,6 +7,8 @@ trained when a span covers it; everything else is observation.
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,6 +38,26 @@ class Row:
     token_weight: float = 0.0
     """What the gradient of each token is multiplied with. A correction has that of its first training, others get that
     of the batch; 0: not known yet."""
+    part: str = ""
+    """Which example of the experience it is (`headrace_trainer.experiences.examples`); empty: its branch."""
+    together: str = ""
+    """Rows with the same one go through one forward pass; empty: this one may go anywhere."""
+    written: bool = False
+    """Nobody sampled the tokens of the loss: `behaviour_T` says nothing."""
+    share: float = 1.0
+    """Of its run, where sequences are averaged and not tokens."""
+    advantage_T: NDArray[np.float32] | None = None
+    """The advantage of each token, where they differ; `advantage` is then their mean over the loss."""
+
+    @property
+    def name(self) -> str:
+        """Of the row within its batch."""
+        return f"{self.experience_id}#{self.part}" if self.part else self.experience_id
+
+    @property
+    def tokens(self) -> int:
+        """In the loss."""
+        return int(self.loss_mask_T.sum())
 
     @property
     def length(self) -> int:
@@ -57,7 +79,7 @@ class Row:
             mask[place] = True
             behaviour[place] = span.logprobs
             temperature[place] = span.temperature
-            fresh[place] = span.version == current
+            fresh[place] = span.version == current and experience.origin == "sampled"
         return cls(
             experience.experience_id,
             experience.revision,
@@ -69,6 +91,7 @@ class Row:
             fresh,
             token_weight is not None,
             token_weight or 0.0,
+            written=experience.origin == "written",
         )
 
 
@@ -77,8 +100,12 @@ class Batch:
     """Rows in order of arrival."""
 
     rows: tuple[Row, ...]
-    whole: int | None = None
+    whole: float | None = None
     """Rows of a whole batch; None when this is one."""
+    agg_mode: str = "token-mean"
+    """How the losses of tokens are added up (`trainer.loss.agg_mode`)."""
+    horizon_tokens: int = 1
+    """See the setting of this name."""
 
     @property
     def first(self) -> tuple[Row, ...]:
@@ -113,11 +140,38 @@ class Batch:
     def weighted(self, row: Row) -> Row:
         """`row` with the weight of its tokens. A correction whose own is not known, because an earlier release trained
         it, has that of this batch."""
-        return row if row.correction and row.token_weight else replace(row, token_weight=self.token_weight)
+        if row.correction and row.token_weight:
+            return row
+        return replace(row, token_weight=self.token_weight * self.factor(row))
+
+    def factor(self, row: Row) -> float:
+        """What a token of `row` weighs beside one of a mean over all tokens; 1 where that is what is taken."""
+        if self.agg_mode == "token-mean" or not self.first:
+            return 1.0
+        return self._weight_of(row) / (self.first_weight / sum(one.tokens for one in self.first))
+
+    def _weight_of(self, row: Row) -> float:
+        """Of one of its tokens, where that is not `token_weight`."""
+        if self.agg_mode == "token-mean-by-origin":
+            return self.first_weight / max(1, self._tokens_by_origin[row.written])
+        share = self.first_weight / self._sequences
+        if self.agg_mode == "seq-mean-token-mean":
+            return share * row.share / max(1, row.tokens)
+        return share / (self.horizon_tokens if self.agg_mode == "seq-mean-token-sum-norm" else 1)
+
+    @cached_property
+    def _sequences(self) -> float:
+        """Runs, and single answers."""
+        return math.fsum(row.share for row in self.first)
+
+    @cached_property
+    def _tokens_by_origin(self) -> dict[bool, int]:
+        return {origin: sum(one.tokens for one in self.first if one.written == origin) for origin in (False, True)}
 
     def digest(self) -> str:
         """SHA-256 over ids, tokens, masks, behaviour, temperatures and advantages, little-endian, in order. Weights of
-        tokens follow from these, and from the batches before."""
+        tokens follow from these, and from the batches before. What only some algorithms have is in it where it is
+        there, so batches without it have the digests that they always had."""
         digest = hashlib.sha256()
         for row in self.rows:
             digest.update(f"{row.experience_id}\0{row.revision}\0{row.length}\0".encode())
@@ -125,7 +179,26 @@ class Batch:
             digest.update(row.loss_mask_T.astype("<u1").tobytes())
             for floats in (row.behaviour_T, row.temperature_T, row.advantage):
                 digest.update(np.asarray(floats).astype("<f4").tobytes())
+            if special := _special(row):
+                digest.update(special)
         return digest.hexdigest()
+
+
+def _special(row: Row) -> bytes:
+    """What a plain row has not, so that no two rows give the same."""
+    told = [row.part, row.together, "written" if row.written else "", "" if row.share == 1.0 else repr(row.share)]
+    by_token = b"" if row.advantage_T is None else row.advantage_T.astype("<f4").tobytes()
+    return json.dumps(told).encode() + by_token if any(told) or by_token else b""
+
+
+def passes(rows: Sequence[Row], budget: int) -> list[list[int]]:
+    """Row numbers of each forward pass: `pack` of what has to stay together."""
+    units: dict[object, list[int]] = {}
+    for index, row in enumerate(rows):
+        units.setdefault(row.together or index, []).append(index)
+    several = list(units.values())
+    packed = pack([sum(rows[index].length for index in unit) for unit in several], budget)
+    return [[index for unit in chosen for index in several[unit]] for chosen in packed]
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:

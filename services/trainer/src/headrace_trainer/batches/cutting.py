@@ -8,8 +8,9 @@ from datetime import UTC, datetime, timedelta
 from headrace_runtime.wire import Record
 from headrace_schemas.replay import BATCH_HEADER
 from headrace_trainer.algorithms.baselines import Decay
+from headrace_trainer.experiences.pairing import parties
 from headrace_trainer.experiences.state import LineageState
-from headrace_trainer.experiences.waiting import Rules, Selection, Waiting, select
+from headrace_trainer.experiences.waiting import Rules, Selection, Waiting, select, timely
 from headrace_trainer.settings import TrainerSettings
 
 END_OF_TIME = datetime.max.replace(tzinfo=UTC)
@@ -29,7 +30,10 @@ class Cutter:
             wait=timedelta(seconds=settings.batch_wait_s),
             group_size=settings.group_size if settings.grouped else 0,
             group_wait=timedelta(seconds=settings.group_wait_s),
+            equal_groups=settings.advantage.equal_groups == "train",
         )
+        self._paired = settings.advantage.signals.paired
+        self._pair_wait = timedelta(seconds=settings.pair_wait_s)
         self._swept: tuple[str, int] | None = None
 
     def next(self, state: LineageState, now: datetime, mark: int | None = None) -> tuple[Waiting, ...]:
@@ -42,6 +46,10 @@ class Cutter:
         found = self._select(state, now, mark)
         for item in found.singletons:
             state.drop(item, "singleton")
+        for item in found.equal:
+            state.drop(item, "singleton", "equal_rewards")
+        for item in found.unpaired:
+            state.drop(item, "singleton", "unpaired")
         return found.batch
 
     def _select(self, state: LineageState, now: datetime, mark: int | None) -> Selection:
@@ -50,15 +58,22 @@ class Cutter:
             return self._as_recorded(state, mark)
         if self._recorded and not full:
             return Selection()  # also at the end: what waits now waited then
-        return select(state.waiting, self._rules, now, full, state.is_correction)
+        return self._by_rules(state, self._rules, now, full)
 
     def _as_recorded(self, state: LineageState, mark: int) -> Selection:
         """The first `mark` of what was ready then. Of groups that time cut it is only known that there were some."""
         rules = replace(self._rules, experiences=mark)
-        ready = select(state.waiting, rules, BEGINNING_OF_TIME, True, state.is_correction).batch
+        ready = self._by_rules(state, rules, BEGINNING_OF_TIME, True).batch
         if len(ready) < mark:
-            ready = select(state.waiting, rules, END_OF_TIME, True, state.is_correction).batch
+            ready = self._by_rules(state, rules, END_OF_TIME, True).batch
         return Selection(ready[:mark])
+
+    def _by_rules(self, state: LineageState, rules: Rules, now: datetime, full: bool) -> Selection:
+        if not self._paired:
+            return select(state.waiting, rules, now, full, state.is_correction)
+        found = parties(state.waiting, self._pair_wait, now, state.open_answers, state.has_corrections)
+        batch = timely(found.ready, lambda one: found.party[one.experience_id], rules, now, full)
+        return Selection(batch, unpaired=found.unpaired)
 
 
 def decay(settings: TrainerSettings) -> Decay:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from headrace_trainer.algorithms.advantages import Advantages
 from headrace_trainer.algorithms.baselines import Baselines, Decay
 from headrace_trainer.algorithms.estimators import Rewarded
-from headrace_trainer.algorithms.settings import AdvantageSettings
-from headrace_trainer.batches.batch import Batch, Row
-from headrace_trainer.experiences.admission import missing_advantage, stale
+from headrace_trainer.algorithms.settings import AdvantageSettings, LossSettings
+from headrace_trainer.batches.batch import Batch
+from headrace_trainer.batches.rows import row_of
+from headrace_trainer.experiences.admission import stale
+from headrace_trainer.experiences.due import Due, Turns, turns_of
+from headrace_trainer.experiences.pairing import met
 from headrace_trainer.experiences.state import LineageState, TrainedExperience
 from headrace_trainer.experiences.waiting import Waiting, run_of, task_of
 
@@ -27,45 +30,97 @@ class Prepared:
 
 
 def prepare(
-    items: Sequence[Waiting], state: LineageState, settings: AdvantageSettings, decay: Decay, whole: int | None = None
+    items: Sequence[Waiting],
+    state: LineageState,
+    settings: AdvantageSettings,
+    decay: Decay,
+    whole: int | None = None,
+    loss: LossSettings | None = None,
 ) -> Prepared:
     """Rows in the order of `items`, of which a `whole` batch has so many. Corrections take what is missing; they
     neither see nor move the baselines."""
     for item in items:
         assert stale(item.experience, state.history, state.limits.max_staleness) is None, "P5: swept just before"
-    new = [item for item in items if not state.is_correction(item)]
-    found, baselines = _advantages(new, state.baselines, settings, decay)
+    due = [(item, one) for item in items for one in state.due(item)]
+    pairs = met([(item.experience.experience_id, one.example) for item, one in due if one.new])
+    trainable = [(item, one) for item, one in due if _goes(item, one, pairs)]
+    new = [item for item, one in trainable if one.missing is None]
+    found, baselines = _advantages(new, state, settings, decay)
     first = {
-        item.experience.experience_id: TrainedExperience(item, _bounded(value, settings.limit), baseline, scale)
-        for item, value, baseline, scale in zip(new, found.values_B, found.baselines_B, found.scales_B, strict=True)
+        item.experience.experience_id: _first(item, index, found, state, settings) for index, item in enumerate(new)
     }
-    trained = tuple(first.get(item.experience.experience_id) or _correction(item, state) for item in items)
-    rows = tuple(Row.of(one.waiting.experience, one.advantage, state.current, one.token_weight) for one in trained)
-    return Prepared(Batch(rows, whole), trained, baselines)
+    trained = tuple(
+        first[item.experience.experience_id] if one.missing is None else _of(item, one, state)
+        for item, one in trainable
+    )
+    assert {one.waiting.experience.experience_id for one in trained} == {one.experience.experience_id for one in items}
+    agg_mode = loss.agg_mode if loss else "token-mean"
+    by_sequence = agg_mode.startswith("seq-")
+    rows = tuple(row_of(one, state.current, pairs, by_sequence=by_sequence) for one in trained)
+    size = whole if whole is None or len(rows) == len(items) else whole * len(rows) / len(items)
+    return Prepared(Batch(rows, size, agg_mode, loss.horizon_tokens if loss else 1), trained, baselines)
+
+
+def _goes(item: Waiting, one: Due, pairs: dict[tuple[str, str], str]) -> bool:
+    """Of answers that were compared, those whose other one is here. A correction needs none."""
+    return not (one.new and one.example.pair) or (item.experience.experience_id, one.example.part) in pairs
+
+
+def _first(
+    item: Waiting, index: int, found: Advantages, state: LineageState, settings: AdvantageSettings
+) -> TrainedExperience:
+    """The first training of a branch by its reward: the `index`th of those that were compared."""
+    value = _bounded(found.values_B[index], settings.limit)
+    one = TrainedExperience(item, value, found.baselines_B[index], found.scales_B[index])
+    credit = state.limits.rules.credit
+    if credit is None or not found.turn_scales_B:
+        return one
+    terms = (found.turn_baselines_B[index], found.turn_scales_B[index])
+    turns = credit(found.values_B[index], turns_of(item.experience), *terms)
+    bounded = tuple(_bounded(turn, settings.limit) for turn in turns)
+    return replace(one, turns=bounded, turn_terms=terms if terms[1] else None)
 
 
 def _advantages(
-    items: Sequence[Waiting], past: Baselines, settings: AdvantageSettings, decay: Decay
+    items: Sequence[Waiting], state: LineageState, settings: AdvantageSettings, decay: Decay
 ) -> tuple[Advantages, Baselines]:
+    past, worth = state.baselines, state.limits.rules.worth
     if not items:
         return Advantages((), (), ()), past
     experiences_B = [item.experience for item in items]
     rewards_B = [experience.reward for experience in experiences_B if experience.reward is not None]
     assert len(rewards_B) == len(items), "P6: only a correction may lack a reward"
+    if worth is not None:
+        rewards_B = [worth(reward) for reward in rewards_B]
     weights_B = [experience.weight for experience in experiences_B]
     runs_B = [run_of(experience) for experience in experiences_B]
     tasks_B = [task_of(experience) for experience in experiences_B]
-    batch = Rewarded(rewards_B, weights_B, runs_B, tasks_B)
+    turns_B = [turns_of(experience) for experience in experiences_B]
+    batch = Rewarded(rewards_B, weights_B, runs_B, tasks_B, turns_B)
     return settings.estimator.compute(batch, past, decay, settings)
 
 
-def _correction(item: Waiting, state: LineageState) -> TrainedExperience:
+def _of(item: Waiting, one: Due, state: LineageState) -> TrainedExperience:
+    """What is said outright (a demonstration, an answer that was compared), and corrections."""
     entry = state.window.get(item.experience.experience_id)
     assert entry is not None
-    missing = missing_advantage(item.experience, entry, state.history, state.steps, state.limits.advantage_max)
-    held = entry.held(state.history, state.steps)
-    weight = held[0].token_weight if held else None
-    return TrainedExperience(item, float(np.float32(missing)), entry.baseline, entry.scale, True, weight)
+    assert one.missing is not None
+    correction = entry.trained and (not one.new or not one.example.part)
+    return TrainedExperience(
+        item,
+        float(np.float32(one.missing)),
+        entry.baseline,
+        entry.scale,
+        correction,
+        one.token_weight,
+        one.example,
+        _single(one.turns),
+        entry.turn_terms,
+    )
+
+
+def _single(turns: Turns) -> Turns:
+    return tuple(float(np.float32(turn)) for turn in turns)
 
 
 def _bounded(advantage: float, limit: float) -> float:

@@ -67,7 +67,9 @@ def _groups(prepared: Prepared) -> list[list[float]]:
 
 def between_saves(steps: Sequence[Mapping[str, float]], outcomes: Sequence[TrainingOutcome]) -> dict[str, float]:
     """Each step measure's mean over the steps that have it, and how many experiences had which outcome."""
-    counts = Counter(f"dropped/{one.reason}" if one.reason else "trained" for one in outcomes)
+    counts = Counter(
+        "trained" if outcome.dropped is None else f"dropped/{outcome.detail or outcome.dropped}" for outcome in outcomes
+    )
     found = {"steps": float(len(steps)), **{name: float(count) for name, count in sorted(counts.items())}}
     names = dict.fromkeys(name for step in steps for name in step)
     for name in sorted(names, key=lambda name: name.startswith(_TASK)):  # if there are too many, tasks are left out

@@ -14,19 +14,23 @@ from datetime import datetime, timedelta
 
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import BatchRecord, Experience, Read, Restored, TrainingOutcome, Undone
+from headrace_schemas.events.checkpoint import DropReason
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.experiences.admission import (
+    EXCLUDED,
     AdmissionLimits,
     Decision,
-    Dropped,
     decide,
+    due_of,
     expired,
     objection,
     versions_of,
 )
+from headrace_trainer.experiences.due import Due
+from headrace_trainer.experiences.examples import BRANCH, Example
 from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.waiting import Waiting
-from headrace_trainer.experiences.window import Contribution, Entry, Window
+from headrace_trainer.experiences.window import Contributed, Contribution, Entry, Window
 from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, UNDONE, WAITING, WAITING_TOKENS
 from headrace_trainer.settings import MemorySettings
 
@@ -36,7 +40,8 @@ Offsets = dict[str, dict[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class TrainedExperience:
-    """What one step did with one experience. `baseline` and `scale` are those of its first training."""
+    """What one step did with one example of an experience. `baseline` and `scale` are those of the branch's first
+    training."""
 
     waiting: Waiting
     advantage: float
@@ -46,6 +51,35 @@ class TrainedExperience:
     token_weight: float | None = None
     """The token weight of the contribution that is corrected. None: the weights hold no contribution of it, so it is
     trained like a new one."""
+    example: Example = BRANCH
+    turns: tuple[float, ...] = ()
+    """The advantage of each span, where they differ."""
+    turn_terms: tuple[float, float] | None = None
+    anew: bool = False
+    """`baseline` is of this training, and not of the branch's first one."""
+    factor: float = 1.0
+    """What the gradient of its tokens counted beside that of a token of the batch: the slope of its loss, and its share
+    in a mean over sequences."""
+
+    @property
+    def name(self) -> str:
+        """Of its row in the batch."""
+        part = self.example.part
+        return f"{self.waiting.experience.experience_id}#{part}" if part else self.waiting.experience.experience_id
+
+    @property
+    def contributed(self) -> Contributed | None:
+        """What it was, where it was more special than a branch with one advantage."""
+        example = self.example
+        if not (example.part or self.turns):
+            return None
+        return Contributed(
+            part=example.part,
+            turn_id=example.turn_id,
+            choice=example.choice,
+            tokens=example.tokens,
+            turns=self.turns,
+        )
 
 
 class LineageState:
@@ -122,7 +156,7 @@ class LineageState:
             DUPLICATES.inc()
             return decision
         versions = versions_of(experience)
-        self.window.see(name, experience.revision, versions, place if versions else None, now)
+        self.window.see(name, experience.revision, versions, place if experience.branch is not None else None, now)
         replaced = self._waiting.get(name) if decision.replaces else None
         if replaced is not None:
             self._record(replaced.experience, "superseded")
@@ -131,13 +165,31 @@ class LineageState:
             return decision
         if replaced is not None:
             self._remove(name)
-        self._record(experience, decision.reason)
+        self._record(experience, decision.reason, decision.detail)
         return decision
 
     def is_correction(self, item: Waiting) -> bool:
-        """Whether an earlier revision of the same experience was trained."""
+        """Whether an earlier revision of the same experience was trained, and nothing of it is to be compared with
+        others for the first time."""
         entry = self.window.get(item.experience.experience_id)
-        return entry is not None and entry.trained
+        if entry is None or not entry.trained or self.limits.signals.rewards_alone:
+            return entry is not None and entry.trained
+        found = self.due(item)
+        return bool(found) and not any(one.missing is None for one in found)
+
+    def due(self, item: Waiting) -> tuple[Due, ...]:
+        """What of it is to be trained."""
+        entry = self.window.get(item.experience.experience_id)
+        return due_of(item.experience, entry, self.history, self.steps, self.limits)
+
+    def open_answers(self, item: Waiting) -> tuple[Example, ...]:
+        """The answers of it that can only be trained with another one. One that was trained needs none: it is
+        corrected."""
+        return tuple(one.example for one in self.due(item) if one.new and one.example.pair)
+
+    def has_corrections(self, item: Waiting) -> bool:
+        """Whether there is something of it to train that needs no other answer."""
+        return any(not (one.new and one.example.pair) for one in self.due(item))
 
     def go_back(self, version: str) -> dict[str, tuple[int, ...]]:
         """Follow the weights back to `version`. Returns the experiences that the weights have lost, each with the
@@ -183,7 +235,7 @@ class LineageState:
             again = None
             if experience is not None and experience.revision == entry.revisions[-1] and self.room:
                 reason = objection(experience, entry, self.history, self.steps, self.limits)
-                tried = sum(one.revision == experience.revision for one in entry.contributions)
+                tried = len({one.step for one in entry.contributions if one.revision == experience.revision})
                 # Only once: a version that was trained on the same experiences may be refused for the same reason.
                 if reason is None and name not in self._waiting and tried <= 1:
                     again = experience.revision
@@ -205,7 +257,7 @@ class LineageState:
             entry = self.window.get(name)
             if entry is not None and self.history.excluded_of(entry.versions) == version:
                 revisions = entry.held_revisions(self.history, self.steps)
-                if revisions and entry.advantage_held(self.history, self.steps):
+                if revisions:
                     held[name] = tuple(sorted(revisions))
         return held
 
@@ -234,18 +286,18 @@ class LineageState:
         newest = experience.revision == entry.revisions[-1] and self.room > 0
         return newest and objection(experience, entry, self.history, self.steps, self.limits) is None
 
-    def drop(self, item: Waiting, reason: Dropped) -> None:
+    def drop(self, item: Waiting, reason: DropReason, detail: str | None = None) -> None:
         """Take it out of the queue for good."""
         self._remove(item.experience.experience_id)
-        self._record(item.experience, reason)
+        self._record(item.experience, reason, detail)
 
     def sweep(self) -> None:
         """Drop experiences that became too old, or needless, while they waited (P5: also right after a restart)."""
         for item in self.waiting:
             entry = self.window.get(item.experience.experience_id)
-            reason = expired(item.experience, entry, self.history, self.steps, self.limits)
-            if reason is not None:
-                self.drop(item, reason)
+            found = expired(item.experience, entry, self.history, self.steps, self.limits)
+            if found is not None:
+                self.drop(item, found.reason, found.detail)
 
     def cut(self, digest: str, experiences: int) -> None:
         """Record a batch, so that it can be built again. Called after `stepped` if there was a step."""
@@ -274,17 +326,24 @@ class LineageState:
             experience = one.waiting.experience
             entry = self.window.get(experience.experience_id)
             assert entry is not None, "an experience that waits is never evicted"
-            weight = token_weight if one.token_weight is None else one.token_weight
+            weight = token_weight * one.factor if one.token_weight is None else one.token_weight
             contribution = Contribution(
-                revision=experience.revision, step=self.steps, advantage=one.advantage, token_weight=weight
+                revision=experience.revision,
+                step=self.steps,
+                advantage=one.advantage,
+                token_weight=weight,
+                what=one.contributed,
             )
             update: dict[str, object] = {"contributions": (*entry.contributions, contribution)}
-            if not entry.trained:
-                update |= {"baseline": one.baseline, "scale": one.scale}
+            if not one.example.part and (one.anew or all(earlier.part for earlier in entry.contributions)):
+                update |= {"baseline": one.baseline, "scale": one.scale, "turn_terms": one.turn_terms}
             self.window.put(experience.experience_id, entry.model_copy(update=update))
+        for experience in {one.waiting.experience.experience_id: one.waiting.experience for one in trained}.values():
             self._remove(experience.experience_id)
-            taken_back = self.history.excluded_of(versions_of(experience)) is not None
-            self._record(experience, "excluded" if taken_back else None)
+            if self.history.excluded_of(versions_of(experience)) is not None:
+                self._record(experience, EXCLUDED.reason, EXCLUDED.detail)
+            else:
+                self._record(experience, None)
 
     def snapshot(self) -> dict[str, object]:
         """The fields of `Saved` that this state holds. A copy: later calls do not change it."""
@@ -304,27 +363,28 @@ class LineageState:
         places = [self.history, *(self.history.moved(version, self.steps) for version in self.promoted)]
 
         def needed(name: str, entry: Entry) -> bool:
-            found = [history.staleness(entry.versions) for history in places if entry.trained]
+            # What nobody sampled is always fresh: it is kept by count and age alone.
+            found = [history.staleness(entry.versions) for history in places if entry.trained and entry.versions]
             fresh = any(distance is not None and distance <= self.limits.max_staleness for distance in found)
             return fresh or name in self._waiting
 
         age = timedelta(seconds=self._memory.window_age_s)
         self.window.evict(now, self._memory.window_experiences, age, needed)
 
-    def _record(self, experience: Experience, dropped: Dropped | None) -> None:
+    def _record(self, experience: Experience, dropped: DropReason | None, detail: str | None = None) -> None:
         self.outcomes.append(
             TrainingOutcome(
                 experience_id=experience.experience_id,
                 revision=experience.revision,
                 turn_ids=experience.turn_ids,
-                dropped="withdrawn" if dropped == "excluded" else dropped,
-                excluded=self.history.excluded_of(versions_of(experience)) if dropped == "excluded" else None,
+                dropped=dropped,
+                detail=detail,
             )
         )
         if dropped is None:
             TRAINED.inc()
         else:
-            DROPPED.labels(dropped).inc()
+            DROPPED.labels(detail or dropped).inc()
 
     def _put(self, item: Waiting) -> None:
         """Add, or replace in the same place."""

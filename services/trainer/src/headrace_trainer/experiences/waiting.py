@@ -31,6 +31,8 @@ class Rules:
     wait: timedelta
     group_size: int
     group_wait: timedelta
+    equal_groups: bool = True
+    """Whether groups whose runs all have one reward are trained, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,10 @@ class Selection:
 
     batch: tuple[Waiting, ...] = ()
     singletons: tuple[Waiting, ...] = ()
+    equal: tuple[Waiting, ...] = ()
+    """Groups whose runs all have one reward, where they are not trained."""
+    unpaired: tuple[Waiting, ...] = ()
+    """Answers whose other one never came."""
 
 
 def task_of(experience: Experience) -> str | None:
@@ -61,12 +67,12 @@ def select(
 ) -> Selection:
     """`waiting` is in order of arrival. `full`: nothing more can arrive before some of them go."""
     if not rules.group_size:
-        return Selection(batch=_timely(waiting, run_of, rules, now, full))
-    complete, singletons = _groups(waiting, rules, now, is_correction)
-    return Selection(_timely(complete, _group_of, rules, now, full), tuple(singletons))
+        return Selection(batch=timely(waiting, run_of, rules, now, full))
+    complete, singletons, equal = _groups(waiting, rules, now, is_correction)
+    return Selection(timely(complete, _group_of, rules, now, full), tuple(singletons), tuple(equal))
 
 
-def _timely(
+def timely(
     ready: Sequence[Waiting], unit: Callable[[Experience], str], rules: Rules, now: datetime, full: bool
 ) -> tuple[Waiting, ...]:
     """The first `rules.experiences` and what belongs to the last one's unit; fewer when they have waited enough."""
@@ -85,10 +91,11 @@ def _group_of(experience: Experience) -> str:
 
 def _groups(
     waiting: Sequence[Waiting], rules: Rules, now: datetime, is_correction: Callable[[Waiting], bool]
-) -> tuple[list[Waiting], list[Waiting]]:
-    """Members of usable groups, group by group, corrections first (they need none); and those who will never have
-    one."""
+) -> tuple[list[Waiting], list[Waiting], list[Waiting]]:
+    """Members of usable groups, group by group, corrections first (they need none); those who will never have one; and
+    those of groups that teach nothing, where these are not wanted."""
     complete = [item for item in waiting if is_correction(item)]
+    equal: list[Waiting] = []
     groups: dict[str | None, list[Waiting]] = {}
     for item in waiting:
         if not is_correction(item):
@@ -98,7 +105,8 @@ def _groups(
         runs = len({run_of(item.experience) for item in members})
         late = now - from_epoch_ms(members[0].since_ms) >= rules.group_wait
         if runs >= rules.group_size or (late and runs > 1):
-            complete += members
+            same = len({item.experience.reward for item in members}) == 1
+            (equal if same and not rules.equal_groups else complete).extend(members)
         elif late:
             singletons += members
-    return complete, singletons
+    return complete, singletons, equal

@@ -8,16 +8,28 @@ and age; a record that is delivered once more after that is judged anew.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 
 from headrace_runtime.clock import epoch_ms
+from headrace_schemas.arrays import TokenIds
 from headrace_schemas.base import Finite, Model, Version
 from headrace_trainer.experiences.history import History
 
 REVISIONS_MAX = 64
 """Revisions of one experience that are remembered one by one; lower ones than those count as seen."""
+
+
+class Contributed(Model):
+    """What a contribution was of, where it was not a whole branch with one advantage."""
+
+    part: str = ""
+    turn_id: str = ""
+    choice: int = 0
+    """The answer that the example is about."""
+    tokens: TokenIds = ()
+    """What was written in place of that answer: a withdrawn edit is nowhere else."""
+    turns: tuple[Finite, ...] = ()
 
 
 class Contribution(Model):
@@ -31,6 +43,18 @@ class Contribution(Model):
     token_weight: Finite = 0.0
     """What the gradient of each of its tokens was multiplied with; 0: not known, because an earlier release trained
     it. A correction is multiplied with the same."""
+    what: Contributed | None = None
+    """None: the branch, with one advantage for all of it."""
+
+    @property
+    def part(self) -> str:
+        """Which example of the experience it was; empty: its branch."""
+        return self.what.part if self.what else ""
+
+    @property
+    def turns(self) -> tuple[float, ...]:
+        """The advantage of each span, where they differ."""
+        return self.what.turns if self.what else ()
 
 
 class Entry(Model):
@@ -39,10 +63,12 @@ class Entry(Model):
     revisions: tuple[int, ...]
     """Seen so far, ascending."""
     versions: tuple[Version, ...]
-    """What sampled it; empty when it came without a branch."""
+    """What sampled it; empty when it came without a branch, or when nobody sampled it."""
     contributions: tuple[Contribution, ...] = ()
     baseline: Finite = 0.0
     scale: Finite = 1.0
+    turn_terms: tuple[Finite, Finite] | None = None
+    """Baseline and scale of the rewards of its turns; None: there was nothing to compare them with."""
     partition: int = -1
     offset: int = -1
     """Where on the bus its tokens were last seen."""
@@ -55,10 +81,6 @@ class Entry(Model):
     def held(self, history: History, steps: int) -> Sequence[Contribution]:
         """What the weights after so many steps hold of it: a version that was abandoned took its steps along."""
         return [one for one in self.contributions if history.holds_step(one.step, steps)]
-
-    def advantage_held(self, history: History, steps: int) -> float:
-        """The sum of what is held."""
-        return math.fsum(one.advantage for one in self.held(history, steps))
 
     def held_revisions(self, history: History, steps: int) -> set[int]:
         """The revisions of what is held."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from headrace_runtime import versions as files
 from headrace_runtime.blobs import BlobStore
@@ -29,6 +28,7 @@ from headrace_trainer.learner import GRADIENT_FACTOR, Frozen, Learner, LearnerLo
 from headrace_trainer.lineage import control, versions
 from headrace_trainer.lineage.saved import Saved, Tensors
 from headrace_trainer.lineage.store import LineageStore
+from headrace_trainer.lineage.taken import as_taken
 from headrace_trainer.metrics import NOT_FINITE, REWINDS, SAVE_SECONDS
 from headrace_trainer.settings import TrainerSettings
 
@@ -103,7 +103,9 @@ class Lineage:
         was dropped as `invalid`. Raises `Abandoned` or `LearnerLost`, with nothing changed that a later save would
         see."""
         settings = self._settings
-        prepared = prepare(items, self.state, settings.advantage, self._decay, settings.batch_experiences)
+        prepared = prepare(
+            items, self.state, settings.advantage, self._decay, settings.batch_experiences, settings.loss
+        )
         digest = prepared.batch.digest()
         try:
             taken = self.learner.step(prepared.batch, stop, from_base=self._asks_base)
@@ -116,12 +118,7 @@ class Lineage:
             self.health = self.health.after({"gradient_norm": math.inf}, settings.health)
             return {}
         found = {**summary.of_batch(prepared, self.state.history), **taken.measured}
-        # What the loss left out is trained, and the weights hold nothing of it: a correction has all of it to add.
-        trained = [
-            replace(one, advantage=0.0) if one.waiting.experience.experience_id in taken.left_out else one
-            for one in prepared.trained
-        ]
-        self.state.stepped(trained, prepared.baselines, found[GRADIENT_FACTOR])
+        self.state.stepped(as_taken(prepared, taken), prepared.baselines, found[GRADIENT_FACTOR])
         self.state.cut(digest, len(items))
         self._tensors_moved = True
         self._measured.append(found)

@@ -126,7 +126,7 @@ class DryRun:
 
     def _step(self, items: tuple[Waiting, ...]) -> None:
         state, settings = self._state, self._settings
-        prepared = prepare(items, state, settings.advantage, self._decay)
+        prepared = prepare(items, state, settings.advantage, self._decay, loss=settings.loss)
         self._batches.append(DryRunBatch(experiences=len(items), digest=prepared.batch.digest()))
         state.stepped(prepared.trained, prepared.baselines)
         history = state.history

@@ -26,5 +26,5 @@ def _check(settings: TrainerSettings) -> None:
         examine(settings)
 
 
-TORCH = Backend(_open, offers=Needs(reference=True), adapters=True, check=_check)
+TORCH = Backend(_open, offers=Needs(reference=True, pairs=True, critic=True, teacher=True), adapters=True, check=_check)
 """Weights and optimizer in the trainer's own process, on one device."""

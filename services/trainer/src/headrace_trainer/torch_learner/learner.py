@@ -7,12 +7,15 @@ from pathlib import Path
 
 import torch
 
+from headrace_runtime.errors import SettingError
 from headrace_runtime.logs import get_logger
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import Abilities, Frozen, StepResult
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.torch_learner import tensors, version_files
+from headrace_trainer.torch_learner import teacher, tensors, version_files
+from headrace_trainer.torch_learner.appraisal import Appraiser
+from headrace_trainer.torch_learner.critic import Critic
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.native import Compared, Native
 from headrace_trainer.torch_learner.optimizer import Optimizer
@@ -25,12 +28,20 @@ _NATIVE_REMEDY = "raise trainer.native.tokens"
 class TorchLearner:
     """See `headrace_trainer.learner.Learner`."""
 
-    def __init__(self, policy: Policy, optimizer: Optimizer, settings: TrainerSettings, served_as: torch.dtype) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: Optimizer,
+        settings: TrainerSettings,
+        served_as: torch.dtype,
+        appraiser: Appraiser | None = None,
+    ) -> None:
         """`served_as`: the type of the base's own weights, which a version's files have too."""
         self.policy = policy
         self.optimizer = optimizer
         self._settings = settings
         self._served_as = served_as
+        self._appraiser = appraiser
 
     @classmethod
     def open(cls, folder: Path, settings: TrainerSettings) -> TorchLearner:
@@ -44,7 +55,7 @@ class TorchLearner:
         chosen = settings.optimizer.of_size(policy.size, adapters=policy.lora)
         log.info("learning_rate", rate=chosen.rate, parameters=policy.size, adapters=policy.lora)
         optimizer = Optimizer(policy.parameters, chosen, policy.hidden)
-        return cls(policy, optimizer, settings, version_files.dtype_of(folder))
+        return cls(policy, optimizer, settings, version_files.dtype_of(folder), _appraiser(policy, settings))
 
     @property
     def abilities(self) -> Abilities:
@@ -69,17 +80,23 @@ class TorchLearner:
             settings.compute.pack_tokens,
             stop,
             from_base=from_base,
+            appraiser=self._appraiser,
         )
 
     def freeze(self) -> Frozen:
-        return tensors.freeze(self.policy, self.optimizer, self._settings.lineage)
+        beside = self._appraiser.state() if self._appraiser is not None else None
+        return tensors.freeze(self.policy, self.optimizer, self._settings.lineage, beside)
 
     def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
-        tensors.thaw(self.policy, self.optimizer, frozen, with_random=with_random)
+        beside = tensors.thaw(self.policy, self.optimizer, frozen, with_random=with_random)
+        if self._appraiser is not None:
+            self._appraiser.load(beside)
 
     def load(self, folder: Path) -> None:
         self.policy.load_files(folder)
         self.optimizer.reset()
+        if self._appraiser is not None:
+            self._appraiser.load({})
 
     def write(self, folder: Path, base: str) -> Fingerprint:
         if self.policy.lora:
@@ -92,6 +109,19 @@ class TorchLearner:
 
     def close(self) -> None:
         """Its memory goes with the last reference to it."""
+
+
+def _appraiser(policy: Policy, settings: TrainerSettings) -> Appraiser | None:
+    """What the kind of advantage needs beside rewards. Raises `SettingError`."""
+    if settings.needs.critic:
+        if policy.head.whole is not None:
+            remedy = (
+                f"a critic reads hidden states, and this model's cannot be had: {policy.head.whole}; use another one"
+            )
+            raise SettingError("trainer.algorithm", settings.algorithm, remedy)
+        width = policy.model.config.get_text_config().hidden_size
+        return Critic(width, settings.critic, policy.device)
+    return teacher.of(policy, settings) if settings.needs.teacher else None
 
 
 def _say(found: Compared) -> None:

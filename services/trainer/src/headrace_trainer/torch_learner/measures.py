@@ -32,10 +32,13 @@ class Measures:
     base: list[Tensor] = field(default_factory=list)
     """k3 from the base model, when it was asked."""
     losses: list[Tensor] = field(default_factory=list)
+    slopes: list[tuple[Pack, Tensor]] = field(default_factory=list)
+    """Of each pass in the first update, and what stood in place of 1 in the policy gradients of its rows."""
 
     def observe(self, one: Pack, start_N: Tensor, entropy_N: Tensor, tokens: TokenLoss, loss_N: Tensor) -> None:
         """One pass of one update. Nothing is read: all stays where it was computed."""
-        self.drift.append(start_N - one.behaviour_N)
+        drift_N = start_N - one.behaviour_N
+        self.drift.append(drift_N if one.written_N is None else drift_N.where(~one.written_N, 0.0))
         self.fresh.append(one.fresh_N)
         self.entropy.append(entropy_N)
         self.weight.append(tokens.weight_N)
@@ -44,6 +47,12 @@ class Measures:
         self.clipped.append(tokens.clipped_N)
         self.idle.append((one.advantage_N == 0) | tokens.masked_N | tokens.clipped_N)
         self.losses.append(loss_N)
+
+    def slopes_by_row(self) -> dict[str, float]:
+        """By the rows' names; empty where the loss is linear."""
+        return {
+            name: value for one, slope_R in self.slopes for name, value in zip(one.names, slope_R.tolist(), strict=True)
+        }
 
     @torch.no_grad()
     def numbers(self) -> Tensor:

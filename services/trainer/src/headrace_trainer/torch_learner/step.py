@@ -14,16 +14,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from headrace_trainer.algorithms.divergences import DIVERGENCES
 from headrace_trainer.algorithms.loss import TokenLoss, k3, left_out
 from headrace_trainer.algorithms.losses import Compute, Sampled
 from headrace_trainer.algorithms.settings import LossSettings
-from headrace_trainer.batches.batch import Batch, pack
+from headrace_trainer.batches.batch import Batch, passes
 from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, NotFinite, StepResult
+from headrace_trainer.torch_learner.appraisal import Appraiser
 from headrace_trainer.torch_learner.measures import Measures
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy
@@ -39,14 +41,17 @@ def train(
     stop: threading.Event,
     *,
     from_base: bool = False,
+    appraiser: Appraiser | None = None,
 ) -> StepResult:
     """Change the weights by `batch`. `from_base`: measure the divergence from the base also where it has no part in
-    the loss. Blocks; runs in the training thread.
+    the loss. `appraiser`: makes the advantages of tokens from those of rows. Blocks; runs in the training thread.
 
     Raises `Abandoned` when `stop` is set (looked at between passes) and `NotFinite`.
     """
     began = time.perf_counter()
     first, corrections = _packs(policy, batch, pack_tokens)
+    if appraiser is not None:
+        first, corrections = appraiser.appraise(policy, first, corrections, stop)
     packs = [*corrections, *first]
     starts = _at_start(policy, packs, stop) if settings.updates_per_step > 1 else [None] * len(packs)
     bases = [policy.reference_logprobs(one) if settings.kl or from_base else None for one in first]
@@ -54,7 +59,7 @@ def train(
     for update in range(settings.updates_per_step):
         optimizer.zero_grad()
         for one, start_N in zip(corrections, starts, strict=False):
-            _backward(policy, one, start_N, None, settings, measures, stop)
+            _backward(policy, one, start_N, None, settings, measures, stop, correction=True)
         stashed = optimizer.stash() if corrections else {}
         for one, start_N, base_N in zip(first, starts[len(corrections) :], bases, strict=True):
             _backward(policy, one, start_N, base_N, settings, measures, stop)
@@ -71,6 +76,7 @@ def train(
             optimizer.apply(batch.weight, stashed)
             policy.renew()
     found, left_out = measures.values(batch, numbers)
+    appraised = appraiser.learn() if appraiser is not None else {}
     seconds = time.perf_counter() - began
     measured = found | {
         "gradient_norm": norm or 0.0,
@@ -79,14 +85,16 @@ def train(
         "step_seconds": seconds,
         "tokens_per_second": sum(row.length for row in batch.rows) / seconds,
     }
-    return StepResult(measured, left_out)
+    if appraiser is not None:
+        measured |= appraiser.measured
+    return StepResult(measured, left_out, measures.slopes_by_row(), appraised)
 
 
 def _packs(policy: Policy, batch: Batch, pack_tokens: int) -> tuple[list[Pack], list[Pack]]:
     """Rows that are trained for the first time, and corrections; each pass holds one kind."""
     found = []
     for rows in (batch.first, batch.corrections):
-        indices = pack([row.length for row in rows], pack_tokens)
+        indices = passes(rows, pack_tokens)
         found.append([policy.collate([batch.weighted(rows[index]) for index in chosen]) for chosen in indices])
     return found[0], found[1]
 
@@ -99,20 +107,26 @@ def _backward(
     settings: LossSettings,
     measures: Measures,
     stop: threading.Event,
+    *,
+    correction: bool = False,
 ) -> None:
     """Add this pass's share of the gradient."""
     if stop.is_set():
         raise Abandoned
     function = settings.function
     reference_N = policy.reference_logprobs(one) if function.needs.reference and base_N is None else base_N
-    share = _Share(one, function.load(), settings, reference_N, start_N, kl=0.0 if base_N is None else settings.kl)
-    if not function.by_token or (settings.sequence_mask_max and start_N is None):
+    linear = function.correction if correction else None
+    compute, by_token = (linear or function.load)(), function.by_token or linear is not None
+    share = _Share(one, compute, settings, reference_N, start_N, kl=0.0 if base_N is None else settings.kl)
+    if not by_token or (settings.sequence_mask_max and start_N is None):
         # The loss of a token, or which sequences are left out, is known after a sequence's last token.
         current_N, entropy_N = policy.logprobs(one)
         now_N = current_N.detach()
         share.start_N = now_N if start_N is None else start_N
         share.left_out_N = _left_out(one, share.start_N, settings, measures)
         torch.autograd.backward(current_N, share.slope(now_N, _ALL))
+        if function.correction is not None and not correction and all(one is not other for other, _ in measures.slopes):
+            measures.slopes.append((one, share.by_row(now_N)))
     else:
         share.left_out_N = None if start_N is None else _left_out(one, start_N, settings, measures)
         current_N, entropy_N = policy.backward(one, share.slope)
@@ -147,11 +161,14 @@ class _Share:
         )
         start_N = current_N.detach() if start_N is None else start_N
         behaviour_N, advantage_N, row_N = one.behaviour_N[part], one.advantage_N[part], one.row_N[part]
-        sampled = Sampled(current_N, start_N, behaviour_N, advantage_N, row_N, left_out_N, reference_N)
+        written_N = None if one.written_N is None else one.written_N[part]
+        sampled = Sampled(
+            current_N, start_N, behaviour_N, advantage_N, row_N, left_out_N, reference_N, written_N, one.pair_R
+        )
         tokens = self.compute(sampled, self.settings)
         loss_N = tokens.loss_N
         if reference_N is not None and self.kl:
-            divergence_N = k3(current_N, reference_N)
+            divergence_N = DIVERGENCES[self.settings.kl_kind](current_N, reference_N, behaviour_N)
             kept_N = divergence_N if left_out_N is None else divergence_N.where(~left_out_N, 0.0)
             loss_N = loss_N + self.kl * kept_N
         return tokens, loss_N
@@ -163,12 +180,24 @@ class _Share:
             (slope_N,) = torch.autograd.grad((loss_N * self.one.weight_N[part]).sum(), leaf_N)
         return slope_N
 
+    def by_row(self, logprobs_N: Tensor) -> Tensor:
+        """What stands in the place of 1 in each row's policy gradient (`_R`), where the loss is not linear. It is the
+        same for all tokens of a row."""
+        one = self.one
+        slope_N = replace(self, kl=0.0).slope(logprobs_N, _ALL)
+        unit_N = -one.weight_N * one.advantage_N
+        relative_N = torch.where(unit_N == 0, 0.0, slope_N / unit_N)
+        counts_R = torch.bincount(one.row_N, minlength=len(one.names))
+        starts_R = counts_R.cumsum(0) - counts_R
+        return relative_N[starts_R]
+
 
 def _left_out(one: Pack, start_N: Tensor, settings: LossSettings, measures: Measures) -> Tensor | None:
     """The tokens of sequences that have drifted too far from what they were sampled from."""
     if not settings.sequence_mask_max:
         return None
-    left_out_R = left_out(start_N, one.behaviour_N, one.row_N, len(one.names), settings.sequence_mask_max)
+    behaviour_N = one.behaviour_N if one.written_N is None else torch.where(one.written_N, start_N, one.behaviour_N)
+    left_out_R = left_out(start_N, behaviour_N, one.row_N, len(one.names), settings.sequence_mask_max)
     earlier_R = measures.left_out.get(one.names)
     measures.left_out[one.names] = left_out_R if earlier_R is None else earlier_R | left_out_R
     return left_out_R[one.row_N]

@@ -43,7 +43,11 @@ class Pack:
     row_N: Tensor
     """Which of `names` the token belongs to."""
     names: tuple[str, ...]
-    """The experiences, row by row."""
+    """Of the rows, in order."""
+    written_N: Tensor | None = None
+    """Tokens that nobody sampled; None where there are none."""
+    pair_R: Tensor | None = None
+    """Of each row the one that it has to be together with, itself where there is none; None where no row has one."""
 
 
 def collate(rows: Sequence[Row], device: torch.device, *, padded: bool) -> Pack:
@@ -74,12 +78,32 @@ def collate(rows: Sequence[Row], device: torch.device, *, padded: bool) -> Pack:
         chosen([row.token_ids_T[row.loss_mask_T].astype(np.int64) for row in rows]),
         chosen([row.behaviour_T[row.loss_mask_T] for row in rows]),
         chosen([row.temperature_T[row.loss_mask_T] for row in rows]),
-        chosen([np.full(row.loss_mask_T.sum(), row.advantage, np.float32) for row in rows]),
+        chosen([_advantages(row) for row in rows]),
         chosen([np.full(row.loss_mask_T.sum(), row.token_weight, np.float32) for row in rows]),
         chosen([row.fresh_T[row.loss_mask_T] for row in rows]),
         chosen([np.full(row.loss_mask_T.sum(), index, np.int64) for index, row in enumerate(rows)]),
-        tuple(row.experience_id for row in rows),
+        tuple(row.name for row in rows),
+        chosen([np.full(row.tokens, row.written) for row in rows]) if any(row.written for row in rows) else None,
+        _onto(device, _pairs(rows)) if any(row.together for row in rows) else None,
     )
+
+
+def _advantages(row: Row) -> np.ndarray[Any, Any]:
+    if row.advantage_T is None:
+        return np.full(row.loss_mask_T.sum(), row.advantage, np.float32)
+    return row.advantage_T[row.loss_mask_T]
+
+
+def _pairs(rows: Sequence[Row]) -> np.ndarray[Any, Any]:
+    """Two rows that are together point at each other."""
+    places: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        places.setdefault(row.together, []).append(index)
+    found = np.arange(len(rows), dtype=np.int64)
+    for together, (one, *others) in places.items():
+        if together and others:
+            found[one], found[others[0]] = others[0], one
+    return found
 
 
 def _onto(device: torch.device, array: np.ndarray[Any, Any]) -> Tensor:
@@ -92,7 +116,7 @@ def logprobs(model: Any, output: Head, pack: Pack) -> tuple[Tensor, Tensor]:
     """`(logprobs_N, entropy_N)` in float32: what `model`, whose head is `output`, thinks of each sampled token."""
     if output.whole is not None:
         return head.logprobs(logits(model, pack), pack.targets_N, pack.temperature_N)
-    return output.logprobs(_hidden(model, output, pack), pack.targets_N, pack.temperature_N)
+    return output.logprobs(hidden(model, output, pack), pack.targets_N, pack.temperature_N)
 
 
 def backward(model: Any, output: Head, pack: Pack, slope: Slope) -> tuple[Tensor, Tensor]:
@@ -103,7 +127,7 @@ def backward(model: Any, output: Head, pack: Pack, slope: Slope) -> tuple[Tensor
         with torch.autocast(kind, enabled=False):
             torch.autograd.backward(logprobs_N, slope(logprobs_N.detach(), slice(0, len(logprobs_N))))
         return logprobs_N.detach(), entropy_N
-    hidden_NH = _hidden(model, output, pack)
+    hidden_NH = hidden(model, output, pack)
     logprobs_N, entropy_N, gradient_NH = output.backward(hidden_NH, pack.targets_N, pack.temperature_N, slope)
     if gradient_NH is not None:
         with torch.autocast(kind, enabled=False):
@@ -111,7 +135,7 @@ def backward(model: Any, output: Head, pack: Pack, slope: Slope) -> tuple[Tensor
     return logprobs_N, entropy_N
 
 
-def _hidden(model: Any, output: Head, pack: Pack) -> Tensor:
+def hidden(model: Any, output: Head, pack: Pack) -> Tensor:
     """What `model` asks its head about the tokens of the loss, `hidden_NH`."""
     with head.caught(output.module) as asked:
         _ask(model, pack)

@@ -156,6 +156,12 @@ class Policy:
         with self._autocast():
             return forward.logprobs(self.model, self.head, pack)
 
+    @torch.no_grad()
+    def hidden_states(self, pack: Pack) -> Tensor:
+        """What its last layer says before each token of the loss, in float32. For a head that can be had apart."""
+        with self._autocast():
+            return forward.hidden(self.model, self.head, pack).float()
+
     def backward(self, pack: Pack, slope: Slope) -> tuple[Tensor, Tensor]:
         """The same, and the gradients of a loss with this `slope` added to those of the parameters."""
         with self._autocast():

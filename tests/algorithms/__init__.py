@@ -1,0 +1,1 @@
+"""Each algorithm beside an independent result: `python -m tests.algorithms`."""

@@ -1,0 +1,204 @@
+"""Our losses on rows of a batch, through collating and weights, and how far they are from the oracle's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace_runtime.settings import complete
+from headrace_trainer.algorithms.divergences import DIVERGENCES
+from headrace_trainer.algorithms.losses import Sampled
+from headrace_trainer.algorithms.settings import LossSettings
+from headrace_trainer.batches.batch import Batch, Row
+from headrace_trainer.torch_learner.model import forward
+from tests.algorithms.oracle import FORMULAS, Floats, Told, aggregated, divergence
+
+Settings = complete(LossSettings)
+STEP = 1e-5
+"""Of the differences that a derivative is made from."""
+PROMPT, GAP = 3, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One loss with its settings; `parameters` are those that the oracle's formula has."""
+
+    kind: str
+    parameters: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    agg_mode: str = "token-mean"
+    shape: str = "plain"
+
+    @property
+    def loss(self) -> LossSettings:
+        found: LossSettings = Settings.model_validate({"kind": self.kind, "agg_mode": self.agg_mode, **self.settings})
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.kind} {dict(self.parameters)}"
+
+
+PPO = {"clip_low": 0.2, "clip_high": 0.28, "weight_max": 2.0}
+CASES = (
+    Case("likelihood", {}),
+    Case("clipped", PPO),
+    Case("clipped", {**PPO, "clip_high": 0.2, "clip_dual": 3.0}, {"clip_high": 0.2, "clip_dual": 3.0}),
+    Case("cispo", {"clip_low": 1.0, "clip_high": 0.28}),
+    Case("cispo", {"clip_low": 0.3, "clip_high": 0.1}, {"cispo": {"clip_low": 0.3, "clip_high": 0.1}}),
+    Case("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}, agg_mode="seq-mean-token-mean"),
+    Case(
+        "gspo",
+        {"clip_low": 0.4, "clip_high": 0.6},
+        {"gspo": {"clip_low": 0.4, "clip_high": 0.6}},
+        agg_mode="seq-mean-token-mean",
+    ),
+    Case("opmd", {"tau": 1.0}),
+    Case("opmd", {"tau": 0.25}, {"opmd": {"tau": 0.25}}),
+    Case("dpo", {"beta": 0.1, "label_smoothing": 0.0}, agg_mode="seq-mean-token-sum", shape="pairs"),
+    Case(
+        "dpo",
+        {"beta": 0.7, "label_smoothing": 0.2},
+        {"dpo": {"beta": 0.7, "label_smoothing": 0.2}},
+        agg_mode="seq-mean-token-sum",
+        shape="pairs",
+    ),
+    Case(
+        "kto",
+        {"beta": 0.1, "good_weight": 1.0, "bad_weight": 1.0, "reference_point": 0.0},
+        agg_mode="seq-mean-token-sum",
+        shape="labels",
+    ),
+    Case(
+        "kto",
+        {"beta": 0.5, "good_weight": 1.5, "bad_weight": 0.5, "reference_point": 0.3},
+        {"kto": {"beta": 0.5, "good_weight": 1.5, "bad_weight": 0.5, "reference_point": 0.3}},
+        agg_mode="seq-mean-token-sum",
+        shape="labels",
+    ),
+    Case("mix", {**PPO, "mu": 0.1}, agg_mode="token-mean-by-origin", shape="mixed"),
+    Case("mix", {**PPO, "mu": 0.6}, {"mix": {"mu": 0.6}}, agg_mode="token-mean-by-origin", shape="mixed"),
+)
+
+
+def draw(shape: str, seed: int) -> list[Told]:
+    """Six sequences of one to seven loss tokens."""
+    generator = np.random.default_rng(seed)
+    found = []
+    for number in range(6):
+        count = int(generator.integers(1, 8))
+        behaviour, start, current, reference = (generator.normal(-2, 0.5, count) for _ in range(4))
+        start, current = behaviour + 0.4 * (start + 2), behaviour + 0.4 * (current + 2)
+        sign = 1.0 if number % 2 == 0 else -1.0
+        told = Told(current, start, behaviour, reference, float(generator.normal()))
+        if shape == "pairs":
+            told = replace(told, advantage=sign, pair=f"pair {number // 2}")
+        elif shape == "labels":
+            told = replace(told, advantage=sign)
+        elif shape == "mixed" and number % 3 == 0:
+            told = replace(told, advantage=1.0, written=True, behaviour=np.zeros(count))
+        found.append(told)
+    if shape == "pairs":  # answers of a pair need not stand beside each other
+        found = [found[place] for place in (0, 3, 2, 1, 5, 4)]
+    return found
+
+
+def rows_of(told: Sequence[Told]) -> list[Row]:
+    """Each as a row with a prompt, and with an observation in the middle of its loss tokens."""
+    return [_row(number, one) for number, one in enumerate(told)]
+
+
+def ours(case: Case, told: Sequence[Told], rows: Sequence[Row] | None = None) -> tuple[float, Floats]:
+    """The loss, and its gradient by the logprob of each loss token."""
+    settings = case.loss
+    batch = Batch(tuple(rows_of(told) if rows is None else rows), None, case.agg_mode, settings.horizon_tokens)
+    pack = forward.collate([batch.weighted(row) for row in batch.rows], torch.device("cpu"), padded=False)
+    current_N, start_N, reference_N = (
+        torch.tensor(np.concatenate([getattr(one, name) for one in told])) for name in ("current", "start", "reference")
+    )
+    current_N.requires_grad_()
+    sampled = Sampled(
+        current_N,
+        start_N,
+        pack.behaviour_N.double(),
+        pack.advantage_N.double(),
+        pack.row_N,
+        None,
+        reference_N,
+        pack.written_N,
+        pack.pair_R,
+    )
+    tokens = settings.function.load()(sampled, settings)
+    loss = (tokens.loss_N * pack.weight_N.double()).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert current_N.grad is not None
+    return loss.item(), current_N.grad.numpy()
+
+
+def off_value(case: Case, seed: int) -> float:
+    """How far our loss is from the oracle's."""
+    told = draw(case.shape, seed)
+    expected = FORMULAS[case.kind](told, [one.current for one in told], case.parameters)
+    return abs(ours(case, told)[0] - expected)
+
+
+def off_gradient(case: Case, seed: int) -> float:
+    """How far our gradient is from the oracle's, by central differences; the largest of all tokens."""
+    told = draw(case.shape, seed)
+    frozen = [one.current for one in told]
+
+    def moved(place: tuple[int, int], by: float) -> float:
+        changed = list(told)
+        current = told[place[0]].current.copy()
+        current[place[1]] += by
+        changed[place[0]] = replace(told[place[0]], current=current)
+        return FORMULAS[case.kind](changed, frozen, case.parameters)
+
+    places = [(row, token) for row, one in enumerate(told) for token in range(len(one.current))]
+    expected = np.array([(moved(place, STEP) - moved(place, -STEP)) / (2 * STEP) for place in places])
+    return float(np.abs(ours(case, told)[1] - expected).max())
+
+
+AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def off_agg_mode(mode: str, seed: int) -> float:
+    """Of the plain loss, with branches that are parts of runs."""
+    told = [replace(one, share=(1.0, 0.5, 0.25)[place % 3]) for place, one in enumerate(draw("plain", seed))]
+    losses = [-one.advantage * one.current for one in told]
+    expected = aggregated(losses, [one.share for one in told], mode, 1024)
+    return abs(ours(Case("likelihood", {}, agg_mode=mode), told)[0] - expected)
+
+
+def off_divergence(kind: str, seed: int) -> float:
+    """Of a token's divergence from the base."""
+    generator = np.random.default_rng(seed)
+    current, reference, behaviour = (generator.normal(-2, 2, 50) for _ in range(3))
+    found = DIVERGENCES[kind](torch.tensor(current), torch.tensor(reference), torch.tensor(behaviour)).numpy()
+    return float(np.abs(found - divergence(kind, current, reference, behaviour)).max())
+
+
+def _row(number: int, told: Told) -> Row:
+    count = len(told.current)
+    length = PROMPT + count + GAP
+    mask = np.zeros(length, np.bool_)
+    mask[PROMPT] = True
+    mask[PROMPT + 1 + GAP : length] = True
+    behaviour = np.zeros(length, np.float32)
+    behaviour[mask] = told.behaviour
+    return Row(
+        experience_id=f"e{number}",
+        revision=0,
+        token_ids_T=np.arange(length, dtype=np.int32),
+        loss_mask_T=mask,
+        behaviour_T=behaviour,
+        temperature_T=np.ones(length, np.float32),
+        advantage=np.float32(told.advantage),
+        fresh_T=np.zeros(length, np.bool_),
+        together=told.pair,
+        written=told.written,
+        share=told.share,
+    )

@@ -1,0 +1,144 @@
+"""Steps on a tiny model: what is preferred becomes likelier, and what is withdrawn is taken back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace_trainer.batches.batch import Batch, Row
+from headrace_trainer.batches.prepare import Prepared
+from headrace_trainer.learner import GRADIENT_FACTOR
+from headrace_trainer.lineage.taken import as_taken
+from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSettings, TrainerSettings
+from headrace_trainer.torch_learner.model.policy import Policy
+from headrace_trainer.torch_learner.optimizer import Optimizer
+from headrace_trainer.torch_learner.step import train
+from tests.algorithms.stream import DPO, KTO, SFT, Stream
+from tests.algorithms.told import edit, side, told, turn
+from tests.unit.trainer.test_history import name
+
+GOING_ON = threading.Event()
+KINDS = {"sft": (SFT, "demonstrations"), "dpo": (DPO, "preferences"), "kto": (KTO, "labels")}
+
+
+def settings_of(base: Path, algorithm: str, **more: Any) -> TrainerSettings:
+    """As a start would read them."""
+    from headrace_runtime.settings import complete
+
+    table = {"base": str(base), "algorithm": algorithm, "native": {"tokens": 0}, **more}
+    found: TrainerSettings = complete(TrainerSettings).model_validate(table)
+    return found
+
+
+def opened(base: Path) -> Policy:
+    policy = Policy.open(base, ComputeSettings(device="cpu"), LoraSettings(), 0)
+    policy.keep_reference(base)
+    return policy
+
+
+def prepared_for(base: Path, algorithm: str) -> Prepared:
+    """Two answers that were compared, and an edit."""
+    signals, kind = KINDS[algorithm]
+    stream = Stream(base, signals, kind)
+    stream.send(
+        told(1, name(0), preferences=(side("p", "chosen", turn(1)),)),
+        told(2, name(0), preferences=(side("p", "rejected", turn(2)),), length=11),
+        told(3, name(0), edits=(edit("nobody", turn(3)),)),
+    )
+    prepared = stream.train()
+    assert prepared is not None
+    return prepared
+
+
+def gradients(policy: Policy, batch: Batch, settings: TrainerSettings) -> tuple[dict[str, Tensor], Any]:
+    """What the optimizer is given of rows that are new; without momentum, clipping and warm-up."""
+    chosen = OptimizerSettings(learning_rate=1e-12, gradient_norm_max=1e9, beta1=0.0)
+    optimizer = Optimizer(policy.parameters, chosen)
+    taken = train(policy, optimizer, batch, settings.loss, 4096, GOING_ON)
+    return {key: one.grad.clone() for key, one in policy.parameters.items() if one.grad is not None}, taken
+
+
+def left_by_a_withdrawal(base: Path, algorithm: str) -> float:
+    """The gradient of the withdrawal beside that of the training, added up: 0 where the one takes back the other. As a
+    share of the latter. The weights have not moved, so nothing else is in it."""
+    settings, policy = settings_of(base, algorithm), opened(base)
+    prepared = prepared_for(base, algorithm)
+    batch = replace(prepared.batch, agg_mode=settings.loss.agg_mode)
+    first, taken = gradients(policy, batch, settings)
+    trained = as_taken(replace(prepared, batch=batch), taken)
+    weight = batch.token_weight
+    back = [
+        replace(row, advantage=-row.advantage, correction=True, token_weight=weight * one.factor, together="")
+        for row, one in zip(batch.rows, trained, strict=True)
+    ]
+    second = _of_corrections(policy, Batch(tuple(back)), settings)
+    return _norm({key: first[key] + second[key] for key in first}) / _norm(first)
+
+
+def gain_of_training(base: Path, algorithm: str, steps: int = 6) -> float:
+    """By how much what is liked becomes likelier beside what is not, in nats; the smallest of all rows."""
+    settings, policy = settings_of(base, algorithm), opened(base)
+    optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=3e-3))
+    batch = replace(prepared_for(base, algorithm).batch, agg_mode=settings.loss.agg_mode)
+    before = _logprobs(policy, batch.rows)
+    for _ in range(steps):
+        train(policy, optimizer, batch, settings.loss, 4096, GOING_ON)
+    after = _logprobs(policy, batch.rows)
+    return min(float(row.advantage) * (after[row.name] - before[row.name]) for row in batch.rows)
+
+
+def left_by_passes(base: Path, algorithm: str) -> float:
+    """The largest difference in gradients between one forward pass for all rows and one for each that may be alone."""
+    settings = settings_of(base, algorithm)
+    batch = replace(prepared_for(base, algorithm).batch, agg_mode=settings.loss.agg_mode)
+    found = []
+    for tokens in (4096, 1):
+        policy = opened(base)
+        optimizer = Optimizer(
+            policy.parameters, OptimizerSettings(learning_rate=1e-12, gradient_norm_max=1e9, beta1=0.0)
+        )
+        train(policy, optimizer, batch, settings.loss, tokens, GOING_ON)
+        found.append({key: one.grad for key, one in policy.parameters.items() if one.grad is not None})
+    return max(float((found[0][key] - found[1][key]).abs().max()) for key in found[0])
+
+
+def slope_beside_the_gradient(base: Path) -> float:
+    """A correction of DPO comes with the token weight that its first training had; its gradient is that of the plain
+    policy gradient. The measured factor has to be that of a token of the batch."""
+    settings, policy = settings_of(base, "dpo"), opened(base)
+    batch = replace(prepared_for(base, "dpo").batch, agg_mode=settings.loss.agg_mode)
+    _, taken = gradients(policy, batch, settings)
+    beta = 0.1  # at the base itself the margin is 0, so that a pair's slope is 2 beta sigmoid(0)
+    off = max(abs(value - beta) for value in taken.slopes.values()) + abs(len(taken.slopes) - 4)
+    return float(off + (taken.measured[GRADIENT_FACTOR] <= 0))
+
+
+def _of_corrections(policy: Policy, batch: Batch, settings: TrainerSettings) -> dict[str, Tensor]:
+    """Their gradients as they are stashed, before anything is done with them."""
+    found: dict[str, Tensor] = {}
+    optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=1e-12, beta1=0.0))
+    own = optimizer.stash
+
+    def stash() -> dict[str, Tensor]:
+        stashed = own()
+        found.update({key: one.clone() for key, one in stashed.items()})
+        return stashed
+
+    optimizer.stash = stash  # type: ignore[method-assign]
+    train(policy, optimizer, batch, settings.loss, 4096, GOING_ON)
+    return found
+
+
+def _norm(tensors: Mapping[str, Tensor]) -> float:
+    return float(torch.stack([one.double().norm() for one in tensors.values()]).norm())
+
+
+@torch.no_grad()
+def _logprobs(policy: Policy, rows: Sequence[Row]) -> dict[str, float]:
+    return {row.name: float(policy.logprobs(policy.collate([row]))[0].sum()) for row in rows}
