@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from headrace_cli.commands.rollouts import in_a_line
-from headrace_cli.rollouts import chart
+from headrace_cli.rollouts import chart, shadow
 from headrace_runtime import rollout_picture
-from headrace_schemas.rollout_api import ChartPoint, RolloutState
+from headrace_schemas.rollout_api import ChartPoint, RolloutState, ShadowState
 from tests.unit.sdk.test_rollouts import rollout
 
 
@@ -52,3 +52,36 @@ def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert rollout_picture.picture(watched(40), "reward", tmp_path / "it.png")
     assert (tmp_path / "it.png").stat().st_size > 1000
+
+
+def shadowed(**found: object) -> RolloutState:
+    state = {"prompts": 44, "read": 41, "pairs": 40, "spoke": 30, "tokens": 9, "effective": 28.4, "mean_weight": 1.0}
+    return rollout("canary").model_copy(
+        update={"shadow_units": 40, "shadow": ShadowState.model_validate({**state, **found})}
+    )
+
+
+def test_what_the_shadow_found_is_said_with_its_interval() -> None:
+    found = shadowed(judged=0.1, difference=0.05, lower=-0.02, upper=0.12, ended={"candidate: other_call": 1})
+    said = "\n".join(shadow.lines(found))
+    assert "41 of 44 prompts answered by both, 40 pairs" in said
+    assert "users: +0.050 in [-0.020, +0.120], 30 answers count as 28" in said
+    assert "1 ended otherwise, candidate: other call" in said
+
+
+def test_what_is_refused_is_said_by_name() -> None:
+    said = shadow.lines(
+        shadowed(refused="no overlap: 30 answers count as 1.2", left_out={"the gateway answered 500": 3})
+    )
+    assert any("users: nothing said, no overlap" in line for line in said)
+    assert any("3 left out, the gateway answered 500" in line for line in said)
+
+
+def test_a_rollout_in_the_shadow_counts_prompts() -> None:
+    going_on = rollout("shadow").model_copy(
+        update={"shadow_units": 40, "statistics": {"shadow_units": 7.0}, "shadow": None}
+    )
+    assert "shadow  share" in in_a_line(going_on, None)
+    assert "7/40 prompts" in in_a_line(going_on, None)
+    assert shadow.lines(going_on) == ["shadow  7 of 40 prompts read"]
+    assert shadow.lines(rollout("canary")) == []

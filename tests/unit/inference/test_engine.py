@@ -49,6 +49,7 @@ async def test_given_answers_are_scored_as_they_were_sampled(
     engine: TorchEngine, models: Models, temperature: float
 ) -> None:
     """What one version says of an answer that it gave itself is what it reported; another one says something else."""
+    await engine.load(models.second.folder, models.second.manifest)
     prompt = prompt_of(20)
     sampled = await sample(engine, prompt, models.first.version, temperature=temperature, max_tokens=12)
     plain = recomputed(models, prompt, sampled.token_ids, temperature)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-from pydantic import AfterValidator
+from pydantic import AfterValidator, SecretStr
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Common, Section, ServiceSettings, is_loopback, load, secrets_of
@@ -130,6 +130,16 @@ def test_every_secret_of_the_settings_is_known_to_the_logs() -> None:
     )
     assert secrets_of(common, own) == {"the-key", "p@ss", "p%40ss"}
     assert "the-key" not in repr(common)
+
+
+def test_secrets_in_a_list_of_tables_are_known_as_well() -> None:
+    class Door(Section):
+        key: SecretStr = SecretStr("")
+
+    class House(Section):
+        doors: tuple[Door, ...] = ()
+
+    assert secrets_of(House.model_validate({"doors": [{"key": "one"}, {}, {"key": "two"}]})) == {"one", "two"}
 
 
 def test_a_missing_file_is_named() -> None:
