@@ -107,7 +107,7 @@ class Killing:
                     self._kill()
             waits(ranks, method, calls, *rest)
 
-        Ranks._wait = wait  # type: ignore[method-assign]
+        Ranks._wait = wait  # type: ignore[method-assign, assignment]
 
     def _kill(self) -> None:
         (Path(sys.argv[1]) / "killed").write_text(self.victim or "", encoding="ascii")

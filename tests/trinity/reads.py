@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from trinity.buffer.reader.sql_reader import SQLReader
@@ -18,7 +19,7 @@ from trinity.common.config import StorageConfig, load_config
 from trinity.trainer.verl.utils import to_data_proto
 
 
-async def _read(database: str, table: str, rows: int) -> list:
+async def _read(database: str, table: str, rows: int) -> list[Any]:
     config = StorageConfig(
         name=table,
         storage_type="sql",
@@ -29,7 +30,7 @@ async def _read(database: str, table: str, rows: int) -> list:
         wrap_in_ray=False,
     )
     reader = SQLReader(config)
-    found = await reader.read()
+    found: list[Any] = await reader.read()
     try:
         again = len(await reader.read())
     except StopAsyncIteration:

@@ -20,7 +20,7 @@ from headrace_trainer.backends import BACKENDS
 from headrace_trainer.learner import Learner, LearnerLost
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.trinity_learner import learner as trinity
+from headrace_trainer.trinity_learner.buffer import Buffer
 from headrace_trainer.trinity_learner.disk import Disk
 from headrace_trainer.trinity_learner.learner import TrinityLearner
 from tests.contract.learner.promises import GOING_ON, PROMISES, Opener, Promise, batch
@@ -128,7 +128,7 @@ def fragile(fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("set_pending", "put_model", "keep", "begin", "sweep"):
         burning(Disk, name)
-    burning(trinity.Buffer, "hand_over")
+    burning(Buffer, "hand_over")
     for name in ("_reached", "freeze"):
         burning(TrinityLearner, name)
 
