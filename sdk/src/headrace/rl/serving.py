@@ -62,8 +62,7 @@ class HotUpdater:
             self._updater.rollout_update(wanted)
         else:
             self.stack.registry.promote(self.stack.model, wanted, force=True)
-        if blocking(self.stack.until_decided(wanted, _WAIT_S)) != "promoted":
-            raise UsageError(f"{wanted} did not become champion; `headrace models show` says why")
+        blocking(self.stack.until_serving(wanted, _WAIT_S))
         return wanted
 
     def rollback(self) -> str | None:
@@ -144,7 +143,7 @@ class ABTestFramework:
             rollouts.Rollouts(registry).stop(begun.id, reason=f"all traffic goes to {arm}")
         if registry.model(self._models.model).champion != wanted:
             self._models.rollback(wanted)
-        blocking(current().until_decided(wanted, _WAIT_S))
+        blocking(current().until_serving(wanted, _WAIT_S))
         return wanted
 
 

@@ -153,6 +153,15 @@ class Stack:
             await asyncio.sleep(_POLL_S)
         return found
 
+    async def until_serving(self, version: str, timeout_s: float) -> None:
+        """Returns when clients get this version by the model's name. Raises `UsageError` when that takes longer."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while await asyncio.to_thread(self.serving) != version:
+            if loop.time() > deadline:
+                raise UsageError(f"{version} does not serve after {timeout_s:g} s; `headrace models show` says why")
+            await asyncio.sleep(_POLL_S)
+
     async def hold(self, version: str, timeout_s: float = 120.0) -> None:
         """Have replicas keep a version ready, and return when the gateway knows it."""
         if await asyncio.to_thread(self.serving, version) is None:
