@@ -21,6 +21,7 @@ TEACHER = '[trainer.teacher]\nmodel = "http://127.0.0.1:1"'
 NEEDS = {
     "cispo": "groups logprobs",
     "dapo": "groups logprobs",
+    "distill": "logprobs teacher",
     "dpo": "reference demonstrations pairs",
     "dr-grpo": "groups logprobs",
     "dr_grpo": "groups logprobs",

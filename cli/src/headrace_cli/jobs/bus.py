@@ -12,6 +12,9 @@ from headrace_cli.supervisor import Supervisor
 from headrace_cli.supervisor.plan import installed
 from headrace_cli.supervisor.state import read
 
+_UP_S_MAX = 600.0
+"""How long the embedded broker may take to answer; nobody waits for a job."""
+
 
 @contextlib.asynccontextmanager
 async def bus_of(prepared: PreparedJob) -> AsyncIterator[str]:
@@ -28,7 +31,7 @@ async def bus_of(prepared: PreparedJob) -> AsyncIterator[str]:
     )
     try:
         supervisor.start()
-        await asyncio.to_thread(supervisor.wait_up)
+        await asyncio.to_thread(supervisor.wait_up, _UP_S_MAX)
         prepared.overrides.set("bus.address", supervisor.plan.bus)
         yield supervisor.plan.bus
     finally:
