@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace import rewards
 from headrace.rewards import (
     TaskScale,
     accuracy,
@@ -292,3 +294,9 @@ def test_a_guard_never_pays() -> None:
     assert guarded(-0.5, 1.0) == -0.5, "nor does it make a bad run better"
     assert guarded(1.0, 0.2, 0.5) == 0.5
     assert guarded(1.0, 7.0) == 0.0
+
+
+def test_no_function_has_the_name_of_its_module() -> None:
+    """Else the name means the one or the other, by what was imported first."""
+    folder = Path(rewards.__file__).parent
+    assert {path.stem for path in folder.glob("*.py")}.isdisjoint(rewards.__all__)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.rewards import Calibration, signals, signs
-from headrace.rewards.signals import GROUP, exchanges
+from headrace.rewards import Calibration, hints, signals
+from headrace.rewards.natural_signals import GROUP, exchanges
 from headrace_schemas import Branch, Dialogue, FunctionCall, Message, Span, ToolCall, Trajectory
 from tests.support.trajectories import closed
 from tests.support.turns import VERSION
@@ -43,7 +43,7 @@ def run(*messages: Message, sampled: int | None = None) -> Trajectory:
 
 def found(*messages: Message, **context: Any) -> dict[str, list[tuple[str | None, float]]]:
     made: dict[str, list[tuple[str | None, float]]] = {}
-    for one in signs(run(*messages), context):
+    for one in hints(run(*messages), context):
         made.setdefault(one.signal, []).append((one.turn_id, one.value))
     return made
 
@@ -115,7 +115,7 @@ def test_how_much_of_the_answer_was_used() -> None:
 def test_what_the_client_brought_is_no_turn() -> None:
     brought = run(user("q"), model("from elsewhere"), user("no, wrong"), model("a"), user("thanks"), sampled=1)
     assert [(one.turn_id, one.answer.text) for one in exchanges(brought)] == [("t0", "a")]
-    assert [one.signal for one in signs(brought, {})] == ["left", "thanked"]
+    assert [one.signal for one in hints(brought, {})] == ["left", "thanked"]
 
 
 def test_hints_are_a_reward_of_run_and_turns_and_silence_is_none() -> None:

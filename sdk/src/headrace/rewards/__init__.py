@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from headrace.rewards.combining import TaskScale, composite, relative, standardized
     from headrace.rewards.guards import guarded, pleading, repetitive, too_long, tool_spam
     from headrace.rewards.lengths import length_penalty, steps
+    from headrace.rewards.natural_signals import Hint, hints, signals
     from headrace.rewards.serving import consume, serve, verdict
-    from headrace.rewards.signals import Sign, signals, signs
     from headrace.rewards.tools import ToolScore, tool_score
 else:
     __getattr__, __dir__ = lazily(
@@ -35,7 +35,7 @@ else:
             "headrace.rewards.guards": ("guarded", "pleading", "repetitive", "tool_spam", "too_long"),
             "headrace.rewards.lengths": ("length_penalty", "steps"),
             "headrace.rewards.serving": ("consume", "serve", "verdict"),
-            "headrace.rewards.signals": ("Sign", "signals", "signs"),
+            "headrace.rewards.natural_signals": ("Hint", "hints", "signals"),
             "headrace.rewards.tools": ("ToolScore", "tool_score"),
         },
     )
@@ -43,7 +43,7 @@ else:
 __all__ = [
     "Calibrated",
     "Calibration",
-    "Sign",
+    "Hint",
     "TaskScale",
     "ToolScore",
     "accuracy",
@@ -51,6 +51,7 @@ __all__ = [
     "consume",
     "follows",
     "guarded",
+    "hints",
     "length_penalty",
     "normalized",
     "numbers_in",
@@ -59,7 +60,6 @@ __all__ = [
     "repetitive",
     "serve",
     "signals",
-    "signs",
     "standardized",
     "steps",
     "too_long",

@@ -41,7 +41,7 @@ _THANKS = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class Hint:
     """One hint. `turn_id` None: about the run."""
 
     signal: str
@@ -66,7 +66,7 @@ class Exchange:
         return next((one.text for one in self.followed if one.role == "user"), None)
 
 
-Signal = Callable[[Sequence[Exchange], Mapping[str, Any]], Iterable[Sign]]
+Signal = Callable[[Sequence[Exchange], Mapping[str, Any]], Iterable[Hint]]
 """Reads the exchanges of a run and its context."""
 
 
@@ -84,56 +84,56 @@ def exchanges(trajectory: Trajectory) -> list[Exchange]:
     return found
 
 
-def corrected(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Sign]:
+def corrected(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
     """The user contradicts the answer."""
     for one in run:
         if one.reply is not None and _CORRECTS.search(one.reply):
-            yield Sign("corrected", 0.0, one.turn_id)
+            yield Hint("corrected", 0.0, one.turn_id)
 
 
-def thanked(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Sign]:
+def thanked(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
     """The user thanks for the answer, and does not correct it in the same breath."""
     for one in run:
         if one.reply is not None and _THANKS.search(one.reply) and not _CORRECTS.search(one.reply):
-            yield Sign("thanked", 1.0, one.turn_id)
+            yield Hint("thanked", 1.0, one.turn_id)
 
 
-def repeated(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Sign]:
+def repeated(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
     """The user asks the same again: the answer was none."""
     for one in run:
         if one.reply is not None and one.asked and _alike(one.asked, one.reply) >= _REPEATS_FROM:
-            yield Sign("repeated", 0.0, one.turn_id)
+            yield Hint("repeated", 0.0, one.turn_id)
 
 
-def tool_failed(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Sign]:
+def tool_failed(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
     """A tool answered the turn's call with an error."""
     for one in run:
         answers = [message.text for message in one.followed if message.role == "tool"]
         if answers:
-            yield Sign("tool_failed", 0.0 if any(map(failed, answers)) else 1.0, one.turn_id)
+            yield Hint("tool_failed", 0.0 if any(map(failed, answers)) else 1.0, one.turn_id)
 
 
-def looped(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Sign]:
+def looped(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
     """The agent makes a call again that it has made, with the same arguments."""
     made: set[tuple[str, str]] = set()
     for one in run:
         calls = {(call.function.name, _canonical(call.function.arguments)) for call in one.answer.tool_calls or ()}
         if calls & made:
-            yield Sign("looped", 0.0, one.turn_id)
+            yield Hint("looped", 0.0, one.turn_id)
         made |= calls
 
 
-def left(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Sign]:
+def left(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
     """The run ended before the model had answered: behind a call, or with a message that nobody answered."""
     if run and (run[-1].followed or (run[-1].answer.tool_calls and not run[-1].answer.text)):
-        yield Sign("left", 0.0)
+        yield Hint("left", 0.0)
 
 
-def used(run: Sequence[Exchange], context: Mapping[str, Any]) -> Iterator[Sign]:
+def used(run: Sequence[Exchange], context: Mapping[str, Any]) -> Iterator[Hint]:
     """How much of the last answer is in what was really used: the text `used` of the context, e.g. the mail as sent."""
     text = context.get("used")
     if run and isinstance(text, str):
-        yield Sign("used", _alike(run[-1].answer.text, text))
+        yield Hint("used", _alike(run[-1].answer.text, text))
 
 
 @cache
@@ -141,15 +141,15 @@ def _signals() -> tuple[Signal, ...]:
     return tuple(point.load() for point in sorted(entry_points(group=GROUP), key=lambda point: point.name))
 
 
-def signs(trajectory: Trajectory, context: Mapping[str, Any]) -> list[Sign]:
+def hints(trajectory: Trajectory, context: Mapping[str, Any]) -> list[Hint]:
     """What all installed signals say of a run."""
     run = exchanges(trajectory)
-    return [sign for signal in _signals() for sign in signal(run, context)]
+    return [hint for signal in _signals() for hint in signal(run, context)]
 
 
 def signals(trajectory: Trajectory, context: Mapping[str, Any]) -> RewardResult:
     """The mean of the hints on the run and on each turn; abstains where there is none. A reward function."""
-    found = signs(trajectory, context)
+    found = hints(trajectory, context)
     by_signal: dict[str, list[float]] = {}
     by_turn: dict[str, list[float]] = {}
     for one in found:
@@ -166,8 +166,8 @@ def signals(trajectory: Trajectory, context: Mapping[str, Any]) -> RewardResult:
 
 def _alike(one: str, other: str) -> float:
     """From 0 to 1, by words; of long texts the beginnings."""
-    words = [normalized(text[:_COMPARED_MAX]).split() for text in (one, other)]
-    return SequenceMatcher(None, *words, autojunk=False).ratio() if all(words) else 0.0
+    some, others = (normalized(text[:_COMPARED_MAX]).split() for text in (one, other))
+    return SequenceMatcher(None, some, others, autojunk=False).ratio() if some and others else 0.0
 
 
 def _canonical(arguments: str) -> str:
