@@ -241,7 +241,7 @@ class TurnAccountBuilder:
                 "which it had not taken back"
             )
             return
-        self._verdicts[place][restored.revision] = verdict.model_copy(update={"dropped": None})
+        self._verdicts[place][restored.revision] = verdict.model_copy(update={"dropped": None, "detail": None})
 
     def _add_verdict(self, lineage: str, verdict: TrainingOutcome) -> None:
         known = self._verdicts[lineage, verdict.experience_id]
