@@ -21,7 +21,7 @@ def follow(reports: Iterable[TrainingMetrics]) -> tuple[dict[Key, str], list[str
             key = verdict.experience_id, verdict.revision
             if fates.get(key, "queued") != "queued":
                 wrong.append(f"{key} has two verdicts, and nothing was undone between them")
-            fates[key] = verdict.reason or "trained"
+            fates[key] = "excluded" if verdict.detail == "excluded" else verdict.dropped or "trained"
         for undone in report.undone:
             key = undone.experience_id, undone.revision
             if fates.get(key) != "trained" and not (key in fates and undone.queued):

@@ -58,7 +58,7 @@ async def test_what_was_trained_of_it_is_taken_back_and_the_rest_is_dropped(worl
     assert {world.bus.fates[f"e{n}", 0] for n in (*range(20, 24), 30)} == {"excluded"}
     assert [held(after, n) for n in range(20, 24)] == pytest.approx([0.0] * 4, abs=1e-6)
     assert [held(after, n) for n in range(4)] == others, "the champion's stay"
-    told = {(one.dropped, one.detail) for one in world.bus.verdicts if one.reason == "excluded"}
+    told = {(one.dropped, one.detail) for one in world.bus.verdicts if one.detail == "excluded"}
     assert told == {("withdrawn", "excluded")}, "a reason that older readers know"
 
     world.bus.produce(experience(20, canary, reward=9.0, revision=1), experience(31, canary, reward=1.0))

@@ -107,6 +107,26 @@ async def test_a_withdrawn_preference_is_trained_back(tmp_path: Path, make: Make
         assert first.token_weight != pytest.approx(world.reporter.steps[0]["token_weight"]), "a slope is in it"
 
 
+@pytest.mark.parametrize("algorithm", ["dpo", "grpo"])
+async def test_a_queue_full_of_what_waits_in_vain_makes_room(tmp_path: Path, make: Make, algorithm: str) -> None:
+    """No time passes, so nothing of it is late; but its partner has no place to come to."""
+    settings = make(algorithm=algorithm, group_size=2, until_end=True, memory={"queue_experiences": 4})
+    world = World(tmp_path)
+    await world.run(settings)
+    version = world.bus.checkpoints[0].version
+    for number in range(9):
+        said = {"preferences": (side(f"p{number}", "chosen", turn(number)),)} if algorithm == "dpo" else {"reward": 1.0}
+        world.bus.produce(told(number, version, task=f"t{number}", run="0", **said))
+    both = [({"preferences": (side("q", which, turn(n)),)}, n) for n, which in ((20, "chosen"), (21, "rejected"))]
+    for said, number in both:
+        told_of = said if algorithm == "dpo" else {"reward": number % 2}
+        world.bus.produce(told(number, version, task="t", run=str(number), **told_of))
+    await world.run(settings)
+    fates = world.bus.fates
+    assert {fates["e20", 0], fates["e21", 0]} == {"trained"}
+    assert list(fates.values()).count("singleton") == 9
+
+
 async def test_what_a_refusal_undoes_is_trained_again_whole(tmp_path: Path, make: Make) -> None:
     """An edit is two rows of one step, and both come again."""
     world, settings = World(tmp_path), make(algorithm="dpo", batch_experiences=1)

@@ -69,11 +69,6 @@ class TrainingOutcome(Model):
     `equal_rewards` (all runs of its group have one), `edit` (the model cannot be made to say what it was edited to),
     `examples` (more than one experience may give), `excluded` (a version answered it that its rollout took back)."""
 
-    @property
-    def reason(self) -> str | None:
-        """Why it was dropped, as the account has it; None: it was trained."""
-        return self.detail if self.detail == "excluded" else self.dropped
-
 
 class Undone(Model):
     """The outcome of a revision that is taken back.

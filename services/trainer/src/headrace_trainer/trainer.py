@@ -24,6 +24,7 @@ from headrace_runtime.pausing import Refusing
 from headrace_runtime.wire import Patience, Record
 from headrace_schemas import Event, Experience, ModelEvent
 from headrace_trainer.batches.cutting import mark_of
+from headrace_trainer.experiences import exclusion
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.lineage.lease import Lease
@@ -264,9 +265,9 @@ class Trainer:
     async def _take_back(self, version: str, state: LineageState) -> None:
         """Drop what the version answered and nobody trained yet, and take what was trained out of the weights."""
         state.sweep()
-        held = state.held_of(version)
+        held = exclusion.held_of(state, version)
         found = await self._read_again(state.places(held))
-        left = state.take_back(held, found, self._clock.now())
+        left = exclusion.take_back(state, held, found, self._clock.now())
         log.info("excluded", version=version, taken_back=len(held) - left, left=left)
 
     async def _undo(self, lost: Mapping[str, Sequence[int]], lineage: Lineage) -> None:

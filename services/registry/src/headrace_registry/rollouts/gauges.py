@@ -9,8 +9,6 @@ from headrace_registry.metrics import ROLLOUT_DIFFERENCE, ROLLOUT_EXPOSURE, ROLL
 from headrace_registry.rollouts.evidence import Findings
 from headrace_registry.rollouts.kept import KeptRollout
 
-_ENDS = ("difference", "lower", "upper")
-
 
 class RolloutGauges:
     """`show` after each look, `keep` with those that go on."""
@@ -23,10 +21,9 @@ class RolloutGauges:
         where = rollout.model, str(rollout.slot)
         self._set(rollout, ROLLOUT_SHARE, where, float(rollout.share))
         self._set(rollout, ROLLOUT_EXPOSURE, where, rollout.exposure)
-        for name, value in found.statistics.items():
-            metric, _, part = name.rpartition(".")
-            if part in _ENDS:
-                self._set(rollout, ROLLOUT_DIFFERENCE, (*where, metric, part), value)
+        for metric in [name.removesuffix(".lower") for name in found.statistics if name.endswith(".lower")]:
+            for end in ("difference", "lower", "upper"):
+                self._set(rollout, ROLLOUT_DIFFERENCE, (*where, metric, end), found.statistics[f"{metric}.{end}"])
         for guardrail, evidence in evidence_of_harm(rollout, found).items():
             self._set(rollout, ROLLOUT_HARM, (*where, guardrail), evidence)
 

@@ -240,51 +240,25 @@ class LineageState:
                 if reason is None and name not in self._waiting and tried <= 1:
                     again = experience.revision
             if again is not None and experience is not None:
-                self._put(Waiting(experience=experience, since_ms=epoch_ms(now)))
-            for revision in sorted({*revisions, *(() if again is None else (again,))}):
-                UNDONE.labels(str(revision == again).lower()).inc()
-                self.undone.append(Undone(experience_id=name, revision=revision, queued=revision == again))
+                self.put_again(experience, now)
+            self.note_undone(name, revisions, again)
 
     def exclude(self, version: str, *, ends: bool = False) -> None:
         """Nothing that `version` answered is trained from now on; `ends`: it is again."""
         self.history = self.history.excluding(version, ends=ends)
 
-    def held_of(self, version: str) -> dict[str, tuple[int, ...]]:
-        """The experiences that an excluded version answered and whose contributions the weights still hold, each with
-        the revisions that made them; `take_back` is to be told."""
-        held: dict[str, tuple[int, ...]] = {}
-        for name in self.window:
-            entry = self.window.get(name)
-            if entry is not None and self.history.excluded_of(entry.versions) == version:
-                revisions = entry.held_revisions(self.history, self.steps)
-                if revisions:
-                    held[name] = tuple(sorted(revisions))
-        return held
+    def waits(self, name: str) -> bool:
+        return name in self._waiting
 
-    def take_back(self, held: Mapping[str, Sequence[int]], found: Mapping[str, Experience], now: datetime) -> int:
-        """Queue a correction for each experience that `held_of` returned: it takes out of the weights what they hold.
-        `found` were read again from the bus. Returns how many stay in the weights: those that are too old to be trained
-        (P5), whose tokens the bus no longer has, and those without room in the queue."""
-        left = 0
-        for name, revisions in held.items():
-            entry, experience = self.window.get(name), found.get(name)
-            assert entry is not None, "nothing is evicted between two saves"
-            again: set[int] = set()
-            if name not in self._waiting:  # else what waits is a correction, and takes back just as much
-                if experience is None or not self._correctable(experience, entry):
-                    left += 1
-                    continue
-                self._put(Waiting(experience=experience, since_ms=epoch_ms(now)))
-                again = {experience.revision}
-            for revision in sorted({*revisions, *again}):
-                UNDONE.labels(str(revision in again).lower()).inc()
-                self.undone.append(Undone(experience_id=name, revision=revision, queued=revision in again))
-        return left
+    def put_again(self, experience: Experience, now: datetime) -> None:
+        """Queue what was read again from the bus."""
+        self._put(Waiting(experience=experience, since_ms=epoch_ms(now)))
 
-    def _correctable(self, experience: Experience, entry: Entry) -> bool:
-        """Whether it can be queued, and is the last word that was read about it."""
-        newest = experience.revision == entry.revisions[-1] and self.room > 0
-        return newest and objection(experience, entry, self.history, self.steps, self.limits) is None
+    def note_undone(self, name: str, revisions: Sequence[int], again: int | None = None) -> None:
+        """The outcomes of these revisions are taken back; revision `again` is queued."""
+        for revision in sorted({*revisions, *(() if again is None else (again,))}):
+            UNDONE.labels(str(revision == again).lower()).inc()
+            self.undone.append(Undone(experience_id=name, revision=revision, queued=revision == again))
 
     def drop(self, item: Waiting, reason: DropReason, detail: str | None = None) -> None:
         """Take it out of the queue for good."""
