@@ -27,7 +27,8 @@ def readings(sessions: Sessions, number: int, look: str, every_s: float) -> list
     for run, candidate in enumerate(sessions.candidate):
         here = {metric: float(values[run]) for (metric, when), values in sessions.values.items() if when == look}
         known = {metric: value for metric, value in here.items() if not np.isnan(value)}
-        found.append(UnitReading(Unit(f"{number:06}", bool(candidate), at), known))
+        expected = {metric: float(values[run]) for metric, values in sessions.expected.items()}
+        found.append(UnitReading(Unit(f"{number:06}", bool(candidate), at), known, expected))
     return found
 
 

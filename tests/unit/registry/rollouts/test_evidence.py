@@ -183,13 +183,23 @@ def test_statistics_fit_an_event() -> None:
     assert all(math.isfinite(value) for value in found.values())
 
 
-@pytest.mark.parametrize(("world", "seed"), [(World(), 0), (World(worse=0.25), 1), (World(missing_more=0.5), 2)])
-def test_the_registry_and_the_benchmark_agree(world: World, seed: int) -> None:
+def _drawn(chance: np.random.Generator, world: World, count: int, runs: int, expects: bool) -> list[Sessions]:
+    drawn = [draw_sessions(chance, world, number, runs) for number in range(count)]
+    for sessions in drawn if expects else ():
+        sessions.expected |= {"reward": chance.random(runs), "tool_errors": chance.random(runs)}
+    return drawn
+
+
+@pytest.mark.parametrize(
+    ("world", "seed", "expects"),
+    [(World(), 0, False), (World(worse=0.25), 1, False), (World(missing_more=0.5), 2, False), (World(), 3, True)],
+)
+def test_the_registry_and_the_benchmark_agree(world: World, seed: int, expects: bool) -> None:
     """Two implementations, one draw: each test is convinced at the same session."""
     print(f"seed {seed}")
     plan, runs, count = RolloutPlan(), 3, 250
     chance = np.random.default_rng(seed)
-    drawn: list[Sessions] = [draw_sessions(chance, world, number, runs) for number in range(count)]
+    drawn = _drawn(chance, world, count, runs, expects)
     found = play(chance, plan, world, count, runs, source=lambda number: drawn[number])
     for run in range(runs):
         evidence, harmed, safe, entered = Evidence(plan), dict[str, int](), dict[str, int](), dict[int, int]()
