@@ -43,8 +43,8 @@ class Handed:
 
 
 def rows_of(batch: Batch, temperature: float, size: int, step: int) -> tuple[list[Handed], frozenset[str]]:
-    """`size` rows for the step after `step`, and the names of those that have no part in them, because they were sampled
-    at another temperature than this."""
+    """`size` rows for the step after `step`, and the names of those that have no part in them, because they were
+    sampled at another temperature than this."""
     digest = batch.digest()
     out = frozenset(_name(row) for row in batch.rows if not _fits(row, temperature))
     taken = [batch.weighted(row) for row in batch.rows if _name(row) not in out]
