@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-import ray
-
 from headrace_runtime.logs import get_logger
 from headrace_runtime.versions import model_files
 from headrace_schemas.manifest import Fingerprint
@@ -66,7 +64,7 @@ class RayLearner:
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
         if stop.is_set():
             raise Abandoned
-        taken: StepResult = self._ranks.all("step", ray.put(batch), from_base, stop=stop)[0]
+        taken: StepResult = self._ranks.all("step", self._ranks.shared(batch), from_base, stop=stop)[0]
         return taken
 
     def freeze(self) -> Frozen:

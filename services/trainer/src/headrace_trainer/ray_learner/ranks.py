@@ -82,6 +82,13 @@ class Ranks:
             self._wait(method, [call], None)
             return ray.get(call)
 
+    def shared(self, thing: Any) -> Any:
+        """A reference to `thing`, which goes to each machine once."""
+        if self._lost is not None:
+            raise LearnerLost(self._lost)
+        with self._losing("put"):
+            return ray.put(thing)
+
     @contextlib.contextmanager
     def given(self, files: Mapping[str, Path | bytes]) -> Iterator[list[str]]:
         """The folder, for each rank, that has these files while inside. Ranks of one machine share it."""
@@ -90,7 +97,7 @@ class Ranks:
         try:
             for name, content in files.items():
                 for piece in _pieces(content):
-                    sent = ray.put(piece)
+                    sent = self.shared(piece)
                     for number, folder in folders.items():
                         self.one(number, "put", folder, name, sent)
             yield [folders[number] for number in firsts]

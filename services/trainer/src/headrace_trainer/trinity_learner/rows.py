@@ -43,11 +43,11 @@ class Handed:
 
 
 def rows_of(batch: Batch, temperature: float, size: int, step: int) -> tuple[list[Handed], frozenset[str]]:
-    """`size` rows for the step after `step`, and the experiences that have no part in them, because they were sampled
-    at another temperature than this."""
+    """`size` rows for the step after `step`, and the names of those that have no part in them, because they were
+    sampled at another temperature than this."""
     digest = batch.digest()
-    out = frozenset(row.experience_id for row in batch.rows if not _fits(row, temperature))
-    taken = [batch.weighted(row) for row in batch.rows if row.experience_id not in out]
+    out = frozenset(_name(row) for row in batch.rows if not _fits(row, temperature))
+    taken = [batch.weighted(row) for row in batch.rows if _name(row) not in out]
     filling = [] if not taken else [_idle(taken[0])] * (size - len(taken))
     tokens = sum(int(row.loss_mask_T.sum()) for row in (*taken, *filling))
     found = [
@@ -60,6 +60,11 @@ def rows_of(batch: Batch, temperature: float, size: int, step: int) -> tuple[lis
 def finite(batch: Batch) -> bool:
     """Whether every number of it is."""
     return all(math.isfinite(row.advantage) and bool(np.isfinite(row.behaviour_T).all()) for row in batch.rows)
+
+
+def _name(row: Row) -> str:
+    """Of the row within its batch: an experience may have several."""
+    return str(getattr(row, "name", row.experience_id))
 
 
 def _fits(row: Row, temperature: float) -> bool:
