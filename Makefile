@@ -115,6 +115,7 @@ test-learning: $(VENV)/installed ## what a correction leaves undone, what is no 
 
 test-algorithms: $(VENV)/installed ## each loss and advantage beside an independent result, promises with edits and preferences, planted faults
 	$(BIN)/python -m tests.algorithms
+
 test-jobs: $(VENV)/installed ## a job of 2,000 rows is killed ten times and ends with the bytes of an undisturbed one (SEED=, ROWS=, KILLS=)
 	$(BIN)/python -m tests.jobs $(if $(ROWS),--rows $(ROWS)) $(if $(filter file,$(origin KILLS)),,--kills $(KILLS)) $(if $(filter file,$(origin SEED)),,--seed $(SEED))
 

@@ -28,7 +28,8 @@ def of_groups(kind: str, seed: int, **settings: Any) -> float:
     chosen = Settings.model_validate({"kind": kind, **settings})
     found, _ = chosen.estimator.compute(batch, Baselines(), DECAY, chosen)
     expected = [_group(kind, several, chosen) for several in rewards]
-    return max(abs(value - expected[group][run]) for value, (group, run) in zip(found.values_B, places, strict=True))
+    pairs = zip(found.values_B, places, strict=True)
+    return float(max(abs(value - expected[group][run]) for value, (group, run) in pairs))
 
 
 def of_turns(seed: int, *, norm: bool = False, weight: float = 1.0, decay: float = 1.0) -> float:

@@ -135,7 +135,7 @@ def ours(case: Case, told: Sequence[Told], rows: Sequence[Row] | None = None) ->
     loss = (tokens.loss_N * pack.weight_N.double()).sum()
     loss.backward()  # type: ignore[no-untyped-call]
     assert current_N.grad is not None
-    return float(loss), current_N.grad.numpy()
+    return loss.item(), current_N.grad.numpy()
 
 
 def off_value(case: Case, seed: int) -> float:

@@ -79,7 +79,7 @@ def gspo(told: Sequence[Told], _frozen: Sequence[Floats], p: Parameters) -> floa
         ratio = float(np.exp((one.current - one.behaviour).mean()))
         bounded = min(max(ratio, 1 - p["clip_low"]), 1 + p["clip_high"])
         objectives.append(one.share * min(ratio * one.advantage, bounded * one.advantage))
-    return -sum(objectives) / sum(one.share for one in told)
+    return float(-sum(objectives) / sum(one.share for one in told))
 
 
 def opmd(told: Sequence[Told], _frozen: Sequence[Floats], p: Parameters) -> float:

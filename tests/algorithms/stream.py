@@ -15,7 +15,7 @@ from headrace_trainer.algorithms.signals import Signals
 from headrace_trainer.batches.prepare import Prepared, prepare
 from headrace_trainer.experiences.admission import AdmissionLimits
 from headrace_trainer.experiences.due import Terms
-from headrace_trainer.experiences.edits import Writer
+from headrace_trainer.experiences.edits import EditWriter
 from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.pairing import parties
 from headrace_trainer.experiences.state import LineageState
@@ -52,7 +52,7 @@ class Stream:
             signals=self.signals,
             logprobs=False,
             terms=Terms(10.0, 1e-3),
-            write=Writer(self.base),
+            write=EditWriter(self.base),
         )
         self.state = LineageState(self.history or chain(0), limits, MemorySettings())
         self.settings = AdvantageSettings(kind=self.kind)

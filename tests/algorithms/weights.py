@@ -115,11 +115,8 @@ def slope_beside_the_gradient(base: Path) -> float:
     batch = replace(prepared_for(base, "dpo").batch, agg_mode=settings.loss.agg_mode)
     _, taken = gradients(policy, batch, settings)
     beta = 0.1  # at the base itself the margin is 0, so that a pair's slope is 2 beta sigmoid(0)
-    return (
-        max(abs(value - beta) for value in taken.slopes.values())
-        + abs(len(taken.slopes) - 4)
-        + (0.0 if taken.measured[GRADIENT_FACTOR] > 0 else 1.0)
-    )
+    off = max(abs(value - beta) for value in taken.slopes.values()) + abs(len(taken.slopes) - 4)
+    return float(off + (taken.measured[GRADIENT_FACTOR] <= 0))
 
 
 def _of_corrections(policy: Policy, batch: Batch, settings: TrainerSettings) -> dict[str, Tensor]:

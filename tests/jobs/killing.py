@@ -24,6 +24,7 @@ LINEAGE = "killed"
 PROGRAM = "from headrace_cli.app import main; main()"
 ENDS_S_MAX = 3600.0
 MANIFEST_BYTES_MAX = 100_000
+DIGEST_LENGTH = 64
 _LOOKED_AT: dict[Path, bytes | None] = {}
 
 
@@ -134,7 +135,7 @@ def _made(count: int) -> Callable[[Place], bool]:
 def manifests(place: Place) -> dict[str, bytes]:
     """Every version of the lineage, by its digest, as its bytes. A blob never changes, so each is looked at once."""
     for path in (place.folder / "blobs").glob("sha256/*/*"):
-        if path not in _LOOKED_AT and path.is_file():
+        if path not in _LOOKED_AT and len(path.name) == DIGEST_LENGTH:  # others are drafts
             data = path.read_bytes()[:MANIFEST_BYTES_MAX]
             named = data.startswith(b"{") and f'"lineage":"{LINEAGE}"'.encode() in data and b'"fingerprint"' in data
             _LOOKED_AT[path] = data if named else None

@@ -68,9 +68,11 @@ def experience(name: str, *turn_ids: str, of: str = "T", revision: int = 0, rewa
     )  # fmt: skip
 
 
-def verdict(name: str, *turn_ids: str, revision: int = 0, dropped: str | None = None) -> TrainingOutcome:
+def verdict(
+    name: str, *turn_ids: str, revision: int = 0, dropped: str | None = None, detail: str | None = None
+) -> TrainingOutcome:
     return TrainingOutcome.model_validate(
-        {"experience_id": name, "revision": revision, "turn_ids": turn_ids, "dropped": dropped}
+        {"experience_id": name, "revision": revision, "turn_ids": turn_ids, "dropped": dropped, "detail": detail}
     )
 
 

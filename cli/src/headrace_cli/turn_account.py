@@ -241,7 +241,7 @@ class TurnAccountBuilder:
                 "which it had not taken back"
             )
             return
-        self._verdicts[place][restored.revision] = verdict.model_copy(update={"dropped": None})
+        self._verdicts[place][restored.revision] = verdict.model_copy(update={"dropped": None, "detail": None})
 
     def _add_verdict(self, lineage: str, verdict: TrainingOutcome) -> None:
         known = self._verdicts[lineage, verdict.experience_id]
@@ -310,7 +310,7 @@ class TurnAccountBuilder:
             return "trained", ""
         newest = verdicts.get(experience.revision)
         if newest is not None and newest.dropped is not None:
-            return "dropped", newest.dropped
+            return "dropped", newest.detail or newest.dropped
         if experience.event_ids.get(experience.revision) in self._refused:
             return "dropped", "dead_letter"
         undone = self._undone.get((lineage, name), {}) if lineage is not None else {}

@@ -133,6 +133,10 @@ STATES: dict[str, tuple[tuple[Event, ...], tuple[int, int, dict[str, int], dict[
         ),
         (2, 2, {}, {}),
     ),
+    "dropped, and more exactly why": (
+        (*READY, report(verdict("E", "a", "b", dropped="singleton", detail="unpaired"))),
+        (2, 0, {}, {"unpaired": 2}),
+    ),
     "two branches, one trained": (
         (
             *TWO,

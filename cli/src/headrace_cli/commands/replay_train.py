@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headrace_cli.supervisor.overrides import Overrides
 
 _DIFFERENT = "What is different"
-_CUTS = ("trainer.batch_", "trainer.group_", "trainer.advantage", "trainer.algorithm")
+_CUTS = ("trainer.batch_", "trainer.group_", "trainer.pair_", "trainer.advantage", "trainer.algorithm")
 """Settings that batches depend on: with one of them changed, the old cuts mean nothing."""
 Name = Annotated[str, typer.Argument(help="A new name for the line of versions that comes of it.", metavar="LINEAGE")]
 Known = Annotated[str, typer.Argument(help="The lineage that a replay leads into.", metavar="LINEAGE")]

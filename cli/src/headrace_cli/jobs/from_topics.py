@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import get_args
 
 from headrace.errors import UsageError
 from headrace.topics import Range
@@ -11,7 +12,7 @@ from headrace_cli.jobs.job import Job
 from headrace_cli.replay import copying, runner
 from headrace_cli.replay.offering import offer
 from headrace_cli.replay.report import Report
-from headrace_cli.replay.request import Request, make
+from headrace_cli.replay.request import Request, Source, make
 from headrace_cli.supervisor.overrides import Overrides
 from headrace_cli.supervisor.plan import data_dir_of
 from headrace_cli.supervisor.state import read
@@ -55,6 +56,8 @@ def topic_of(sources: list[str]) -> str | None:
     topics = [source.removeprefix(PREFIX) for source in sources if source.startswith(PREFIX)]
     if not topics:
         return None
+    if topics[0] not in get_args(Source):
+        raise UsageError(f"{PREFIX}{topics[0]}: what can be trained is on {' and '.join(get_args(Source))}")
     if len(sources) > 1:
         raise UsageError(
             f"{PREFIX}{topics[0]} is the only source of a job that has it; train files in a job of their own"

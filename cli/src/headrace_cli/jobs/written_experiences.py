@@ -19,8 +19,6 @@ from headrace_schemas.written import WrittenBranch
 
 _TENANT = "default"
 _SIDES = ("chosen", "rejected")
-WRITTEN_REWARD = 1.0
-"""Of an answer that somebody wrote to be learned, where the row says nothing else."""
 
 
 def order(rows: int, epoch: int, seed: int, *, shuffle: bool) -> list[int]:
@@ -62,13 +60,13 @@ def experiences(row: CheckedRow, epoch: int, *, model: str, version: str, time: 
 
 
 def _reward(row: CheckedRow, *, paired: bool) -> float | None:
-    """What the row says; of an answer that is good or bad 1 or 0. Sides of a pair have none: only the comparison counts
-    (P6)."""
+    """What the row says: a number, or 1 or 0 for an answer that is good or bad. Else there is none, and none is made up
+    (P6): that it was written to be learned, `origin` says. Of the sides of a pair only the comparison counts."""
     if paired:
         return None
     if row.reward is not None:
         return row.reward
-    return WRITTEN_REWARD if row.label is None else float(row.label)
+    return None if row.label is None else float(row.label)
 
 
 def _side(pair: str, side: int, branch: Branch) -> PreferenceSide:

@@ -123,7 +123,7 @@ class _Lineage:
         if name in self.undone:
             return Fate(lineage, "undone", "queued again" if self.undone[name] else None, account, None)
         if outcome.dropped is not None:
-            return Fate(lineage, "dropped", outcome.dropped, account, None)
+            return Fate(lineage, "dropped", outcome.detail or outcome.dropped, account, None)
         return Fate(lineage, "trained", None, account, self.holders.get(name))
 
 

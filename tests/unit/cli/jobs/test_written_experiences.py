@@ -30,7 +30,8 @@ def made(one: CheckedRow, epoch: int = 0) -> list[Experience]:
 
 def test_an_answer_is_an_experience_that_somebody_wrote() -> None:
     (found,) = made(row((TWO,)))
-    assert (found.origin, found.reward, found.weight, found.preferences) == ("written", 1.0, 1.0, ())
+    assert (found.origin, found.reward, found.no_reward) == ("written", None, "no_reward")
+    assert (found.weight, found.preferences) == (1.0, ())
     assert found.branch is not None
     assert found.branch.loss_mask == (0, 1, 1, 0, 1, 1)
     assert {span.version for span in found.branch.spans} == {VERSION}

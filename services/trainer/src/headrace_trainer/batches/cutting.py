@@ -58,7 +58,10 @@ class Cutter:
             return self._as_recorded(state, mark)
         if self._recorded and not full:
             return Selection()  # also at the end: what waits now waited then
-        return self._by_rules(state, self._rules, now, full)
+        found = self._by_rules(state, self._rules, now, full)
+        if full and found == Selection():  # what they wait for cannot come any more: there is no room for it
+            return self._by_rules(state, self._rules, END_OF_TIME, full)
+        return found
 
     def _as_recorded(self, state: LineageState, mark: int) -> Selection:
         """The first `mark` of what was ready then. Of groups that time cut it is only known that there were some."""

@@ -30,7 +30,7 @@ from headrace_schemas import Experience
 from headrace_schemas.events.checkpoint import DropReason
 from headrace_trainer.algorithms.signals import REWARDS, Signals
 from headrace_trainer.experiences.due import Due, Terms, due
-from headrace_trainer.experiences.edits import Writer
+from headrace_trainer.experiences.edits import EditWriter
 from headrace_trainer.experiences.examples import Example, Write, examples, tokens_of
 from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.window import Entry
@@ -98,13 +98,13 @@ def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> Admis
         signals=signals,
         logprobs=settings.needs.logprobs and not signals.written,
         terms=terms,
-        write=Writer(Path(settings.base)) if signals.edits else None,
+        write=EditWriter(Path(settings.base)) if signals.edits else None,
         examples_max=settings.memory.examples,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Objection:
+class Dropped:
     """Why a revision cannot change the weights; `detail` says it more exactly."""
 
     reason: DropReason
@@ -138,11 +138,11 @@ def decide(
 
 def objection(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
-) -> Objection | None:
+) -> Dropped | None:
     """Why this revision cannot change the weights, None when it can."""
     trained = entry is not None and entry.trained
     if experience.branch is None:
-        return Objection(experience.no_reward or "no_reward")
+        return Dropped(experience.no_reward or "no_reward")
     if not trained and not limits.examples(experience):
         return _nothing(experience, limits)
     return _malformed(experience, limits) or expired(experience, entry, history, steps, limits)
@@ -150,13 +150,13 @@ def objection(
 
 def expired(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
-) -> Objection | None:
+) -> Dropped | None:
     """The part of `objection` whose answer changes while an experience waits, because the weights move."""
     reason = stale(experience, history, limits.max_staleness)
     if reason is not None:
-        return Objection(reason)
+        return Dropped(reason)
     if entry is not None and entry.trained and not due_of(experience, entry, history, steps, limits):
-        return Objection("unchanged")
+        return Dropped("unchanged")
     return None
 
 
@@ -191,27 +191,27 @@ def versions_of(experience: Experience) -> Sequence[str]:
     return tuple(dict.fromkeys(span.version for span in branch.spans)) if sampled and branch is not None else ()
 
 
-def _nothing(experience: Experience, limits: AdmissionLimits) -> Objection:
+def _nothing(experience: Experience, limits: AdmissionLimits) -> Dropped:
     """Why nothing of it is trained: something would be, but for one thing."""
     if experience.branch is not None and limits.write is not None and limits.signals.edits and experience.edits:
         longer = replace(limits, sequence_tokens=2**62)
-        return Objection("too_long") if longer.examples(experience) else Objection("invalid", "edit")
+        return Dropped("too_long") if longer.examples(experience) else Dropped("invalid", "edit")
     if limits.signals.rewards_alone and experience.no_reward is not None:
-        return Objection(experience.no_reward)
-    return Objection(experience.no_reward or "no_reward", "no_signal")
+        return Dropped(experience.no_reward)
+    return Dropped(experience.no_reward or "no_reward", "no_signal")
 
 
-def _malformed(experience: Experience, limits: AdmissionLimits) -> Objection | None:
+def _malformed(experience: Experience, limits: AdmissionLimits) -> Dropped | None:
     """The model has no such token or context, the first token would have to be predicted from nothing, or the reward
     cannot be meant."""
     assert experience.branch is not None
     token_ids = experience.branch.token_ids
     if experience.origin == "written" and limits.logprobs:
-        return Objection("invalid", "written")
+        return Dropped("invalid", "written")
     if len(token_ids) > limits.sequence_tokens:
-        return Objection("too_long")
+        return Dropped("too_long")
     if max(token_ids) >= limits.vocabulary or experience.branch.spans[0].start == 0:
-        return Objection("invalid")
+        return Dropped("invalid")
     if len(limits.examples(experience)) > limits.examples_max:
-        return Objection("invalid", "examples")
-    return Objection("invalid") if abs(experience.reward or 0.0) > limits.reward_max else None
+        return Dropped("invalid", "examples")
+    return Dropped("invalid") if abs(experience.reward or 0.0) > limits.reward_max else None

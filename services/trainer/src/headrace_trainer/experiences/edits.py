@@ -19,12 +19,12 @@ from headrace_schemas.events.chat import Message
 from headrace_trainer.experiences.templates import environment, read_json, special_tokens, template_of
 
 _CACHED_MAX = 1024
-_ASKED = {"role": "user", "content": "x"}
+_ASKED = Message(role="user", content="x").model_dump(include={"role", "content"})
 _TAG = re.compile(r"</?\w+>")
 """Of calls and reasoning: in an answer these mean what they say."""
 
 
-class Writer:
+class EditWriter:
     """Reads a model folder once. Raises `SettingError` when it has no tokenizer or no chat template."""
 
     def __init__(self, folder: Path) -> None:

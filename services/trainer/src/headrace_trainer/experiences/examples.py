@@ -63,12 +63,25 @@ def examples(
 
 def _branch(experience: Experience, signals: Signals, worth: Callable[[float], float] | None) -> Iterator[Example]:
     if experience.origin == "written" and signals.written:
-        if experience.no_reward != "withdrawn":
-            yield Example(value=1.0)
+        yield from _demonstration(experience, signals, worth)
     elif signals.branches:
         if experience.origin == "sampled":
             yield Example(value=1.0)
     elif signals.rewards and experience.reward is not None and (worth is None or worth(experience.reward) != 0.0):
+        yield BRANCH
+
+
+def _demonstration(
+    experience: Experience, signals: Signals, worth: Callable[[float], float] | None
+) -> Iterator[Example]:
+    """What somebody wrote is to be learned, unless it says otherwise: a rejected answer is none to learn, a side of a
+    preference is trained as such where preferences are, and where rewards are labels the label says what it is."""
+    sides = {one.side for one in experience.preferences}
+    if experience.no_reward == "withdrawn" or "rejected" in sides or (sides and signals.preferences):
+        return
+    if worth is None or experience.reward is None:
+        yield Example(value=1.0)
+    elif worth(experience.reward) != 0.0:
         yield BRANCH
 
 

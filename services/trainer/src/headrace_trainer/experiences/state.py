@@ -234,7 +234,7 @@ class LineageState:
             again = None
             if experience is not None and experience.revision == entry.revisions[-1] and self.room:
                 reason = objection(experience, entry, self.history, self.steps, self.limits)
-                tried = sum(one.revision == experience.revision for one in entry.contributions)
+                tried = len({one.step for one in entry.contributions if one.revision == experience.revision})
                 # Only once: a version that was trained on the same experiences may be refused for the same reason.
                 if reason is None and name not in self._waiting and tried <= 1:
                     again = experience.revision

@@ -136,7 +136,8 @@ def _state(settings: TrainerSettings, learner: Learner, saved: Saved, replayed: 
     abilities = learner.abilities
     context = abilities.context
     if settings.memory.sequence_tokens is None:
-        context = min(context, learner.sequence_bound())
+        pair = 2 if settings.advantage.signals.paired else 1  # both answers of a comparison are in one pass
+        context = min(context, learner.sequence_bound() // pair)
         log.info("sequence_bound", tokens=min(context, settings.memory.queue_tokens), context=abilities.context)
     limits = limits_of(settings, abilities.vocabulary, context)
     return LineageState(

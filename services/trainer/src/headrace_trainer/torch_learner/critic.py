@@ -43,7 +43,8 @@ class Critic:
 
     def __init__(self, width: int, settings: CriticSettings, device: torch.device) -> None:
         self._settings = settings
-        self.head = nn.Linear(width, 1, device=device, dtype=torch.float32)
+        # Its usual beginning would be drawn, and move the random numbers that are saved.
+        self.head = nn.Linear(width, 1, device="meta", dtype=torch.float32).to_empty(device=device)
         self._optimizer = self._begin()
         self._advantages: dict[str, float] = {}
         self._measured: dict[str, float] = {}

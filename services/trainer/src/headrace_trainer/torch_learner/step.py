@@ -125,7 +125,7 @@ def _backward(
         share.start_N = now_N if start_N is None else start_N
         share.left_out_N = _left_out(one, share.start_N, settings, measures)
         torch.autograd.backward(current_N, share.slope(now_N, _ALL))
-        if function.correction is not None and start_N is None:
+        if function.correction is not None and not correction and all(one is not other for other, _ in measures.slopes):
             measures.slopes.append((one, share.by_row(now_N)))
     else:
         share.left_out_N = None if start_N is None else _left_out(one, start_N, settings, measures)

@@ -76,7 +76,7 @@ def of(policy: Policy, settings: TrainerSettings) -> Teacher:
     """What `[trainer.teacher]` names. Raises `SettingError`."""
     given = settings.teacher
     if given.model.startswith(("http://", "https://")):
-        return Teacher(Endpoint(given), given.coefficient)
+        return Teacher(TeacherEndpoint(given), given.coefficient)
     compute = settings.compute.model_copy(update={"gradient_checkpointing": False, "weights": "float32"})
     folder = Path(given.model)
     if not folder.is_dir():
@@ -97,7 +97,7 @@ def of(policy: Policy, settings: TrainerSettings) -> Teacher:
     return Teacher(answers, given.coefficient)
 
 
-class Endpoint:
+class TeacherEndpoint:
     """Asks about one sequence at a time; whoever serves it batches. Blocks."""
 
     def __init__(self, settings: TeacherSettings) -> None:

@@ -18,7 +18,7 @@ from headrace_trainer.algorithms.needs import Needs
 from headrace_trainer.algorithms.presets import Algorithm
 from headrace_trainer.algorithms.signals import Signals
 
-LATE: Mapping[str, JsonValue] = {"max_staleness": 64, "health.effective_sample_min": 0.0}
+LATE: Mapping[str, JsonValue] = {"max_staleness": 64} | {"health.effective_sample_min": 0.0}
 """Who samples with which version says nothing to a loss without ratios: what is said late is trained all the same."""
 
 demonstrations = estimator(Needs(demonstrations=True), signals=Signals(rewards=False, written=True, edits=True))(

@@ -1,0 +1,153 @@
+"""A critic learns what is to be expected, and a student comes nearer to its teacher."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace_runtime.errors import SettingError
+from headrace_schemas import Branch, Experience, Span
+from headrace_trainer.learner import LearnerLost
+from headrace_trainer.lineage.lineage import Lineage
+from headrace_trainer.lineage.opening import open_lineage
+from headrace_trainer.torch_learner.learner import TorchLearner
+from headrace_trainer.torch_learner.model.policy import Policy
+from tests.algorithms.told import told, turn
+from tests.support import tiny_model
+from tests.support.torch_learners import policy_of
+from tests.unit.trainer.conftest import Make
+from tests.unit.trainer.test_forward import open_policy
+from tests.unit.trainer.world import START, World, experience
+
+GOING_ON = threading.Event()
+
+
+def test_a_critic_learns_what_is_to_be_expected_and_goes_with_the_state(tmp_path: Path, make: Make) -> None:
+    settings = make(algorithm="ppo", critic={"learning_rate": 0.05})
+    world = World(tmp_path)
+    lineage = open_lineage(settings, world.blobs, world.clock)
+    version, learner = lineage.state.history.head, lineage.learner
+    assert isinstance(learner, TorchLearner)
+    losses, events = [], []
+    for step in range(24):
+        events = [experience(10 * step + n, version, 1.0) for n in range(4)]
+        for place, event in enumerate(events):
+            lineage.state.admit(event, (0, place), START)
+        losses.append(lineage.step(lineage.next_batch(), GOING_ON)["critic_loss"])
+    assert losses[-1] < 0.3 * losses[0], losses
+    entry = lineage.state.window.get(events[0].experience_id)
+    assert entry is not None
+    assert entry.baseline == pytest.approx(1.0 - entry.contributions[0].advantage, abs=1e-6)
+    assert abs(entry.contributions[0].advantage) < 0.5, "a run as good as expected teaches little"
+    frozen = learner.freeze()
+    other = open_lineage(make(algorithm="ppo", lineage="other"), world.blobs, world.clock).learner
+    other.thaw(frozen, with_random=True)
+    assert isinstance(other, TorchLearner)
+    assert other._appraiser is not None
+    assert learner._appraiser is not None
+    ours, theirs = learner._appraiser.state(), other._appraiser.state()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_the_student_comes_nearer_to_its_teacher(tmp_path: Path, make: Make, base: Path) -> None:
+    """Without a reward; the distance is exact, over the whole vocabulary."""
+    folder = tiny_model.perturbed(base, tmp_path / "teacher", seed=5, scale=0.1)
+    more = {"teacher": {"model": str(folder)}, "optimizer": {"learning_rate": 1e-2}, "batch_experiences": 32}
+    world, teacher = World(tmp_path), open_policy(folder)
+    lineage = open_lineage(make(algorithm="on_policy_distill", **more), world.blobs, world.clock)
+    version, draw, distances = lineage.state.history.head, torch.Generator().manual_seed(1), []
+    for step in range(10):
+        distances.append(_distance(policy_of(lineage), teacher))
+        for n in range(32):
+            lineage.state.admit(_sampled(lineage, 32 * step + n, version, draw), (0, n), START)
+        lineage.step(lineage.next_batch(), GOING_ON)
+    print([round(one, 3) for one in distances])
+    assert distances[-1] < 0.7 * distances[0]
+
+
+PROMPT = (11, 7, 19, 3)
+
+
+@torch.no_grad()
+def _distance(student: Policy, teacher: Policy) -> float:
+    """KL(student || teacher) of the token after the prompt."""
+    ours, theirs = (
+        one.model(torch.tensor([PROMPT])).logits[0, -1].double().log_softmax(-1) for one in (student, teacher)
+    )
+    return float((ours.exp() * (ours - theirs)).sum())
+
+
+@torch.no_grad()
+def _sampled(lineage: Lineage, number: int, version: str, draw: torch.Generator) -> Experience:
+    """One token of the present weights, without a reward."""
+    logprobs_V = policy_of(lineage).model(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
+    token = int(torch.multinomial(logprobs_V.exp(), 1, generator=draw))
+    span = Span(start=4, logprobs=(float(logprobs_V[token]),), turn_id=turn(number), version=version)
+    branch = Branch(token_ids=(*PROMPT, token), spans=(span,))
+    return told(number, version).model_copy(update={"branch": branch})
+
+
+def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path, make: Make) -> None:
+    other = tiny_model.build(tmp_path / "other", layers=1, vocabulary=400)
+    settings = make(algorithm="on_policy_distill", teacher={"model": str(other)})
+    world = World(tmp_path)
+    with pytest.raises(SettingError, match=r"trainer\.teacher\.model = .* token ids, and trainer\.base 320; a teacher"):
+        open_lineage(settings, world.blobs, world.clock)
+
+
+@pytest.fixture
+def endpoint() -> Iterator[tuple[str, list[Any]]]:
+    """Says -0.5 for each token; and what it was asked."""
+    asked: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append((self.path, self.headers["Authorization"], body))
+            given = [None, *({str(token): {"logprob": -0.5}} for token in body["prompt"][1:])]
+            answer = json.dumps({"choices": [{"prompt_logprobs": given}]} if len(asked) < 3 else {}).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_teacher_may_be_an_endpoint(tmp_path: Path, make: Make, endpoint: tuple[str, list[Any]]) -> None:
+    url, asked = endpoint
+    settings = make(
+        algorithm="on_policy_distill", teacher={"model": url, "name": "large", "key": "word"}, batch_experiences=2
+    )
+    world = World(tmp_path)
+    lineage = open_lineage(settings, world.blobs, world.clock)
+    version = lineage.state.history.head
+    events = [told(n, version) for n in range(2)]
+    for event in events:
+        lineage.state.admit(event, (0, 0), START)
+    measured = lineage.step(lineage.next_batch(), GOING_ON)
+    behaviour = [value for event in events if event.branch for value in event.branch.spans[0].logprobs]
+    assert measured["teacher_gap"] == pytest.approx(np.mean(behaviour) + 0.5, abs=1e-5)
+    path, key, body = asked[0]
+    assert (path, key, body["model"]) == ("/v1/completions", "Bearer word", "large")
+    assert {tuple(one["prompt"]) for _, _, one in asked} == {event.branch.token_ids for event in events if event.branch}
+    lineage.state.admit(told(5, version), (0, 0), START)
+    lineage.state.admit(told(6, version), (0, 1), START)
+    with pytest.raises(LearnerLost, match=r"trainer\.teacher\.model = .* does not answer prompt_logprobs"):
+        lineage.step(lineage.next_batch(), GOING_ON)

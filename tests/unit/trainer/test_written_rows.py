@@ -1,0 +1,64 @@
+"""What each algorithm makes of rows that somebody wrote: nothing that is rejected or bad is learned."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+
+from headrace_schemas import Experience
+from headrace_schemas.events.experience import PreferenceSide
+from headrace_trainer.algorithms.presets import ALGORITHMS
+from headrace_trainer.algorithms.settings import AdvantageSettings
+from headrace_trainer.experiences.examples import examples
+from tests.unit.trainer.world import experience
+
+VERSION = "m@0123456789abcdef"
+Side = Literal["chosen", "rejected"]
+
+
+def row(*, reward: float | None = None, side: Side | None = None) -> Experience:
+    """As `headrace train` makes them."""
+    found = experience(1, VERSION, 0.0)
+    sides = (PreferenceSide(preference_id="p", side=side, turn_id=found.turn_ids[0]),) if side else ()
+    why = "no_reward" if reward is None else None
+    return found.model_copy(update={"origin": "written", "reward": reward, "no_reward": why, "preferences": sides})
+
+
+def values(name: str, one: Experience) -> list[float]:
+    """1 for each example that is made likelier, -1 for each that is made less likely."""
+    kind = ALGORITHMS.get(name).advantage
+    settings = AdvantageSettings.model_validate({"kind": kind})
+    worth = settings.estimator.worth
+
+    def of(reward: float) -> float:
+        assert worth is not None
+        return worth(reward, settings)
+
+    found: list[Any] = [*examples(one, settings.signals, None if worth is None else of, None)]
+    return [part.value if part.value is not None else of(one.reward or 0.0) for part in found]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said", "trained"),
+    [
+        ("sft", {}, [1.0]),
+        ("sft", {"reward": 0.0}, [1.0]),
+        ("sft", {"side": "chosen"}, [1.0]),
+        ("sft", {"side": "rejected"}, []),
+        ("dpo", {}, []),
+        ("dpo", {"side": "chosen"}, [1.0]),
+        ("dpo", {"side": "rejected"}, [-1.0]),
+        ("kto", {}, [1.0]),
+        ("kto", {"reward": 1.0}, [1.0]),
+        ("kto", {"reward": 0.0}, [-1.0]),
+        ("kto", {"side": "chosen"}, [1.0]),
+        ("kto", {"side": "rejected"}, [-1.0]),
+        ("rft", {}, []),
+        ("rft", {"reward": 1.0}, [1.0]),
+        ("rft", {"reward": 0.0}, []),
+        ("on_policy_distill", {}, []),
+    ],
+)
+def test_rows_are_trained_as_what_they_say(algorithm: str, said: dict[str, Any], trained: list[float]) -> None:
+    assert values(algorithm, row(**said)) == trained
