@@ -4,19 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import threading
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 def blocking(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, on an event loop of its own: in this thread, or in another one while this has a loop."""
+    """The result of `work`. All such work of a program is on one event loop, which a thread of its own runs: people's
+    asyncio clients keep connections, and those are good on one loop alone. The caller's context is that of the work."""
     try:
-        asyncio.get_running_loop()
+        running = asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
-    context = contextvars.copy_context()
-    with ThreadPoolExecutor(1, thread_name_prefix="headrace-blocking") as thread:
-        return thread.submit(context.run, asyncio.run, work).result()
+        running = None
+    if running is _loop():  # who calls is such work itself, and its loop is not free while it waits
+        context = contextvars.copy_context()
+        with ThreadPoolExecutor(1, thread_name_prefix="headrace-blocking") as thread:
+            return thread.submit(context.run, asyncio.run, work).result()
+    future = asyncio.run_coroutine_threadsafe(work, _loop())
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="headrace-blocking", daemon=True).start()
+    return loop

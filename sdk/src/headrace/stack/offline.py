@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +39,18 @@ def train_rows(
     with tempfile.TemporaryDirectory(prefix="headrace-rows-") as folder:
         path = Path(folder) / "rows.jsonl"
         path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
-        version: str = jobs.run(
-            jobs.Job(
-                kind=kind,
-                source=path,
-                base=known["trainer.base"],
-                lineage=f"{kind}-{new_id()[-12:]}",
-                settings=chosen,
-                epochs=epochs,
-                bus=stack.bus,
-                data_dir=stack.data_dir,
-                offer=True,
-            )
+        job = jobs.Job(
+            kind=kind,
+            source=path,
+            base=known["trainer.base"],
+            lineage=f"{kind}-{new_id()[-12:]}",
+            settings=chosen,
+            epochs=epochs,
+            bus=stack.bus,
+            data_dir=stack.data_dir,
+            offer=True,
         )
+        with ThreadPoolExecutor(1, thread_name_prefix="headrace-job") as thread:  # the caller may have an event loop
+            version: str = thread.submit(jobs.run, job).result()
     blocking(stack.until_decided(version, timeout_s))
     return version
