@@ -38,8 +38,8 @@ from tests.contract.engine.stand_in import StandIn
 from tests.support import presence
 
 on_one_loop = pytest.mark.asyncio(loop_scope="session")
-START_S = 400
-"""An engine core takes a minute or so to start on two busy cores."""
+START_S = 900
+"""An engine core takes a minute to start on two quiet cores, and ten on two that nine others share."""
 VLLM = VllmSettings(
     dtype="float32",
     sequences_max=SEQUENCES_MAX,

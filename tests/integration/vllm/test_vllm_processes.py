@@ -31,8 +31,8 @@ from tests.support.broker_process import BrokerProcess
 from tests.support.gateway_process import GatewayProcess, bus_view, wait_healthy
 from tests.support.replica_process import ReplicaProcess
 
-pytestmark = pytest.mark.timeout(900)
-START_S = 400
+pytestmark = pytest.mark.timeout(1800)
+START_S = 900
 CLIENTS, SWAPS, LENGTH = 16, 5, 12
 RANK_MAX, ADAPTERS_MAX = 8, 4
 VLLM = {

@@ -1,14 +1,21 @@
-"""vLLM's own parsers behind our registries: they find what ours find. No engine is started."""
+"""What we use of the package itself, without starting an engine: its parsers, parameters and arguments."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace_inference.chat.answer import Answer, Reading
 from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, Asked, Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.vllm_engine import library
+from headrace_inference.vllm_engine.core import Request
+from headrace_inference.vllm_engine.library import VllmLibrary
+from headrace_inference.vllm_engine.settings import VllmSettings
 from headrace_runtime.registries import PluginError
 from headrace_schemas import Tool
 from tests.contract.engine.ground import build
@@ -33,8 +40,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 
 
 def read(tokenizer: ChatTokenizer, parsers: Parsers, text: str) -> tuple[str, str, list[tuple[str, object]]]:
-    import json
-
     tools = [
         Tool.model_validate({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}})
         for name in ("search", "read")
@@ -62,8 +67,40 @@ def test_vllm_reasoning_is_taken_off_the_front(tokenizer: ChatTokenizer) -> None
 
 
 @pytest.mark.parametrize("registry", [TOOL_PARSERS, REASONING_PARSERS], ids=["tools", "reasoning"])
-def test_vllm_parsers_that_are_not_there_are_named_with_those_that_are(registry: object, tmp_path: Path) -> None:
+def test_vllm_parsers_that_are_not_there_are_named_with_those_that_are(registry: Any) -> None:
     presence.need("vllm")
-    parser = registry.get("vllm:no_such_parser")  # type: ignore[attr-defined]
+    parser = registry.get("vllm:no_such_parser")
     with pytest.raises(PluginError, match=r"has no .* parser 'no_such_parser'; there are .*deepseek_r1|hermes"):
         parser.check()
+
+
+def test_vllm_takes_what_a_choice_asks_for() -> None:
+    presence.need("vllm")
+    ours = VllmLibrary(VllmSettings())
+    asked = Request(
+        max_tokens=7, delta=True, temperature=0.7, seed=3, stop_token_ids=(5,), logprobs=2, logit_bias={4: -1.5}
+    )
+    made: Any = ours.parameters(asked)
+    assert (made.max_tokens, made.temperature, made.seed, made.logprobs) == (7, 0.7, 3, 2)
+    assert (made.stop_token_ids, made.logit_bias, made.ignore_eos, made.detokenize) == ([5], {4: -1.5}, True, False)
+    assert made.output_kind.name == "DELTA"
+    probe: Any = ours.parameters(Request(max_tokens=1, delta=False, logprobs=1, logprob_token_ids=(9,)))
+    assert (probe.logprob_token_ids, probe.num_logprobs, probe.output_kind.name) == ([9], 1, "FINAL_ONLY")
+
+
+def test_vllm_takes_an_adapter_under_a_number(tmp_path: Path) -> None:
+    presence.need("vllm")
+    made: Any = VllmLibrary(VllmSettings()).adapter("tiny@0123456789abcdef", 4, tmp_path)
+    assert (made.lora_name, made.lora_int_id, made.lora_path) == ("tiny@0123456789abcdef", 4, str(tmp_path))
+    assert not made.load_inplace, "it would be read again and again"
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_vllm_knows_every_argument(
+    tokenizer: ChatTokenizer, tmp_path_factory: pytest.TempPathFactory, cpu: bool
+) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    folder = build(tmp_path_factory.mktemp("arguments")).first.folder
+    given = library.arguments(VllmSettings(adapter_rank_max=9), folder, cpu=cpu)
+    assert given.keys() <= {one.name for one in fields(AsyncEngineArgs)}
