@@ -45,7 +45,7 @@ VALUED = Loss(lambda: None, Needs(critic=True))
 """
 ANNOUNCED = {
     "headrace.trainer_backends": {"plain": "backs:PLAIN", "deep": "backs:DEEP"},
-    "headrace.algorithms": {"ppo": "backs:PPO"},
+    "headrace.algorithms": {"with-critic": "backs:PPO"},
     "headrace.losses": {"valued": "backs:VALUED"},
 }
 
@@ -65,7 +65,9 @@ def settings_of(folder: Path, text: str) -> TrainerSettings:
 
 
 def test_an_unknown_back_end_stops_the_start_with_those_there_are(tmp_path: Path) -> None:
-    said = r"trainer\.backend = 'torhc': .* trainer back end 'torhc'; did you mean 'torch'\? there are torch"
+    said = (
+        r"trainer\.backend = 'torhc': .* trainer back end 'torhc'; did you mean 'torch'\? there are ray, torch, trinity"
+    )
     with pytest.raises(SettingError, match=said):
         settings_of(tmp_path, 'backend = "torhc"')
 
@@ -82,7 +84,10 @@ def test_what_is_no_back_end_is_refused_with_its_package(tmp_path: Path, monkeyp
 @pytest.mark.usefixtures("foreign")
 def test_what_a_back_end_offers_is_compared_with_what_is_asked(tmp_path: Path) -> None:
     for text, said in (
-        ('algorithm = "ppo"', r"trainer\.algorithm = 'ppo': .* need critic, which the back end plain does not have"),
+        (
+            'algorithm = "with-critic"',
+            r"trainer\.algorithm = 'with-critic': .* need critic, which the back end plain does not have",
+        ),
         ("loss.kl = 0.1", r"trainer\.backend = 'plain': cannot ask the base"),
         ("health.kl_base_interval_steps = 5", r"trainer\.backend = 'plain': cannot ask the base"),
         ("lora.rank = 4", r"trainer\.lora\.rank = 4: the back end plain trains no adapters"),

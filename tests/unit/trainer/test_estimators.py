@@ -139,7 +139,8 @@ def test_our_algorithms(tmp_path: Path, name: str, kind: str, scale: str) -> Non
 
 def test_an_unknown_algorithm_stops_the_start_and_lists_the_known(tmp_path: Path) -> None:
     with pytest.raises(
-        SettingError, match=r"trainer.algorithm = 'grop'.*'grpo'\? there are cispo, dapo, dpo, dr-grpo, dr_grpo, grpo"
+        SettingError,
+        match=r"trainer.algorithm = 'grop'.*'grpo'\? there are cispo, dapo, distill, dpo, dr-grpo, dr_grpo, grpo",
     ):
         settings_of(tmp_path, 'algorithm = "grop"')
 

@@ -167,8 +167,10 @@ def test_what_is_not_finite_in_one_member_is_so_in_all(base: Path) -> None:
     threads = Threads(2)
     rows = tuple(Row.of(experience(n, "m@0123456789abcdef"), float("nan") if n == 0 else 1.0, None) for n in range(4))
 
+    learners = [opened(base, settings, Policy) for _ in range(2)]  # one after the other: loading is for one thread
+
     def one(number: int) -> bool:
-        learner = opened(base, settings, Policy)
+        learner = learners[number]
         before = learner.freeze()
         tokens, team = settings.compute.pack_tokens, Member(threads, number)
         with pytest.raises(NotFinite):

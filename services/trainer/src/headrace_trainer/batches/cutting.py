@@ -59,9 +59,15 @@ class Cutter:
         if self._recorded and not full:
             return Selection()  # also at the end: what waits now waited then
         found = self._by_rules(state, self._rules, now, full)
-        if full and found == Selection():  # what they wait for cannot come any more: there is no room for it
-            return self._by_rules(state, self._rules, END_OF_TIME, full)
+        if full and found == Selection():  # what they wait for cannot be read: who came first makes room for it
+            return self._by_rules(state, self._rules, self._when_half_is_late(state), full)
         return found
+
+    def _when_half_is_late(self, state: LineageState) -> datetime:
+        """When the older half of what waits will have waited for long enough."""
+        since_ms = sorted(item.since_ms for item in state.waiting)
+        begun = datetime.fromtimestamp(since_ms[(len(since_ms) - 1) // 2] / 1000, UTC)
+        return begun + (self._pair_wait if self._paired else self._rules.group_wait)
 
     def _as_recorded(self, state: LineageState, mark: int) -> Selection:
         """The first `mark` of what was ready then. Of groups that time cut it is only known that there were some."""
