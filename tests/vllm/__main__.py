@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     began, lines = time.perf_counter(), Lines()
-    wanted = f"{NAMES} and {given.only}" if given.only else NAMES
+    wanted = f"{NAMES} and ({given.only})" if given.only else NAMES
     status = pytest.main(["-q", "-p", "no:cacheprovider", "-k", wanted, *TESTS], plugins=[lines])
     seconds = time.perf_counter() - began
     failed = [line.name for line in lines.found if not line.holds]
