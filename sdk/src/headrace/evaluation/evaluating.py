@@ -37,7 +37,7 @@ class MetricMean:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class EvaluatedVersion:
     """`means` by metric. A play that raised is in `errors` and in no mean: look at both."""
 
     version: str
@@ -56,7 +56,7 @@ async def evaluate(
     plays: int = 1,
     at_once: int = 16,
     confidence: float = 0.95,
-) -> Evaluation:
+) -> EvaluatedVersion:
     """Play each task `plays` times with one version (the one that serves now) and measure what `play` returns.
 
     Replicas keep the version ready meanwhile. Raises `UsageError` when no play came to an end.
@@ -81,7 +81,7 @@ async def evaluate(
     if not done:
         raise UsageError(f"none of {len(runs)} plays came to an end; the first error: {errors[0]}")
     means = {name: await _mean(measure, done, confidence) for name, measure in metrics.items()}
-    return Evaluation(wanted, means, len(runs), errors)
+    return EvaluatedVersion(wanted, means, len(runs), errors)
 
 
 async def _mean(measure: Measure, runs: Sequence[Run], confidence: float) -> MetricMean:

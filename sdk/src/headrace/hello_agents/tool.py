@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import UsageError
-from headrace.evaluation.evaluating import Evaluation, evaluate
+from headrace.evaluation.evaluating import EvaluatedVersion, evaluate
 from headrace.hello_agents.data import load
 from headrace.hello_agents.rewards import KINDS, RewardCallable, accuracy, create_reward, one
 from headrace.practice.blocking import blocking
@@ -122,7 +122,7 @@ class RLTrainingTool:
         with stack_for(base_of(path), self._settings) as stack:
             device = stack.settings()["trainer.compute.device"]
             metrics = {"accuracy": right, "reward": lambda task, said: one(reward, said, task["ground_truth"])}
-            found: Evaluation = blocking(evaluate(stack, rows, play, metrics))
+            found: EvaluatedVersion = blocking(evaluate(stack, rows, play, metrics))
         shares = {name: mean.mean for name, mean in found.means.items()}
         if shares["accuracy"] is None or shares["reward"] is None:
             why = found.errors[:1] or "the reward function failed"

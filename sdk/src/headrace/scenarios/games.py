@@ -18,7 +18,7 @@ WOLF = "werewolf"
 _ROUNDS_MAX = 8
 
 
-class Player:
+class GamePlayer:
     """One agent in one game: what it did, and how it went."""
 
     def __init__(self, name: str, role: str, agent: Any) -> None:
@@ -51,14 +51,14 @@ class MultiAgentGame:
     def run_episode(self, purpose: Purpose = "train") -> dict[str, Any]:
         """One game: {"winner", "rounds", "agents"}; each agent has `get_trajectory()`. Its calls are sessions of their
         own, one for each time that it is asked."""
-        players = [Player(name, name.rpartition("_")[0], agent) for name, agent in self.agents.items()]
+        players = [GamePlayer(name, name.rpartition("_")[0], agent) for name, agent in self.agents.items()]
         winner, rounds = self.play(players, purpose)
         for player in players:
             player.events["team_win"] = int((player.role == WOLF) == (winner == WOLF))
             player.events["individual_survive"] = int(player.alive)
         return {"winner": winner, "rounds": rounds, "agents": players}
 
-    def play(self, players: Sequence[Player], purpose: Purpose) -> tuple[str, int]:
+    def play(self, players: Sequence[GamePlayer], purpose: Purpose) -> tuple[str, int]:
         for number in range(1, _ROUNDS_MAX + 1):
             wolves = [one for one in living(players) if one.role == WOLF]
             others = [one for one in living(players) if one.role != WOLF]
@@ -75,9 +75,9 @@ class MultiAgentGame:
                 return (WOLF if wolves else "villager"), number
         return "villager", _ROUNDS_MAX
 
-    def _vote(self, players: Sequence[Player], said: str, purpose: Purpose) -> None:
+    def _vote(self, players: Sequence[GamePlayer], said: str, purpose: Purpose) -> None:
         """A name that nobody has is no vote. With equal votes nobody is out."""
-        votes: list[tuple[Player, Player]] = []
+        votes: list[tuple[GamePlayer, GamePlayer]] = []
         for voter in living(players):
             others = [one for one in living(players) if one is not voter]
             target = named(ask(voter, f"{said}\nVote for one of: {names(others)}", purpose), others)
@@ -136,21 +136,21 @@ def evaluate_win_rate(werewolf_agents: Sequence[Any], episodes: int = 100) -> fl
     return float(100.0 * wins / episodes)
 
 
-def ask(player: Player, text: str, purpose: Purpose) -> str:
+def ask(player: GamePlayer, text: str, purpose: Purpose) -> str:
     record, answer = collected(player.agent, f"You are {player.name}, a {player.role}.\n{text}", purpose=purpose)
     player.records.append(record)
     return text_of(answer)
 
 
-def living(players: Sequence[Player]) -> list[Player]:
+def living(players: Sequence[GamePlayer]) -> list[GamePlayer]:
     return [one for one in players if one.alive]
 
 
-def names(players: Sequence[Player]) -> str:
+def names(players: Sequence[GamePlayer]) -> str:
     return ", ".join(one.name for one in players)
 
 
-def named(said: str, players: Sequence[Player]) -> Player | None:
+def named(said: str, players: Sequence[GamePlayer]) -> GamePlayer | None:
     """The player whose name comes first in what was said; None: none does."""
     found = re.search("|".join(re.escape(one.name) for one in players) or "$^", said)
     return next((one for one in players if found and one.name == found[0]), None)
