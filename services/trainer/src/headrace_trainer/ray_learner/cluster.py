@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -114,7 +115,7 @@ def _begin(settings: RaySettings, cpus: int) -> None:
 
 
 def _sweep(own: Path) -> None:
-    """Mark our folder, and remove those whose process was killed."""
+    """Mark our folder, and remove those whose process was killed, with what it has left behind."""
     (own / "pid").write_text(str(os.getpid()), encoding="ascii")
     for path in own.parent.glob("hr-ray-*/pid"):
         try:
@@ -122,4 +123,16 @@ def _sweep(own: Path) -> None:
         except OSError:
             continue
         if Path("/proc/self").exists() and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            _end_users(path.parent)
             shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _end_users(folder: Path) -> None:
+    """Processes with a file open in it: Ray's agents outlive a trainer that was killed."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            used = any(os.readlink(link).startswith(f"{folder}/") for link in (process / "fd").iterdir())
+            if used:
+                os.kill(int(process.name), signal.SIGKILL)
+        except OSError:  # somebody else's, or it has ended
+            continue
