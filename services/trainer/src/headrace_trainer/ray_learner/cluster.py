@@ -131,7 +131,7 @@ def _end_users(folder: Path) -> None:
     """Processes with a file open in it: Ray's agents outlive a trainer that was killed."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            used = any(os.readlink(link).startswith(f"{folder}/") for link in (process / "fd").iterdir())
+            used = any(str(link.readlink()).startswith(f"{folder}/") for link in (process / "fd").iterdir())
             if used:
                 os.kill(int(process.name), signal.SIGKILL)
         except OSError:  # somebody else's, or it has ended
