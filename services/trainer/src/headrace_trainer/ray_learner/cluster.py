@@ -93,7 +93,7 @@ def _begin(settings: RaySettings, cpus: int) -> None:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the user's home
     # Where processes start slowly, Ray's own would take each other for dead.
     patience_ms = str(int(settings.start_timeout_s * 1000))
-    for name in ("agent_register_timeout_ms", "worker_register_timeout_seconds"):
+    for name in ("agent_register_timeout_ms", "worker_register_timeout_seconds", "raylet_start_wait_time_s"):
         patience = patience_ms if name.endswith("_ms") else str(int(settings.start_timeout_s))
         os.environ.setdefault(f"RAY_{name}", patience)
     Cluster._folder = tempfile.mkdtemp(prefix="hr-ray-")  # short: sockets are in it, and their paths are bounded
