@@ -12,6 +12,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install headrace-tr
 
 from headrace_runtime.settings import complete
 from headrace_trainer.learner import Learner, LearnerLost
+from headrace_trainer.ray_learner.cluster import Cluster
 from headrace_trainer.ray_learner.learner import RayLearner
 from headrace_trainer.ray_learner.ranks import Ranks
 from headrace_trainer.ray_learner.settings import RaySettings
@@ -66,15 +67,13 @@ def settings_of(base: Path, lineage: str, more: dict[str, Any]) -> TrainerSettin
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Three learners of two ranks need six places, so the cluster has as many, whatever this machine has."""
-    import ray
-
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    cluster = Cluster(RaySettings(start_timeout_s=280), 8)
     made = Pool()
     try:
         yield made
     finally:
         made.close()
-        ray.shutdown()
+        cluster.leave()
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -92,7 +93,7 @@ def _begin(settings: RaySettings, cpus: int) -> None:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the user's home
     # Where processes start slowly, Ray's own would take each other for dead.
     patience_ms = str(int(settings.start_timeout_s * 1000))
-    for name in ("agent_register_timeout_ms", "worker_register_timeout_seconds"):
+    for name in ("agent_register_timeout_ms", "worker_register_timeout_seconds", "raylet_start_wait_time_s"):
         patience = patience_ms if name.endswith("_ms") else str(int(settings.start_timeout_s))
         os.environ.setdefault(f"RAY_{name}", patience)
     Cluster._folder = tempfile.mkdtemp(prefix="hr-ray-")  # short: sockets are in it, and their paths are bounded
@@ -114,7 +115,7 @@ def _begin(settings: RaySettings, cpus: int) -> None:
 
 
 def _sweep(own: Path) -> None:
-    """Mark our folder, and remove those whose process was killed."""
+    """Mark our folder, and remove those whose process was killed, with what it has left behind."""
     (own / "pid").write_text(str(os.getpid()), encoding="ascii")
     for path in own.parent.glob("hr-ray-*/pid"):
         try:
@@ -122,4 +123,16 @@ def _sweep(own: Path) -> None:
         except OSError:
             continue
         if Path("/proc/self").exists() and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            _end_users(path.parent)
             shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _end_users(folder: Path) -> None:
+    """Processes with a file open in it: Ray's agents outlive a trainer that was killed."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            used = any(str(link.readlink()).startswith(f"{folder}/") for link in (process / "fd").iterdir())
+            if used:
+                os.kill(int(process.name), signal.SIGKILL)
+        except OSError:  # somebody else's, or it has ended
+            continue
