@@ -58,6 +58,26 @@ def test_a_critic_learns_what_is_to_be_expected_and_goes_with_the_state(tmp_path
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.parametrize(("reward", "missing"), [(0.0, -1.0), (None, None)])
+async def test_a_revision_adds_what_the_reward_has_changed_and_a_withdrawal_takes_back_what_was_trained(
+    tmp_path: Path, make: Make, reward: float | None, missing: float | None
+) -> None:
+    """Once the critic expects something, the two differ."""
+    world = World(tmp_path)
+    settings = make(algorithm="ppo", critic={"learning_rate": 0.1}, batch_experiences=1, steps_per_version=100)
+    await world.run(settings)
+    version = world.bus.checkpoints[0].version
+    world.bus.produce(*(experience(n, version, 1.0) for n in range(3)), experience(2, version, reward, revision=1))
+    trainer = await world.run(settings, per_poll=1)
+    assert trainer.lineage is not None
+    entry = trainer.lineage.state.window.get("e2")
+    assert entry is not None
+    first, back = entry.contributions
+    assert abs(first.advantage - 1.0) > 0.01, "the critic expects something, be it right or wrong"
+    assert back.advantage == pytest.approx(-first.advantage if missing is None else missing, abs=1e-6)
+    assert back.token_weight == first.token_weight
+
+
 def test_the_student_comes_nearer_to_its_teacher(tmp_path: Path, make: Make, base: Path) -> None:
     """Without a reward; the distance is exact, over the whole vocabulary."""
     folder = tiny_model.perturbed(base, tmp_path / "teacher", seed=5, scale=0.1)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headrace_schemas import Experience
-from headrace_schemas.events.experience import TurnReward
+from headrace_schemas.events.experience import PreferenceSide, TurnReward
 from headrace_trainer.batches.batch import Batch, Row, passes
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.offline.dry_run import DryRun
@@ -114,13 +114,13 @@ async def test_a_queue_full_of_what_waits_in_vain_makes_room(tmp_path: Path, mak
     world = World(tmp_path)
     await world.run(settings)
     version = world.bus.checkpoints[0].version
-    for number in range(9):
-        said = {"preferences": (side(f"p{number}", "chosen", turn(number)),)} if algorithm == "dpo" else {"reward": 1.0}
-        world.bus.produce(told(number, version, task=f"t{number}", run="0", **said))
-    both = [({"preferences": (side("q", which, turn(n)),)}, n) for n, which in ((20, "chosen"), (21, "rejected"))]
-    for said, number in both:
-        told_of = said if algorithm == "dpo" else {"reward": number % 2}
-        world.bus.produce(told(number, version, task="t", run=str(number), **told_of))
+
+    def run(number: int, task: str, sides: tuple[PreferenceSide, ...]) -> Experience:
+        said: dict[str, Any] = {"preferences": sides} if algorithm == "dpo" else {"reward": float(number % 2)}
+        return told(number, version, task=task, run=str(number), **said)
+
+    world.bus.produce(*(run(n, f"t{n}", (side(f"p{n}", "chosen", turn(n)),)) for n in range(9)))
+    world.bus.produce(run(20, "t", (side("q", "chosen", turn(20)),)), run(21, "t", (side("q", "rejected", turn(21)),)))
     await world.run(settings)
     fates = world.bus.fates
     assert {fates["e20", 0], fates["e21", 0]} == {"trained"}
