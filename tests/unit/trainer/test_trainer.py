@@ -375,7 +375,7 @@ async def test_the_older_half_makes_room(world: World, make: Make) -> None:
     version = await begin(world, make)
     world.bus.produce(*(experience(n, version, task=f"t{n}", run="0") for n in range(2)))
     await world.run(settings, wait_s=20)
-    world.bus.produce(*(experience(n, version, task=f"t{n}", run="0") for n in range(2, 4)))
+    world.bus.produce(*(experience(n, version, task=f"t{n}", run="0", reward=0.0) for n in range(2, 4)))
     world.bus.produce(*(experience(n + 10, version, task=f"t{n}", run="1", reward=1.0) for n in range(2, 4)))
     await world.run(settings, wait_s=50)
     fates = world.bus.fates
