@@ -13,6 +13,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -93,11 +94,20 @@ def _begin(settings: RaySettings, cpus: int) -> None:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray leaves one in the user's home
     # Where processes start slowly, Ray's own would take each other for dead.
     patience_ms = str(int(settings.start_timeout_s * 1000))
-    for name in ("agent_register_timeout_ms", "worker_register_timeout_seconds", "raylet_start_wait_time_s"):
+    for name in ("agent_register_timeout_ms", "worker_register_timeout_seconds"):
         patience = patience_ms if name.endswith("_ms") else str(int(settings.start_timeout_s))
         os.environ.setdefault(f"RAY_{name}", patience)
     Cluster._folder = tempfile.mkdtemp(prefix="hr-ray-")  # short: sockets are in it, and their paths are bounded
     _sweep(Path(Cluster._folder))
+    end_s = time.monotonic() + settings.start_timeout_s
+    while not _began(settings, cpus, Cluster._folder):
+        if time.monotonic() > end_s:
+            raise Unavailable(f"Ray has not started on this machine within {settings.start_timeout_s:g} s")
+    log.info("ray_started", folder=Cluster._folder)
+
+
+def _began(settings: RaySettings, cpus: int, folder: str) -> bool:
+    """Ray itself waits for half a minute."""
     try:
         ray.init(
             address="local",
@@ -107,11 +117,13 @@ def _begin(settings: RaySettings, cpus: int) -> None:
             log_to_driver=False,
             object_store_memory=settings.object_store_bytes,
             _node_ip_address=_LOOPBACK,
-            _temp_dir=Cluster._folder,
+            _temp_dir=folder,
         )
-    except Exception as error:
-        raise Unavailable(f"Ray did not start on this machine: {error}") from error
-    log.info("ray_started", folder=Cluster._folder)
+    except Exception as error:  # noqa: BLE001 (it raises plain `Exception`)
+        log.warning("ray_did_not_start", error=str(error))
+        ray.shutdown()
+        return False
+    return True
 
 
 def _sweep(own: Path) -> None:
