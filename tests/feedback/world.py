@@ -37,12 +37,14 @@ Tick = Callable[[int], None]
 
 
 def scenes(count: int, seed: int) -> list[Scene]:
+    """One task for about every eight: what is said of a task concerns all of its runs again."""
     draw = random.Random(f"scenes {seed}")
+    tasks = max(3, count // 8)
     made = []
     for number in range(count):
         key = ids.session_key("default", f"s{number}")
         turns = {ids.response_id(key): draw.choice([1, 1, 2]) for _ in range(draw.randint(1, 3))}
-        made.append(Scene(f"s{number}", f"t{number % 3}" if draw.random() < 0.6 else None, turns))
+        made.append(Scene(f"s{number}", f"t{number % tasks}" if draw.random() < 0.6 else None, turns))
     return made
 
 
