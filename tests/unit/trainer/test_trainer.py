@@ -367,17 +367,3 @@ async def test_refusing_waits_for_the_bus(world: World, make: Make) -> None:
 def test_blobs_can_be_anywhere(tmp_path: Path) -> None:
     """The state goes through `BlobStore` alone, so a store without rename is as good."""
     assert LineageStore(BlobStore(f"memory://{tmp_path.name}"), "main").read() is None
-
-
-async def test_the_older_half_makes_room(world: World, make: Make) -> None:
-    """A full queue drops what has waited longest for its group, and what came last may still find one."""
-    settings = make(advantage={"kind": "grpo"}, group_size=2, group_wait_s=100.0, memory={"queue_experiences": 4})
-    version = await begin(world, make)
-    world.bus.produce(*(experience(n, version, task=f"t{n}", run="0") for n in range(2)))
-    await world.run(settings, wait_s=20)
-    world.bus.produce(*(experience(n, version, task=f"t{n}", run="0", reward=0.0) for n in range(2, 4)))
-    world.bus.produce(*(experience(n + 10, version, task=f"t{n}", run="1", reward=1.0) for n in range(2, 4)))
-    await world.run(settings, wait_s=50)
-    fates = world.bus.fates
-    assert {fates["e0", 0], fates["e1", 0]} == {"singleton"}
-    assert {fates[f"e{n}", 0] for n in (2, 3, 12, 13)} == {"trained"}
