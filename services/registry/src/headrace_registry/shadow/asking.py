@@ -104,7 +104,7 @@ class GatewayAnswers:
 
 
 class GatewaySession:
-    """The calls of one new answer. See `rerun.Asking`."""
+    """The calls of one new answer. See `rerun.Answering`."""
 
     def __init__(
         self,

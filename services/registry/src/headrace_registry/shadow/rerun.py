@@ -27,7 +27,7 @@ class Answered:
     tokens: int
 
 
-class Asking(Protocol):
+class Answering(Protocol):
     """Calls the model, for one session of the shadow."""
 
     async def ask(self, version: str, prompt: Turn, messages: Sequence[Message]) -> Answered:
@@ -74,7 +74,7 @@ class Rerun:
     """Of the model."""
 
 
-async def rerun(asking: Asking, toolbox: Toolbox, version: str, prompt: Turn, bounds: RerunBounds) -> Rerun:
+async def rerun(asking: Answering, toolbox: Toolbox, version: str, prompt: Turn, bounds: RerunBounds) -> Rerun:
     """Answer the prompt of an opening turn. Raises `RerunFailed`."""
     messages = list(prompt.messages)
     tokens = 0

@@ -26,7 +26,7 @@ from headrace_registry.shadow.recording import (
     log_weight,
     weighed,
 )
-from headrace_registry.shadow.rerun import Asking, ReadOnlyTools, RerunFailed, Toolbox, rerun
+from headrace_registry.shadow.rerun import Answering, ReadOnlyTools, RerunFailed, Toolbox, rerun
 from headrace_runtime.logs import get_logger
 from headrace_runtime.processor import Processor
 from headrace_schemas import Event, Turn
@@ -42,7 +42,7 @@ class ShadowAnswers(Protocol):
     @property
     def tools(self) -> ReadOnlyTools: ...
 
-    def session(self, tenant: str, session_id: str, of: str) -> AbstractAsyncContextManager[Asking]:
+    def session(self, tenant: str, session_id: str, of: str) -> AbstractAsyncContextManager[Answering]:
         """A session of the shadow of session `of`; it is ended when the body is."""
 
     async def logprobs(self, version: str, answers: Sequence[WeighedTokens]) -> list[list[float]] | None:
