@@ -16,7 +16,7 @@ from benchmarks._rollout_trials import NEVER, play
 from benchmarks._rollout_worlds import Sessions, World, draw_sessions
 from headrace_registry import spending
 from headrace_registry.rollouts import metrics
-from headrace_registry.rollouts.evidence import ARMS, Evidence
+from headrace_registry.rollouts.evidence import ARMS, SILENT_UNITS, Evidence
 from headrace_registry.rollouts.maturity import Unit, UnitReading, due, read
 from headrace_registry.rollouts.plan import Guardrail, RolloutPlan, RolloutStage, Success
 from headrace_registry.rollouts.records import SessionRecord
@@ -155,6 +155,26 @@ def test_the_shadow_compares_two_answers_to_one_prompt() -> None:
     found = evidence.findings()
     assert (found.harmed, found.shadow_units, found.candidates) == (("reward at shadow",), 60, 0)
     assert found.statistics["reward.difference"] == pytest.approx(-0.5)
+
+
+def test_a_guardrail_that_nobody_speaks_of_holds_nothing_up() -> None:
+    """An agent without tools makes no tool errors, and is promoted all the same; one unit that has some is enough."""
+    plan = SMALL.model_copy(update={"guardrails": (*SMALL.guardrails, Guardrail(metric="tool_errors", margin=0.2))})
+
+    def open_after(count: int, *, said_by: int | None = None) -> bool:
+        evidence = Evidence(plan)
+        for number in range(count):
+            values = {"reward": 1.0, "missing": 0.0} | ({"tool_errors": 0.0} if number == said_by else {})
+            for look in plan.looks:
+                evidence.take(look, UnitReading(unit(number, candidate=number % 2 == 0), values))
+        found = evidence.findings(numbers=False)
+        later = [names for names in found.too_risky.values() if "tool_errors" in names]
+        assert bool(later) == ("tool_errors" in found.open_guardrails)
+        return bool(later)
+
+    assert open_after(2 * SILENT_UNITS - 1)
+    assert not open_after(2 * SILENT_UNITS)
+    assert open_after(2 * SILENT_UNITS, said_by=3)
 
 
 def test_arms_of_the_wrong_size_are_noticed_though_nothing_is_measured() -> None:

@@ -6,7 +6,7 @@ so a decision does not depend on when somebody looked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Protocol
@@ -24,6 +24,9 @@ from headrace_registry.rollouts.sample_ratio import SampleRatio
 
 ARMS = "arms of one size"
 """What has to be shown beside the plan's guardrails."""
+SILENT_UNITS = 30
+"""Units of each arm after which a metric that all of them abstained from has nothing to say of this agent: agents
+without tools make no tool errors. What one unit in ten speaks of is taken for silent once in 500 rollouts."""
 
 
 class Wealth(Protocol):
@@ -163,6 +166,8 @@ class Evidence:
         self._even = [Test(EProcess(null=-plan.uneven, gap=plan.uneven), self.alpha, sign) for sign in (1.0, -1.0)]
         self._shadow_units = 0
         self._last: dict[Look, UnitReading] = {}
+        self._read: dict[Look, list[int]] = {look: [0, 0] for look in plan.looks}
+        """Units of the control and of the candidate."""
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
@@ -180,6 +185,7 @@ class Evidence:
                 f"{reading.unit.name} after {before.unit.name}: units are read in the order of their arrival"
             )
         self._last[look] = reading
+        self._read[look][reading.unit.candidate] += 1
         if look == "maturity":
             self._ratio.see(candidate=reading.unit.candidate)
             self._ratio_broken = self._ratio_broken or self._ratio.broken(self.plan.sample_ratio_error)
@@ -202,7 +208,7 @@ class Evidence:
         shown = [one for one, test in self._successes if test.convinced]
         return Findings(
             harmed=tuple(name for name, test in self._harms if test.convinced),
-            open_guardrails=tuple(name for name, test in self._safe if not test.convinced)
+            open_guardrails=self._open(self._safe, self.plan.last_look)
             + (() if all(test.convinced for test in self._even) else (ARMS,)),
             shown=tuple(f"{one.metric} {one.kind.replace('_', ' ')}" for one in shown),
             improved=any(one.kind == "improved" for one in shown),
@@ -267,7 +273,13 @@ class Evidence:
         ]
 
     def _not_shown(self, place: int) -> tuple[str, ...]:
-        return tuple(name for name, test in self._entries[place] if not test.convinced)
+        return self._open(self._entries[place], "maturity")
+
+    def _open(self, tests: Iterable[tuple[str, Test]], look: Look) -> tuple[str, ...]:
+        """The metrics of which something is still to be shown."""
+        enough = min(self._read[look]) >= SILENT_UNITS
+        silent = {name for name, _ in tests if enough and self._watches[name, look].seen.count == 0}
+        return tuple(name for name, test in tests if not test.convinced and name not in silent)
 
     def _watch(self, one: Guardrail | Success, look: Look) -> MetricWatch:
         return self._watches.setdefault((one.metric, look), MetricWatch(one.measured, look, self.plan.alpha))
