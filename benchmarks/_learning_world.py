@@ -211,15 +211,22 @@ def experiences_of(task: Task, turns: Sequence[Turn]) -> list[Experience]:
         turns, given_up=(), about_run=[told], about_session=[], reason="feedback", models=1, turns_from=0, now=utcnow()
     )
     rewards = [SourceReward(source, None, "scored", value) for source, value in _scored(run).items()]
-    found = []
-    for index, branch in enumerate(run.branches):
-        reward = POLICY.branch_reward(rewards, branch.turn_ids, rewarded=False)
-        found.append(
-            experience(
-                run, index, reward, now=utcnow(), revision=0, task_id=run.task_id, run_id=run.run_id, parts=run.parts
-            )
+    return [
+        experience(
+            run,
+            index,
+            rewards,
+            {},
+            POLICY,
+            rewarded=False,
+            now=utcnow(),
+            revision=0,
+            task_id=run.task_id,
+            run_id=run.run_id,
+            parts=run.parts,
         )
-    return found
+        for index in range(len(run.branches))
+    ]
 
 
 def _scored(run: Trajectory) -> dict[str, float]:

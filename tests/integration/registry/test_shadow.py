@@ -94,7 +94,7 @@ async def stack(own_bus: str, folder: Path, read_only: list[str]) -> AsyncIterat
     scorer = {"SCORER__FUNCTIONS": [f"{folder / 'rewards.py'}:right"], "SCORER__EXPECTED": ["function:right"]}
     services = [
         ServiceProcess("collector", folder / "data", own_bus),
-        ServiceProcess("scorer", folder / "data", own_bus, **scorer),  # type: ignore[arg-type]
+        ServiceProcess("scorer", folder / "data", own_bus, **scorer),
     ]
     async with contextlib.AsyncExitStack() as made:
         await made.enter_async_context(replica.running())

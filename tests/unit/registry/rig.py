@@ -23,7 +23,7 @@ from headrace_registry.records import ModelRecord, VersionRecord
 from headrace_registry.rollouts.reports import Reports
 from headrace_registry.rollouts.watching import TurnHandler
 from headrace_registry.settings import GateSettings, RegistrySettings
-from headrace_registry.shadow.runner import ShadowAnswers
+from headrace_registry.shadow.runner import ShadowAnswers, ShadowRunner
 from headrace_registry.shadow.sampling import PromptSampler
 from headrace_registry.tables import STREAM
 from headrace_registry.transition import Transition
@@ -199,7 +199,7 @@ class Rig:
     def shadow_running(self) -> list[asyncio.Task[None]]:
         """Prompts that are being answered."""
         shadow = self._director._shadow if self._director else None
-        return list(shadow._running.values()) if shadow else []
+        return list(shadow._running.values()) if isinstance(shadow, ShadowRunner) else []
 
     async def answered(self) -> None:
         """Until no prompt is being answered."""

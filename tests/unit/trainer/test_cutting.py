@@ -10,8 +10,8 @@ from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.settings import MemorySettings
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_history import chain, name
-from tests.unit.trainer.test_state import LIMITS, START
-from tests.unit.trainer.world import experience
+from tests.unit.trainer.test_state import LIMITS
+from tests.unit.trainer.world import START, experience
 
 
 def test_the_older_half_makes_room(make: Make, tmp_path: Path) -> None:

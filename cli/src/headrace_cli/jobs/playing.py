@@ -57,7 +57,10 @@ async def _services(prepared: PreparedJob) -> AsyncIterator[Supervisor]:
     """Everything that `headrace up` starts, in a folder of the stage's own. Blobs are shared with the other stages."""
     overrides = prepared.overrides
     blobs = overrides.get("blobs.url") or (prepared.data_dir / "blobs").as_uri()
-    own = {"trainer.advantage.kind": "", "trainer.loss.kind": ""}  # what a file says of them is for another algorithm
+    own: dict[str, object] = {
+        "trainer.advantage.kind": "",
+        "trainer.loss.kind": "",
+    }  # what a file says of them is for another algorithm
     own |= {**prepared.job.settings, "blobs.url": blobs, "trainer.lineage": prepared.lineage}
     own |= {"trainer.base": prepared.base, "trainer.algorithm": prepared.job.kind}
     supervisor = await asyncio.to_thread(

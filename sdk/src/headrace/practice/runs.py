@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.async_client import AsyncClient, AsyncSession
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, UsageError
 from headrace.practice.agents import in_thread
 from headrace.sessions import Purpose, new_id
 from headrace.stack import Stack
@@ -29,6 +29,14 @@ class AgentReward:
     value: float
     parts: Mapping[str, float]
     metrics: Mapping[str, float]
+
+
+def worth_of(parts: Mapping[str, float], given: Mapping[str, float] | None) -> dict[str, float]:
+    """What each part of a reward is worth: as it is usual, or as it was `given`. Raises `UsageError`."""
+    unknown = set(given or ()) - set(parts)
+    if unknown:
+        raise UsageError(f"reward_function: no part {min(unknown)!r}; there are {', '.join(parts)}")
+    return {**parts, **(given or {})}
 
 
 class Run:

@@ -10,6 +10,7 @@ from typing import Any
 from headrace.errors import UsageError
 from headrace.practice.agents import text_of
 from headrace.practice.collecting import collected
+from headrace.practice.runs import worth_of
 from headrace.rl.training import OnlineTrainer, TrinityRFT
 from headrace.sessions import Purpose
 
@@ -103,10 +104,7 @@ class GameTrainer:
         reward_function: Mapping[str, float] | None = None,
         framework: TrinityRFT | None = None,
     ) -> None:
-        unknown = set(reward_function or ()) - set(PARTS)
-        if unknown:
-            raise UsageError(f"reward_function: no event {min(unknown)!r}; there are {', '.join(PARTS)}")
-        self.worth = PARTS | dict(reward_function or {})
+        self.worth = worth_of(PARTS, reward_function)
         self.agents = list(agents)
         self.framework = framework or TrinityRFT("reinforce++")
         if framework is None:

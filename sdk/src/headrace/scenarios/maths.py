@@ -6,11 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.errors import UsageError
 from headrace.practice.agents import asked, plugged, text_of
 from headrace.practice.blocking import blocking
 from headrace.practice.practising import practise
-from headrace.practice.runs import Run
+from headrace.practice.runs import Run, worth_of
 from headrace.practice.steps import Step
 from headrace.rl.training import TrinityRFT
 
@@ -32,10 +31,7 @@ class MathAgentTrainer:
         training_config: Mapping[str, Any] | None = None,
         settings: Mapping[str, object] | None = None,
     ) -> None:
-        unknown = set(reward_function or ()) - set(PARTS)
-        if unknown:
-            raise UsageError(f"reward_function: no part {min(unknown)!r}; there are {', '.join(PARTS)}")
-        self.worth = PARTS | dict(reward_function or {})
+        self.worth = worth_of(PARTS, reward_function)
         self.framework = TrinityRFT(algorithm, model_config, training_config, settings)
 
     def parts(self, answer: str, expected: str) -> dict[str, float]:

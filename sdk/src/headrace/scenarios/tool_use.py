@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace.practice.collecting import run_and_collect, say
+from headrace.practice.runs import worth_of
 from headrace.rl.training import OnlineTrainer, TrinityRFT
 from headrace.stack.offline import train_rows
 
@@ -33,10 +34,7 @@ class ToolUseTrainer:
         tools: Sequence[str] | None = None,
         settings: Mapping[str, object] | None = None,
     ) -> None:
-        unknown = set(reward_function or ()) - set(PARTS)
-        if unknown:
-            raise UsageError(f"reward_function: no part {min(unknown)!r}; there are {', '.join(PARTS)}")
-        self.worth = PARTS | dict(reward_function or {})
+        self.worth = worth_of(PARTS, reward_function)
         self.algorithm, self.tools, self._expected = algorithm, tools, expected
         live = {} if algorithm == "dpo" else {"trainer.algorithm": algorithm}
         self.framework = TrinityRFT(str(live.get("trainer.algorithm", "reinforce++")), model_config, None, settings)

@@ -67,7 +67,8 @@ def test_a_line_through_the_units_before_by_least_squares() -> None:
         assert again.take(np.array([expected]), np.array([value]), np.array([True]))[0] == pytest.approx(foretold)
         line.see(expected, value)
         seen.append((expected, value))
-    slope, level = np.polyfit(*zip(*seen, strict=True), 1)
+    xs, ys = zip(*seen, strict=True)
+    slope, level = np.polyfit(np.array(xs), np.array(ys), 1)
     assert line.foretell(0.8) == pytest.approx(level + slope * 0.8, abs=0.02)
 
 

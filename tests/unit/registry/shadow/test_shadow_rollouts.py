@@ -47,8 +47,9 @@ async def test_a_version_is_in_the_shadow_before_anybody_has_it(shadow: tuple[Ri
     (old,) = await rig.crowned(0)
     new = await in_the_shadow(rig)
     street = ShadowStreet(rig, 1)
-    assert (await street.last()).phase == "shadow"
-    assert rig.routing.split is None, "no user has it"
+    first, before = await street.last(), rig.routing
+    assert first.phase == "shadow"
+    assert before.split is None, "no user has it"
     assert new in {one.version for one in rig.routing.serve}, "replicas hold it"
     await street.until_canary()
     last = await street.last()

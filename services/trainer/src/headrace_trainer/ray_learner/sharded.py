@@ -22,8 +22,9 @@ from torch.distributed.tensor import distribute_tensor
 from headrace_runtime.errors import SettingError
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.torch_learner.model.configuration import said
 from headrace_trainer.torch_learner.model.forward import Pack
-from headrace_trainer.torch_learner.model.policy import Policy, said
+from headrace_trainer.torch_learner.model.policy import Policy
 
 _ADAPTER_NAME = ".default"
 """In the names of the model's tensors, and not in those of an adapter's file."""

@@ -22,15 +22,13 @@ from headrace_runtime.errors import SettingError
 from headrace_trainer.batches.batch import pack
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner.model import forward
+from headrace_trainer.torch_learner.model.configuration import architecture_of, config_of, said
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import (
     Policy,
-    architecture_of,
-    config_of,
     device_of,
     from_folder,
     resolved,
-    said,
     weights_dtype,
 )
 from headrace_trainer.torch_learner.native_plan import Plan, integers, plan

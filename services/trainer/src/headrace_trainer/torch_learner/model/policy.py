@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from headrace_runtime.errors import SettingError
@@ -37,6 +37,7 @@ from headrace_trainer.torch_learner.model import (
     rope,
     sequence_bound,
 )
+from headrace_trainer.torch_learner.model.configuration import architecture_of, config_of, said
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import Head, Slope
 from headrace_trainer.torch_learner.shards import as_held, kept
@@ -374,30 +375,12 @@ def _check_rounded(folder: Path) -> None:
         raise SettingError("trainer.compute.weights", "bfloat16", remedy)
 
 
-def architecture_of(config: Any) -> str:
-    """The name of the model's class, as its configuration has it."""
-    return str((config.architectures or [type(config).__name__])[0])
-
-
 def _not_packed(config: Any, reason: str) -> SettingError:
     remedy = f'{architecture_of(config)} cannot be packed ({reason}); set "padded"'
     return SettingError("trainer.compute.packing", "blocks", remedy)
-
-
-def config_of(folder: Path) -> Any:
-    """The configuration of the model in `folder`. Raises `SettingError`."""
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise SettingError("trainer.base", str(folder), f"has no configuration to use: {said(error)}") from None
 
 
 def _padded_attention(folder: Path) -> str | None:
     """None is the model's own choice: the fused attention, which takes no bound on scores and says nothing about it."""
     softcap = getattr(config_of(folder).get_text_config(), "attn_logit_softcapping", None)
     return "eager" if softcap else None
-
-
-def said(error: BaseException) -> str:
-    """The first line of what a library says, for a sentence of ours."""
-    return (str(error).splitlines() or [""])[0] or type(error).__name__
