@@ -91,12 +91,12 @@ def check_learns(folder: Path, make: Make, margin: float = 0.25, **overrides: An
     "overrides",
     [
         {},
-        {"optimizer": {"kind": "muon", "learning_rate": 2e-2}},
+        pytest.param({"optimizer": {"kind": "muon", "learning_rate": 2e-2}}, marks=pytest.mark.long),
         {"advantage": {"kind": "grpo"}, "group_size": 8},
-        {"advantage": {"kind": "rloo"}, "group_size": 8},
+        pytest.param({"advantage": {"kind": "rloo"}, "group_size": 8}, marks=pytest.mark.long),
         {"advantage": {"scale": "none"}, "loss": {"proximal": "behaviour", "updates_per_step": 2, "clip_dual": 3.0}},
-        {"loss": {"kl": 0.01}},
-        {"compute": {"packing": "padded", "pack_tokens": 64}},
+        pytest.param({"loss": {"kl": 0.01}}, marks=pytest.mark.long),
+        pytest.param({"compute": {"packing": "padded", "pack_tokens": 64}}, marks=pytest.mark.long),
     ],
     ids=str,
 )

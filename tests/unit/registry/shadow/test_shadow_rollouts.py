@@ -61,7 +61,7 @@ async def test_a_version_is_in_the_shadow_before_anybody_has_it(shadow: tuple[Ri
     assert "no harm in 2" in (event.reason or "")
     assert last.shadow.state is not None
     assert last.shadow.expected["reward"]
-    assert await street.until_over()
+    await street.until_over()
 
 
 async def test_each_prompt_is_answered_once_by_both_and_nobodys_session_is_left_behind(
