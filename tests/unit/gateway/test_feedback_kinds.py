@@ -14,7 +14,8 @@ from headrace_schemas.events.feedback import task_key
 from tests.support.gateway import PARTITIONS, Gateway, gateway, until
 
 ONE, TWO = (ids.session_key("default", name) for name in ("one", "two"))
-A, B, C = ids.response_id(ONE), ids.response_id(ONE), ids.response_id(TWO)
+A, B, C = (f"chatcmpl-{key}-01a2060cb1cc7c47a82c2578b756ac0{n}" for n, key in enumerate((ONE, ONE, TWO)))
+"""The same in every process that collects these tests."""
 
 
 async def sent(served: Gateway, body: dict[str, Any]) -> list[Feedback]:
