@@ -48,13 +48,13 @@ TESTED = $(if $(SERVICE),tests/unit/$(SERVICE),tests/unit tests/repo tests/docs 
 
 test: $(VENV)/installed ## every test that does not play for minutes, fast ones first (SERVICE=one alone); under 10 minutes on 2 cores
 	mkdir -p reports
-	$(PYTEST) -m "not long" $(TESTED)
+	$(PYTEST) -m "not long and not own_target" $(TESTED)
 	@echo "make test-long plays the rest: the whole circle, kills under load, every bus and database, replays, what docs say of a running stack"
 
 test-long: WORKERS = 2
 test-long: $(VENV)/installed ## the tests that kill and that play for minutes: the whole circle, Kafka with PostgreSQL, replays, docs on a running stack
 	mkdir -p reports
-	$(PYTEST) -m long tests/e2e tests/docs tests/contract tests/integration/replay tests/integration tests/repo tests/unit --ignore=tests/docs/test_tutorials.py
+	$(PYTEST) -m "long and not own_target" tests/e2e tests/docs tests/contract tests/integration/replay tests/integration tests/repo tests/unit --ignore=tests/docs/test_tutorials.py
 
 test-tutorials: $(VENV)/installed ## the tutorials, walked from top to end as a new user does; about 15 minutes
 	$(BIN)/pytest tests/docs/test_tutorials.py
@@ -116,8 +116,10 @@ test-learning: $(VENV)/installed ## what a correction leaves undone, what is no 
 
 test-algorithms: $(VENV)/installed ## each loss and advantage beside an independent result, promises with edits and preferences, planted faults
 	$(BIN)/python -m tests.algorithms
+	$(BIN)/pytest -m own_target tests/unit/trainer/test_signals_crash.py
 
 test-jobs: $(VENV)/installed ## a job of 2,000 rows is killed ten times and ends with the bytes of an undisturbed one (SEED=, ROWS=, KILLS=)
+	$(BIN)/pytest -m own_target tests/integration/jobs
 	$(BIN)/python -m tests.jobs $(if $(ROWS),--rows $(ROWS)) $(if $(filter file,$(origin KILLS)),,--kills $(KILLS)) $(if $(filter file,$(origin SEED)),,--seed $(SEED))
 
 test-feedback: $(VENV)/installed ## 10,000 events of feedback of every kind in a random order against an oracle, and planted faults (SEED=0)
@@ -184,6 +186,7 @@ $(TRINITY)/installed: $(UV) requirements-trinity.lock
 
 test-trinity: $(VENV)/installed $(TRINITY)/installed ## our batches through Trinity's own reader, our YAML through its own check; no GPU
 	$(BIN)/python -m tests.trinity
+	$(BIN)/pytest -m own_target tests/unit/trainer/test_trinity.py
 
 install-clients: $(CLIENTS)/installed ## what others build agents with, in an environment of its own (about 700 MB)
 

@@ -12,7 +12,7 @@ from headrace_runtime.registries import Registry
 from tests.jobs.killing import Place, case_of, differences, killed, manifests, moments, set_aside, to_the_end, written
 from tests.support import tiny_model
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.own_target, pytest.mark.timeout(1800)]
 ANNOUNCED = Registry("algorithms", object, "algorithm").names()
 
 

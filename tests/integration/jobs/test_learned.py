@@ -9,16 +9,10 @@ from typing import Any
 
 import pytest
 
-from headrace_runtime.registries import Registry
 from tests.integration.jobs.learned import Trained, logprob, train, written
 from tests.support import tiny_model
 
-ANNOUNCED = Registry("algorithms", object, "algorithm").names()
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(not {"sft", "dpo", "kto"} <= set(ANNOUNCED), reason="sft, dpo and kto are not announced here"),
-]
+pytestmark = [pytest.mark.own_target, pytest.mark.timeout(1800)]
 SETTINGS = ("--set", "trainer.batch_experiences=16", "--set", "trainer.optimizer.learning_rate=0.002")
 GOOD, BAD = "the agent reads it", "nobody answers"
 

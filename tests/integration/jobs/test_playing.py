@@ -7,16 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace_runtime.registries import Registry
 from tests.integration.jobs.learned import Trained, train, written
 from tests.support import tiny_model
 
-ANNOUNCED = Registry("algorithms", object, "algorithm").names()
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif("sft" not in ANNOUNCED, reason="sft is not announced here"),
-]
+pytestmark = [pytest.mark.own_target, pytest.mark.timeout(1800)]
 AGENT = """
 import os
 from headrace import Client

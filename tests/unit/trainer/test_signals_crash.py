@@ -35,7 +35,11 @@ def story(world: World, version: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("algorithm", "stride"),
-    [("dpo", 13), ("sft", 17), ("ppo", 17), pytest.param("dpo", 5, marks=pytest.mark.long)],
+    [
+        ("dpo", 29),
+        ("ppo", 37),
+        *(pytest.param(name, 1, marks=[pytest.mark.own_target, pytest.mark.timeout(3000)]) for name in ("sft", "dpo")),
+    ],
 )
 async def test_a_death_at_any_point_changes_nothing(tmp_path: Path, make: Make, algorithm: str, stride: int) -> None:
     settings = make(algorithm=algorithm, memory={"restore_points": 3}, pair_wait_s=1e6, batch_experiences=2)

@@ -66,7 +66,7 @@ def settings_of(base: Path, folder: Path, **more: Any) -> TrainerSettings:
     return complete(TrainerSettings).model_validate({**table, **more})
 
 
-@pytest.mark.long
+@pytest.mark.own_target
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 def test_it_keeps_what_every_learner_promises(
     promise: Promise, base: Path, tmp_path: Path, learners: list[TrinityLearner]
@@ -140,7 +140,7 @@ async def _calm(folder: Path, base: Path) -> tuple[dict[str, Any], list[Any]]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("stride", [pytest.param(5, marks=pytest.mark.long), 13])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=[pytest.mark.own_target, pytest.mark.timeout(3000)]), 29])
 async def test_a_trainer_that_dies_anywhere_trains_each_batch_once(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learners: list[TrinityLearner], stride: int
 ) -> None:
