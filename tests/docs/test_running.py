@@ -11,7 +11,7 @@ import pytest
 
 from headrace import Client
 from headrace_schemas import Turn
-from tests.docs.fences import Fence
+from tests.docs.fences import ROOT, Fence
 from tests.docs.not_run import executed
 from tests.docs.stack import BATCH, MODEL, Stack, running
 from tests.docs.trail import FOLLOWED, Missing, Trail, follow, read
@@ -78,4 +78,5 @@ async def until_followed(stack: Stack, turn_id: str) -> Trail:
 
 @pytest.mark.parametrize("fence", executed(stack=True), ids=lambda one: one.label)
 def test_code_runs_on_a_running_headrace(fence: Fence, stack: Stack) -> None:
+    stack.add_files(ROOT / fence.page)
     stack.run(fence)
