@@ -108,6 +108,8 @@ def _show_row(shown: Shown) -> None:
 
 def _checked(report: CheckReport) -> dict[str, Any]:
     found = asdict(report)
+    # asdict makes counters anew of their items, and so counts these
+    found |= {"unread": dict(report.unread), "refused": dict(report.refused)}
     del found["lengths"]
     found["shown"] = [
         {
