@@ -124,6 +124,7 @@ test-jobs: $(VENV)/installed ## a job of 2,000 rows is killed ten times and ends
 
 test-feedback: $(VENV)/installed ## 10,000 events of feedback of every kind in a random order against an oracle, and planted faults (SEED=0)
 	$(BIN)/python -m tests.feedback --seed $(SEED)
+	$(BIN)/pytest -m own_target tests/unit/scorer
 
 POINTS ?= 10
 test-ray: $(VENV)/installed ## two ranks of Ray beside one process, and kill -9 of each process at POINTS=10 points; needs headrace-trainer[ray]

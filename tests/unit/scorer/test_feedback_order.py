@@ -42,6 +42,6 @@ def test_the_talk_has_everything() -> None:
     assert 0.9 < (max(one.skew_s for one in sayings) - min(one.skew_s for one in sayings)) / 7200 <= 1
 
 
-@pytest.mark.long
+@pytest.mark.own_target
 async def test_ten_thousand_in_any_order(data_dir: Path) -> None:
     assert await differing("sqlite", data_dir, 7, 10_000) == []
