@@ -72,6 +72,7 @@ async def test_a_rollout_outlives_kill_9_at_any_moment(own_bus: str, tmp_path: P
             await rig.until(lambda: set(over) & set(rig.said(second)), "the end of the rollout", timeout_s=300)
             champion = second if better else first
             await rig.until(lambda: rig.champion(model) == champion, "the champion on the bus")
+            await rig.until(lambda: rig.routing.rows[model].split is None, "that nobody has the other one on the bus")
         steps = [one.rollout.kind for one in rig.decisions if one.rollout and one.version == second]
         assert steps[0] == "begin"
         assert steps[-1] == ("promote" if better else "roll_back")
