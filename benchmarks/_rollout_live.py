@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ import aiohttp
 
 from benchmarks import _rollout_models
 from benchmarks._live_lines import Line, report, say
+from benchmarks._live_stack import live_stack
 from headrace.registry import ModelRegistry
 from headrace.rollouts import Rollouts
 from headrace_cli.commands.rollouts import in_a_line
@@ -29,13 +29,11 @@ from headrace_cli.rollouts import chart
 from headrace_cli.supervisor import Supervisor
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings, Common
 from headrace_schemas import Checkpoint
 from headrace_schemas.base import utcnow
 from headrace_schemas.registry_api import VersionState
 from headrace_schemas.rollout_api import RolloutState
 from tests.support import tiny_model
-from tests.support.ports import free_port
 
 MODEL = "clerk"
 USERS = 6
@@ -192,23 +190,8 @@ class Street:
 
 async def play(folder: Path) -> tuple[list[Line], dict[str, object]]:
     """The whole demo."""
-    supervisor = Supervisor(
-        folder / "data",
-        settings={**SETTINGS, "broker.kafka_port": free_port()},
-        without=("trainer", "judge"),
-        auto_ports=True,
-        environ={name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")},
-    )
-    blobs = BlobStore.open(Common(data_dir=folder / "data"))
-    producer = EventProducer(BusSettings(address=supervisor.plan.bus), "headrace/demo", blobs)
-    supervisor.start()
-    try:
-        await asyncio.to_thread(supervisor.wait_up)
-        await producer.start()
-        return await _acts(Street(folder, supervisor, producer, blobs))
-    finally:
-        await producer.stop()
-        await asyncio.to_thread(supervisor.stop)
+    async with live_stack(folder, SETTINGS) as stack:
+        return await _acts(Street(folder, stack.supervisor, stack.producer, stack.blobs))
 
 
 async def _acts(street: Street) -> tuple[list[Line], dict[str, object]]:

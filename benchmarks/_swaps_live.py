@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import sys
 import tempfile
 import time
@@ -25,16 +24,14 @@ import numpy as np
 
 from benchmarks import _rollout_models
 from benchmarks._live_lines import Line, report, say
+from benchmarks._live_stack import live_stack
 from headrace.registry import ModelRegistry
-from headrace_cli.supervisor import Supervisor
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.producer import EventProducer
-from headrace_runtime.settings import BusSettings, Common
 from headrace_schemas import Checkpoint
 from headrace_schemas.base import utcnow
 from tests.support import tiny_model
 from tests.support.gateway_process import GatewayProcess, wait_healthy
-from tests.support.ports import free_port
 
 MODEL = "clerk"
 SWAPS = 100
@@ -214,30 +211,18 @@ class Stage:
 
 async def play(folder: Path, swaps: int) -> tuple[list[Line], dict[str, object]]:
     """The whole demo."""
-    supervisor = Supervisor(
-        folder / "data",
-        settings={**SETTINGS, "broker.kafka_port": free_port()},
-        without=("trainer", "judge"),
-        auto_ports=True,
-        environ={name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")},
-    )
-    blobs = BlobStore.open(Common(data_dir=folder / "data"))
-    producer = EventProducer(BusSettings(address=supervisor.plan.bus), "headrace/demo", blobs)
-    second = GatewayProcess(folder / "gateway-2", supervisor.plan.bus)
-    supervisor.start()
-    try:
-        await asyncio.to_thread(supervisor.wait_up)
-        await asyncio.to_thread(second.start)
-        await producer.start()
-        gateways = (supervisor.url("gateway"), second.url)
-        stage = Stage(folder, supervisor.url("registry"), gateways, producer)
-        made = await asyncio.to_thread(stage.make, blobs, swaps + 1)
-        say(f"{len(made)} versions are stored")
-        return await _acts(stage, Choir(gateways), made)
-    finally:
-        await producer.stop()
-        await asyncio.to_thread(second.stop)
-        await asyncio.to_thread(supervisor.stop)
+    async with live_stack(folder, SETTINGS) as stack:
+        supervisor = stack.supervisor
+        second = GatewayProcess(folder / "gateway-2", supervisor.plan.bus)
+        try:
+            await asyncio.to_thread(second.start)
+            gateways = (supervisor.url("gateway"), second.url)
+            stage = Stage(folder, supervisor.url("registry"), gateways, stack.producer)
+            made = await asyncio.to_thread(stage.make, stack.blobs, swaps + 1)
+            say(f"{len(made)} versions are stored")
+            return await _acts(stage, Choir(gateways), made)
+        finally:
+            await asyncio.to_thread(second.stop)
 
 
 async def _acts(stage: Stage, choir: Choir, made: Sequence[Made]) -> tuple[list[Line], dict[str, object]]:

@@ -12,9 +12,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from headrace_inference.chat.exact import for_template
 from headrace_inference.chat.plain import PlainText
 from headrace_inference.chat.tokenizer import ChatTokenizer, RenderLimits
+from headrace_runtime.chat_messages import for_template
 from headrace_runtime.errors import Refused
 from headrace_runtime.versions import TEMPLATE_FILE, TOKENIZER_FILE, file_digest
 from headrace_schemas import Message, TextPart

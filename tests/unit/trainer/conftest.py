@@ -13,6 +13,17 @@ from headrace_trainer.settings import TrainerSettings
 from tests.support import tiny_model
 
 Make = Callable[..., TrainerSettings]
+SMALL: dict[str, Any] = {
+    "model": "m",
+    "batch_experiences": 4,
+    "batch_experiences_min": 1,
+    "steps_per_version": 1,
+    "max_staleness": 4,
+    "save_interval_s": 1e-9,
+    "retry_s": 0.5,
+    "optimizer": {"learning_rate": 1e-3},
+}
+"""Eager tests: batches of 4, a version per step, outcomes saved at once."""
 
 
 @pytest.fixture(scope="session")
@@ -24,20 +35,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(base: Path) -> Make:
-    """Settings for small, eager tests: batches of 4, a version per step, verdicts saved at once."""
+    """Settings for small, eager tests."""
 
     def _make(**overrides: Any) -> TrainerSettings:
-        settings: dict[str, Any] = {
-            "base": str(base),
-            "model": "m",
-            "batch_experiences": 4,
-            "batch_experiences_min": 1,
-            "steps_per_version": 1,
-            "max_staleness": 4,
-            "save_interval_s": 1e-9,
-            "retry_s": 0.5,
-            "optimizer": {"learning_rate": 1e-3},
-        }
-        return TrainerSettings.model_validate({**settings, **overrides})
+        return TrainerSettings.model_validate({"base": str(base), **SMALL, **overrides})
 
     return _make

@@ -29,6 +29,13 @@ def test_a_tool_call_is_written_as_the_template_writes_it(base: Path) -> None:
     assert said == '<tool_call>{"name": "search", "arguments": {"query": "invoice"}}</tool_call><|im_end|>'
 
 
+def test_half_a_surrogate_pair_in_arguments_is_no_text_and_the_arguments_stay_as_they_were_sent(base: Path) -> None:
+    call = ToolCall(id="1", function=FunctionCall(name="search", arguments=r'{"query": "\ud800"}'))
+    said = said_by(base, Message(role="assistant", tool_calls=(call,)))
+    assert said is not None
+    assert r"\ud800" in said
+
+
 @pytest.mark.parametrize("content", ["Monday.", "  two  spaces\n", "", "Who? <think>no</think>", "été, 日本"])
 def test_tokens_are_those_that_transformers_makes_of_the_whole_dialogue(base: Path, content: str) -> None:
     """The other way round: the whole is tokenized, and what the prompt has is taken away."""

@@ -25,6 +25,7 @@ from headrace_trainer.trinity_learner.disk import Disk
 from headrace_trainer.trinity_learner.learner import TrinityLearner
 from tests.contract.learner.promises import GOING_ON, PROMISES, Opener, Promise, batch
 from tests.trinity import stand_in
+from tests.unit.trainer.conftest import SMALL
 from tests.unit.trainer.test_crash import Died, Fuse, result
 from tests.unit.trainer.world import World, decision, experience
 
@@ -52,18 +53,10 @@ def learners(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TrinityLearner]]:
 def settings_of(base: Path, folder: Path, **more: Any) -> TrainerSettings:
     table: dict[str, Any] = {
         "base": str(base),
-        "model": "m",
         "backend": "trinity",
         "trinity": {"folder": str(folder), "command": COMMAND, "step_timeout_s": 60},
-        "batch_experiences": 4,
-        "batch_experiences_min": 1,
-        "steps_per_version": 1,
-        "max_staleness": 4,
-        "save_interval_s": 1e-9,
-        "retry_s": 0.5,
-        "optimizer": {"learning_rate": 1e-3},
     }
-    return complete(TrainerSettings).model_validate({**table, **more})
+    return complete(TrainerSettings).model_validate({**SMALL, **table, **more})
 
 
 @pytest.mark.own_target

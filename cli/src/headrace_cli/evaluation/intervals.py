@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-Z = 1.959963984540054
-"""Of a normal distribution, 2.5 % lie beyond it on each side."""
+from headrace.evaluation.intervals import wilson
+
 RESAMPLES = 2000
 
 
@@ -23,14 +22,6 @@ class Measurement:
     count: int
     tasks: int
     interval: str
-
-
-def wilson(successes: int, count: int) -> tuple[float, float]:
-    """The score interval of a share (Wilson 1927): it holds for few plays, and for shares of 0 and 1."""
-    share, squared = successes / count, Z * Z
-    middle = (share + squared / (2 * count)) / (1 + squared / count)
-    half = Z / (1 + squared / count) * math.sqrt(share * (1 - share) / count + squared / (4 * count * count))
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def bootstrap(by_task: Sequence[Sequence[float]], seed: int) -> tuple[float, float]:

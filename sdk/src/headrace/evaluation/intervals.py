@@ -6,6 +6,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
+Z = 1.959963984540054
+"""Of a normal distribution, 2.5 % lie beyond it on each side."""
+
 
 def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
     """Of shares (all values 0 or 1) that of Wilson, also for none and all; of others the mean plus and minus Student's
@@ -14,7 +17,7 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, 
         return None
     z, count = statistics.NormalDist().inv_cdf(0.5 + confidence / 2), len(values)
     if all(value in (0.0, 1.0) for value in values):
-        return _wilson(math.fsum(values) / count, count, z)
+        return wilson(math.fsum(values), count, z)
     if count < 2:
         return None
     reach = student(z, count - 1) * statistics.stdev(values) / math.sqrt(count)
@@ -39,7 +42,9 @@ def student(z: float, freedom: int) -> float:
     return z + math.fsum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
-def _wilson(share: float, count: int, z: float) -> tuple[float, float]:
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    reach = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return max(0.0, middle - reach), min(1.0, middle + reach)
+def wilson(successes: float, count: int, z: float = Z) -> tuple[float, float]:
+    """The score interval of a share (Wilson 1927): it holds for small counts, and for shares of 0 and 1."""
+    share, squared = successes / count, z * z
+    middle = (share + squared / (2 * count)) / (1 + squared / count)
+    half = z / (1 + squared / count) * math.sqrt(share * (1 - share) / count + squared / (4 * count * count))
+    return max(0.0, middle - half), min(1.0, middle + half)

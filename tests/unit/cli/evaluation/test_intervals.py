@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from headrace_cli.evaluation.intervals import bootstrap, measured, wilson
+from headrace.evaluation.intervals import wilson
+from headrace_cli.evaluation.intervals import bootstrap, measured
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import JsonValue
 
@@ -36,7 +35,11 @@ from headrace_inference import metrics
 from headrace_inference.chat.answer import Answer, Reading, Text
 from headrace_inference.chat.parsers import Asked, Parsers
 from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
+from headrace_runtime.chat_messages import argument_value, for_template
 from headrace_schemas import Message, Tool
+
+Meaning = tuple[str, str, list[tuple[str, JsonValue]]]
+"""Reasoning, content and calls, with their arguments as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,7 @@ class ExactPrompts:
         asked = Asked(tokenizer.outer, tools)
         how = Reading.of(known.prompt_text, self._parsers, tools=bool(tools), asked=asked)
         sampled = tokenizer.text_of(ids[known.prompt_length :], whole=how.by_token)
-        if rendered.strip() != sampled.strip() and _meaning(tokenizer, rendered, how) != _meaning(
+        if rendered.strip() != sampled.strip() and meaning(tokenizer, rendered, how) != meaning(
             tokenizer, sampled, how
         ):
             return None
@@ -151,31 +154,8 @@ class ExactPrompts:
         return ids + tokenizer.encode(text[end + len(tokenizer.eos_text) :])
 
 
-def for_template(message: Message) -> dict[str, Any]:
-    """A message as chat templates expect it: text as one string, arguments as an object where they are one."""
-    found: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": message.text,
-    }
-    if message.reasoning_content:
-        found["reasoning_content"] = message.reasoning_content
-    if message.name:
-        found["name"] = message.name
-    if message.tool_call_id:
-        found["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _value(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    return found
-
-
-def _meaning(tokenizer: ChatTokenizer, text: str, how: Reading) -> object:
+def meaning(tokenizer: ChatTokenizer, text: str, how: Reading) -> Meaning:
+    """What an answer of this text is read as."""
     if how.by_token:
         answer = Answer(tokenizer, how)
         answer.feed(tokenizer.encode(text))
@@ -186,18 +166,8 @@ def _meaning(tokenizer: ChatTokenizer, text: str, how: Reading) -> object:
         reader.feed(text)
         reader.end()
         whole = reader.whole
-    calls = [(call.function.name, _value(call.function.arguments)) for call in whole.calls]
+    calls = [(call.function.name, argument_value(call.function.arguments)) for call in whole.calls]
     return whole.reasoning.strip(), whole.content.strip(), calls
-
-
-def _value(arguments: str) -> JsonValue:
-    """The JSON value, or the string itself where it is malformed or holds half a surrogate pair, which is no text."""
-    try:
-        value: JsonValue = json.loads(arguments)
-        json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
-        return arguments
-    return value
 
 
 def _digests(
@@ -218,7 +188,9 @@ def _chained(digest: bytes, message: Message) -> bytes:
     """Two things do not count, and the text decides if they matter: reasoning, which some clients do not send back, and
     a name on an answer, which the model did not say."""
     name = None if message.role == "assistant" else message.name
-    calls = [(call.id, call.function.name, _value(call.function.arguments)) for call in message.tool_calls or ()]
+    calls = [
+        (call.id, call.function.name, argument_value(call.function.arguments)) for call in message.tool_calls or ()
+    ]
     parts = [message.role, message.text.strip(), name, message.tool_call_id, calls]
     return hashlib.sha256(digest + _canonical(parts)).digest()
 

@@ -17,16 +17,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace_inference.chat.answer import Reading, Text
-from headrace_inference.chat.exact import for_template
+from headrace_inference.chat.answer import Reading
+from headrace_inference.chat.exact import Meaning, meaning
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_runtime.chat_messages import argument_value, for_template
 from headrace_runtime.errors import HeadraceError, Refused
 from headrace_schemas import Message, Tool
 from headrace_schemas.written import WrittenBranch, WrittenSpan
 
 _SHOWN_LENGTH = 60
-_Meaning = tuple[str, str, list[tuple[str, object]]]
 
 
 class Unwritable(HeadraceError):
@@ -142,7 +142,7 @@ class ConversationWriter:
         for place, message in enumerate(messages):
             content = message.text
             if message.role == "assistant":
-                content = _meaning(content, Reading(reasoning=self._parsers.reasoning))[1]
+                content = meaning(self._tokenizer, content, Reading(reasoning=self._parsers.reasoning))[1]
             if not any(form in text for form in _forms(content.strip())):
                 raise Unwritable(
                     "template",
@@ -154,8 +154,8 @@ class ConversationWriter:
         """The service has to read from the text what the row says."""
         offered = tools or bool(message.tool_calls)
         how = Reading.of(self._tokenizer.plain(before), self._parsers, tools=offered)
-        found = _meaning(self._tokenizer.plain(said), how)
-        wanted = _wanted(message, how)
+        found = meaning(self._tokenizer, self._tokenizer.plain(said), how)
+        wanted = _wanted(self._tokenizer, message, how)
         if found == wanted:
             return
         words = ("reasoning", "content", "tool calls")
@@ -179,28 +179,12 @@ class ConversationWriter:
             yield self._tokenizer.spelled(found.token_ids[span.start : at])
 
 
-def _wanted(message: Message, how: Reading) -> _Meaning:
+def _wanted(tokenizer: ChatTokenizer, message: Message, how: Reading) -> Meaning:
     """What the row says, read as an answer where it has tags of reasoning or calls in its content."""
     inside = Reading(how.tools, how.reasoning, how.reasoning_opened and "</" in message.text)
-    reasoning, content, calls = _meaning(message.text, inside)
-    given = [(call.function.name, _value(call.function.arguments)) for call in message.tool_calls or ()]
+    reasoning, content, calls = meaning(tokenizer, message.text, inside)
+    given = [(call.function.name, argument_value(call.function.arguments)) for call in message.tool_calls or ()]
     return (message.reasoning_content or reasoning).strip(), content, [*calls, *given]
-
-
-def _meaning(text: str, how: Reading) -> _Meaning:
-    reader = Text(how)
-    reader.feed(text)
-    reader.end()
-    whole = reader.whole
-    calls = [(call.function.name, _value(call.function.arguments)) for call in whole.calls]
-    return whole.reasoning.strip(), whole.content.strip(), calls
-
-
-def _value(arguments: str) -> object:
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
 
 
 def _forms(content: str) -> tuple[str, ...]:

@@ -7,12 +7,12 @@ tokens are those that the engine was asked with; nothing of them is made here (P
 
 from __future__ import annotations
 
-import json
 import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from headrace_runtime.chat_messages import for_template
 from headrace_runtime.errors import SettingError
 from headrace_runtime.versions import TOKENIZER_FILE
 from headrace_schemas.events.chat import Message
@@ -48,7 +48,7 @@ class EditWriter:
         return self._cached(message)
 
     def _written(self, message: Message) -> tuple[int, ...] | None:
-        answer = _for_template(message)
+        answer = for_template(message.model_copy(update={"role": "assistant", "name": None, "tool_call_id": None}))
         if any(control in text for text in _texts(answer) for control in self._controls):
             return None
         try:
@@ -71,30 +71,6 @@ class EditWriter:
             value = config.get("eos_token_id") if isinstance(config, dict) else None
             found.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
         return frozenset(found)
-
-
-def _for_template(message: Message) -> dict[str, Any]:
-    """As chat templates expect it: text as one string, arguments as an object where they are one."""
-    found: dict[str, Any] = {"role": "assistant", "content": message.text}
-    if message.reasoning_content:
-        found["reasoning_content"] = message.reasoning_content
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _value(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    return found
-
-
-def _value(arguments: str) -> Any:
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
 
 
 def _texts(value: Any) -> list[str]:

@@ -46,10 +46,10 @@ def rows_of(batch: Batch, temperature: float, size: int, step: int) -> tuple[lis
     """`size` rows for the step after `step`, and the names of those that have no part in them, because they were
     sampled at another temperature than this."""
     digest = batch.digest()
-    out = frozenset(_name(row) for row in batch.rows if not _fits(row, temperature))
-    taken = [batch.weighted(row) for row in batch.rows if _name(row) not in out]
+    out = frozenset(row.name for row in batch.rows if not _fits(row, temperature))
+    taken = [batch.weighted(row) for row in batch.rows if row.name not in out]
     filling = [] if not taken else [_idle(taken[0])] * (size - len(taken))
-    tokens = sum(int(row.loss_mask_T.sum()) for row in (*taken, *filling))
+    tokens = sum(row.tokens for row in (*taken, *filling))
     found = [
         _handed(row, row.token_weight * tokens, f"{digest[:40]}-{index}", step)
         for index, row in enumerate((*taken, *filling))
@@ -62,16 +62,9 @@ def finite(batch: Batch) -> bool:
     return all(math.isfinite(row.advantage) and bool(np.isfinite(row.behaviour_T).all()) for row in batch.rows)
 
 
-def _name(row: Row) -> str:
-    """Of the row within its batch: an experience may have several."""
-    return str(getattr(row, "name", row.experience_id))
-
-
 def _fits(row: Row, temperature: float) -> bool:
     """Its logprobs are those of a policy at this temperature; what a person wrote has none."""
-    return not getattr(row, "written", False) and bool(
-        (np.abs(row.temperature_T[row.loss_mask_T] - temperature) < 1e-6).all()
-    )
+    return not row.written and bool((np.abs(row.temperature_T[row.loss_mask_T] - temperature) < 1e-6).all())
 
 
 def _idle(row: Row) -> Row:
@@ -98,8 +91,7 @@ def _handed(row: Row, scale: float, name: str, step: int) -> Handed:
         task = hashlib.sha256(task.encode()).hexdigest()
     prompt = int(np.flatnonzero(row.loss_mask_T)[0])
     mask = row.loss_mask_T[prompt:]
-    by_token = getattr(row, "advantage_T", None)
-    each = np.float32(advantage) if by_token is None else by_token[prompt:] * np.float32(scale)
+    each = np.float32(advantage) if row.advantage_T is None else row.advantage_T[prompt:] * np.float32(scale)
     advantages = np.where(mask, each, np.float32(0)).astype("<f4")
     tensors = {
         "tokens": row.token_ids_T.astype("<i4"),

@@ -1,0 +1,47 @@
+"""A private Headrace for demos that make their versions themselves: every service but trainer and judge."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace_cli.supervisor import Supervisor
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import BusSettings, Common
+from tests.support.ports import free_port
+
+
+@dataclass(frozen=True, slots=True)
+class LiveStack:
+    """Up, with what versions are stored and announced by."""
+
+    supervisor: Supervisor
+    producer: EventProducer
+    blobs: BlobStore
+
+
+@contextlib.asynccontextmanager
+async def live_stack(folder: Path, settings: Mapping[str, object]) -> AsyncIterator[LiveStack]:
+    """In `folder / "data"`. It is stopped in the end."""
+    supervisor = Supervisor(
+        folder / "data",
+        settings={**settings, "broker.kafka_port": free_port()},
+        without=("trainer", "judge"),
+        auto_ports=True,
+        environ={name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")},
+    )
+    blobs = BlobStore.open(Common(data_dir=folder / "data"))
+    producer = EventProducer(BusSettings(address=supervisor.plan.bus), "headrace/demo", blobs)
+    supervisor.start()
+    try:
+        await asyncio.to_thread(supervisor.wait_up)
+        await producer.start()
+        yield LiveStack(supervisor, producer, blobs)
+    finally:
+        await producer.stop()
+        await asyncio.to_thread(supervisor.stop)
