@@ -38,6 +38,7 @@ class Holder:
         self.busy: dict[str, asyncio.Event] = {}
         self.gate: asyncio.Event | None = None
         self.adapters_max = 64
+        self.refusals = 0
 
     async def load(self, folder: Path, manifest: Manifest) -> None:
         assert (folder / "model.safetensors").exists() or manifest.kind == "lora"
@@ -46,6 +47,7 @@ class Holder:
         if manifest.base is not None and manifest.base not in self.held:
             raise VersionUnusable("base")
         if manifest.base is not None and sum("lora" in line for line in self.log) >= self.adapters_max:
+            self.refusals += 1
             raise NoRoom("adapters_max")
         self.held.append(manifest.version)
         self.log.append(f"load {manifest.version}")
@@ -310,6 +312,33 @@ async def test_more_versions_than_fit_wait_for_room(models: Models, tmp_path: Pa
     await rig.settled(second="ready")
 
 
+async def test_a_version_waits_for_the_room_of_one_that_drains(models: Models, tmp_path: Path) -> None:
+    """Versions that follow each other quickly: the registry rejects for good what a replica calls failed."""
+    rig = Rig(models, tmp_path / "cache", versions_max=1)
+    rig.route(models.first.served)
+    await rig.settled(first="ready")
+    busy = rig.engine.busy[models.first.version] = asyncio.Event()
+    for _ in range(2):
+        rig.route(models.second.served)
+        await rig.settled(first="draining", second="loading")
+    busy.set()
+    await rig.settled(second="ready")
+    assert rig.engine.held == [models.second.version]
+
+
+async def test_a_version_fails_when_the_one_that_drained_is_wanted_again(models: Models, tmp_path: Path) -> None:
+    rig = Rig(models, tmp_path / "cache", versions_max=1)
+    rig.route(models.first.served)
+    await rig.settled(first="ready")
+    rig.engine.busy[models.first.version] = asyncio.Event()
+    rig.route(models.second.served)
+    await rig.settled(first="draining", second="loading")
+    rig.route(models.first.served, models.second.served)
+    await rig.settled(first="ready", second="failed")
+    assert "versions_max" in rig.error(models.second.served)
+    await rig.fleet.close()
+
+
 async def test_closing_ends_what_is_under_way(rig: Rig, models: Models) -> None:
     rig.engine.gate = asyncio.Event()
     rig.route(models.first.served)
@@ -325,4 +354,17 @@ async def test_what_an_engine_has_no_room_for_is_tried_again(rig: Rig, models: M
     assert rig.error(models.adapter.served) == "adapters_max"
     rig.engine.adapters_max = 1
     rig.route(models.first.served, models.adapter.served)
+    await rig.settled(first="ready", adapter="ready")
+
+
+async def test_what_an_engine_has_no_room_for_waits_for_one_that_drains(rig: Rig, models: Models) -> None:
+    rig.engine.adapters_max = 0
+    rig.route(models.first.served, models.second.served)
+    await rig.settled(first="ready", second="ready")
+    busy = rig.engine.busy[models.second.version] = asyncio.Event()
+    rig.route(models.first.served, models.adapter.served)
+    await rig.until(lambda: rig.engine.refusals > 0)
+    await rig.settled(first="ready", second="draining", adapter="loading")
+    rig.engine.adapters_max = 1
+    busy.set()
     await rig.settled(first="ready", adapter="ready")

@@ -55,7 +55,7 @@ class _Held:
     tokenizer: ChatTokenizer | None = None
     loaded_at_s: int = 0
     crowded: bool = False
-    """It failed for want of room only."""
+    """It has no room: it waits for that (`loading`), or failed for want of it only."""
     draining: object = None
     """Identifies the drop that drains it; a version can be wanted again before it is gone, and dropped again."""
 
@@ -131,7 +131,7 @@ class Fleet:
                 self._drop(held)
         for version, ref in self._wanted.items():
             known = self._held.get(version)
-            if known is None or (known.crowded and self._room()):
+            if known is None or (known.crowded and (self._room() or known.state == "loading")):
                 self._begin(_Held(version, ref))
             elif known.state == "draining":  # wanted again before it was gone
                 known.draining = None
@@ -144,11 +144,21 @@ class Fleet:
             self._start(self._load(held))
             self._changed()
         else:
-            held.crowded = True
-            self._fail(held, f"{self._limits.versions_max} versions are held already, versions_max allows no more")
+            self._crowd(held, f"{self._limits.versions_max} versions are held already, versions_max allows no more")
 
     def _room(self) -> bool:
-        return sum(held.state != "failed" for held in self._held.values()) < self._limits.versions_max
+        here = sum(held.state != "failed" and not held.crowded for held in self._held.values())
+        return here < self._limits.versions_max
+
+    def _crowd(self, held: _Held, why: str) -> None:
+        """There is no room for it. A version that drains makes some soon, and is waited for: whoever is told of a
+        failure never asks for the version again."""
+        held.crowded = True
+        if any(other.state == "draining" for other in self._held.values()):
+            log.info("version_waits", version=held.version, error=why)
+            self._set(held, "loading")
+        else:
+            self._fail(held, why)
 
     def _drop(self, held: _Held) -> None:
         if held.state == "ready":
@@ -175,8 +185,10 @@ class Fleet:
             except Unavailable as error:
                 log.warning("version_waits", version=held.version, error=str(error))
                 await asyncio.sleep(self._limits.retry_s)
+            except NoRoom as error:
+                self._crowd(held, str(error))
+                return
             except (VersionUnusable, CorruptBlob) as error:
-                held.crowded = isinstance(error, NoRoom)
                 self._fail(held, str(error))
                 return
             except Exception as error:

@@ -74,7 +74,8 @@ class InferenceSettings(ServiceSettings):
     ttl_s: Seconds = 10.0
     """Silence after which others take this replica for dead; several heartbeats."""
     versions_max: Annotated[int, Field(ge=1, le=64)] = 8
-    """Versions held at a time; what routing asks for beyond that is announced as failed."""
+    """Versions held at a time; what routing asks for beyond that waits while another one drains, and else is announced
+    as failed."""
     drain_s: Seconds = 5.0
     """How long a version that routing dropped still answers, so that every gateway has heard of it."""
     retry_s: Seconds = 2.0
