@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import importlib
 import json
+import logging
 import pkgutil
 import random
 import sys
@@ -18,6 +19,8 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+
+import structlog
 
 from headrace_cli.progress import ProgressDisplay
 from tests.attack import attacks
@@ -30,6 +33,7 @@ TIMEOUT_S = 900.0
 
 def main() -> int:
     reaper.start()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # lines are to be seen
     arguments = _arguments()
     seed = random.SystemRandom().randrange(2**32) if arguments.seed is None else arguments.seed
     print(f"attack: SEED={seed}, {len(arguments.only)} attacks", flush=True)

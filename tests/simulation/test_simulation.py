@@ -60,6 +60,7 @@ def test_a_planted_bug_is_caught(name: str) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_one_seed_is_one_run_whatever_the_process() -> None:
     """Fresh or after other seeds, in any order of sets. The digest covers each record, commit, death and fault."""
     here = simulate(3)

@@ -9,3 +9,10 @@ def kafka_is_long(bus: str) -> pytest.MarkDecorator:
     """A test on each kind of bus, of which `make test` runs the embedded one: Kafka's groups take half a minute."""
     kafka = pytest.param("kafka", marks=(pytest.mark.kafka, pytest.mark.long))
     return pytest.mark.parametrize(bus, ["embedded", kafka], indirect=True)
+
+
+def postgres_is_long() -> pytest.MarkDecorator:
+    """A test on each database, of which `make test` runs SQLite: with thousands of transactions PostgreSQL takes half a
+    minute."""
+    postgres = pytest.param("postgres", marks=(pytest.mark.postgres, pytest.mark.long))
+    return pytest.mark.parametrize("database_url", ["sqlite", postgres], indirect=True)

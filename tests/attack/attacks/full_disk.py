@@ -1,6 +1,6 @@
 """A disk that is full for a while under a stack that works: broker, gateway and the services of the stream on it.
 
-`ATTACK_FULL_DISK_S` says for how long (30 s when it does not).
+`ATTACK_FULL_DISK_S` says for how long (two minutes when it does not).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SERVICES = ("broker", "gateway", "collector", "scorer", "registry")
 _SIZE_MB = 512
 _USERS = 6
 _BEFORE_S, _AFTER_S = 5.0, 8.0
-_FULL_S = float(os.environ.get("ATTACK_FULL_DISK_S", "30"))
+_FULL_S = float(os.environ.get("ATTACK_FULL_DISK_S", "120"))
 _SETTLE_S = 90.0
 _REWARDS = "def short(trajectory):\n    return 1.0\n"
 
@@ -121,7 +121,7 @@ def _lines(
     answered = set(ledger.acknowledged.values())
     wordless = [text for text in ledger.refused.values() if "disk: no space left on" not in text]
     return [
-        Line("services that ended", f"{ended} {'; '.join(events)}".strip(), "0", ended == 0),
+        Line("services that ended", f"{ended} (supervisor: {'; '.join(events) or 'nothing'})", "0", ended == 0),
         none_of("acknowledged turns lost", len(answered - present), len(answered)),
         none_of("refused turns recorded as delivered", len(asked & ledger.refused.keys()), len(ledger.refused)),
         none_of("refusals that do not name the disk", len(wordless), len(ledger.refused)),

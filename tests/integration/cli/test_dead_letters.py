@@ -197,6 +197,7 @@ async def rig(embedded_bus: str, tmp_path: Path) -> AsyncIterator[StreamsRig]:
     made.stop()
 
 
+@pytest.mark.long
 async def test_a_retried_record_has_its_effect_and_has_it_once(rig: StreamsRig) -> None:
     """Feedback came for a turn that nobody had seen; the turn was in a spool, and is here now."""
     session = uuid.uuid4().hex

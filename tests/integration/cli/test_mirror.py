@@ -249,6 +249,7 @@ async def test_tables_are_copied_as_tables_and_positions_in_them_translated(sour
 
 
 @kafka_is_long("target")
+@pytest.mark.long
 async def test_killed_half_way_and_run_again_nothing_is_there_twice(source: str, target: str) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")

@@ -110,6 +110,7 @@ async def test_the_gateway_is_killed_with_a_full_spool_while_the_bus_is_away(
         await asyncio.to_thread(wait_healthy, made.gateway.url)
 
 
+@pytest.mark.long
 async def test_started_without_a_bus_it_takes_feedback_and_tells_agents_when_to_come_back(
     tmp_path: Path, mortal_bus: BrokerProcess
 ) -> None:

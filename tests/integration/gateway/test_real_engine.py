@@ -123,6 +123,7 @@ async def plain(client: openai.AsyncOpenAI, number: int) -> str:
     return answer.choices[0].message.content or ""
 
 
+@pytest.mark.long
 async def test_a_cut_stream_of_the_real_engine_is_the_one_that_was_not(
     tmp_path: Path, mortal_bus: BrokerProcess
 ) -> None:

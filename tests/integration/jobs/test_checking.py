@@ -57,6 +57,7 @@ def test_bad_rows_are_named_with_their_reasons(folder: Path) -> None:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.long
 def test_a_preview_shows_what_is_trained_and_a_job_with_bad_rows_stops(folder: Path) -> None:
     done = train(folder, "--preview", "1", "--skip-bad", "7", "--held-out", "held_out.jsonl")
     assert done.returncode == 0, done.stderr

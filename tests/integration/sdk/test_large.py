@@ -25,6 +25,7 @@ MEBIBYTE = 1_048_576
 
 
 @kafka_is_long("own_bus")
+@pytest.mark.long
 async def test_a_turn_of_three_mebibytes_becomes_an_experience(own_bus: str, tmp_path: Path) -> None:
     session = tmp_path.name
     turn = ask([user("x" * MEBIBYTE)] * 3, "right", session=session, prompt_token_ids=(1, 2, 3))

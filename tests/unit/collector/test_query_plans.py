@@ -7,6 +7,7 @@ from functools import partial
 from headrace_collector import upkeep
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
+from tests.support.marks import postgres_is_long
 from tests.support.query_plans import recorded, scans
 from tests.support.remembered import Ages, fill_collector
 from tests.support.streams import START, Bench
@@ -31,6 +32,7 @@ async def _use(stream: Bench, settings: CollectorSettings) -> None:
     await stream.processor.prune()
 
 
+@postgres_is_long()
 async def test_nothing_reads_all_that_is_remembered(with_settings: Open) -> None:
     async with with_settings() as stream:
         settings = CollectorSettings()

@@ -14,6 +14,7 @@ from headrace_registry.rollouts import steps as steps_of_rollouts
 from headrace_registry.rollouts.plan import RolloutStage
 from headrace_runtime.errors import Unavailable
 from headrace_schemas import ModelEvent, Routing
+from tests.support.marks import postgres_is_long
 from tests.unit.registry.live_rollouts import Street, canary, steps, under_way
 from tests.unit.registry.rig import Rig
 
@@ -51,6 +52,7 @@ async def story(rig: Rig, reward: float, *, dies: bool) -> tuple[Told, list[tupl
 
 
 @pytest.mark.parametrize(("reward", "phase"), [(0.2, "rolled_back"), (0.7, "champion")])
+@postgres_is_long()
 async def test_a_registry_that_dies_after_every_step_decides_the_same(
     tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, reward: float, phase: str
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from headrace_runtime.clock import epoch_ms
 from headrace_scorer import upkeep
 from headrace_scorer.settings import ScorerSettings
+from tests.support.marks import postgres_is_long
 from tests.support.query_plans import recorded, scans
 from tests.support.remembered import Ages, fill_scorer
 from tests.support.streams import START
@@ -38,6 +39,7 @@ async def _use(rig: Rig, settings: ScorerSettings) -> None:
     await rig.stream.processor.prune()
 
 
+@postgres_is_long()
 async def test_nothing_reads_all_that_is_remembered(database_url: str, data_dir: Path) -> None:
     async with scorer(database_url, data_dir, length) as rig:
         settings = ScorerSettings()

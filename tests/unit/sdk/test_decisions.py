@@ -50,6 +50,7 @@ def test_a_decision_is_a_line(decided: ModelEvent, said: str | None) -> None:
     assert line(decided) == said
 
 
+@pytest.mark.long
 def test_what_is_decided_from_now_on_is_heard_once_also_over_an_outage(tmp_path: Path) -> None:
     broker = BrokerProcess(tmp_path / "broker")
     broker.start()

@@ -128,6 +128,7 @@ def test_promises_hold_with_edits_and_preferences(base: Path) -> None:
     assert [broken for broken in stream.every(range(3), base) if broken[1]] == []
 
 
+@pytest.mark.long
 def test_what_is_liked_gains_and_what_is_withdrawn_is_taken_back(base: Path) -> None:
     assert [line for line in of_weights(base) if not line.holds] == []
 

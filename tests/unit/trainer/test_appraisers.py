@@ -78,6 +78,7 @@ async def test_a_revision_adds_what_the_reward_has_changed_and_a_withdrawal_take
     assert back.token_weight == first.token_weight
 
 
+@pytest.mark.long
 def test_the_student_comes_nearer_to_its_teacher(tmp_path: Path, make: Make, base: Path) -> None:
     """Without a reward; the distance is exact, over the whole vocabulary."""
     folder = tiny_model.perturbed(base, tmp_path / "teacher", seed=5, scale=0.1)

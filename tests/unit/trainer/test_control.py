@@ -95,7 +95,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(tensor, right[name]) for name, tensor in left.items())
 
 
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank", [0, pytest.param(4, marks=pytest.mark.long)])
 async def test_weights_and_optimizer_go_back_and_the_next_version_is_the_champions_child(
     world: World, make: Make, rank: int
 ) -> None:
@@ -127,7 +127,7 @@ async def test_weights_and_optimizer_go_back_and_the_next_version_is_the_champio
     assert list(world.bus.fates.values()) == ["trained"] * 16, "nothing twice in the same weights"
 
 
-@pytest.mark.parametrize("what", ["rolled_back", "withdrawn"])
+@pytest.mark.parametrize("what", [pytest.param("rolled_back", marks=pytest.mark.long), "withdrawn"])
 async def test_children_of_a_withdrawn_champion_are_not_built_on(world: World, make: Make, what: str) -> None:
     """Two of them were announced before anybody heard of the rollback, and the registry refuses them one by one."""
     settings = make(max_staleness=20)
@@ -153,6 +153,7 @@ async def test_children_of_a_withdrawn_champion_are_not_built_on(world: World, m
     assert (newest.step, newest.parent) == (4, first)
 
 
+@pytest.mark.long
 async def test_a_champion_is_never_starved_by_refusals(world: World, make: Make) -> None:
     """Ten refused versions later the champion's experiences are still fresh (P5 counts on the tree)."""
     settings = make(max_staleness=1)

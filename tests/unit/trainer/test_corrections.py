@@ -130,7 +130,7 @@ async def test_a_late_lower_revision_changes_nothing(world: World, make: Make) -
     assert len(world.bus.fates) == 5, "the redelivery of revision 2 has no second verdict"
 
 
-@pytest.mark.parametrize("before", [0, 6])
+@pytest.mark.parametrize("before", [pytest.param(0, marks=pytest.mark.long), 6])
 @pytest.mark.parametrize(("whole", "first", "second"), [(8, 1, 8), (8, 8, 1), (8, 4, 4), (1, 1, 1)])
 def test_a_correction_undoes_what_it_says(base: Path, whole: int, first: int, second: int, before: int) -> None:
     """With AdamW and its default settings; `make test-learning` measures larger batches."""

@@ -188,6 +188,7 @@ async def test_the_oracle_would_notice_an_experience_trained_twice(tmp_path: Pat
     assert calm["weights"] != other["weights"]
 
 
+@pytest.mark.long
 async def test_p4_offsets_outside_the_checkpoint_would_be_caught(
     tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -353,7 +353,8 @@ def test_the_head_answers_as_before_once_it_was_caught(base: Path) -> None:
     assert "forward" not in vars(policy.head.module)
 
 
-@pytest.mark.parametrize(("how", "within"), [("chunked", True), pytest.param("whole", False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("how", "within"), [("chunked", True), ("whole", False)])
 def test_memory_is_bounded_by_chunks(how: str, within: bool) -> None:
     """A process of its own: logits of 2,048 tokens and 48,000 words take 0.8 GB with their gradient; bound: 0.4."""
     sizes = ["--tokens", "2048", "--vocabulary", "48000", "--hidden", "8", "--threads", "1", "--how", how]

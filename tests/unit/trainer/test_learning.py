@@ -94,7 +94,13 @@ def check_learns(folder: Path, make: Make, margin: float = 0.25, **overrides: An
         pytest.param({"optimizer": {"kind": "muon", "learning_rate": 2e-2}}, marks=pytest.mark.long),
         {"advantage": {"kind": "grpo"}, "group_size": 8},
         pytest.param({"advantage": {"kind": "rloo"}, "group_size": 8}, marks=pytest.mark.long),
-        {"advantage": {"scale": "none"}, "loss": {"proximal": "behaviour", "updates_per_step": 2, "clip_dual": 3.0}},
+        pytest.param(
+            {
+                "advantage": {"scale": "none"},
+                "loss": {"proximal": "behaviour", "updates_per_step": 2, "clip_dual": 3.0},
+            },
+            marks=pytest.mark.long,
+        ),
         pytest.param({"loss": {"kl": 0.01}}, marks=pytest.mark.long),
         pytest.param({"compute": {"packing": "padded", "pack_tokens": 64}}, marks=pytest.mark.long),
     ],
@@ -104,6 +110,7 @@ def test_it_learns_upwards(tmp_path: Path, make: Make, overrides: dict[str, Any]
     check_learns(tmp_path, make, **overrides)
 
 
+@pytest.mark.long
 def test_adapters_learn_upwards(tmp_path: Path, make: Make) -> None:
     """As far as they can: without the embeddings, which double as output head, one layer of random weights can bring
     success from 0.501 to 0.512 and no further."""
@@ -120,6 +127,7 @@ def test_a_flipped_sign_in_the_loss_is_caught(tmp_path: Path, make: Make, monkey
         check_learns(tmp_path, make)
 
 
+@pytest.mark.long
 def test_a_flipped_sign_in_the_advantage_is_caught(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     of = advantages.Advantages.of
 

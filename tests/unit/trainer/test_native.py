@@ -196,7 +196,7 @@ def test_no_room_for_the_comparison_names_its_setting(models: Models, monkeypatc
         examine(settings(models("Llama")))
 
 
-@pytest.mark.parametrize("packing", ["blocks", "padded"])
+@pytest.mark.parametrize("packing", ["blocks", pytest.param("padded", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["Llama, dynamic NTK rope", "Llama, longrope", "Phi 3, longrope"])
 def test_rope_by_length_is_that_of_each_sequence_alone(models: Models, name: str, packing: Any) -> None:
     """Beyond the context too, in any order, and whatever came before."""

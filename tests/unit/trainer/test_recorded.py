@@ -77,7 +77,7 @@ SETTINGS = {"batch_experiences": 4, "batch_experiences_min": 2, "batch_wait_s": 
 AGAIN = {"lineage": "again", "replays": "main", "topic": "copy", "until_end": True}
 
 
-@pytest.mark.parametrize("kind", ["reinforce++", "grpo"])
+@pytest.mark.parametrize("kind", [pytest.param("reinforce++", marks=pytest.mark.long), "grpo"])
 async def test_recorded_batches_come_out_the_same(tmp_path: Path, make: Make, kind: str) -> None:
     algorithm = {"advantage": {"kind": kind}, "group_size": 2, "group_wait_s": 1e6}
     world = await live(tmp_path, make(**SETTINGS, **algorithm))

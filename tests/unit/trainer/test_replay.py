@@ -52,7 +52,9 @@ async def batches(folder: Path, settings: Any, digests: list[str], per_poll: int
     return digests.copy()
 
 
-@pytest.mark.parametrize("kind", ["reinforce++", "grpo", "rloo"])
+@pytest.mark.parametrize(
+    "kind", ["reinforce++", pytest.param("grpo", marks=pytest.mark.long), pytest.param("rloo", marks=pytest.mark.long)]
+)
 async def test_equal_streams_make_equal_batches(tmp_path: Path, make: Make, digests: list[str], kind: str) -> None:
     settings = make(advantage={"kind": kind}, group_size=2, max_staleness=50)
     first = await batches(tmp_path / "a", settings, digests, per_poll=1)

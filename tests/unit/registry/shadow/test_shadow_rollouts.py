@@ -17,6 +17,7 @@ from headrace_registry.rollouts import steps as steps_of_rollouts
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_schemas import ModelEvent, UnitAssignment, ids
 from headrace_schemas.assignment import draw
+from tests.support.marks import postgres_is_long
 from tests.unit.registry.live_rollouts import steps
 from tests.unit.registry.rig import Rig
 from tests.unit.registry.shadow.shadowed import SHADOW, FakeAnswers, ShadowStreet, in_the_shadow, shadowed
@@ -271,6 +272,7 @@ async def reboot(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(("reward", "phase"), [(0.1, "rolled_back"), (0.7, "champion")])
+@postgres_is_long()
 async def test_a_registry_that_dies_after_every_step_decides_the_same(
     tmp_path: Path, database_url: str, reward: float, phase: str
 ) -> None:
