@@ -135,13 +135,16 @@ async def test_feedback_ends_and_commits_reach_the_bus(served_anywhere: Circle) 
         ended = await client.post(f"/v1/sessions/{session}/end")
         committed = await client.post("/commit")
     assert (accepted.status_code, ended.status_code, committed.status_code) == (202, 202, 200)
-    feedback = [event for event in await served.bus.read(Feedback) if event.msg_ids == (unknown,)]
-    assert [event.event_id for event in feedback] == accepted.json()["event_ids"]
-    ends = await served.bus.read(SessionEnd)
-    assert ended.json()["event_ids"] == [event.event_id for event in ends if event.session_id == session]
+    feedback: list[Feedback] = []
+    ends: list[SessionEnd] = []
+    commits: list[SessionEnd] = []
     async with asyncio.timeout(30):  # what is acknowledged is in the spool, and on a slow bus a moment later
-        while len(commits := [one for one in await served.bus.read(SessionEnd) if one.scope == "tenant"]) < 4:
-            await asyncio.sleep(0.1)
+        while not feedback or len(commits) < 4:
+            feedback = [event for event in await served.bus.read(Feedback) if event.msg_ids == (unknown,)]
+            ends = await served.bus.read(SessionEnd)
+            commits = [event for event in ends if event.scope == "tenant"]
+    assert [event.event_id for event in feedback] == accepted.json()["event_ids"]
+    assert ended.json()["event_ids"] == [event.event_id for event in ends if event.session_id == session]
     assert {event.partition for event in commits} == {0, 1, 2, 3}
 
 
