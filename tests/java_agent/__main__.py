@@ -19,11 +19,11 @@ from pathlib import Path
 import httpx
 
 from headrace.stack import Stack, attach
-from tests.java_agent import outcomes
 from tests.support import presence, tiny_model
 from tests.support.fake_llm import FakeLLM, say
 from tests.support.java_agent import JavaAgent, compiled
 from tests.support.ports import free_port
+from tests.support.trained_runs import Runs, trained_runs
 
 REPORT = Path("reports") / "example-java.json"
 ANSWER = "It left the warehouse and comes on Monday."
@@ -82,14 +82,12 @@ class Example:
             said = {"msg_ids": [answer.json().get("id", "")], "reward": 0.5, "task_id": "by-hand", "run_id": "0"}
             yield Line("/feedback", (200, {"status": "success"}), _told(http.post("/feedback", json=said)))
             yield Line("/commit", (200, {"status": "success"}), _told(http.post("/commit")))
-        nothing = asyncio.run(outcomes.trained_runs(self.stack.bus)).keys() & {""}
+        nothing = asyncio.run(trained_runs(self.stack.bus)).keys() & {""}
         yield Line("runs that were trained and belong to no task", [], sorted(nothing))
 
-    def _lived(
-        self, mode: str, enough: Callable[[outcomes.Runs], int]
-    ) -> tuple[outcomes.Runs, str, list[str], int]:
+    def _lived(self, mode: str, enough: Callable[[Runs], int]) -> tuple[Runs, str, list[str], int]:
         """What was trained of one life, what its write was told, what its users read, calls of the production model."""
-        before = asyncio.run(outcomes.trained_runs(self.stack.bus))
+        before = asyncio.run(trained_runs(self.stack.bus))
         with FakeLLM(say(ANSWER)) as production:
             words = (mode, self.door, self.stack.model, production.base_url.removesuffix("/v1"), "production")
             with JavaAgent(self.classes, *words) as java:
@@ -98,11 +96,11 @@ class Example:
                 found = self._trained(before, enough)
             return found, refused, answers, len(production.calls)
 
-    def _trained(self, before: outcomes.Runs, enough: Callable[[outcomes.Runs], int]) -> outcomes.Runs:
+    def _trained(self, before: Runs, enough: Callable[[Runs], int]) -> Runs:
         """New runs: once there are as many as there should be, and none has come for a while."""
-        deadline, since, found = time.monotonic() + _TRAINED_S, time.monotonic(), outcomes.Runs()
+        deadline, since, found = time.monotonic() + _TRAINED_S, time.monotonic(), Runs()
         while time.monotonic() < deadline:
-            now = asyncio.run(outcomes.trained_runs(self.stack.bus))
+            now = asyncio.run(trained_runs(self.stack.bus))
             new = {task: runs for task, runs in now.items() if task not in before}
             if new != found:
                 since, found = time.monotonic(), new

@@ -53,7 +53,7 @@ class JavaAgent:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         for stream, keep in ((self._process.stdout, self._lines.put), (self._process.stderr, self.errors.append)):
-            threading.Thread(target=lambda s=stream, k=keep: [k(one) for one in s], daemon=True).start()  # type: ignore[misc]
+            threading.Thread(target=lambda s=stream, k=keep: [k(one) for one in s], daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from headrace.async_client import AsyncClient
 from headrace.errors import UsageError
 from headrace.practice.runs import SOLO, Run
 from headrace.sessions import DEFAULT_URL, root_of
 from headrace.stack import Addresses, Stack
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 _SILENT = "the agent made no call to the model: give it the client of copy.openai()"
 R = TypeVar("R", bound=Run)
@@ -45,8 +48,8 @@ class HeadraceDoor:
 
 
 class TrinityDoor:
-    """Chat without a session, `POST /feedback` with the ids of the answers, `POST /commit`: a Trinity-RFT explorer, or a
-    gateway of ours. Only whole answers have their ids noted, so a copy that asks for a stream is refused."""
+    """Chat without a session, `POST /feedback` with the ids of the answers, `POST /commit`: a Trinity-RFT explorer, or
+    a gateway of ours. Only whole answers have their ids noted, so a copy that asks for a stream is refused."""
 
     def __init__(self, url: str | Stack = TRINITY_URL, model: str = "", *, api_key: str | None = None) -> None:
         self.stack = _stack(url, model, api_key)
@@ -92,7 +95,8 @@ class TrinityRun(Run):
             return
         if not self._noted:
             raise UsageError(_SILENT)
-        said = {"msg_ids": list(self._noted), "reward": value, "task_id": self.task_id, "run_id": self.run_id}
+        ids: list[JsonValue] = [*self._noted]
+        said: dict[str, JsonValue] = {"msg_ids": ids, "reward": value, "task_id": self.task_id, "run_id": self.run_id}
         await self._client._post("/feedback", said)
 
 

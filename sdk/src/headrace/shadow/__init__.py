@@ -16,25 +16,24 @@ from typing import TYPE_CHECKING
 from headrace_schemas.lazy import lazily
 
 if TYPE_CHECKING:
+    from headrace.practice.copies import ServedRequest, TrainingCopy
     from headrace.practice.doors import Door, HeadraceDoor, TrinityDoor
     from headrace.practice.read_only_tools import WriteRefused, read_only
-    from headrace.shadow.copies import TrainingCopy
     from headrace.shadow.runner import CopyCounts, TrainingRunner
     from headrace.shadow.selection import (
         ExplicitMarkingStrategy,
         SamplingRateStrategy,
         SelectionStrategy,
-        ServedRequest,
         mark,
     )
 else:
     names = {
+        "headrace.practice.copies": ("ServedRequest", "TrainingCopy"),
         "headrace.practice.doors": ("Door", "HeadraceDoor", "TrinityDoor"),
         "headrace.practice.read_only_tools": ("WriteRefused", "read_only"),
-        "headrace.shadow.copies": ("TrainingCopy",),
         "headrace.shadow.runner": ("CopyCounts", "TrainingRunner"),
         "headrace.shadow.selection": (
-            "ExplicitMarkingStrategy", "SamplingRateStrategy", "SelectionStrategy", "ServedRequest", "mark",
+            "ExplicitMarkingStrategy", "SamplingRateStrategy", "SelectionStrategy", "mark",
         ),
     }  # fmt: skip
     __getattr__, __dir__ = lazily(__name__, names)

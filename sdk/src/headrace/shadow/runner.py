@@ -9,25 +9,24 @@ import inspect
 import logging
 import threading
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 from headrace.errors import HeadraceError, UsageError
 from headrace.practice.agents import asked, in_thread
+from headrace.practice.copies import ServedRequest, TrainingCopy
 from headrace.practice.doors import Door
+from headrace.practice.loop_thread import LoopThread
 from headrace.practice.read_only_tools import WriteRefused
 from headrace.practice.runs import Run
-from headrace.shadow.copies import TrainingCopy
-from headrace.shadow.selection import SamplingRateStrategy, SelectionStrategy, ServedRequest, open_marks
+from headrace.shadow.selection import SamplingRateStrategy, SelectionStrategy, open_marks
 
 Said = float | Mapping[str, float] | None
 MakeAgent = Callable[[TrainingCopy], Any]
 Rate = Callable[[TrainingCopy], Said | Awaitable[Said]]
-Ask = TypeVar("Ask", bound=Callable[[Any], Any])
-T = TypeVar("T")
-_CLOSE_S = 30.0
+Asked = TypeVar("Asked")
+Found = TypeVar("Found")
 log = logging.getLogger("headrace.shadow")
 
 
@@ -89,7 +88,8 @@ class TrainingRunner:
         self._counts, self._lock = CopyCounts(), threading.Lock()
         self._taking = False
         self._waiting = 0
-        self._thread: threading.Thread | None = None
+        self._thread: LoopThread | None = None
+        self._stopped = False
 
     @property
     def counts(self) -> CopyCounts:
@@ -101,18 +101,15 @@ class TrainingRunner:
         """Begin. A runner starts once."""
         if self._thread is not None:
             raise UsageError("this runner was started before; make another one")
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(ThreadPoolExecutor(self._at_once, thread_name_prefix="headrace-training-copy"))
         self._client = self._door.stack.async_client()
         self._room = asyncio.Semaphore(self._at_once)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="headrace-training-copies", daemon=True)
-        self._thread.start()
-        self._timer = asyncio.run_coroutine_threadsafe(self._commits(), self._loop)
+        self._thread = LoopThread("headrace-training-copies", self._at_once)
+        self._timer = asyncio.run_coroutine_threadsafe(self._commits(), self._thread.loop)
         self._taking = True
         return self
 
-    def watched(self, ask: Ask) -> Ask:
+    def watched(self, ask: Callable[[Asked], Found]) -> Callable[[Asked], Found]:
         """`ask` as before, a function of one argument, and what it was asked is offered once it has answered. Requests
         that it raises for are not. Inputs that are no plain text are deep-copied first, which is all that users wait
         for."""
@@ -133,7 +130,7 @@ class TrainingRunner:
             self._take(kept, answer)
             return answer
 
-        return calling  # type: ignore[return-value]
+        return calling
 
     def offer(self, inputs: Any, answer: Any = None) -> None:
         """What `watched` does after the answer, for programs that call it themselves. It returns at once and raises
@@ -142,27 +139,35 @@ class TrainingRunner:
 
     def commit(self) -> None:
         """Have the door commit. Waits for it. Raises `HeadraceError`."""
-        self._on_loop(self._door.commit(self._client))
+        if self._thread is None or not self._taking:
+            raise UsageError("this runner does not run, and has nothing to commit")
+        self._thread.result(self._door.commit(self._client))
 
     def stop(self, timeout_s: float = 60.0) -> None:
         """Take no more requests, let those that are held be played for so long, commit, and end. Raises
         `HeadraceError` where the commit fails; everything has ended all the same."""
-        if self._thread is None or not self._thread.is_alive():
+        if self._thread is None or self._stopped:
             return
-        self._taking = False
+        self._stopped = True
+        with self._lock:  # who takes a request finds the loop open, or no runner
+            self._taking = False
         try:
-            self._on_loop(self._drained(timeout_s))
-            self.commit()
+            self._thread.result(self._drained(timeout_s))
+            self._thread.result(self._door.commit(self._client))
         finally:
-            self._on_loop(self._client.close())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_CLOSE_S)
+            self._thread.result(self._client.close())
+            self._thread.close()
 
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            self.stop()
+        except HeadraceError as problem:
+            if error is None:
+                raise
+            error.add_note(f"and the last commit failed: {problem}")
 
     def _kept(self, inputs: Any) -> ServedRequest | None:
         marks = open_marks()
@@ -180,14 +185,14 @@ class TrainingRunner:
     def _take(self, request: ServedRequest | None, answer: Any) -> None:
         with self._lock:
             self._counts.offered += 1
-            if request is None or not self._taking or self._waiting >= self._waiting_max:
+            if request is None or self._thread is None or not self._taking or self._waiting >= self._waiting_max:
                 self._counts.missed += 1
                 return
             self._waiting += 1
-        self._loop.call_soon_threadsafe(self._begin, replace(request, answer=answer))
+            self._thread.loop.call_soon_threadsafe(self._begin, replace(request, answer=answer))
 
     def _begin(self, request: ServedRequest) -> None:
-        task = self._loop.create_task(self._played(request))
+        task = asyncio.get_running_loop().create_task(self._played(request))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -258,9 +263,6 @@ class TrainingRunner:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-
-    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _count(self, name: str, more: int = 1) -> None:
         with self._lock:

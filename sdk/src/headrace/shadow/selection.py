@@ -7,19 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-
-@dataclass(frozen=True, slots=True)
-class ServedRequest:
-    """A request that the user's agent has answered. `inputs` is a copy, made before the agent saw it."""
-
-    inputs: Any
-    answer: Any = None
-    labels: frozenset[str] = frozenset()
-    """Of the `mark`s that were open when it was asked."""
-    task_id: str | None = None
-    """What `mark` called the task; its runs are compared with each other. None: a task of its own."""
+from headrace.practice.copies import ServedRequest
 
 
 class SelectionStrategy(Protocol):

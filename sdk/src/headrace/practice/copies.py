@@ -1,14 +1,26 @@
-"""`TrainingCopy`: what the agent of one training run is made of."""
+"""A request that was served, and `TrainingCopy`, which plays it again to be trained."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, overload
 
 from headrace.practice.read_only_tools import Tool, WriteRefused, guarded
 from headrace.practice.runs import Run
-from headrace.shadow.selection import ServedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRequest:
+    """A request that the user's agent has answered. `inputs` is a copy, made before the agent saw it."""
+
+    inputs: Any
+    answer: Any = None
+    labels: frozenset[str] = frozenset()
+    """Of the `mark`s that were open when it was asked."""
+    task_id: str | None = None
+    """What `mark` called the task; its runs are compared with each other. None: a task of its own."""
 
 
 class TrainingCopy:
