@@ -41,7 +41,7 @@ class HeadraceDoor:
         self.stack = _stack(url, model, api_key)
 
     def run(self, client: AsyncClient, task_id: str, number: int) -> Run:
-        return _run_of(SessionRun, self.stack, client, task_id)
+        return _run_of(HeadraceRun, self.stack, client, task_id)
 
     async def commit(self, client: AsyncClient) -> None:
         """Nothing is left to be said: feedback that ends a session commits it."""
@@ -63,7 +63,7 @@ class TrinityDoor:
         await client._post("/commit", {"task_id": None, "run_id": None, "time_threshold": None})
 
 
-class SessionRun(Run):
+class HeadraceRun(Run):
     """A run whose sessions are told; a reward without any is an error, as with the other door."""
 
     async def _send(self) -> None:
