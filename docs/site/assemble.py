@@ -22,7 +22,9 @@ _FILE = re.compile(r"file=([\w./-]+)")
 _DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _BLOCK = re.compile(r"^\$\$(.+?)\$\$", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"(?<![\\$\w])\$(?! )((?:(?!\n\n)[^$]){1,200}?)(?<! )\$(?![\w$])")
-_LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash"}
+_LANGUAGES = {
+    ".py": "python", ".java": "java", ".toml": "toml", ".json": "json", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash",
+}  # fmt: skip
 _HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 _LINES_MAX = 1500
 

@@ -24,7 +24,8 @@ the cost of the other."""
 ADAPTER_LINES_MAX = 400
 """Of each package that such a program does not import: other people's names over what is below (decision 57)."""
 APART = {
-    "choosing", "evaluation", "hello_agents", "judging", "manager", "rl", "rollouts", "scenarios", "trinity", "tuner",
+    "choosing", "evaluation", "hello_agents", "judging", "manager", "rl", "rollouts", "scenarios", "shadow",
+    "trinity", "tuner",
 }  # fmt: skip
 PRIMITIVES = {"practice", "stack"}
 """What adapters are made of: any number of files, each as short as every other."""

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from filelock import FileLock
-
+from tests.support import maven_jars
 from tests.support.ports import free_port, wait_open
 
-ROOT = Path(__file__).resolve().parents[2]
-JARS = ROOT / ".cache" / "kafka-4.3.0"
+JARS = maven_jars.ROOT / ".cache" / "kafka-4.3.0"
 CLUSTER_ID = "5L6g3nShT-eMCtK--X86sw"
 
 
 def missing() -> str | None:
     """Why Kafka cannot be started here, None when it can. Fetches the jars on the first call (115 MB)."""
-    for program in ("java", "mvn"):
-        if shutil.which(program) is None:
-            return f"{program} is not installed"
-    JARS.parent.mkdir(exist_ok=True)
-    with FileLock(f"{JARS}.lock"):
-        return _fetched()
-
-
-def _fetched() -> str | None:
-    pom = Path(__file__).parent / "kafka" / "pom.xml"
-    complete = JARS / "complete"
-    if not complete.exists() or complete.read_text() != pom.read_text():
-        command = ["mvn", "-q", "-B", "-f", str(pom), "dependency:copy-dependencies", "-DincludeScope=runtime"]
-        result = subprocess.run([*command, f"-DoutputDirectory={JARS}"], capture_output=True, text=True, check=False)
-        if result.returncode:
-            return f"Maven could not fetch Kafka: {result.stdout[-300:]}"
-        complete.write_text(pom.read_text())
-    return None
+    return maven_jars.missing(Path(__file__).parent / "kafka" / "pom.xml", JARS, "Kafka")
 
 
 _QUICK = ("-XX:TieredStopAtLevel=1",)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import kafka_node, node_client, postgres_node
+from tests.support import java_agent, kafka_node, node_client, postgres_node
 
 REQUIRED = frozenset(filter(None, os.environ.get("REQUIRED_SERVERS", "").split(",")))
 """Names whose absence is a failure: continuous integration sets all of them."""
@@ -35,6 +35,7 @@ CHECKS: dict[str, Callable[[], str | None]] = {
     "node": _program("node"),
     "jq": _program("jq"),
     "kafkajs": node_client.missing,
+    "agentscope-java": java_agent.missing,
     "clients": lambda: None if CLIENTS.exists() else "there is no .venv-clients; make install-clients",
     "vllm": lambda: None if find_spec("vllm") else "the package is not installed here; make test-vllm has it",
     "helm": lambda: None if (HELM / "installed").exists() else "there is no .venv-helm; make install-helm",

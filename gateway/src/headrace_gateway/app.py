@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+
+from starlette.types import ASGIApp
 
 from headrace_gateway import metrics
 from headrace_gateway.access import KeyRing, read_keys
@@ -111,13 +115,21 @@ async def run(common: Common, settings: GatewaySettings) -> None:
         admission = Admission(ring, limits, publisher, settings.body_timeout_s)
         app = application(Parts(settings, admission, catalog, replica_set, engines, clock, common, known))
         try:
-            async with web.serve(app, settings) as port:
-                log.info("listening", host=settings.host, port=port, keys=len(keys))
+            async with web.serve(app, settings) as port, trinity_door(app, settings) as trinity_port:
+                log.info("listening", host=settings.host, port=port, trinity_port=trinity_port, keys=len(keys))
                 await asyncio.Event().wait()
         finally:
             for task in beside:
                 task.cancel()
             await asyncio.wait(beside)
+
+
+def trinity_door(app: ASGIApp, settings: GatewaySettings) -> AbstractAsyncContextManager[int]:
+    """The same pages at `gateway.trinity_port`, where one is set; yields the port, or 0. Open it after the other: a
+    socket that was handed over is that one's."""
+    if not settings.trinity_port:
+        return contextlib.nullcontext(0)
+    return web.serve(app, settings.model_copy(update={"port": settings.trinity_port}))
 
 
 def _is_news(record: logging.LogRecord) -> bool:

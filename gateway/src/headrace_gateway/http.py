@@ -62,6 +62,7 @@ def application(parts: Parts) -> ASGIApp:
             Route("/v1/feedback", sessions.feedback, methods=["POST"]),
             Route("/v1/sessions/{session_id:path}/end", sessions.end, methods=["POST"]),
             Route("/v1/trajectories", sessions.trajectories, methods=["POST"]),
+            Route("/chat", chat, methods=["POST"]),
             Route("/feedback", sessions.trinity_feedback, methods=["POST"]),
             Route("/commit", sessions.trinity_commit, methods=["POST"]),
         ],

@@ -8,6 +8,7 @@ INFO = ServiceInfo(
     module="headrace_gateway",
     summary="The OpenAI-compatible door: serves agents from the replicas and captures every model call.",
     port=8000,
+    more_ports=("trinity_port",),
     consumes=("routing", "replicas"),
     produces=("turns", "feedback", "session-ends", "trajectories"),
     is_gateway=True,

@@ -120,6 +120,9 @@ class GatewaySettings(ServiceSettings):
     COMMON: ClassVar = ("host", "port", "keys", "model_aliases")
 
     port: Port = INFO.port
+    trinity_port: Port = 0
+    """A second port with the same pages, for clients of Trinity-RFT, which expect 8010 (give `inference.port` another
+    one then); 0: none. Unlike `port` it is not held while the gateway is started again."""
     keys: tuple[KeySettings, ...] = ()
     """API keys. None at all: everything is open, tenant `default`, and only loopback may be listened on."""
     keys_file: str = ""

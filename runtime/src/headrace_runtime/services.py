@@ -24,6 +24,8 @@ class ServiceInfo:
     """One sentence."""
     port: int = 0
     """Of its HTTP, where nobody sets `<name>.port`; 0 lets the system choose."""
+    more_ports: tuple[str, ...] = ()
+    """Settings of its own that are further ports where somebody sets them. `headrace up` keeps others from those."""
     needs_setting: str = ""
     """The dotted name of a setting without which there is nothing to start, such as `trainer.base`. `headrace up`
     leaves the service out until it is set."""

@@ -113,6 +113,15 @@ def test_two_services_cannot_have_one_port(tmp_path: Path) -> None:
         make(tmp_path, f"[gateway]\nport = {port}\n[registry]\nport = {port}\n")
 
 
+def test_a_further_port_of_a_service_is_its_own(tmp_path: Path) -> None:
+    port = free_port()
+    text = f"[gateway]\ntrinity_port = {port}\n"
+    assert make(tmp_path, text).environ["HEADRACE_GATEWAY__TRINITY_PORT"] == str(port)
+    with pytest.raises(UsageError, match=rf"inference\.port = {port}: another service has this port"):
+        make(tmp_path, f"{text}[inference]\nport = {port}\n")
+    assert "HEADRACE_GATEWAY__TRINITY_PORT" not in make(tmp_path).environ
+
+
 def test_services_that_listen_everywhere_are_called_on_loopback(tmp_path: Path) -> None:
     (gateway,) = make(tmp_path, '[gateway]\nhost = "0.0.0.0"\n', only=("gateway",)).services
     assert gateway.url == f"http://127.0.0.1:{gateway.port}"

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.practice import Run
 from headrace.practice.blocking import blocking
+from headrace.shadow import HeadraceDoor, SamplingRateStrategy, TrainingCopy, TrainingRunner
 from headrace.trinity import Workflow, run_workflow
 from headrace.tuner import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
 from tests.unit.sdk.adapter_rig import NotingStack, entering, practise_once
@@ -96,11 +97,26 @@ def with_practice_alone(stack: NotingStack, _patch: pytest.MonkeyPatch, _folder:
     blocking(all_steps())
 
 
+def with_training_copies(stack: NotingStack, _patch: pytest.MonkeyPatch, _folder: Path) -> None:
+    def make_agent(copy: TrainingCopy) -> Callable[[dict[str, Any]], str]:
+        copy.openai(blocking=True)
+        return lambda row: str(row["answer"])
+
+    everything = SamplingRateStrategy(1.0)
+    runner = TrainingRunner(
+        HeadraceDoor(stack), make_agent, lambda copy: judged(copy.inputs["answer"]), selection=everything
+    )
+    with runner:
+        for row in ROWS:
+            runner.offer(row, "served")
+
+
 ADAPTERS: dict[str, Adapter] = {
     "tuner": with_the_tuner,
     "trinity": with_trinity,
     "training tool": with_the_training_tool,
     "practice": with_practice_alone,
+    "training copies": with_training_copies,
 }
 
 

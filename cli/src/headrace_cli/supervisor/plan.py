@@ -100,6 +100,9 @@ def make(
     for name in (name for name, info in chosen.items() if info.is_bus):
         kafka_port = ports.take(f"{name}.kafka_port", overrides, KAFKA_PORT)
         overrides.set("bus.address", f"127.0.0.1:{kafka_port}")
+    for setting in (f"{name}.{one}" for name, info in chosen.items() for one in info.more_ports):
+        if overrides.get(setting):
+            ports.take(setting, overrides, 0)
     plans = []
     for name, info in chosen.items():
         port = ports.take(f"{name}.port", overrides, info.port)

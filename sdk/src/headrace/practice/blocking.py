@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import threading
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, TypeVar
+
+from headrace.practice.loop_thread import LoopThread
 
 T = TypeVar("T")
 
@@ -34,6 +35,4 @@ def blocking(work: Coroutine[Any, Any, T]) -> T:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="headrace-blocking", daemon=True).start()
-    return loop
+    return LoopThread("headrace-blocking").loop

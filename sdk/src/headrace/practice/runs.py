@@ -146,14 +146,7 @@ class Run:
 
     async def _end(self) -> None:
         try:
-            for role, session in self._sessions.items():
-                said = self.rewards.get(role)
-                if said is None or self._purpose == "eval":
-                    await session.end()
-                else:
-                    context = {"parts": dict(said.parts), "metrics": dict(said.metrics)}
-                    kept = {name: json.loads(json.dumps(table)) for name, table in context.items() if table}
-                    await session.feedback(said.value, context=kept, ends_session=True)
+            await self._send()
         except HeadraceError as error:
             self.error = self.error or str(error)
             self.rewards = {}
@@ -161,6 +154,17 @@ class Run:
             closed = client.close()
             if inspect.isawaitable(closed):
                 await closed
+
+    async def _send(self) -> None:
+        """Say what was said of each session, and end it. Raises `HeadraceError`."""
+        for role, session in self._sessions.items():
+            said = self.rewards.get(role)
+            if said is None or self._purpose == "eval":
+                await session.end()
+            else:
+                context = {"parts": dict(said.parts), "metrics": dict(said.metrics)}
+                kept = {name: json.loads(json.dumps(table)) for name, table in context.items() if table}
+                await session.feedback(said.value, context=kept, ends_session=True)
 
 
 def task_id_of(task: object) -> str:

@@ -1,0 +1,83 @@
+"""AgentScope Java's training extension as Python agents have it: what copies play again, and what is trained."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from headrace.practice.blocking import blocking
+from headrace.shadow import (
+    Door,
+    ExplicitMarkingStrategy,
+    HeadraceDoor,
+    SamplingRateStrategy,
+    SelectionStrategy,
+    TrainingCopy,
+    TrainingRunner,
+    TrinityDoor,
+    mark,
+    read_only,
+)
+from tests.parity.stage import Stage, program
+from tests.support.trained_runs import trained_runs
+
+_TRAINED_S = 60.0
+
+
+@read_only
+def look_up(order: str) -> str:
+    return f"{order} is on its way"
+
+
+def cancel(order: str) -> str:
+    raise AssertionError(f"a copy cancelled {order}")
+
+
+def make_agent(copy: TrainingCopy) -> Callable[[str], str]:
+    """Looks the order up, and asks the model. It cancels what it is asked to cancel."""
+    client, tools = copy.openai(blocking=True), copy.tools({"look_up": look_up, "cancel": cancel})
+
+    def ask(text: str) -> str:
+        tools["cancel" if "cancel" in text else "look_up"](text)
+        messages: Any = [{"role": "user", "content": text}]
+        found = client.chat.completions.create(model=copy.model, messages=messages, max_tokens=6)
+        return found.choices[0].message.content or ""
+
+    return ask
+
+
+def lived(door: Door, selection: SelectionStrategy, repeat: int, requests: dict[str, str | None]) -> TrainingRunner:
+    """Users ask, some of them in a marked task. They are answered by what is no model of ours."""
+    runner = TrainingRunner(door, make_agent, lambda copy: len(copy.answer) / 10, selection=selection, repeat=repeat)
+    with runner:
+        ask = runner.watched(lambda text: f"served {text}")
+        for text, task in requests.items():
+            if task is None:
+                assert ask(text) == f"served {text}"
+            else:
+                with mark("user-feedback", task_id=task):
+                    assert ask(text) == f"served {text}"
+    return runner
+
+
+@program("copies")
+def copies(stage: Stage) -> None:
+    stack, everything = stage.stack, SamplingRateStrategy(1.0)
+    sampled = {f"order {number}?": f"sampled-{number}" for number in range(2)}
+    runner = lived(HeadraceDoor(stack), everything, 4, {**sampled, "cancel order 2": "written"})
+    assert (runner.counts.rewarded, runner.counts.refused) == (8, 4), runner.last_error
+    marks = {"order 3?": "marked-3", "order 4?": None}
+    assert lived(HeadraceDoor(stack), ExplicitMarkingStrategy("user-feedback"), 1, marks).counts.selected == 1
+    lived(TrinityDoor(stack), everything, 2, {"order 5?": "trinity-5"})
+    wanted = {"sampled-0": 4, "sampled-1": 4, "marked-3": 1, "trinity-5": 2}
+    deadline = time.monotonic() + _TRAINED_S
+    while True:
+        runs = blocking(trained_runs(stack.bus))
+        found = {task: len(runs.get(task, {})) for task in wanted}
+        if found == wanted:
+            break
+        assert time.monotonic() < deadline, f"{found} in place of {wanted}"
+        time.sleep(0.3)
+    assert sorted(runs["trinity-5"]) == ["0", "1"]
+    assert "written" not in runs

@@ -1,0 +1,67 @@
+"""The example on AgentScope Java: its jars, its classes, and the program as a process."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.support import maven_jars
+
+EXAMPLE = maven_jars.ROOT / "examples" / "java_agent"
+JARS = maven_jars.ROOT / ".cache" / "agentscope-java-1.0.9"
+_QUICK = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xmx384m")
+_QUIET = ("-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",)
+
+
+def missing() -> str | None:
+    """Why the example cannot be run here, None when it can. Fetches 36 MB on the first call."""
+    return maven_jars.missing(EXAMPLE / "pom.xml", JARS, "AgentScope", "javac")
+
+
+def compiled(folder: Path) -> Path:
+    """The example's classes in `folder`. Raises `AssertionError` with what the compiler says."""
+    sources = sorted(str(path) for path in (EXAMPLE / "src").rglob("*.java"))
+    command = ["javac", "-Xlint:all", "-Werror", "-d", str(folder), "-cp", f"{JARS}/*", *sources]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+class JavaAgent:
+    """The running program. Leaving the `with` ends its input, on which it commits once more and ends."""
+
+    def __init__(self, classes: Path, *words: str) -> None:
+        self._command = ["java", *_QUICK, *_QUIET, "-cp", f"{classes}:{JARS}/*", "headrace.examples.OrderAgent", *words]
+        self._lines: queue.Queue[str] = queue.Queue()
+        self.errors: list[str] = []
+        """What it logged."""
+
+    def line(self, kind: str, timeout_s: float) -> str:
+        """Its next line, which has to be of this kind. Raises `AssertionError` with its log."""
+        try:
+            found, _, text = self._lines.get(timeout=timeout_s).partition("\t")
+        except queue.Empty:
+            raise AssertionError(f"no {kind} after {timeout_s:g} s:\n{''.join(self.errors[-40:])}") from None
+        assert found == kind, f"{found} {text} in place of {kind}:\n{''.join(self.errors[-40:])}"
+        return text.rstrip("\n")
+
+    def __enter__(self) -> Self:
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        for stream, keep in ((self._process.stdout, self._lines.put), (self._process.stderr, self.errors.append)):
+            threading.Thread(target=lambda s=stream, k=keep: [k(one) for one in s], daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+            if kind is None:
+                self.line("stopped", 30)
+        finally:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,31 @@
+"""Jars from Maven for tests, fetched once into the cache."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from filelock import FileLock
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def missing(pom: Path, folder: Path, what: str, *programs: str) -> str | None:
+    """Why what the pom names, and what that needs, cannot be had in `folder`; None when it is there. Fetches it on the
+    first call, and after a change of the pom."""
+    for program in ("java", "mvn", *programs):
+        if shutil.which(program) is None:
+            return f"{program} is not installed"
+    folder.parent.mkdir(exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        complete = folder / "complete"
+        if not complete.exists() or complete.read_text() != pom.read_text():
+            command = ["mvn", "-q", "-B", "-f", str(pom), "dependency:copy-dependencies", "-DincludeScope=runtime"]
+            result = subprocess.run(
+                [*command, f"-DoutputDirectory={folder}"], capture_output=True, text=True, check=False
+            )
+            if result.returncode:
+                return f"Maven could not fetch {what}: {result.stdout[-300:]}"
+            complete.write_text(pom.read_text())
+    return None
