@@ -121,3 +121,53 @@ ledger = Table(
     Column("arrived_ms", BigInteger, nullable=False),
     Index("ix_ledger_arrived", "arrived_ms"),
 )
+
+run_features = Table(
+    "run_features",
+    metadata,
+    Column("trajectory_id", Text, primary_key=True),
+    Column("tenant", Text, nullable=False),
+    Column("features", Text, nullable=False),  # JSON
+    Column("arrived_ms", BigInteger, nullable=False),  # when its trajectory did
+    Index("ix_run_features_newest", "tenant", "arrived_ms", "trajectory_id"),
+)
+
+thumbs = Table(
+    "thumbs",
+    metadata,
+    Column("trajectory_id", Text, primary_key=True),
+    Column("rater", Text, primary_key=True),  # empty: people without a name
+    Column("tenant", Text, nullable=False),
+    Column("value", Float(53)),  # null: taken back
+    Column("arrived_ms", BigInteger, nullable=False),  # when it last changed
+    Index("ix_thumbs_newest", "tenant", "arrived_ms", "trajectory_id"),
+)
+
+reward_models = Table(
+    "reward_models",
+    metadata,
+    Column("tenant", Text, primary_key=True),
+    Column("source", Text, primary_key=True),
+    Column("model_id", Text, nullable=False),
+    Column("read_until_ms", BigInteger, nullable=False),  # thumbs that changed later are new to it
+    Column("fitted_ms", BigInteger, nullable=False),
+    Column("payload", LargeBinary, nullable=False),
+)
+
+agreement = Table(
+    "agreement",
+    metadata,
+    Column("tenant", Text, primary_key=True),
+    Column("source", Text, primary_key=True),
+    Column("judged_by", Text, primary_key=True),  # another model or prompt is another judge
+    Column("state", Text, nullable=False),  # JSON
+    Column("drifted_ms", BigInteger),  # when the alarm was raised
+    Column("changed_ms", BigInteger, nullable=False),
+)
+
+agreement_pairs = Table(
+    "agreement_pairs",
+    metadata,
+    Column("trajectory_id", Text, primary_key=True),
+    Column("source", Text, primary_key=True),
+)
