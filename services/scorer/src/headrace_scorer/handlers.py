@@ -112,8 +112,9 @@ class Scorer:
             run_id=feedback_set.named("run_id", trajectory.run_id),
             parts=max(trajectory.parts, feedback_set.parts),
         )
-        if self.settings.learned.model is not None and trajectory.purpose == "train":
-            answers, teachers = store.branch_answers(trajectory), self.settings.learned.teachers
-            said = thumbs_of(feedback_set, answers, self.settings.labels, teachers)
-            await keep_thumbs(tx, now, trajectory.trajectory_id, trajectory.tenant, said)
+        learned = self.settings.learned
+        if learned.model is not None and trajectory.purpose == "train":
+            answers = store.branch_answers(trajectory)
+            said = thumbs_of(feedback_set, answers, self.settings.labels, learned.teachers)
+            await keep_thumbs(tx, now, learned.source, trajectory.trajectory_id, trajectory.tenant, said)
         return [*await feedback_rewards.revise(tx, now, trajectory, feedback_set, score.entries, self.settings)]

@@ -27,6 +27,7 @@ from headrace_scorer.schema import agreement, agreement_pairs
 
 log = get_logger(__name__)
 _LISTED_MAX = 256
+_WEEK_MS = 7 * 86_400_000
 
 
 class DriftSettings(Section):
@@ -104,10 +105,11 @@ def _named(source: str, patterns: Sequence[str]) -> bool:
     return any(fits(pattern, source) for pattern in patterns)
 
 
-async def measure(tx: AsyncConnection) -> None:
-    """Set the gauges. Of several tenants and versions of a judge the worst counts."""
+async def measure(tx: AsyncConnection, now: datetime) -> None:
+    """Set the gauges. Of several tenants and versions of a judge the worst counts; after a week without a run that both
+    have scored one does not count any more."""
     worst: dict[str, tuple[float, float]] = {}
-    for row in await _newest(tx):
+    for row in await _newest(tx, epoch_ms(now) - _WEEK_MS):
         state = Agreement.model_validate_json(row.state)
         disagreement, drifted = worst.get(row.source, (0.0, 0.0))
         alarm = float(row.drifted_ms is not None)
@@ -120,7 +122,7 @@ async def measure(tx: AsyncConnection) -> None:
 async def listed(tx: AsyncConnection, settings: DriftSettings) -> list[dict[str, object]]:
     """Each judge, the one that was compared last first. For people to read."""
     found: list[dict[str, object]] = []
-    for row in await _newest(tx):
+    for row in await _newest(tx, 0):
         state = Agreement.model_validate_json(row.state)
         found.append(
             {
@@ -142,5 +144,8 @@ async def forget(tx: AsyncConnection, tenant: str, source: str) -> int:
     return (await tx.execute(delete(agreement).where(own))).rowcount
 
 
-async def _newest(tx: AsyncConnection) -> Sequence[Row[tuple[object, ...]]]:
-    return (await tx.execute(select(agreement).order_by(agreement.c.changed_ms.desc()).limit(_LISTED_MAX))).all()
+async def _newest(tx: AsyncConnection, since_ms: int) -> Sequence[Row[tuple[object, ...]]]:
+    changed = agreement.c.changed_ms
+    return (
+        await tx.execute(select(agreement).where(changed >= since_ms).order_by(changed.desc()).limit(_LISTED_MAX))
+    ).all()

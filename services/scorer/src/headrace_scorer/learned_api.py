@@ -21,7 +21,7 @@ from headrace_scorer import judge_watch
 from headrace_scorer.judge_watch import DriftSettings
 from headrace_scorer.learned import store
 from headrace_scorer.learned.models import REWARD_MODELS
-from headrace_scorer.learned.source import PREFIX
+from headrace_scorer.learned.settings import PREFIX
 
 _LISTED_MAX = 64
 

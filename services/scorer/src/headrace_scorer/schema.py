@@ -148,10 +148,11 @@ reward_models = Table(
     metadata,
     Column("tenant", Text, primary_key=True),
     Column("source", Text, primary_key=True),
-    Column("model_id", Text, nullable=False),
-    Column("read_until_ms", BigInteger, nullable=False),  # thumbs that changed later are new to it
-    Column("fitted_ms", BigInteger, nullable=False),
-    Column("payload", LargeBinary, nullable=False),
+    Column("fresh", Integer, nullable=False),  # thumbs that changed since it was fitted
+    Column("counted", Integer, nullable=False),  # thumbs that it was fitted to
+    Column("model_id", Text),  # null before the first fit, as the next ones
+    Column("fitted_ms", BigInteger),
+    Column("payload", LargeBinary),
 )
 
 agreement = Table(
@@ -163,6 +164,7 @@ agreement = Table(
     Column("state", Text, nullable=False),  # JSON
     Column("drifted_ms", BigInteger),  # when the alarm was raised
     Column("changed_ms", BigInteger, nullable=False),
+    Index("ix_agreement_changed", "changed_ms"),
 )
 
 agreement_pairs = Table(

@@ -80,8 +80,8 @@ async def _forget_strays(tx: AsyncConnection, horizon: int) -> bool:
     return bool(strays)
 
 
-async def measure(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+async def measure(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
     waiting = trajectories.c.settle_ms.is_not(None)
     metrics.WAITING.set(await count_some(tx, waiting, trajectories, COUNTED_MAX))
-    await judge_watch.measure(tx)
+    await judge_watch.measure(tx, now)
     return []

@@ -41,7 +41,7 @@ async def refit(learned: LearnedSource, processor: Processor) -> None:
         tenants = await store.due(tx, learned.name, settings.refit_share)
     for tenant in tenants:
         async with processor.database.transaction() as tx:
-            lesson = await store.lesson(tx, tenant, settings.thumbs_max, settings.others_max)
+            lesson = await store.lesson(tx, tenant, learned.name, settings.thumbs_max, settings.others_max)
         try:
             made = await asyncio.to_thread(_fit, learned, lesson)
         except Exception:  # what was learned before goes on; the log says what is wrong

@@ -10,6 +10,7 @@ from headrace_runtime.registries import NameIn
 from headrace_runtime.settings import Section
 from headrace_scorer.learned.models import REWARD_MODELS, FitDemands
 
+PREFIX = "learned:"
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -44,6 +45,11 @@ class LearnedSettings(Section):
     """Runs without thumbs that it compares them with, the newest."""
     rescored_max: Annotated[int, Field(ge=0)] = 20_000
     """Runs that are scored anew when it has learned anew, the newest."""
+
+    @property
+    def source(self) -> str:
+        """Its name in the ledger."""
+        return f"{PREFIX}{self.model}"
 
     @property
     def demands(self) -> FitDemands:

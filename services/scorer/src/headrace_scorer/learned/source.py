@@ -15,11 +15,10 @@ from headrace_scorer.functions.loading import RewardFunction
 from headrace_scorer.learned import store
 from headrace_scorer.learned.features import features_of
 from headrace_scorer.learned.models import REWARD_MODELS, Features, FittedModel, LikelyThumb
-from headrace_scorer.learned.settings import LearnedSettings
+from headrace_scorer.learned.settings import PREFIX, LearnedSettings
 from headrace_scorer.ledger import LedgerEntries
 from headrace_scorer.patterns import fits
 
-PREFIX = "learned:"
 _KEPT_MAX = 64
 
 
@@ -30,7 +29,7 @@ class LearnedSource:
         assert settings.model is not None
         self.settings = settings
         self.model = REWARD_MODELS.get(settings.model)
-        self.name = f"{PREFIX}{settings.model}"
+        self.name = settings.source
         self._functions = functions
         self._fitted: OrderedDict[str, FittedModel] = OrderedDict()
 

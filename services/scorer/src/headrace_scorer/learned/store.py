@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import case, func, select, update
+from sqlalchemy import ColumnElement, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
@@ -20,14 +20,15 @@ _TENANTS_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What a reward model of one tenant is fitted to, and until when thumbs were read."""
+    """What a reward model of one tenant is fitted to."""
 
     tenant: str
     said: tuple[tuple[str, str, str, float], ...]
     """Of each thumb: the trajectory, its features as JSON, the rater, the value."""
     elsewhere: tuple[str, ...]
     """Features of runs that nobody spoke of."""
-    read_until_ms: int
+    fresh: int
+    """How many thumbs were new when it was read."""
 
     def runs(self) -> list[ThumbedRun]:
         """Reads JSON, up to some megabytes: not for an event loop."""
@@ -48,38 +49,35 @@ async def keep_features(
 
 
 async def keep_thumbs(
-    tx: AsyncConnection, now: datetime, trajectory_id: str, tenant: str, said: Mapping[str, float]
+    tx: AsyncConnection, now: datetime, source: str, trajectory_id: str, tenant: str, said: Mapping[str, float]
 ) -> None:
     """What each rater says now. Who said something before and is not among them has taken it back."""
     table = thumbs.c
     query = select(table.rater, table.value).where(table.trajectory_id == trajectory_id)
-    before: dict[str, float | None] = dict((await tx.execute(query)).tuples().all())
-    for rater in sorted({*before, *said}):
-        value = said.get(rater)
-        if rater not in before or before[rater] != value:
-            row = {"tenant": tenant, "value": value, "arrived_ms": epoch_ms(now)}
-            await upsert(tx, thumbs, {"trajectory_id": trajectory_id, "rater": rater}, row)
+    before: dict[str, float | None] = {row.rater: row.value for row in await tx.execute(query)}
+    changed = [rater for rater in sorted({*before, *said}) if before.get(rater) != said.get(rater)]
+    for rater in changed:
+        row = {"tenant": tenant, "value": said.get(rater), "arrived_ms": epoch_ms(now)}
+        await upsert(tx, thumbs, {"trajectory_id": trajectory_id, "rater": rater}, row)
+    if changed:
+        key = {"tenant": tenant, "source": source}
+        await upsert(tx, reward_models, key, {"fresh": 0, "counted": 0}, update=False)
+        more = reward_models.c.fresh + len(changed)
+        await tx.execute(update(reward_models).where(_own(tenant, source)).values(fresh=more))
 
 
 async def due(tx: AsyncConnection, source: str, share: float) -> Sequence[str]:
-    """Tenants of whose thumbs at least `share`, and at least one, are new to their reward model."""
-    table, model = thumbs.c, reward_models.c
-    own = (model.tenant == table.tenant) & (model.source == source)
-    new = func.sum(case((table.arrived_ms > func.coalesce(model.read_until_ms, -1), 1), else_=0))
-    query = (
-        select(table.tenant, func.count(), new)
-        .select_from(thumbs.outerjoin(reward_models, own))
-        .group_by(table.tenant)
-        .order_by(table.tenant)
-        .limit(_TENANTS_MAX)
-    )
-    return [tenant for tenant, count, fresh in await tx.execute(query) if fresh and fresh >= share * count]
+    """Tenants of whose thumbs at least `share` of what their reward model knows, and at least one, are new to it."""
+    table = reward_models.c
+    fresh = (table.source == source) & (table.fresh > 0) & (table.fresh >= share * table.counted)
+    query = select(table.tenant).where(fresh).order_by(table.tenant).limit(_TENANTS_MAX)
+    return list((await tx.execute(query)).scalars())
 
 
-async def lesson(tx: AsyncConnection, tenant: str, thumbs_max: int, others_max: int) -> Lesson:
+async def lesson(tx: AsyncConnection, tenant: str, source: str, thumbs_max: int, others_max: int) -> Lesson:
     """The newest runs with thumbs, and the newest without."""
     table, known = thumbs.c, run_features.c
-    until: int | None = await tx.scalar(select(func.max(table.arrived_ms)).where(table.tenant == tenant))
+    fresh: int | None = await tx.scalar(select(reward_models.c.fresh).where(_own(tenant, source)))
     newest = (
         select(table.trajectory_id)
         .where(table.tenant == tenant, table.value.is_not(None))
@@ -93,7 +91,7 @@ async def lesson(tx: AsyncConnection, tenant: str, thumbs_max: int, others_max: 
         .where(known.trajectory_id.in_(select(newest.c.trajectory_id)), table.value.is_not(None))
         .order_by(known.trajectory_id, table.rater)
     )
-    said = tuple((await tx.execute(spoken)).tuples().all())
+    said = tuple((name, features, rater, value) for name, features, rater, value in await tx.execute(spoken))
     silent = ~select(table.rater).where(table.trajectory_id == known.trajectory_id).exists()
     others = (
         select(known.features)
@@ -102,19 +100,17 @@ async def lesson(tx: AsyncConnection, tenant: str, thumbs_max: int, others_max: 
         .limit(others_max)
     )
     elsewhere = tuple((await tx.execute(others)).scalars())
-    return Lesson(tenant, said, elsewhere, until or 0)
+    return Lesson(tenant, said, elsewhere, fresh or 0)
 
 
 async def current(tx: AsyncConnection, tenant: str, source: str) -> str | None:
-    """The id of the tenant's reward model."""
-    table = reward_models.c
-    found: str | None = await tx.scalar(select(table.model_id).where(table.tenant == tenant, table.source == source))
+    """The id of the tenant's reward model; None before the first fit."""
+    found: str | None = await tx.scalar(select(reward_models.c.model_id).where(_own(tenant, source)))
     return found
 
 
 async def payload(tx: AsyncConnection, tenant: str, source: str) -> bytes:
-    table = reward_models.c
-    found: bytes | None = await tx.scalar(select(table.payload).where(table.tenant == tenant, table.source == source))
+    found: bytes | None = await tx.scalar(select(reward_models.c.payload).where(_own(tenant, source)))
     assert found is not None
     return found
 
@@ -125,12 +121,13 @@ async def keep_model(
     """Whether it differs from the one before."""
     before = await current(tx, learned.tenant, source)
     row = {
+        "fresh": reward_models.c.fresh - learned.fresh,  # some may have come since
+        "counted": len(learned.said),
         "model_id": model_id,
-        "read_until_ms": learned.read_until_ms,
         "fitted_ms": epoch_ms(now),
         "payload": made,
     }
-    await upsert(tx, reward_models, {"tenant": learned.tenant, "source": source}, row)
+    await tx.execute(update(reward_models).where(_own(learned.tenant, source)).values(row))
     return before != model_id
 
 
@@ -150,5 +147,10 @@ async def mark_for_rescoring(tx: AsyncConnection, tenant: str, most: int) -> Non
 
 async def listed(tx: AsyncConnection, most: int) -> list[Mapping[str, object]]:
     """The reward models, for people to read."""
-    query = select(reward_models).order_by(reward_models.c.tenant, reward_models.c.source).limit(most)
+    fitted = select(reward_models).where(reward_models.c.model_id.is_not(None))
+    query = fitted.order_by(reward_models.c.tenant, reward_models.c.source).limit(most)
     return [dict(row) for row in (await tx.execute(query)).mappings()]
+
+
+def _own(tenant: str, source: str) -> ColumnElement[bool]:
+    return (reward_models.c.tenant == tenant) & (reward_models.c.source == source)

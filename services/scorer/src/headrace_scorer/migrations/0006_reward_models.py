@@ -33,10 +33,11 @@ def upgrade() -> None:
         "reward_models",
         sa.Column("tenant", sa.Text, primary_key=True),
         sa.Column("source", sa.Text, primary_key=True),
-        sa.Column("model_id", sa.Text, nullable=False),
-        sa.Column("read_until_ms", sa.BigInteger, nullable=False),
-        sa.Column("fitted_ms", sa.BigInteger, nullable=False),
-        sa.Column("payload", sa.LargeBinary, nullable=False),
+        sa.Column("fresh", sa.Integer, nullable=False),
+        sa.Column("counted", sa.Integer, nullable=False),
+        sa.Column("model_id", sa.Text),
+        sa.Column("fitted_ms", sa.BigInteger),
+        sa.Column("payload", sa.LargeBinary),
     )
     op.create_table(
         "agreement",
@@ -47,6 +48,7 @@ def upgrade() -> None:
         sa.Column("drifted_ms", sa.BigInteger),
         sa.Column("changed_ms", sa.BigInteger, nullable=False),
     )
+    op.create_index("ix_agreement_changed", "agreement", ["changed_ms"])
     op.create_table(
         "agreement_pairs",
         sa.Column("trajectory_id", sa.Text, primary_key=True),
