@@ -146,6 +146,5 @@ async def forget(tx: AsyncConnection, tenant: str, source: str) -> int:
 
 async def _newest(tx: AsyncConnection, since_ms: int) -> Sequence[Row[tuple[object, ...]]]:
     changed = agreement.c.changed_ms
-    return (
-        await tx.execute(select(agreement).where(changed >= since_ms).order_by(changed.desc()).limit(_LISTED_MAX))
-    ).all()
+    query = select(agreement).where(changed >= since_ms).order_by(changed.desc()).limit(_LISTED_MAX)
+    return (await tx.execute(query)).all()

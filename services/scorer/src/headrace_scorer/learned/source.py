@@ -37,7 +37,8 @@ class LearnedSource:
         """Whether what a source says is a feature: never what has read feedback, nor what has learned from it."""
         readers = {one.source for one in self._functions() if "feedback" in one.parameters}
         named = any(fits(pattern, source) for pattern in self.settings.features)
-        return named and source not in readers and not source.startswith(PREFIX)
+        taught = any(fits(pattern, source) for pattern in self.settings.teachers)
+        return named and not taught and source not in readers and not source.startswith(PREFIX)
 
     def features(self, trajectory: Trajectory, entries: LedgerEntries) -> dict[str, float]:
         return features_of(trajectory, entries.rewards(), self.counts)
