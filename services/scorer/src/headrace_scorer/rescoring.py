@@ -35,7 +35,7 @@ from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.functions.process import FunctionsRefused
 from headrace_scorer.functions.protocol import CallRequest
 from headrace_scorer.learned.features import features_of
-from headrace_scorer.learned.replaying import LearnedReplay, Spool
+from headrace_scorer.learned.replaying import LearnedReplay, TwiceRead
 from headrace_scorer.learned.settings import PREFIX
 from headrace_scorer.learned.source import LearnedSource
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
@@ -75,11 +75,11 @@ class _Output:
 
 
 async def _work(rescoring: Rescoring, lines: Lines, blobs: BlobStore) -> None:
-    working: deque[asyncio.Task[Sequence[Experience]]] = deque()
+    working: deque[asyncio.Task[Sequence[Experience] | ReadRun]] = deque()
     output = _Output(lines, blobs)
 
     async def first() -> None:
-        for experience in await working.popleft():
+        for experience in rescoring.taken(await working.popleft()):
             await output.put(experience)
 
     async for word, value in lines.read():
@@ -97,6 +97,17 @@ async def _work(rescoring: Rescoring, lines: Lines, blobs: BlobStore) -> None:
         await output.put(experience)
     lines.write("scored", rescoring.report().model_dump_json().encode())
     lines.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRun:
+    """A trajectory that a reward model has yet to speak of."""
+
+    trajectory: Trajectory
+    features: Mapping[str, float]
+    said: Mapping[str, float]
+    """What each rater says of it."""
+    called: Mapping[EntryKey, SourceReward]
 
 
 @dataclass(slots=True)
@@ -126,7 +137,7 @@ class Rescoring:
         self._learning: LearnedReplay | None = None
         if settings.learned.model is not None:
             self._learning = LearnedReplay(LearnedSource(settings.learned, lambda: pool.functions))
-        self._spool = Spool()
+        self._spool = TwiceRead()
 
     def know(self, word: str, value: bytes) -> None:
         """Take in a line that is no trajectory. Raises `InvalidEvent`, and `ValueError` for an unknown word."""
@@ -148,10 +159,10 @@ class Rescoring:
         else:
             raise ValueError(f"a line begins with {word!r}; the scorer knows closed, feedback, reward and trajectory")
 
-    async def score(self, value: bytes) -> Sequence[Experience]:
+    async def score(self, value: bytes) -> Sequence[Experience] | ReadRun:
         """The experiences of one trajectory, one for each branch; none when it is held out or nothing was sampled.
 
-        With a reward model there are none either before all were read: then `learned` has them.
+        With a reward model nobody knows them before all were read: `taken` keeps it, and then `learned` has them.
         """
         self._trajectories += 1
         try:
@@ -170,8 +181,16 @@ class Rescoring:
         features = features_of(trajectory, [*rows, *self._others(trajectory)], self._learning.source.counts)
         answers, teachers = store.branch_answers(trajectory), self._settings.learned.teachers
         said = thumbs_of(feedback_set, answers, self._settings.labels, teachers)
-        self._learning.know(trajectory, features, said)
-        self._spool.write(trajectory.to_json(), json.dumps(features).encode(), _packed(called))
+        return ReadRun(trajectory, features, said, called)
+
+    def taken(self, scored: Sequence[Experience] | ReadRun) -> Sequence[Experience]:
+        """What can be written of it. Called in the order of the trajectories."""
+        if not isinstance(scored, ReadRun):
+            return scored
+        assert self._learning is not None
+        self._learning.know(scored.trajectory, scored.features, scored.said)
+        features = json.dumps(scored.features).encode()
+        self._spool.write(scored.trajectory.to_json(), features, _packed(scored.called))
         return ()
 
     async def learned(self) -> AsyncIterator[Experience]:

@@ -64,7 +64,7 @@ class LearnedReplay:
         return {EntryKey.reward(name): SourceReward(name, None, outcome, value)}  # type: ignore[arg-type]
 
 
-class Spool:
+class TwiceRead:
     """Lines that are written first and read afterwards, in memory while they are few."""
 
     def __init__(self) -> None:
