@@ -55,7 +55,8 @@ class LearnedRig(Rig):
 
     async def end_waiting(self) -> None:
         self.stream.clock.advance(self.settings.reward_wait_s + 1)
-        await self.stream.step(lambda tx, now: upkeep.end_waiting(tx, now, self.scores, self.scoring.policy))
+        for _ in range(2):  # 25 at a time
+            await self.stream.step(lambda tx, now: upkeep.end_waiting(tx, now, self.scores, self.scoring.policy))
 
     def said(self) -> dict[str, tuple[str, float | None]]:
         """The newest word of the reward model about each session."""

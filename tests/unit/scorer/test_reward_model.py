@@ -1,4 +1,4 @@
-"""The reward model `thumbs`: its fit against the objective by definition, what it refuses, and whom it does not hear."""
+"""The reward model `thumbs`: its fit against the objective by definition, what it refuses, whom it does not hear."""
 
 from __future__ import annotations
 
@@ -85,10 +85,9 @@ def test_thumbs_that_are_swapped_are_noticed() -> None:
 
 
 def test_it_abstains_of_what_it_has_not_seen_enough_of() -> None:
-    taught = [
-        replace(one, features={**one.features, "rare": 1.0} if n < 2 else one.features)
-        for n, one in enumerate(plain(60, "a"))
-    ]
+    usual_runs = plain(60, "a")
+    rare_runs = [replace(one, features={**one.features, "rare": 1.0}) for one in usual_runs[:2]]
+    taught = [*rare_runs, *usual_runs[2:]]
     made = fit(taught, [], replace(DEMANDS, width_max=0.4))
     assert made.judge({"judge:help": 0.65}) is not None
     wide = replace(made, demands=replace(made.demands, width_max=1.0))
