@@ -8,19 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-from pydantic import Field
 from sqlalchemy import Row, delete, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
 from headrace_runtime.logs import get_logger
-from headrace_runtime.settings import Section
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Trajectory
 from headrace_scorer import metrics
 from headrace_scorer.agreement_test import Agreement
+from headrace_scorer.drift_settings import DriftSettings
 from headrace_scorer.ledger import LedgerEntries
 from headrace_scorer.patterns import fits
 from headrace_scorer.schema import agreement, agreement_pairs
@@ -28,19 +27,6 @@ from headrace_scorer.schema import agreement, agreement_pairs
 log = get_logger(__name__)
 _LISTED_MAX = 256
 _WEEK_MS = 7 * 86_400_000
-
-
-class DriftSettings(Section):
-    """When a judge that people agree with less than before raises an alarm."""
-
-    judges: tuple[str, ...] = ("judge:*",)
-    """Sources that are watched. Their values are from 0 to 1."""
-    people: tuple[str, ...] = ("feedback",)
-    """Sources that they are compared with, also from 0 to 1."""
-    reference: Annotated[int, Field(ge=20)] = 200
-    """Runs that both have scored at first: they say how much disagreement is usual."""
-    false_alarm_rate: Annotated[float, Field(gt=0, lt=0.5)] = 0.01
-    """How probable it is at most that a judge which does not drift ever raises an alarm."""
 
 
 class _Pair(NamedTuple):

@@ -18,7 +18,7 @@ from headrace_runtime.settings import Common
 from headrace_runtime.web import require_internal_key
 from headrace_schemas import Event
 from headrace_scorer import judge_watch
-from headrace_scorer.judge_watch import DriftSettings
+from headrace_scorer.drift_settings import DriftSettings
 from headrace_scorer.learned import store
 from headrace_scorer.learned.models import REWARD_MODELS
 from headrace_scorer.learned.settings import PREFIX

@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 from headrace_runtime.registries import OrNameIn
 from headrace_runtime.settings import Port, ServiceSettings
 from headrace_schemas.base import Finite, Text
+from headrace_scorer.drift_settings import DriftSettings
 from headrace_scorer.functions.loading import REWARDS
-from headrace_scorer.judge_watch import DriftSettings
 from headrace_scorer.learned.settings import LearnedSettings
 from headrace_scorer.patterns import fits
 from headrace_scorer.service import INFO

@@ -16,6 +16,8 @@ from headrace_scorer.learned.models import Features, Thumb, ThumbedRun
 from headrace_scorer.schema import reward_models, run_features, thumbs, trajectories
 
 _TENANTS_MAX = 256
+_RATERS_MAX = 4
+"""Of a run, in the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ async def lesson(tx: AsyncConnection, tenant: str, source: str, thumbs_max: int,
         .join(thumbs, table.trajectory_id == known.trajectory_id)
         .where(known.trajectory_id.in_(select(newest.c.trajectory_id)), table.value.is_not(None))
         .order_by(known.trajectory_id, table.rater)
+        .limit(_RATERS_MAX * thumbs_max)
     )
     said = tuple((name, features, rater, value) for name, features, rater, value in await tx.execute(spoken))
     silent = ~select(table.rater).where(table.trajectory_id == known.trajectory_id).exists()
