@@ -31,12 +31,13 @@ def plain(count: int, *raters: str) -> list[ThumbedRun]:
     return made
 
 
-def test_the_fit_is_the_maximum_of_its_objective() -> None:
+def test_the_fit_is_the_maximum_of_its_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was said is a mixture over what is true; finite differences of that, written down anew."""
     taught = [replace(run, thumbs=(*run.thumbs, Thumb("second", 1.0 - (n % 3 == 0)))) for n, run in enumerate(spoken())]
     found, _ = columns.columns_of([run.features for run in taught], [])
     table = columns.table(found, [run.features for run in taught])
     thumbs, prior = crowd.gathered(taught, 1.0), np.full(len(found), 0.1)
+    monkeypatch.setattr(crowd, "_ROUNDS_MAX", 2000)  # to the end, however slowly it comes nearer
     made = crowd.fit(table, thumbs, prior, 2.0)
     right = dict(zip(thumbs.raters, made.right_A.tolist(), strict=True))
 
@@ -88,13 +89,17 @@ def test_it_abstains_of_what_it_has_not_seen_enough_of() -> None:
     usual_runs = plain(60, "a")
     rare_runs = [replace(one, features={**one.features, "rare": 1.0}) for one in usual_runs[:2]]
     taught = [*rare_runs, *usual_runs[2:]]
-    made = fit(taught, [], replace(DEMANDS, width_max=0.4))
-    assert made.judge({"judge:help": 0.65}) is not None
-    wide = replace(made, demands=replace(made.demands, width_max=1.0))
+    wide = fit(taught, [], replace(DEMANDS, width_max=1.0))
     usual, rare = wide.judge({"judge:help": 0.55}), wide.judge({"judge:help": 0.55, "rare": 1.0})
     assert usual is not None
     assert rare is not None
-    assert rare.high - rare.low > usual.high - usual.low
+    assert _log_odds(rare.high) - _log_odds(rare.low) > _log_odds(usual.high) - _log_odds(usual.low)
+    assert usual.high - usual.low > 0.05
+    assert replace(wide, demands=replace(DEMANDS, width_max=0.05)).judge({"judge:help": 0.55}) is None
+
+
+def _log_odds(share: float) -> float:
+    return math.log(share / (1 - share))
 
 
 @pytest.mark.parametrize("of_others", [{}, {"function:leak": 0.5}])
