@@ -88,11 +88,11 @@ class ScoreStore:
     def _all_else_said(self, score: TrajectoryScore, policy: RewardPolicy) -> bool:
         """Whether it is the turn of the reward model. Not of what is not trained: that waits for nothing."""
         row = score.row
-        if policy.functions and row["scored_inputs"] != row["inputs"]:
-            return False
+        called = not policy.functions or row["scored_inputs"] == row["inputs"]
         waits = row["settle_ms"] is not None
         learned = self._learned.name if self._learned is not None else ""
-        return row["emitted"] != "[]" or (waits and policy.answered(score.entries.current(), learned))
+        said = row["emitted"] != "[]" or (waits and policy.answered(score.entries.current(), learned))
+        return called and said
 
     async def _speak_last(self, tx: AsyncConnection, now: datetime, score: TrajectoryScore) -> list[Event]:
         if self._watch is not None:
