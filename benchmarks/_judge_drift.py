@@ -15,7 +15,7 @@ def disagreements(draw: np.random.Generator, pairs: int, wrong: float) -> list[f
     good = draw.random(pairs) < 0.5
     said = good ^ (draw.random(pairs) < _FLIPPED)
     sees = good ^ (draw.random(pairs) < wrong)
-    value = np.where(sees, 1.0, 0.0) * 0.5 + draw.random(pairs) * 0.5
+    value = np.where(sees, 0.75, 0.0) + draw.random(pairs) * 0.25
     return [float(one) for one in np.abs(value - said)]
 
 
@@ -36,11 +36,11 @@ def false_alarms(seed: int, streams: int, pairs: int) -> float:
     return float(np.mean([one is not None for one in found]))
 
 
-def delays(seed: int, streams: int, well: int, ill: int) -> list[int | None]:
-    """After how many pairs a judge is found who was right in nine of ten for `well` pairs, and then in half of them.
+def delays(seed: int, streams: int, well: int, ill: int, wrong: float) -> list[int | None]:
+    """After how many pairs a judge is found who was wrong in one of ten for `well` pairs, and then in `wrong`.
 
     None: not within `ill` pairs. An alarm before the change is a negative delay.
     """
     draw = np.random.default_rng([seed, 4])
-    found = [alarm(disagreements(draw, well, 0.1) + disagreements(draw, ill, 0.5)) for _ in range(streams)]
+    found = [alarm(disagreements(draw, well, 0.1) + disagreements(draw, ill, wrong)) for _ in range(streams)]
     return [None if one is None else one - well for one in found]

@@ -3,9 +3,10 @@
 Writes `reports/bench-signals.json`. Exit status 1 when a line does not hold. Of the reward model `thumbs`, on runs
 whose truth is known, 4,000 of them, of which 3 % have a thumb and a fifth of the thumbs are wrong: on fresh runs its
 AUROC is at least 0.8 for each of five seeds; poisoners with 2 % of the thumbs cost at most two points of it, and one
-with a tenth five; where it speaks its values are off by 0.1 at most, and its 90 % intervals hold the truth in 85 %. Of
-the alarm for judges: it is raised of at most 5 % of judges that stay as they are, and of 90 % of those that fall to
-chance within 500 runs. Each line has a fault planted that breaks it. A minute of one core; no model is trained.
+with a tenth five, where it speaks at all; its values are off by 0.1 at most, and its 90 % intervals hold the truth in
+85 %. Of the alarm for judges: it is raised of at most 5 % of judges that stay as they are, and within 500 runs of 90 %
+of those that turn against people, from wrong in one of ten to wrong in eight. Each line has a fault planted that
+breaks it. A minute of one core; no model is trained.
 """
 
 from __future__ import annotations
@@ -58,20 +59,26 @@ def judged(made: FittedThumbs, fresh: Sequence[KnownRun]) -> Numbers:
     """Of runs that it has not seen: how well it orders all of them, and what it says where it is sure."""
     good = np.array([one.good for one in fresh])
     if made.fit_facts.silent is not None:
-        return {"auroc": 0.5, "ideal_auroc": auroc(np.array([one.chance for one in fresh]), good), "speaks": 0.0}
+        return {"silent": 1.0, "speaks": 0.0}
     bold = replace(made, demands=FitDemands(width_max=1.0))
     everything = [bold.judge(one.features) for one in fresh]
     values = np.array([one.value for one in everything if one is not None])
     sure = [(one, made.judge(run.features), run) for one, run in zip(everything, fresh, strict=True)]
     spoken = [(found, run) for _, found, run in sure if found is not None]
     return {
+        "silent": 0.0,
         "auroc": auroc(values, good),
         "ideal_auroc": auroc(np.array([one.chance for one in fresh]), good),
         "speaks": len(spoken) / len(fresh),
         "calibration_error": calibration_error([(found.value, run.good) for found, run in spoken]),
-        "covered": float(np.mean([found.low <= run.chance <= found.high for found, run in spoken] or [1.0])),
+        "covered": _share([found.low <= run.chance <= found.high for found, run in spoken]),
         "width": float(np.mean([found.high - found.low for found, _ in spoken] or [0.0])),
     }
+
+
+def _share(held: Sequence[bool]) -> float:
+    """Of nothing, all."""
+    return sum(held) / len(held) if held else 1.0
 
 
 def auroc(score: np.ndarray, good: np.ndarray) -> float:
@@ -148,18 +155,20 @@ def of_thumbs(seeds: range, count: int, tick: Callable[[], None]) -> dict[str, N
 def _over_seeds(told: Sequence[Numbers]) -> Numbers:
     names = sorted({name for one in told for name in one})
     means = {name: statistics.mean(one[name] for one in told if name in one) for name in names}
-    return {**means, "auroc_min": min(one["auroc"] for one in told)}
+    return {**means, "auroc_min": min((one["auroc"] for one in told if "auroc" in one), default=0.5)}
 
 
 def of_judges(seed: int, streams: int) -> Numbers:
-    found = _judge_drift.delays(seed, streams, 600, FOUND_WITHIN)
-    late = [one for one in found if one is not None and one > 0]
+    turned = _judge_drift.delays(seed, streams, 600, FOUND_WITHIN, 0.8)
+    lost = _judge_drift.delays(seed, streams // 4, 600, 2 * FOUND_WITHIN, 0.5)
+    late = [one for one in turned if one is not None and one > 0]
     with mock.patch.object(agreement_test, "upper_bound", lambda mean, _count, _error: mean):
         careless = _judge_drift.false_alarms(seed, streams // 4, 1500)
     return {
         "false_alarms": _judge_drift.false_alarms(seed, streams, 1500),
         "found": len(late) / streams,
         "delay_p50": statistics.median(late) if late else float("inf"),
+        "found_at_chance": sum(one is not None and one > 0 for one in lost) / len(lost),
         "false_alarms_careless": careless,
     }
 
@@ -172,7 +181,7 @@ def failures(found: dict[str, Numbers], drift: Numbers) -> list[str]:
         "AUROC of thumbs without names": found["nameless"]["auroc_min"] >= AUROC_MIN,
         "2 % poisoners cost too much": few["auroc"] - found["poisoned"]["auroc"] <= POISON_COST_MAX,
         "one poisoner costs too much": few["auroc"] - found["one poisoner"]["auroc"] <= ONE_POISONER_COST_MAX,
-        "it never speaks": few["speaks"] > 0.05,
+        "it says nothing": few["speaks"] > 0.05 and not any(found[name]["silent"] for name in ("few", "poisoned")),
         **{
             f"{name}: off by {found[name]['calibration_error']:.3f}": (
                 found[name]["calibration_error"] <= CALIBRATION_ERROR_MAX

@@ -14,6 +14,7 @@ from email_agent.react import Episode
 from email_agent.tasks import stream
 from email_agent.tools import Mailtools
 from email_agent.users import SIGNALS, _correction
+from headrace.errors import UsageError
 from headrace_cli.demo import recipe
 from tests.repo.compose_files import ROOT
 from tests.unit.email_agent.clerk_server import Clerk, clueless
@@ -26,7 +27,7 @@ def test_the_demo_has_a_recipe_for_each_of_them() -> None:
     for name in SIGNALS:
         chosen = found.with_signal(name)
         assert name == "rewards" or chosen.agent[-2:] == ("--signal", name)
-    with pytest.raises(recipe.UsageError, match=r"has no \[signals.smiles\]; there are rewards, thumbs"):
+    with pytest.raises(UsageError, match=r"has no \[signals.smiles\]; there are rewards, thumbs"):
         found.with_signal("smiles")
 
 

@@ -74,7 +74,11 @@ async def learning(url: str, data_dir: Path, *functions: Any, **settings: Any) -
     scores = ScoreStore(cache, learned, JudgeWatch(chosen.drift))
     scoring = Scoring(pool, chosen, cache, scores)
     made = Scorer(chosen, cache, scores, scoring)
-    handlers = {"trajectories": made.on_trajectory, "rewards": made.on_reward, "feedback": made.on_feedback}
+    handlers: dict[str, Any] = {
+        "trajectories": made.on_trajectory,
+        "rewards": made.on_reward,
+        "feedback": made.on_feedback,
+    }
     service = Service(tables=schema.stream, handlers=handlers, package="headrace_scorer")
     stream: Bench
     async with bench(service, url, data_dir, ManualClock()) as stream:

@@ -50,7 +50,7 @@ def test_the_fit_is_the_maximum_of_its_objective(monkeypatch: pytest.MonkeyPatch
                 up *= right[one.rater] if one.value else 1 - right[one.rater]
                 down *= 1 - right[one.rater] if one.value else right[one.rater]
             total += math.log(up + down)
-        return total
+        return float(total)
 
     for at in range(len(made.weights_D)):
         step = np.zeros(len(made.weights_D))
