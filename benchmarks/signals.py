@@ -192,7 +192,9 @@ def failures(found: dict[str, Numbers], drift: Numbers) -> list[str]:
         "not caught: swapped thumbs": found["swapped"]["auroc_min"] < AUROC_MIN,
         "a leak is not refused": found["leaking"]["leak_refused"] == 1.0,
         "a leak that was refused costs something": found["leaking"]["auroc_min"] >= AUROC_MIN,
-        "not caught: nobody refuses a leak": found["leaking, unguarded"]["auroc_min"] < AUROC_MIN,
+        "not caught: nobody refuses a leak": (
+            found["leaking, unguarded"]["auroc_min"] < AUROC_MIN or found["leaking, unguarded"]["speaks"] < 0.05
+        ),
         "not caught: raters are believed": (
             found["everybody is right"]["calibration_error"] > CALIBRATION_ERROR_MAX
             or found["everybody is right"]["covered"] < COVERED_MIN
