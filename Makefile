@@ -14,7 +14,7 @@ VLLM := .venv-vllm
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity install-vllm test-vllm demo-vllm demo-swaps bench-shadow parity example-java
+.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity install-vllm test-vllm demo-vllm demo-swaps bench-shadow parity example-java bench-signals
 
 help: ## this list
 	@awk -F ':.*## ' '/^##@ / { print "\n" substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -149,6 +149,9 @@ bench-gate: $(VENV)/installed ## the error rates of the gate, against versions w
 
 bench-rollout: $(VENV)/installed ## the error rates of canaries on live traffic, against versions whose truth is known
 	@$(call MEASURE,rollout)
+
+bench-signals: $(VENV)/installed ## what few and noisy thumbs teach on traffic whose truth is known, and when a judge drifts; a minute
+	@$(call MEASURE,signals)
 
 bench-shadow: $(VENV)/installed ## what a shadow says of versions before users have them, against pairs whose truth is known
 	@$(call MEASURE,shadow)

@@ -2,8 +2,8 @@
 
     python -m email_agent.agent --base-url http://127.0.0.1:8000/v1 --model email-agent --tasks 100
 
-An ordinary program on the `openai` package. All that it knows of Headrace is the base URL and `give_feedback`; with any
-other OpenAI-compatible server it works just as well, and learns nothing.
+An ordinary program on the `openai` package. All that it knows of Headrace is the base URL and what its users say
+(`users.py`); with any other OpenAI-compatible server it works just as well, and learns nothing.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import random
 import signal
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from email_agent.rewards import same_answer
 from email_agent.tally import Tally
 from email_agent.tasks import Task, stream
 from email_agent.tools import Mailtools
+from email_agent.users import SIGNALS, Played
 
 
 class Users:
@@ -36,6 +37,8 @@ class Users:
         self._options = options
         self._tools = Mailtools(box.open())
         self._tasks = stream(box, "train", options.seed)
+        self._say = SIGNALS[options.signal]
+        self._draw = random.Random(f"users {options.seed}")
         self._asked = 0
         self.tally = Tally(options.seed)
         self.had_enough = False
@@ -53,16 +56,17 @@ class Users:
                 self._client, self._options.model, self._tools, task.question, self._options.max_tokens
             )
             accepted = episode.answer is not None and same_answer(episode.answer, task.expected)
-            self.tally.count(task.kind, episode, accepted=accepted)
             if episode.failure is None:
                 await self._give_feedback(task, episode, accepted=accepted)
+            self.tally.count(task.kind, episode, accepted=accepted)
 
     async def _give_feedback(self, task: Task, episode: Episode, *, accepted: bool) -> None:
         """A server that has no such page is not Headrace: it is asked once, and not again."""
         if self.tally.feedback_refused:
             return
         try:
-            await give_feedback(self._client, task, episode, accepted=accepted)
+            options = self._options
+            await self._say(Played(self._client, options.model, self._tools, task, episode, accepted, self._draw))
         except NotFoundError:
             self.tally.feedback_refused = True
         except OpenAIError as error:
@@ -74,19 +78,6 @@ class Users:
         while not self.had_enough and self._asked != self._options.tasks:
             self._asked += 1
             yield next(self._tasks)
-
-
-async def give_feedback(client: AsyncOpenAI, task: Task, episode: Episode, *, accepted: bool) -> None:
-    """Tell Headrace how the episode went: the one call that an agent adds to learn."""
-    body = {
-        "feedback_id": uuid.uuid4().hex,
-        "msg_ids": episode.response_ids,
-        "ends_session": True,
-        "task_id": task.kind,
-        "value": float(accepted),
-        "context": {"expected": task.expected},
-    }
-    await client.post("/feedback", body=body, cast_to=object)
 
 
 async def run(options: argparse.Namespace) -> Tally:
@@ -117,6 +108,7 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="which mailbox, and the order of its questions (%(default)s)"
     )
+    parser.add_argument("--signal", choices=sorted(SIGNALS), default="rewards", help="what users say (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=64, help="per model call; more for models that think aloud")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a summary there, as JSON")
     parser.add_argument("--quiet", action="store_true", help="no moving line on the terminal")

@@ -25,6 +25,8 @@ class Episode:
     """Of every model call, in order."""
     failure: str | None = None
     """Why the server could not be asked, after the client's own retries."""
+    messages: list[Any] = field(default_factory=list)
+    """What was said so far; the answer that the user reads is not among it."""
 
     @property
     def calls(self) -> int:
@@ -39,8 +41,16 @@ async def play(
     With a `seed` the server draws the same tokens for the same messages, as far as it can, and other ones in each turn:
     with one seed for all, turns that begin alike would go on alike.
     """
-    episode = Episode()
-    messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+    episode = Episode(messages=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}])
+    await go_on(client, model, tools, episode, max_tokens, seed)
+    return episode
+
+
+async def go_on(
+    client: AsyncOpenAI, model: str, tools: Mailtools, episode: Episode, max_tokens: int, seed: int | None = None
+) -> None:
+    """Ask the model about what was said so far, until it answers; as `play`."""
+    messages = episode.messages
     for turn in range(TURNS_MAX):
         try:
             response = await client.chat.completions.create(
@@ -53,17 +63,16 @@ async def play(
             )
         except OpenAIError as error:
             episode.failure = f"{type(error).__name__}: {error}"
-            return episode
+            return
         episode.response_ids.append(response.id)
         message = response.choices[0].message
         calls = [call for call in message.tool_calls or [] if call.type == "function"]
         if not calls:
             episode.answer = message.content or ""
-            return episode
+            return
         messages.append(
             {"role": "assistant", "content": message.content, "tool_calls": [call.model_dump() for call in calls]}
         )
         for call in calls:
             content = tools.call(call.function.name, call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
-    return episode

@@ -67,5 +67,6 @@ async def replayed(seed: int, count: int) -> list[str]:
         )
         rescoring.know("closed", closed.model_dump_json().encode())
     for run in runs:
-        newest |= {one.experience_id: one for one in await rescoring.score(run.to_json())}
+        found = rescoring.taken(await rescoring.score(run.to_json()))
+        newest |= {one.experience_id: one for one in found}
     return differences(sayings, told, newest, Oracle(weight))

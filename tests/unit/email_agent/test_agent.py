@@ -56,7 +56,9 @@ def headrace(box: Mailbox, tools: Mailtools) -> Headrace:
 
 
 def options(**given: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"model": "m", "seed": 1, "tasks": 12, "concurrency": 3, "max_tokens": 64, **given})
+    return argparse.Namespace(
+        **{"model": "m", "seed": 1, "tasks": 12, "concurrency": 3, "max_tokens": 64, "signal": "rewards", **given}
+    )
 
 
 async def test_every_answer_gets_one_feedback_that_names_its_calls(headrace: Headrace) -> None:

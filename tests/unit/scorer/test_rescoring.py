@@ -172,3 +172,24 @@ async def test_a_trajectory_that_is_none_is_counted_and_the_rest_goes_on() -> No
     report = ScoredLine.model_validate_json(target.getvalue().splitlines()[-1].partition(b" ")[2])
     assert report.not_trained == {"unreadable": 1}
     assert report.experiences == {"no_reward": 1}
+
+
+async def test_a_reward_model_learns_from_all_and_speaks_of_all() -> None:
+    """What it said in the stream is passed over. The same lines give the same bytes."""
+
+    def quality(trajectory: Trajectory) -> float:
+        return 0.8 if int(trajectory.session_id) % 2 == 0 else 0.2
+
+    runs = [run(str(number)) for number in range(40)]
+    thumbs = [said(one, float(int(one.session_id) % 2 == 0), at=float(at)) for at, one in enumerate(runs[:30])]
+    before = judged(runs[35], 1.0, source="learned:thumbs")
+    learned = {"model": "thumbs", "thumbs_min": 20}
+    settings: dict[str, Any] = {"learned": learned, "weights": {"function:*": 0.0, "*": 1.0}}
+    made, report, first = await scored(*thumbs, before, *runs, functions=[quality], **settings)
+    _, _, again = await scored(*thumbs, before, *runs, functions=[quality], **settings)
+    assert first == again
+    assert [one.trajectory_id for one in made] == [one.trajectory_id for one in runs]
+    for one, about in zip(made[30:], runs[30:], strict=True):
+        assert one.reward is not None
+        assert (one.reward > 0.6) if int(about.session_id) % 2 == 0 else (one.reward < 0.4)
+    assert report.outcomes["learned:thumbs"] == {"scored": 40}

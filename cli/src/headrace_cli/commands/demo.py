@@ -14,6 +14,10 @@ def demo(
     folder: Annotated[Path, typer.Argument(help="A folder with a demo.toml.")] = Path("examples/email_agent"),
     seed: Annotated[int, typer.Option(help="Of the world, the base model, the agent and the trainer.")] = 0,
     short: Annotated[bool, typer.Option("--short", help="A smaller goal, for a quick look.")] = False,
+    signal: Annotated[
+        str | None,
+        typer.Option(help="What the users say, one of the demo's [signals]: edits, corrections, thumbs or rewards."),
+    ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Keep everything here; default: a folder that is removed at the end.")
     ] = None,
@@ -38,6 +42,8 @@ def demo(
     from headrace_cli.supervisor.plan import parse_pythons
 
     found = recipe.read(folder)
+    if signal is not None:
+        found = found.with_signal(signal)
     place = data_dir or Path(tempfile.mkdtemp(prefix="headrace-demo-"))
     goal = found.short if short else found.goal
     reporter = ConsoleReporter(console())
@@ -59,4 +65,5 @@ def demo(
 
 
 def add_to(app: typer.Typer) -> None:
-    command(app, demo, "headrace demo", "headrace demo --seed 7", "headrace demo examples/email_agent --data-dir kept")
+    examples = "--seed 7", "--signal edits --short", "examples/email_agent --data-dir kept"
+    command(app, demo, "headrace demo", *(f"headrace demo {one}" for one in examples))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from headrace.errors import UsageError
 
@@ -28,6 +28,20 @@ class Goal(BaseModel):
     """Held-out success has to rise by this much, in 0..1."""
     swaps_min: Annotated[int, Field(ge=0)]
     """This many versions have to take over while the agent works."""
+
+
+class SignalRecipe(BaseModel):
+    """How the same demo is played when its users say something else: `[signals.NAME]`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    agent: tuple[str, ...] = ()
+    """What is added to the agent's command."""
+    settings: dict[str, JsonValue] = Field(default_factory=dict)
+    """Settings of Headrace by their dotted names, instead of those of `config`."""
+    goal: Goal | None = None
+    """Instead of the recipe's."""
+    short: Goal | None = None
 
 
 class Recipe(BaseModel):
@@ -50,7 +64,26 @@ class Recipe(BaseModel):
     goal: Goal
     short: Goal
     """The goal with `--short`."""
+    signals: dict[str, SignalRecipe] = Field(default_factory=dict)
+    """What users may say (`headrace demo --signal NAME`), by name."""
+    settings: dict[str, JsonValue] = Field(default_factory=dict)
+    """Settings of Headrace by their dotted names, before those of the command line."""
     folder: Path = Path()
+
+    def with_signal(self, name: str) -> Recipe:
+        """The recipe of a signal. Raises `UsageError` for one that it has not."""
+        if name not in self.signals:
+            known = ", ".join(self.signals) or "none"
+            raise UsageError(f"--signal {name}: {self.folder / 'demo.toml'} has no [signals.{name}]; there are {known}")
+        chosen = self.signals[name]
+        return self.model_copy(
+            update={
+                "agent": (*self.agent, *chosen.agent),
+                "settings": {**self.settings, **chosen.settings},
+                "goal": chosen.goal or self.goal,
+                "short": chosen.short or self.short,
+            }
+        )
 
     def command(self, name: str, values: Mapping[str, object]) -> list[str]:
         """A command with everything filled in."""

@@ -62,7 +62,7 @@ async def play(recipe: Recipe, options: Options, reporter: ConsoleReporter) -> R
     options.out.mkdir(parents=True, exist_ok=True)
     with reporter.doing("building the base model", with_its_own_bar=True):
         base = await asyncio.to_thread(_build_base, recipe, _values(options))
-    settings = {"trainer.base": base, "trainer.seed": options.seed, **options.settings}
+    settings = {**recipe.settings, "trainer.base": base, "trainer.seed": options.seed, **options.settings}
     supervisor = Supervisor(
         options.data_dir,
         config=recipe.folder / recipe.config,

@@ -16,10 +16,13 @@ from headrace_runtime.settings import Common
 from headrace_runtime.stream_service import StreamService, Timer
 from headrace_runtime.wire import Record
 from headrace_schemas import Event
-from headrace_scorer import api, schema, upkeep
+from headrace_scorer import api, learned_api, schema, upkeep
 from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.functions.process import FunctionsRefused
 from headrace_scorer.handlers import Scorer
+from headrace_scorer.judge_watch import JudgeWatch
+from headrace_scorer.learned import refitting
+from headrace_scorer.learned.source import LearnedSource
 from headrace_scorer.scores import ScoreStore
 from headrace_scorer.scoring import Scoring
 from headrace_scorer.settings import ScorerSettings
@@ -48,9 +51,15 @@ async def _left_to_the_gateway(_record: Record, _error: InvalidEvent) -> None:
     """Do nothing: the gateway follows the same topics and dead-letters invalid records there."""
 
 
+def _learned(settings: ScorerSettings, pool: FunctionPool) -> LearnedSource | None:
+    """The reward model, where one is asked for."""
+    return LearnedSource(settings.learned, lambda: pool.functions) if settings.learned.model is not None else None
+
+
 def service(common: Common, settings: ScorerSettings, pool: FunctionPool) -> StreamService:
     cache = TrajectoryCache()
-    scores = ScoreStore(cache)
+    learned = _learned(settings, pool)
+    scores = ScoreStore(cache, learned, JudgeWatch(settings.drift))
     scoring = Scoring(pool, settings, cache, scores)
     scoring.sources.expect(function.source for function in scoring.functions)
     versions = KnownVersions(common.bus, "headrace/scorer", BlobStore.open(common), _left_to_the_gateway)
@@ -74,6 +83,14 @@ def service(common: Common, settings: ScorerSettings, pool: FunctionPool) -> Str
             Timer(_FORGET_INTERVAL_S, partial(upkeep.forget, retention_s=settings.retention_s)),
             Timer(_MEASURE_INTERVAL_S, upkeep.measure),
         ],
-        workers=lambda processor: [*scoring.tasks(processor), versions.run()],
-        routes=lambda processor: [*api.routes(common, pool, processor.database), scoring.sources.route(common)],
+        workers=lambda processor: [
+            *scoring.tasks(processor),
+            versions.run(),
+            *([refitting.run(learned, processor)] if learned is not None else []),
+        ],
+        routes=lambda processor: [
+            *api.routes(common, pool, processor.database),
+            *learned_api.routes(common, settings.drift, processor),
+            scoring.sources.route(common),
+        ],
     )

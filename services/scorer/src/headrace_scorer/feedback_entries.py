@@ -12,6 +12,7 @@ from headrace_schemas import Feedback
 from headrace_schemas.events.opinion import metric_source
 from headrace_schemas.ids import derived_id
 from headrace_scorer.feedback_matching import FeedbackSet
+from headrace_scorer.patterns import fits
 
 ANY_CHOICE = -1
 """The choice of what is about a turn whatever was answered, or about the whole trajectory."""
@@ -71,9 +72,32 @@ def entries_of(
     }
 
 
+def thumbs_of(
+    feedback_set: FeedbackSet, answers: Collection[Answer], labels: Mapping[str, float], teachers: Collection[str]
+) -> dict[str, float]:
+    """What each rater of these sources says of the run: of the whole, else the mean over its turns. People without a
+    name are one rater, whose name is empty."""
+    found: dict[str, list[float]] = {}
+    by_turn: dict[str, list[float]] = {}
+    for key, words in _said(feedback_set, answers, labels).items():
+        if any(fits(pattern, key.source) for pattern in teachers):
+            for rater, word in words.items():
+                if word.value is not None:
+                    (by_turn if key.turn_id else found).setdefault(rater, []).append(word.value)
+    return {rater: math.fsum(values) / len(values) for rater, values in (by_turn | found).items()}
+
+
 def _rewards(
     feedback_set: FeedbackSet, answers: Collection[Answer], labels: Mapping[str, float]
 ) -> dict[EntryKey, FeedbackEntry]:
+    said = _said(feedback_set, answers, labels)
+    return {key: _together(list(words.values())) for key, words in said.items()}
+
+
+def _said(
+    feedback_set: FeedbackSet, answers: Collection[Answer], labels: Mapping[str, float]
+) -> dict[EntryKey, dict[str, _Word]]:
+    """The last word of each rater about each thing, in the order of the log."""
     said: dict[EntryKey, dict[str, _Word]] = defaultdict(dict)
     for one in feedback_set.all:
         if one.about != "value":
@@ -84,7 +108,7 @@ def _rewards(
                 words = said[EntryKey.reward(source, turn_id, choice)]
                 words.pop(one.rater or "", None)  # so that the words stand in the order of the log
                 words[one.rater or ""] = _Word(one, value)
-    return {key: _together(list(words.values())) for key, words in said.items()}
+    return said
 
 
 def _values(one: Feedback, labels: Mapping[str, float]) -> Iterator[tuple[str, float | None]]:

@@ -12,7 +12,9 @@ from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.processor import Handling, Unfinished
 from headrace_schemas import Event, Feedback, Reward, Trajectory
 from headrace_scorer import feedback_rewards, ingest_check, ledger, store
+from headrace_scorer.feedback_entries import thumbs_of
 from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback
+from headrace_scorer.learned.store import keep_thumbs
 from headrace_scorer.scores import ScoreStore, TrajectoryScore
 from headrace_scorer.scoring import Scoring
 from headrace_scorer.settings import ScorerSettings
@@ -110,4 +112,9 @@ class Scorer:
             run_id=feedback_set.named("run_id", trajectory.run_id),
             parts=max(trajectory.parts, feedback_set.parts),
         )
+        learned = self.settings.learned
+        if learned.model is not None and trajectory.purpose == "train":
+            answers = store.branch_answers(trajectory)
+            said = thumbs_of(feedback_set, answers, self.settings.labels, learned.teachers)
+            await keep_thumbs(tx, now, learned.source, trajectory.trajectory_id, trajectory.tenant, said)
         return [*await feedback_rewards.revise(tx, now, trajectory, feedback_set, score.entries, self.settings)]

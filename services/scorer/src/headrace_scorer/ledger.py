@@ -60,6 +60,14 @@ class LedgerEntries:
             if key.kind == "reward"
         ]
 
+    def rewards(self) -> list[Row]:
+        """The newest row of each reward, with its criteria."""
+        return [row for key, row in self._latest.items() if key.kind == "reward"]
+
+    def reward(self, key: EntryKey) -> Row | None:
+        """The newest row of one."""
+        return self._latest.get(key)
+
     def given(self) -> dict[EntryKey, str]:
         """The edits and preferences that stand, each with its message or side."""
         return {key: row["detail"] for key, row in self._latest.items() if row["outcome"] == "given"}

@@ -21,6 +21,15 @@ FUNCTION_SECONDS = Histogram(
     ["function"],
     buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60),
 )
+REFITS = Counter(
+    "headrace_scorer_refits_total", "Reward models that were fitted, by whether they speak", ["source", "state"]
+)
+JUDGE_DISAGREEMENT = Gauge(
+    "headrace_scorer_judge_disagreement", "How far a judge is from people on runs that both scored, 0 to 1", ["source"]
+)
+JUDGE_DRIFTED = Gauge(
+    "headrace_scorer_judge_drifted", "1 once a judge agrees with people less than it did at first", ["source"]
+)
 WORKER_RESTARTS = Counter(
     "headrace_scorer_worker_restarts_total", "Processes of reward functions started again", ["cause"]
 )

@@ -12,10 +12,11 @@ experience that is too large for a topic goes to the blob store, and a line `sto
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import epoch_ms
@@ -25,13 +26,18 @@ from headrace_runtime.settings import Common
 from headrace_schemas import Experience, Feedback, Reward, Trajectory
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
 from headrace_schemas.replay import ClosedLine, FeedbackLine, ScoredLine
-from headrace_scorer import feedback_matching, scores, store
+from headrace_scorer import feedback_matching, ledger, scores, store
 from headrace_scorer.answer_remarks import Given, source_reward
-from headrace_scorer.feedback_entries import ANY_CHOICE, EntryKey, FeedbackEntry, entries_of
+from headrace_scorer.feedback_entries import ANY_CHOICE, EntryKey, FeedbackEntry, entries_of, thumbs_of
 from headrace_scorer.feedback_matching import FeedbackSet
+from headrace_scorer.functions.outcomes import Outcome
 from headrace_scorer.functions.pool import FunctionPool
 from headrace_scorer.functions.process import FunctionsRefused
 from headrace_scorer.functions.protocol import CallRequest
+from headrace_scorer.learned.features import features_of
+from headrace_scorer.learned.replaying import LearnedReplay, TwiceRead
+from headrace_scorer.learned.settings import PREFIX
+from headrace_scorer.learned.source import LearnedSource
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 from headrace_scorer.scoring import turn_values
 from headrace_scorer.settings import ScorerSettings
@@ -52,21 +58,33 @@ async def run(common: Common, settings: ScorerSettings) -> None:
         await pool.close()
 
 
+@dataclass(slots=True)
+class _Output:
+    """Writes experiences; after `store`, large ones into the blob store."""
+
+    lines: Lines
+    blobs: BlobStore
+    largest: int = sys.maxsize
+
+    async def put(self, experience: Experience) -> None:
+        made = experience.to_json()
+        if len(made) > self.largest:
+            self.lines.write("stored", (await self.blobs.aput(made)).model_dump_json().encode())
+        else:
+            self.lines.write("experience", made)
+
+
 async def _work(rescoring: Rescoring, lines: Lines, blobs: BlobStore) -> None:
-    working: deque[asyncio.Task[Sequence[Experience]]] = deque()
-    largest = sys.maxsize
+    working: deque[asyncio.Task[Sequence[Experience] | ReadRun]] = deque()
+    output = _Output(lines, blobs)
 
     async def first() -> None:
-        for experience in await working.popleft():
-            made = experience.to_json()
-            if len(made) > largest:
-                lines.write("stored", (await blobs.aput(made)).model_dump_json().encode())
-            else:
-                lines.write("experience", made)
+        for experience in rescoring.taken(await working.popleft()):
+            await output.put(experience)
 
     async for word, value in lines.read():
         if word == "store":
-            largest = PAYLOAD_BYTES_MAX
+            output.largest = PAYLOAD_BYTES_MAX
         elif word != "trajectory":
             rescoring.know(word, value)
         else:
@@ -75,8 +93,21 @@ async def _work(rescoring: Rescoring, lines: Lines, blobs: BlobStore) -> None:
             await first()
     while working:
         await first()
+    async for experience in rescoring.learned():
+        await output.put(experience)
     lines.write("scored", rescoring.report().model_dump_json().encode())
     lines.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRun:
+    """A trajectory that a reward model has yet to speak of."""
+
+    trajectory: Trajectory
+    features: Mapping[str, float]
+    said: Mapping[str, float]
+    """What each rater says of it."""
+    called: Mapping[EntryKey, SourceReward]
 
 
 @dataclass(slots=True)
@@ -103,6 +134,10 @@ class Rescoring:
         self._not_trained: Counter[str] = Counter()
         self._outcomes: dict[str, Counter[str]] = defaultdict(Counter)
         self._trajectories = 0
+        self._learning: LearnedReplay | None = None
+        if settings.learned.model is not None:
+            self._learning = LearnedReplay(LearnedSource(settings.learned, lambda: pool.functions))
+        self._spool = TwiceRead()
 
     def know(self, word: str, value: bytes) -> None:
         """Take in a line that is no trajectory. Raises `InvalidEvent`, and `ValueError` for an unknown word."""
@@ -124,8 +159,11 @@ class Rescoring:
         else:
             raise ValueError(f"a line begins with {word!r}; the scorer knows closed, feedback, reward and trajectory")
 
-    async def score(self, value: bytes) -> Sequence[Experience]:
-        """The experiences of one trajectory, one for each branch; none when it is held out or nothing was sampled."""
+    async def score(self, value: bytes) -> Sequence[Experience] | ReadRun:
+        """The experiences of one trajectory, one for each branch; none when it is held out or nothing was sampled.
+
+        With a reward model nobody knows them before all were read: `taken` keeps it, and then `learned` has them.
+        """
         self._trajectories += 1
         try:
             trajectory = Trajectory.from_json(value)
@@ -137,9 +175,45 @@ class Rescoring:
             self._not_trained[why or "nothing_sampled"] += 1
             return ()
         feedback_set = self._feedback_for(trajectory)
+        called, rows = await self._called(trajectory, value, feedback_set)
+        if self._learning is None:
+            return self._experiences(trajectory, feedback_set, called)
+        features = features_of(trajectory, [*rows, *self._others(trajectory)], self._learning.source.counts)
+        answers, teachers = store.branch_answers(trajectory), self._settings.learned.teachers
+        said = thumbs_of(feedback_set, answers, self._settings.labels, teachers)
+        return ReadRun(trajectory, features, said, called)
+
+    def taken(self, scored: Sequence[Experience] | ReadRun) -> Sequence[Experience]:
+        """What can be written of it. Called in the order of the trajectories."""
+        if not isinstance(scored, ReadRun):
+            return scored
+        assert self._learning is not None
+        self._learning.know(scored.trajectory, scored.features, scored.said)
+        features = json.dumps(scored.features).encode()
+        self._spool.write(scored.trajectory.to_json(), features, _packed(scored.called))
+        return ()
+
+    async def learned(self) -> AsyncIterator[Experience]:
+        """What a reward model makes of the trajectories, after the last one was read."""
+        if self._learning is None:
+            return
+        await self._learning.fit()
+        for value, features, called in self._spool.read(3):
+            trajectory = Trajectory.from_json(value)
+            spoken = self._learning.reward(trajectory, json.loads(features))
+            feedback_set = self._feedback_for(trajectory)
+            known = {EntryKey(*key): SourceReward(*reward) for key, reward in json.loads(called)}
+            self._outcomes[self._learning.source.name].update(one.outcome for one in spoken.values())
+            for one in self._experiences(trajectory, feedback_set, known | spoken):
+                yield one
+        self._spool.close()
+
+    def _experiences(
+        self, trajectory: Trajectory, feedback_set: FeedbackSet, called: Mapping[EntryKey, SourceReward]
+    ) -> list[Experience]:
         settings = self._settings
         entries = entries_of(feedback_set, store.branch_answers(trajectory), settings.labels, settings.corrections_max)
-        rewards = self._given(trajectory, entries) | await self._called(trajectory, value, feedback_set)
+        rewards = {**self._given(trajectory, entries), **called}
         given = {key: entry.detail or "" for key, entry in entries.items() if entry.outcome == "given"}
         made = [
             self._experience(trajectory, feedback_set, index, list(rewards.values()), given)
@@ -147,6 +221,11 @@ class Rescoring:
         ]
         self._made.update(one.no_reward or "rewarded" for one in made)
         return made
+
+    def _others(self, trajectory: Trajectory) -> list[ledger.Row]:
+        """What sources besides functions said of the run, as the ledger has it."""
+        rewards = self._rewards.get((trajectory.trajectory_id, trajectory.tenant), {})
+        return [_row(one.source, one.turn_id or "", one) for one in rewards.values()]
 
     def report(self) -> ScoredLine:
         return ScoredLine(
@@ -161,7 +240,8 @@ class Rescoring:
         known = self._rewards[reward.trajectory_id, reward.tenant]
         choice = ANY_CHOICE if reward.choice is None else reward.choice
         key = EntryKey.reward(reward.source, reward.turn_id or "", choice)
-        if reward.source.startswith(_FUNCTION) or (key in known and known[key].revision >= reward.revision):
+        again = reward.source.startswith((_FUNCTION, PREFIX))  # functions are called, and models learn, again
+        if again or (key in known and known[key].revision >= reward.revision):
             return
         if key in known or len({one.source for one in known} | {reward.source}) <= self._settings.sources_max:
             known[key] = reward
@@ -198,8 +278,10 @@ class Rescoring:
 
     async def _called(
         self, trajectory: Trajectory, value: bytes, feedback_set: FeedbackSet
-    ) -> dict[EntryKey, SourceReward]:
+    ) -> tuple[dict[EntryKey, SourceReward], list[ledger.Row]]:
+        """What functions say, and the same as the ledger has it."""
         found: dict[EntryKey, SourceReward] = {}
+        rows = []
         feedback = tuple(one.to_json().decode() for one in feedback_set.all)
         context = feedback_set.context(trajectory.context)
         for function in self._pool.functions:
@@ -212,7 +294,8 @@ class Rescoring:
                 key = EntryKey.reward(function.source, turn_id)
                 found[key] = source_reward(key, "scored", worth)
             self._outcomes[function.source][outcome.outcome] += 1
-        return found
+            rows.append(_row(function.source, "", outcome))
+        return found, rows
 
     def _experience(
         self,
@@ -235,6 +318,16 @@ class Rescoring:
             run_id=feedback_set.named("run_id", trajectory.run_id),
             parts=max(trajectory.parts, feedback_set.parts),
         )
+
+
+def _packed(called: Mapping[EntryKey, SourceReward]) -> bytes:
+    return json.dumps([[[*key], [*astuple(reward)]] for key, reward in called.items()]).encode()
+
+
+def _row(source: str, turn_id: str, said: Reward | Outcome) -> ledger.Row:
+    criteria = json.dumps(said.criteria) if said.criteria else None
+    known = {"source": source, "turn_id": turn_id, "outcome": said.outcome, "value": said.value}
+    return {**known, "criteria": criteria, "feedback_id": None}
 
 
 def _placed(line: FeedbackLine) -> feedback_matching.PlacedFeedback:

@@ -51,6 +51,11 @@ class RewardPolicy:
     def weight(self, source: str) -> float:
         return next((weight for pattern, weight in self.weights.items() if fits(pattern, source)), 0.0)
 
+    def answered(self, source_rewards: Sequence[SourceReward], learned: str) -> bool:
+        """Whether everybody that is waited for has answered, but for the source `learned`, which speaks last."""
+        others = [pattern for pattern in (*self.expected, *self.functions) if not fits(pattern, learned)]
+        return _each_fits(others, {one.source for one in source_rewards})
+
     def complete(self, source_rewards: Sequence[SourceReward]) -> bool:
         """Whether nothing is left to wait for: each expected source has answered, each required one with a score."""
         answered = {one.source for one in source_rewards}

@@ -121,3 +121,55 @@ ledger = Table(
     Column("arrived_ms", BigInteger, nullable=False),
     Index("ix_ledger_arrived", "arrived_ms"),
 )
+
+run_features = Table(
+    "run_features",
+    metadata,
+    Column("trajectory_id", Text, primary_key=True),
+    Column("tenant", Text, nullable=False),
+    Column("features", Text, nullable=False),  # JSON
+    Column("arrived_ms", BigInteger, nullable=False),  # when its trajectory did
+    Index("ix_run_features_newest", "tenant", "arrived_ms", "trajectory_id"),
+)
+
+thumbs = Table(
+    "thumbs",
+    metadata,
+    Column("trajectory_id", Text, primary_key=True),
+    Column("rater", Text, primary_key=True),  # empty: people without a name
+    Column("tenant", Text, nullable=False),
+    Column("value", Float(53)),  # null: taken back
+    Column("arrived_ms", BigInteger, nullable=False),  # when it last changed
+    Index("ix_thumbs_newest", "tenant", "arrived_ms", "trajectory_id"),
+)
+
+reward_models = Table(
+    "reward_models",
+    metadata,
+    Column("tenant", Text, primary_key=True),
+    Column("source", Text, primary_key=True),
+    Column("fresh", Integer, nullable=False),  # thumbs that changed since it was fitted
+    Column("counted", Integer, nullable=False),  # thumbs that it was fitted to
+    Column("model_id", Text),  # null before the first fit, as the next ones
+    Column("fitted_ms", BigInteger),
+    Column("payload", LargeBinary),
+)
+
+agreement = Table(
+    "agreement",
+    metadata,
+    Column("tenant", Text, primary_key=True),
+    Column("source", Text, primary_key=True),
+    Column("judged_by", Text, primary_key=True),  # another model or prompt is another judge
+    Column("state", Text, nullable=False),  # JSON
+    Column("drifted_ms", BigInteger),  # when the alarm was raised
+    Column("changed_ms", BigInteger, nullable=False),
+    Index("ix_agreement_changed", "changed_ms"),
+)
+
+agreement_pairs = Table(
+    "agreement_pairs",
+    metadata,
+    Column("trajectory_id", Text, primary_key=True),
+    Column("source", Text, primary_key=True),
+)

@@ -12,9 +12,11 @@ from typing import Any
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
-from headrace_schemas import Experience, Trajectory
+from headrace_schemas import Event, Experience, Trajectory
 from headrace_scorer import answer_remarks, ledger, metrics, store
 from headrace_scorer.answer_remarks import AnswerRemarks, Given
+from headrace_scorer.judge_watch import JudgeWatch
+from headrace_scorer.learned.source import LearnedSource
 from headrace_scorer.ledger import LedgerEntries
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 
@@ -38,10 +40,17 @@ class TrajectoryScore:
 
 
 class ScoreStore:
-    """Opens scores, and emits their experiences."""
+    """Opens scores, and emits their experiences. `learned`: a reward model speaks, too, after all others."""
 
-    def __init__(self, cache: store.TrajectoryCache) -> None:
+    def __init__(
+        self,
+        cache: store.TrajectoryCache,
+        learned: LearnedSource | None = None,
+        watch: JudgeWatch | None = None,
+    ) -> None:
         self._cache = cache
+        self._learned = learned
+        self._watch = watch
 
     async def open(self, tx: AsyncConnection, trajectory_id: str) -> TrajectoryScore | None:
         """None when the trajectory is not known (any more)."""
@@ -54,24 +63,46 @@ class ScoreStore:
 
     async def emit_if_ready(
         self, tx: AsyncConnection, now: datetime, score: TrajectoryScore, policy: RewardPolicy
-    ) -> list[Experience]:
-        """Save the changes of the score. Returns a new revision of the experience of each branch that has changed.
+    ) -> list[Event]:
+        """Save the changes of the score. Returns a new revision of the experience of each branch that has changed, and
+        before them what a reward model says anew.
 
         The first revision waits until each expected source has answered, or until the wait is over. Later revisions
         follow at each change, but not while reward functions are being called again.
         """
         settle_ms = score.row["settle_ms"]
         over = settle_ms is not None and settle_ms <= epoch_ms(now)
-        experiences: list[Experience] = []
+        events: list[Event] = []
+        if over or self._all_else_said(score, policy):
+            events += await self._speak_last(tx, now, score)
         if over or _ready(score, policy):
-            experiences = _experiences(score, now, policy)
+            events += _experiences(score, now, policy)
             score.change(settle_ms=None)
             if over:
                 score.change(scored_inputs=score.row["inputs"])
         if score.changes:
             await store.change(tx, score.trajectory.trajectory_id, **score.changes)
             score.changes.clear()
-        return experiences
+        return events
+
+    def _all_else_said(self, score: TrajectoryScore, policy: RewardPolicy) -> bool:
+        """Whether it is the turn of the reward model. Not of what is not trained: that waits for nothing."""
+        row = score.row
+        called = not policy.functions or row["scored_inputs"] == row["inputs"]
+        waits = row["settle_ms"] is not None
+        learned = self._learned.name if self._learned is not None else ""
+        said = row["emitted"] != "[]" or (waits and policy.answered(score.entries.current(), learned))
+        return called and said
+
+    async def _speak_last(self, tx: AsyncConnection, now: datetime, score: TrajectoryScore) -> list[Event]:
+        if self._watch is not None:
+            await self._watch.note(tx, now, score.trajectory, score.entries)
+        if self._learned is None:
+            return []
+        arrived_ms = score.row["arrived_ms"]
+        made = await self._learned.speak(tx, now, score.trajectory, arrived_ms, score.entries)
+        await ledger.enter(tx, now, made, score.entries)
+        return [*made]
 
 
 def _ready(score: TrajectoryScore, policy: RewardPolicy) -> bool:

@@ -9,7 +9,9 @@ from pydantic import Field, model_validator
 from headrace_runtime.registries import OrNameIn
 from headrace_runtime.settings import Port, ServiceSettings
 from headrace_schemas.base import Finite, Text
+from headrace_scorer.drift_settings import DriftSettings
 from headrace_scorer.functions.loading import REWARDS
+from headrace_scorer.learned.settings import LearnedSettings
 from headrace_scorer.patterns import fits
 from headrace_scorer.service import INFO
 
@@ -19,8 +21,8 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class ScorerSettings(ServiceSettings):
     """Reward functions, and how the rewards of many sources become one.
 
-    Sources are named `feedback` (or as the feedback says), `function:<name>`, `judge:<rubric>`, or as a third party
-    chooses. A setting that takes sources also takes patterns such as `judge:*`.
+    Sources are named `feedback` (or as the feedback says), `function:<name>`, `judge:<rubric>`, `learned:<model>`, or
+    as a third party chooses. A setting that takes sources also takes patterns such as `judge:*`.
     """
 
     COMMON: ClassVar = ("functions", "weights", "required", "expected", "reward_wait_s")
@@ -60,6 +62,8 @@ class ScorerSettings(ServiceSettings):
     """Sources per trajectory; further ones are dead-lettered."""
     retention_s: Annotated[float, Field(gt=0)] = 604_800.0
     """How long a trajectory and its rewards are kept for revisions."""
+    learned: LearnedSettings = LearnedSettings()
+    drift: DriftSettings = DriftSettings()
 
     @model_validator(mode="after")
     def _required_sources_count(self) -> Self:

@@ -12,9 +12,19 @@ from headrace_runtime.clock import epoch_ms
 from headrace_runtime.processor import Unfinished
 from headrace_runtime.sweeping import COUNTED_MAX, count_some
 from headrace_schemas import Event
-from headrace_scorer import metrics
+from headrace_scorer import judge_watch, metrics
 from headrace_scorer.reward_policy import RewardPolicy
-from headrace_scorer.schema import feedback, ledger, listed, trajectories, turn_owners, turns
+from headrace_scorer.schema import (
+    agreement_pairs,
+    feedback,
+    ledger,
+    listed,
+    run_features,
+    thumbs,
+    trajectories,
+    turn_owners,
+    turns,
+)
 from headrace_scorer.scores import ScoreStore
 
 _ENDED_AT_ONCE_MAX = 25
@@ -39,7 +49,7 @@ async def forget(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequ
     arrived = trajectories.c.arrived_ms
     old = select(trajectories.c.trajectory_id).where(arrived <= horizon).order_by(arrived).limit(_FORGOTTEN_AT_ONCE_MAX)
     names = (await tx.execute(old)).scalars().all()
-    for table in (trajectories, turns, turn_owners, ledger):
+    for table in (trajectories, turns, turn_owners, ledger, run_features, thumbs, agreement_pairs):
         if names:
             await tx.execute(delete(table).where(table.c.trajectory_id.in_(names)))
     said = feedback.c.arrived_ms
@@ -70,7 +80,8 @@ async def _forget_strays(tx: AsyncConnection, horizon: int) -> bool:
     return bool(strays)
 
 
-async def measure(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+async def measure(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
     waiting = trajectories.c.settle_ms.is_not(None)
     metrics.WAITING.set(await count_some(tx, waiting, trajectories, COUNTED_MAX))
+    await judge_watch.measure(tx, now)
     return []

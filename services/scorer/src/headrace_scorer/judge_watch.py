@@ -1,0 +1,136 @@
+"""Watches how judges agree with people: a standing measure of each, and an alarm when one drifts.
+
+A run counts once for each judge, when both have first scored it. An alarm changes no reward: it asks a person to look.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from sqlalchemy import Row, delete, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_runtime.clock import epoch_ms, from_epoch_ms
+from headrace_runtime.logs import get_logger
+from headrace_runtime.upsert import upsert
+from headrace_schemas import Trajectory
+from headrace_scorer import metrics
+from headrace_scorer.agreement_test import Agreement
+from headrace_scorer.drift_settings import DriftSettings
+from headrace_scorer.ledger import LedgerEntries
+from headrace_scorer.patterns import fits
+from headrace_scorer.schema import agreement, agreement_pairs
+
+log = get_logger(__name__)
+_LISTED_MAX = 256
+_WEEK_MS = 7 * 86_400_000
+
+
+class _Pair(NamedTuple):
+    """What a judge and people say of one run."""
+
+    source: str
+    judged_by: str
+    disagreement: float
+
+
+class JudgeWatch:
+    """Part of the scorer's transactions."""
+
+    def __init__(self, settings: DriftSettings) -> None:
+        self._settings = settings
+
+    async def note(self, tx: AsyncConnection, now: datetime, trajectory: Trajectory, entries: LedgerEntries) -> None:
+        """Count the run for each judge that has scored it, if people have."""
+        for pair in self._pairs(entries):
+            key = {"trajectory_id": trajectory.trajectory_id, "source": pair.source}
+            if await upsert(tx, agreement_pairs, key, {}, update=False):
+                await self._count(tx, now, trajectory.tenant, pair)
+
+    def _pairs(self, entries: LedgerEntries) -> list[_Pair]:
+        rows = [row for row in entries.rewards() if not row["turn_id"] and row["outcome"] == "scored"]
+        rows = [row for row in rows if 0 <= row["value"] <= 1]
+        said = [row["value"] for row in rows if _named(row["source"], self._settings.people)]
+        if not said:
+            return []
+        people = math.fsum(said) / len(said)
+        return [
+            _Pair(row["source"], row["judged_by"] or "", abs(row["value"] - people))
+            for row in rows
+            if _named(row["source"], self._settings.judges) and row["feedback_id"] is None
+        ]
+
+    async def _count(self, tx: AsyncConnection, now: datetime, tenant: str, pair: _Pair) -> None:
+        limits = {"reference": self._settings.reference, "error": self._settings.false_alarm_rate}
+        key = {"tenant": tenant, "source": pair.source, "judged_by": pair.judged_by}
+        where = [agreement.c[name] == value for name, value in key.items()]
+        row = (await tx.execute(select(agreement).where(*where).with_for_update())).mappings().one_or_none()
+        before = Agreement() if row is None else Agreement.model_validate_json(row["state"])
+        after = before.seen(pair.disagreement, **limits)  # type: ignore[arg-type]
+        drifted_ms = None if row is None else row["drifted_ms"]
+        if drifted_ms is None and after.has_drifted(**limits):  # type: ignore[arg-type]
+            drifted_ms = epoch_ms(now)
+            log.error(
+                "judge_drifts",
+                source=pair.source,
+                tenant=tenant,
+                judged_by=pair.judged_by,
+                disagreement=after.recent,
+                usual_at_most=after.bound,
+                pairs=after.pairs,
+                remedy="look at runs that both scored; then POST /agreement/forget, or change the judge",
+            )
+        values = {"state": after.model_dump_json(), "drifted_ms": drifted_ms, "changed_ms": epoch_ms(now)}
+        await upsert(tx, agreement, key, values)
+
+
+def _named(source: str, patterns: Sequence[str]) -> bool:
+    return any(fits(pattern, source) for pattern in patterns)
+
+
+async def measure(tx: AsyncConnection, now: datetime) -> None:
+    """Set the gauges. Of several tenants and versions of a judge the worst counts; after a week without a run that both
+    have scored one does not count any more."""
+    worst: dict[str, tuple[float, float]] = {}
+    for row in await _newest(tx, epoch_ms(now) - _WEEK_MS):
+        state = Agreement.model_validate_json(row.state)
+        disagreement, drifted = worst.get(row.source, (0.0, 0.0))
+        alarm = float(row.drifted_ms is not None)
+        worst[row.source] = max(disagreement, state.recent or 0.0), max(drifted, alarm)
+    for source, (disagreement, drifted) in worst.items():
+        metrics.JUDGE_DISAGREEMENT.labels(source).set(disagreement)
+        metrics.JUDGE_DRIFTED.labels(source).set(drifted)
+
+
+async def listed(tx: AsyncConnection, settings: DriftSettings) -> list[dict[str, object]]:
+    """Each judge, the one that was compared last first. For people to read."""
+    found: list[dict[str, object]] = []
+    for row in await _newest(tx, 0):
+        state = Agreement.model_validate_json(row.state)
+        found.append(
+            {
+                **{name: getattr(row, name) for name in ("tenant", "source", "judged_by")},
+                "pairs": state.pairs,
+                "disagreement": state.recent,
+                "usual_at_most": state.bound,
+                "evidence": state.evidence(settings.reference),
+                "alarm_at": 2 / settings.false_alarm_rate,
+                "drifted_at": None if row.drifted_ms is None else from_epoch_ms(row.drifted_ms).isoformat(),
+            }
+        )
+    return found
+
+
+async def forget(tx: AsyncConnection, tenant: str, source: str) -> int:
+    """Begin anew with a judge, with a new reference. Returns how many of its versions were known."""
+    own = (agreement.c.tenant == tenant) & (agreement.c.source == source)
+    return (await tx.execute(delete(agreement).where(own))).rowcount
+
+
+async def _newest(tx: AsyncConnection, since_ms: int) -> Sequence[Row[tuple[object, ...]]]:
+    changed = agreement.c.changed_ms
+    query = select(agreement).where(changed >= since_ms).order_by(changed.desc()).limit(_LISTED_MAX)
+    return (await tx.execute(query)).all()
