@@ -10,7 +10,7 @@ from headrace_gateway.chat_messages import ChatMessage, says_something
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import check_values, parse, unknown_field
 from headrace_schemas import Sampling, Tool
-from headrace_schemas.answer_form import ResponseFormat, ToolChoice, check_choice, needs, recorded
+from headrace_schemas.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, needs, recorded
 from headrace_schemas.base import Finite, Model, Text
 
 HARMLESS = frozenset(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"))
@@ -100,7 +100,6 @@ class ChatRequest(Model):
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
-        check_choice(self.tool_choice, {tool.function.name for tool in self.tools or ()})
         return self
 
     @property
@@ -141,6 +140,10 @@ def parse_chat(body: bytes, choices_max: int, values_max: int) -> ChatRequest:
     request = parse(ChatRequest, body)
     for name, value in (request.model_extra or {}).items():
         _check_extra(name, value)
+    try:
+        check_choice(request.tool_choice, {tool.function.name for tool in request.tools or ()})
+    except ValueError as error:
+        raise ApiError(400, "invalid_value", str(error), TOOL_CHOICE) from None
     if request.choices > choices_max:
         raise ApiError(400, "invalid_value", f"n: at most {choices_max} choices can be asked for here", "n")
     return request

@@ -82,9 +82,9 @@ def forced(choice: ToolChoice) -> bool:
 def check_choice(choice: ToolChoice, tools: Collection[str]) -> None:
     """`tools` are the names of those on offer. Raises `ValueError` when the call that is asked for is none of them."""
     if choice == "required" and not tools:
-        raise ValueError("tool_choice: 'required' needs tools")
+        raise ValueError(f"{TOOL_CHOICE}: 'required' needs tools")
     if isinstance(choice, NamedTool) and choice.function.name not in tools:
-        raise ValueError("tool_choice: names a function that is not among the tools")
+        raise ValueError(f"{TOOL_CHOICE}: names a function that is not among the tools")
 
 
 def needs(response_format: ResponseFormat | None, choice: ToolChoice) -> frozenset[str]:

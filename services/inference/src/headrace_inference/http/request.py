@@ -11,7 +11,7 @@ from headrace_inference.grammar.forms import Form, form_of
 from headrace_runtime.errors import Refused
 from headrace_runtime.json_bounds import more_values_than
 from headrace_schemas import Message, Tool
-from headrace_schemas.answer_form import ResponseFormat, ToolChoice, check_choice, needs
+from headrace_schemas.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, needs
 from headrace_schemas.base import Finite, Model, Text
 from headrace_schemas.resume import Resume, ResumedChoice
 
@@ -89,7 +89,6 @@ class ChatRequest(Model):
             raise ValueError("headrace_resume needs stream: true")
         if self.stream_options and not self.stream:
             raise ValueError("stream_options needs stream: true")
-        check_choice(self.tool_choice, {tool.function.name for tool in self.tools or ()})
         if self.ignore_eos and needs(self.response_format, self.tool_choice):
             raise ValueError("ignore_eos: an answer that is held to a form ends with it")
         return self
@@ -146,6 +145,10 @@ def parse(body: bytes, choices_max: int, values_max: int) -> ChatRequest:
         raise _refusal(problem["type"], ".".join(map(str, problem["loc"])), problem["msg"]) from None
     if request.choices > choices_max:
         raise Refused(400, "invalid_value", f"n: at most {choices_max} choices per request here", "n")
+    try:
+        check_choice(request.tool_choice, {tool.function.name for tool in request.tools or ()})
+    except ValueError as error:
+        raise Refused(400, "invalid_value", str(error), TOOL_CHOICE) from None
     _check_resumed(request)
     return request
 
