@@ -13,7 +13,7 @@ from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.identity import CallIdentity, opening
 from headrace_gateway.model_catalog import Target
 from headrace_schemas import Message, Sampling
-from headrace_schemas.answer_form import forced
+from headrace_schemas.answer_form import asked_again
 from headrace_schemas.resume import FIELD as RESUME_FIELD
 from headrace_schemas.resume import Resume
 
@@ -66,12 +66,11 @@ def asked(request: ChatRequest, messages: tuple[Message, ...], sampling: Samplin
     }
     if request.tools:
         fields["tools"] = [tool.model_dump(mode="json", exclude_none=True) for tool in request.tools]
-        choice = request.tool_choice or "auto"
-        fields["tool_choice"] = choice if isinstance(choice, str) else choice.model_dump(mode="json")
-        if forced(choice) and request.parallel_tool_calls is False:
+        fields["tool_choice"] = "none" if request.tool_choice == "none" else "auto"
+    if sampling.grammar is not None:
+        fields |= asked_again(sampling.grammar)
+        if request.parallel_tool_calls is False:
             fields["parallel_tool_calls"] = False
-    if sampling.grammar is not None and sampling.grammar.response_format is not None:
-        fields["response_format"] = sampling.grammar.response_format
     for name in ("presence_penalty", "frequency_penalty", "stop"):
         value = getattr(sampling, name)
         if value:

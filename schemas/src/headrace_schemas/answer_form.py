@@ -108,3 +108,14 @@ def recorded(response_format: ResponseFormat | None, choice: ToolChoice) -> Gram
         tool_choice=("function" if named else "required") if TOOL_CHOICE in wanted else None,
         function=named,
     )
+
+
+def asked_again(grammar: Grammar | None) -> dict[str, JsonValue]:
+    """The fields of a request for another answer that is held as one was."""
+    found: dict[str, JsonValue] = {}
+    if grammar is not None and grammar.response_format is not None:
+        found[RESPONSE_FORMAT] = grammar.response_format
+    if grammar is not None and grammar.tool_choice is not None:
+        named = {"type": "function", "function": {"name": grammar.function}}
+        found[TOOL_CHOICE] = grammar.tool_choice if grammar.function is None else named
+    return found
