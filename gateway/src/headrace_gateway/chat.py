@@ -37,8 +37,8 @@ _ANSWERED_BYTES = 100
 
 
 Read = Callable[[bytes, int, int], tuple[ChatRequest, AnswerShape]]
-"""From a body, with the most choices and the most JSON values, to a request and the shape of its answers. In any thread;
-raises `ApiError`."""
+"""From a body, with the most choices and the most JSON values, to a request and the shape of its answers. In any
+thread; raises `ApiError`."""
 
 
 def read_chat(body: bytes, choices_max: int, values_max: int) -> tuple[ChatRequest, AnswerShape]:

@@ -75,7 +75,9 @@ def test_top_p_top_k_and_penalties_cannot_be_trained() -> None:
 def test_what_a_grammar_held_is_context_and_says_so() -> None:
     """Its probabilities are those of the grammar's tokens alone, which no trainer recomputes."""
     first = ask([user("q")], "call", at=0)
-    held = ask(after(first, tool("r")), "{}", at=1, sampling=Sampling(grammar=Grammar(response_format={"type": "json"})))
+    held = ask(
+        after(first, tool("r")), "{}", at=1, sampling=Sampling(grammar=Grammar(response_format={"type": "json"}))
+    )
     last = ask(after(held, user("go on")), "done", at=2)
     found = made(first, held, last)
     (branch,) = found.branches

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace_schemas import Grammar
-from tests.support.fake_replica import Fault, FakeReplica
+from tests.support.fake_replica import FakeReplica, Fault
 from tests.support.gateway import gateway
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

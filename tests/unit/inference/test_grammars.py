@@ -18,12 +18,12 @@ from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.engine import Start
 from headrace_inference.grammar.compiler import GrammarCompiler, HeldAnswer
-from headrace_inference.grammar.forms import Form, form_of, grammar_of
+from headrace_inference.grammar.forms import AnswerForm, form_of, grammar_of
 from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.errors import Refused
 from headrace_schemas import Tool
-from headrace_schemas.answer_form import NamedFunction, NamedTool, ResponseFormat
+from headrace_schemas.answer_form import NamedFunction, NamedTool
 from tests.unit.inference.asking import FULL, TOOLS, Json, joined
 from tests.unit.inference.conftest import Models, prompt_of, sample
 from tests.unit.inference.scripted import VERSION, ScriptedEngine, client
@@ -44,8 +44,8 @@ TOOL = Tool.model_validate(
 OTHER = Tool.model_validate({"function": {"name": 'say "it"', "parameters": {"properties": {"n": {"const": 1}}}}})
 
 
-def json_form(schema: Mapping[str, Any] = SCHEMA) -> Form:
-    return Form(dict(schema))
+def json_form(schema: Mapping[str, Any] = SCHEMA) -> AnswerForm:
+    return AnswerForm(dict(schema))
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ async def grammars() -> AsyncIterator[GrammarCompiler]:
 
 
 async def held(
-    grammars: GrammarCompiler, tokenizer: ChatTokenizer, form: Form, *resumed: list[int], opened: bool = False
+    grammars: GrammarCompiler, tokenizer: ChatTokenizer, form: AnswerForm, *resumed: list[int], opened: bool = False
 ) -> HeldAnswer:
     return await grammars.compile(form, tokenizer, 320, resumed or ([],), opened=opened)
 
@@ -70,7 +70,9 @@ async def answer(
     return tokenizer.text_of([*start.resumed, *tokens.token_ids]), tokens
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.0}, {"top_k": 3}, {"presence_penalty": 1.5}, {"temperature": 2.0}])
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 0.0}, {"top_k": 3}, {"presence_penalty": 1.5}, {"temperature": 2.0}]
+)
 async def test_json_is_what_the_schema_says(
     engine: TorchEngine, models: Models, tokenizer: ChatTokenizer, grammars: GrammarCompiler, how: Json
 ) -> None:
@@ -176,19 +178,19 @@ async def test_forced_calls_are_read_as_calls(
 def test_grammars_as_text() -> None:
     """Reasoning where the template knows of it, tags as tokens where the tokenizer keeps them apart."""
 
-    def text(form: Form, **how: Any) -> str:
+    def text(form: AnswerForm, **how: Any) -> str:
         special = {"<think>": 7, "</think>": 8, "<tool_call>": 3}.get if how.pop("apart", False) else lambda _text: None
         return grammar_of(form, Parsers(HERMES, THINK), special, **{"thinks": False, "opened": False, **how})
 
-    plain = Form({"type": "object"})
+    plain = AnswerForm({"type": "object"})
     assert "start: answer\n" in text(plain)
     assert 'start: ("<think>" thought)? answer\n' in text(plain, thinks=True)
     assert "start: thought answer\n" in text(plain, opened=True)
     assert "until_closed[lazy]: /(?s:.*)<\\/think>/" in text(plain, opened=True)
     assert "start: (<[7]> thought)? answer\n" in text(plain, thinks=True, apart=True)
-    forced = Form(None, (TOOL,), forced=True, several=False)
+    forced = AnswerForm(None, (TOOL,), forced=True, several=False)
     assert 'call_0: <[3]> "\\n"? "{\\"name\\": \\"mark\\", \\"arguments\\": " arguments_0' in text(forced, apart=True)
-    assert "answer: json | calls\n" in text(Form({"type": "object"}, (TOOL,)))
+    assert "answer: json | calls\n" in text(AnswerForm({"type": "object"}, (TOOL,)))
     with pytest.raises(Refused, match="tool_choice"):
         grammar_of(forced, Parsers(NO_TOOLS, THINK), lambda _text: None, thinks=False, opened=False)
 
@@ -201,7 +203,12 @@ async def test_reasoning_comes_before_what_is_held(
     monkeypatch.setattr(type(tokenizer), "template", "{{ '<think>' }}")
     found = await held(grammars, tokenizer, json_form(), opened=opened)
     begin = [] if opened else [tokenizer.token_id("<think>")]
-    said = [*begin, *tokenizer.encode("so { it is"), tokenizer.token_id("</think>"), *tokenizer.encode('\n\n{"mood": "glad"')]
+    said = [
+        *begin,
+        *tokenizer.encode("so { it is"),
+        tokenizer.token_id("</think>"),
+        *tokenizer.encode('\n\n{"mood": "glad"'),
+    ]
     assert found.guides[0].replay(said)
     closed = await held(grammars, tokenizer, json_form(), opened=opened)
     assert closed.guides[0].replay(tokenizer.encode('{"mood": "glad"')) or opened
@@ -214,7 +221,11 @@ REFUSED: list[tuple[Json, str, str]] = [
     ({"type": "objekt"}, "unsupported_schema", "Invalid type"),
     ({"$ref": "http://example.test/s"}, "unsupported_schema", "Resource"),
     ({"type": "string", "pattern": "(?=a)b"}, "unsupported_schema", "look-around"),
-    ({"type": "object", "properties": {}, "required": ["a"], "additionalProperties": False}, "unsupported_schema", "Unsat"),
+    (
+        {"type": "object", "properties": {}, "required": ["a"], "additionalProperties": False},
+        "unsupported_schema",
+        "Unsat",
+    ),
     ({"enum": ["x" * 1000] * 100}, "schema_too_large", "65536 bytes"),
     (json.loads('{"items":' * 60 + "{}" + "}" * 60), "schema_too_large", "deeper than 48"),
 ]
@@ -254,7 +265,7 @@ async def test_a_slow_grammar_is_given_up_and_the_loop_goes_on(
     with pytest.raises(Refused, match="wait to be compiled") as overloaded:
         await held(grammars, tokenizer, json_form())
     assert overloaded.value.status == 503
-    with pytest.raises(Refused, match="longer than 0.1 s"):
+    with pytest.raises(Refused, match=r"longer than 0\.1 s"):
         await first
     assert not second.done(), "it waits for a thread, which is not its fault"
     go_on.set()
@@ -310,7 +321,9 @@ async def test_over_http(engine: TorchEngine, models: Models, tokenizer: ChatTok
         assert called["finish_reason"] == "tool_calls"
         (call,) = called["message"]["tool_calls"]
         jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
-        resume = {"choices": [{"index": 0, "token_ids": several["choices"][0]["token_ids"][:5], "logprobs": [-1.0] * 5}]}
+        resume = {
+            "choices": [{"index": 0, "token_ids": several["choices"][0]["token_ids"][:5], "logprobs": [-1.0] * 5}]
+        }
         rest = await ask_real(http, response_format=FORMAT, stream=True, headrace_resume=resume, **FULL)
         chunks = [json.loads(line[6:]) for line in rest.text.split("\n\n") if line.startswith("data: {")]
         assert joined(chunks)["token_ids"] == several["choices"][0]["token_ids"][5:]

@@ -61,7 +61,9 @@ class ResponseWriter:
         self._unsaid: list[TokenLogprob] = []
         """Of tokens that have made no text yet."""
 
-    def add(self, version: str, choices: list[EngineChoice], usage: EngineUsage | None, *, streamed: bool) -> list[Json]:
+    def add(
+        self, version: str, choices: list[EngineChoice], usage: EngineUsage | None, *, streamed: bool
+    ) -> list[Json]:
         """`streamed`: the choices have deltas, else messages."""
         self._version = self._version or version
         self._usage = usage or self._usage

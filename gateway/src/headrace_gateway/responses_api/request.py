@@ -129,7 +129,9 @@ def parse_responses(body: bytes, choices_max: int, values_max: int) -> tuple[Res
     for number, tool in enumerate(request.tools or ()):
         for name, value in (tool.model_extra or {}).items():
             if says_something(value) and value is not False:
-                raise ApiError(400, "unsupported_field", f"tools.{number}.{name}: not supported here", f"tools.{number}")
+                raise ApiError(
+                    400, "unsupported_field", f"tools.{number}.{name}: not supported here", f"tools.{number}"
+                )
     try:
         return request, parse_chat(to_json(_chat_body(request)), choices_max, 4 * values_max)
     except ApiError as error:

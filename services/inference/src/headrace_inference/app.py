@@ -137,7 +137,7 @@ def _fleet_limits(settings: InferenceSettings) -> FleetLimits:
 
 
 def _grammars(engine: Engine, parsers: Parsers) -> tuple[str, ...]:
-    """What this replica can hold an answer to: the engine does it, and the tool parser knows what a call is written as."""
+    """What this replica can hold an answer to: the engine does it, and the tool parser knows how a call is written."""
     if not engine.grammars:
         return ()
     return (RESPONSE_FORMAT, TOOL_CHOICE) if parsers.tools.form is not None else (RESPONSE_FORMAT,)

@@ -25,8 +25,8 @@ class Guide(Protocol):
         """Why it cannot go on; empty while it can. It has to be asked after each of the two calls."""
 
     def allowed(self) -> NDArray[np.int32]:
-        """The tokens that may come next, a bit each, lowest first: token `t` is bit `t % 32` of word `t // 32`. The array
-        is its own and changes with the next call. Takes a millisecond at most, in ordinary grammars far less."""
+        """The tokens that may come next, a bit each, lowest first: token `t` is bit `t % 32` of word `t // 32`. The
+        array is its own and changes with the next call. It must be quick: a step waits for it."""
 
     def accept(self, token: int) -> None:
         """`token` was sampled. One that ends the choice need not be told."""
@@ -52,7 +52,7 @@ class Sampling:
     """Tokens that end a completion; they belong to it."""
     top_logprobs: int = 0
     grammar: str = ""
-    """What the choices are held to, in llguidance's dialect of Lark; each has its `Start.guide` then. Empty: nothing."""
+    """What the choices are held to, in llguidance's dialect of Lark; each has a `Start.guide` then. Empty: nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class ToolParser:
     check: Callable[[], None] | None = None
     """Called once at a start; raises `PluginError` when it cannot be used."""
     form: Callable[[str], tuple[str, str]] | None = None
-    """What a call of a function with this name is written as, before and after the JSON of its arguments; a newline in it
+    """How a call of a function with this name is written, before and after the JSON of its arguments; a newline in it
     may be left out. None: answers cannot be held to calls (`tool_choice`)."""
 
     def reader(self, asked: Asked | None) -> TokenToolReader:
@@ -113,7 +113,7 @@ class ReasoningParser:
     opening: str = ""
     """A prompt that ends with it, whitespace apart, ended inside reasoning; empty: none does."""
     closing: str = ""
-    """Ends reasoning. Empty: an answer that is held by a grammar has none, and is refused where the prompt opened it."""
+    """Ends reasoning. Empty: an answer that is held by a grammar has none; it is refused where the prompt opened it."""
     of_tokens: Callable[[Asked], TokenReasoningReader] | None = None
     check: Callable[[], None] | None = None
 

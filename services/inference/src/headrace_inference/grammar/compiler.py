@@ -16,7 +16,7 @@ from headrace_inference import metrics
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.errors import Overloaded
-from headrace_inference.grammar.forms import Form, check_depth, grammar_of
+from headrace_inference.grammar.forms import AnswerForm, check_depth, grammar_of
 from headrace_inference.grammar.guides import GrammarGuide
 from headrace_inference.grammar.settings import GrammarSettings
 from headrace_runtime.errors import Refused
@@ -45,7 +45,7 @@ class HeldAnswer:
 class _Work:
     """One compilation. `begun_s` is 0 while it waits for a thread."""
 
-    form: Form
+    form: AnswerForm
     tokenizer: ChatTokenizer
     vocabulary: int
     opened: bool
@@ -71,7 +71,7 @@ class GrammarCompiler:
 
     async def compile(
         self,
-        form: Form,
+        form: AnswerForm,
         tokenizer: ChatTokenizer,
         vocabulary: int,
         resumed: Sequence[Sequence[int]],
@@ -94,7 +94,9 @@ class GrammarCompiler:
             await asyncio.wait((future,), timeout=_POLL_S)
             if not future.done() and work.begun_s and time.monotonic() - work.begun_s > self._limit_s:
                 future.add_done_callback(_heard)
-                message = f"the schema takes longer than {self._limit_s:g} s to compile (inference.grammar.compile_timeout_s)"
+                message = (
+                    f"the schema takes longer than {self._limit_s:g} s to compile (inference.grammar.compile_timeout_s)"
+                )
                 raise Refused(400, "schema_too_large", message, _field(form))
         return future.result()
 
@@ -187,7 +189,7 @@ def _resumed(guide: GrammarGuide, tokens: Sequence[int]) -> GrammarGuide:
     return found
 
 
-def _field(form: Form) -> str:
+def _field(form: AnswerForm) -> str:
     return "tools" if form.forced else "response_format"
 
 

@@ -23,11 +23,11 @@ Special = Callable[[str], int | None]
 _SPACE = "SPACE: /[ \\n]{1,4}/\n"
 _ANYTHING = "/(?s:.*)/"
 _WHITESPACE = r"(\n[ \t]{0,64}| )?"
-"""Between the parts of JSON: a line break with an indentation, a blank, or nothing. More would be an answer of blanks."""
+"""Between parts of JSON: a line break with an indentation, a blank, or nothing. More would be an answer of blanks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class AnswerForm:
     """What one answer has to be: JSON, calls, or either of them."""
 
     schema: Mapping[str, JsonValue] | None
@@ -40,19 +40,19 @@ class Form:
 
 def form_of(
     response_format: ResponseFormat | None, choice: ToolChoice, tools: Sequence[Tool], *, several: bool
-) -> Form | None:
+) -> AnswerForm | None:
     """`tools` are those on offer. None: the answer may be anything."""
     wanted = response_format is not None and response_format.holds
     if forced(choice):
         named = choice.function.name if isinstance(choice, NamedTool) else None
         callable_tools = tuple(tool for tool in tools if named in (None, tool.function.name))
-        return Form(None, callable_tools, forced=True, several=several and named is None)
+        return AnswerForm(None, callable_tools, forced=True, several=several and named is None)
     if response_format is None or not wanted:
         return None
-    return Form(response_format.held_to, tuple(tools), several=several)
+    return AnswerForm(response_format.held_to, tuple(tools), several=several)
 
 
-def grammar_of(form: Form, parsers: Parsers, special: Special, *, thinks: bool, opened: bool) -> str:
+def grammar_of(form: AnswerForm, parsers: Parsers, special: Special, *, thinks: bool, opened: bool) -> str:
     """`thinks`: the model's template knows of reasoning. `opened`: the prompt ended inside of it. Raises `Refused`."""
     write = _Writer(parsers, special)
     answers = []
@@ -113,7 +113,7 @@ class _Writer:
         self.rule("start", "thought answer" if opened else f"({self._text(reasoning.opening)} thought)? answer")
 
     def _text(self, text: str) -> str:
-        """What spells `text`: its tags as tokens where the tokenizer keeps them apart, and newlines that may be missing."""
+        """What spells `text`: its tags as tokens where the tokenizer keeps them apart, newlines that may be missing."""
         return " ".join(self._pieces(text))
 
     def _pieces(self, text: str) -> Iterator[str]:
@@ -129,7 +129,7 @@ class _Writer:
                 yield json.dumps(piece, ensure_ascii=False)
 
 
-def check_depth(form: Form, depth_max: int) -> None:
+def check_depth(form: AnswerForm, depth_max: int) -> None:
     """Raises `Refused` for a schema that is nested deeper than `depth_max`."""
     fields: list[tuple[str, Mapping[str, JsonValue] | None]] = [(RESPONSE_FORMAT, form.schema)]
     fields += [(f"tools.{number}", tool.function.parameters) for number, tool in enumerate(form.calls)]

@@ -15,7 +15,7 @@ from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLi
 from headrace_inference.engine import AnswerScorer, Engine, Finish, Generation, Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed
 from headrace_inference.grammar.compiler import GrammarCompiler
-from headrace_inference.grammar.forms import Form
+from headrace_inference.grammar.forms import AnswerForm
 from headrace_inference.http import wire
 from headrace_inference.http.request import ChatRequest
 from headrace_runtime.aside import Aside
@@ -47,7 +47,7 @@ class _Prepared:
     sampling: Sampling
     choices: list[_Choice]
     starts: list[Start]
-    form: Form | None
+    form: AnswerForm | None
     """What the answers are held to."""
     opened: bool
     """The prompt ended inside reasoning."""
@@ -108,9 +108,7 @@ class Completions:
                     raise Refused(400, "invalid_value", f"{where}: holds ids that {version} does not have", where)
         return await engine.score(version, answers)
 
-    async def _held(
-        self, prepared: _Prepared, form: Form, version: str, tokenizer: ChatTokenizer
-    ) -> _Prepared:
+    async def _held(self, prepared: _Prepared, form: AnswerForm, version: str, tokenizer: ChatTokenizer) -> _Prepared:
         """With the grammar that its answers are held to, for the engine and for each choice."""
         if not self._engine.grammars:
             field = TOOL_CHOICE if form.forced else RESPONSE_FORMAT

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from headrace_inference.engine import Sampling
-from headrace_inference.grammar.forms import Form, form_of
+from headrace_inference.grammar.forms import AnswerForm, form_of
 from headrace_runtime.errors import Refused
 from headrace_runtime.json_bounds import more_values_than
 from headrace_schemas import Message, Tool
@@ -103,7 +103,7 @@ class ChatRequest(Model):
         return () if self.tool_choice == "none" else self.tools or ()
 
     @property
-    def form(self) -> Form | None:
+    def form(self) -> AnswerForm | None:
         """What the answers are held to; None: nothing."""
         several = self.parallel_tool_calls is not False
         return form_of(self.response_format, self.tool_choice, self.offered_tools, several=several)

@@ -151,7 +151,9 @@ def request_body(
 ) -> dict[str, JsonValue]:
     """As the user's client asked, of an exact version and within bounds. A seed is left out: both sides draw their
     own."""
-    sampling = prompt.sampling.model_dump(mode="json", exclude_none=True, exclude={"seed", "max_tokens", "stop", "grammar"})
+    sampling = prompt.sampling.model_dump(
+        mode="json", exclude_none=True, exclude={"seed", "max_tokens", "stop", "grammar"}
+    )
     limit = min(prompt.sampling.max_tokens or answer_tokens_max, answer_tokens_max)
     body: dict[str, JsonValue] = {
         "model": version,
