@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace_schemas import Grammar
+from headrace_gateway.chat_request import parse_chat
+from headrace_registry.shadow.asking import request_body
+from headrace_schemas import Grammar, Sampling, Tool
 from tests.support.fake_replica import FakeReplica, Fault
 from tests.support.gateway import gateway
+from tests.support.turns import ask, user
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
@@ -79,3 +83,13 @@ async def test_replicas_that_can_get_the_calls_and_go_on_with_broken_streams(tmp
         assert all(body["response_format"] == {"type": "json_object"} for body in resumed)
         assert len(resumed) == 1
         assert len(served.turns) == 6
+
+
+@pytest.mark.parametrize("grammar", [grammar for *_, grammar in ASKED])
+def test_a_shadow_asks_for_the_same_form(grammar: Grammar) -> None:
+    """What is recorded is enough to ask again, and the gateway takes it."""
+    tools = tuple(Tool.model_validate(tool) for tool in TOOLS)
+    prompt = ask([user("q")], sampling=Sampling(grammar=grammar, temperature=0.5), tools=tools)
+    again = parse_chat(json.dumps(request_body("tiny", prompt, prompt.messages, 64)).encode(), 4, 10_000)
+    assert again.sampling.grammar == grammar
+    assert again.sampling.temperature == 0.5
