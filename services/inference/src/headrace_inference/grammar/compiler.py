@@ -93,7 +93,6 @@ class GrammarCompiler:
         while not future.done():
             await asyncio.wait((future,), timeout=_POLL_S)
             if not future.done() and work.begun_s and time.monotonic() - work.begun_s > self._limit_s:
-                future.add_done_callback(_heard)
                 message = (
                     f"the schema takes longer than {self._limit_s:g} s to compile (inference.grammar.compile_timeout_s)"
                 )
@@ -104,8 +103,10 @@ class GrammarCompiler:
     def _limit_s(self) -> float:
         return self._settings.compile_timeout_s
 
-    def _done(self, _future: object) -> None:
+    def _done(self, future: asyncio.Future[HeldAnswer]) -> None:
         self._waiting -= 1
+        if not future.cancelled():
+            future.exception()  # whoever asked may have gone
 
     # In a thread
 
@@ -198,9 +199,3 @@ def _unservable(error: str, field: str) -> Refused:
     said = _OUR_TEXT.split(error)[0].rpartition("failed to compile JSON schema: ")[2]
     message = f"{field}: the schema cannot be held: {' '.join(said.split())[:_REASON_LENGTH_MAX]}"
     return Refused(400, "unsupported_schema", message, field)
-
-
-def _heard(future: asyncio.Future[HeldAnswer]) -> None:
-    """Nobody waits for it any more."""
-    if not future.cancelled():
-        future.exception()
