@@ -175,14 +175,15 @@ async def test_held_answers_and_responses_of_the_real_engine(tmp_path: Path, mor
                 model="tiny", input=asked, tools=tool, tool_choice={"type": "function", "name": "mark"}
             ) as stream:
                 streamed = await stream.get_final_response()
+            bad: Any = {"format": {**text["format"], "schema": {"not": {}}}}
             with pytest.raises(openai.BadRequestError, match="Unimplemented keys"):
-                await client.responses.create(
-                    model="tiny", input=asked, text={"format": {**text["format"], "schema": {"not": {}}}}
-                )
+                await client.responses.create(model="tiny", input=asked, text=bad)
         turns = await made.view.read(Turn)
-    (call,) = called.choices[0].message.tool_calls or ()
-    (item,) = streamed.output
-    assert (called.choices[0].finish_reason, call.type, item.type) == ("tool_calls", "function", "function_call")
+    assert called.choices[0].message.tool_calls
+    call, item = called.choices[0].message.tool_calls[0], streamed.output[0]
+    assert called.choices[0].finish_reason == "tool_calls"
+    assert call.type == "function"
+    assert item.type == "function_call"
     said = [written.choices[0].message.content, response.output_text, call.function.arguments, item.arguments]
     for one in said:
         assert set(json.loads(one or "")) == {"mood", "sure"}

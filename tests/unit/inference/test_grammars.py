@@ -195,6 +195,12 @@ def test_grammars_as_text() -> None:
         grammar_of(forced, Parsers(NO_TOOLS, THINK), lambda _text: None, thinks=False, opened=False)
 
 
+def tag(tokenizer: ChatTokenizer, text: str) -> int:
+    found = tokenizer.token_id(text)
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize("opened", [False, True])
 async def test_reasoning_comes_before_what_is_held(
     tokenizer: ChatTokenizer, opened: bool, monkeypatch: pytest.MonkeyPatch
@@ -202,17 +208,17 @@ async def test_reasoning_comes_before_what_is_held(
     grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
     monkeypatch.setattr(type(tokenizer), "template", "{{ '<think>' }}")
     found = await held(grammars, tokenizer, json_form(), opened=opened)
-    begin = [] if opened else [tokenizer.token_id("<think>")]
+    begin = [] if opened else [tag(tokenizer, "<think>")]
     said = [
         *begin,
         *tokenizer.encode("so { it is"),
-        tokenizer.token_id("</think>"),
+        tag(tokenizer, "</think>"),
         *tokenizer.encode('\n\n{"mood": "glad"'),
     ]
     assert found.guides[0].replay(said)
     closed = await held(grammars, tokenizer, json_form(), opened=opened)
     assert closed.guides[0].replay(tokenizer.encode('{"mood": "glad"')) or opened
-    assert not closed.guides[0].replay([tokenizer.token_id("</think>")]) or opened
+    assert not closed.guides[0].replay([tag(tokenizer, "</think>")]) or opened
     grammars.close()
 
 
