@@ -31,6 +31,8 @@ from headrace_inference.chat.exact import ExactPrompts
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES
+from headrace_inference.grammar.compiler import GrammarCompiler
+from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.http.completions import Completions
 from headrace_inference.http.request import ChatRequest
 from headrace_inference.settings import TorchSettings
@@ -68,8 +70,13 @@ class World:
         self._audited: list[Task] = []
         self._cache = VersionCache(blobs, folder)
         self._engine = engine
+        parsers = Parsers(HERMES)
         self._completions = Completions(
-            engine, ExactPrompts(1_000_000, Parsers(HERMES)), Parsers(HERMES), Aside(1, 1 << 30)
+            engine,
+            ExactPrompts(1_000_000, parsers),
+            parsers,
+            Aside(1, 1 << 30),
+            GrammarCompiler(parsers, GrammarSettings()),
         )
         self._tokenizers: dict[str, ChatTokenizer] = {}
         self.tasks = Tasks(gate=self._names("gate"), audit=self._names("audit"))

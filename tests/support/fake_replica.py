@@ -69,6 +69,7 @@ class FakeReplica:
     versions: tuple[str, ...] = (VERSION,)
     engine: str = "torch"
     resumes: bool = True
+    grammars: tuple[str, ...] = ()
     capacity: int = 16
     faults: list[Fault] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -116,6 +117,7 @@ class FakeReplica:
             url=self.url,
             engine=self.engine,
             resumes=self.resumes,
+            grammars=self.grammars,
             versions=ready,
             capacity=self.capacity,
             ttl_s=5,

@@ -1,6 +1,11 @@
-"""What clients get: OpenAI's shapes, with our id and the version that served, and nothing that they did not ask for."""
+"""What clients get: OpenAI's shapes, with our id and the version that served, and nothing that they did not ask for.
+
+Chat completions are here; `responses_api` has the other API's shape.
+"""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 from pydantic import JsonValue
 from pydantic_core import to_json
@@ -11,7 +16,39 @@ from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.engine_wire import EngineAnswer, EngineChoice, EngineMessage
 from headrace_gateway.refusals import ApiError
 
-DONE = sse.encode(sse.DONE)
+_DONE = sse.encode(sse.DONE)
+
+
+class StreamedAnswer(Protocol):
+    """One streamed answer in the making."""
+
+    def events(self, chunk: EngineAnswer, version: str) -> bytes:
+        """Nothing, one or several events. `version` is the stream's, settled with its first chunk."""
+
+    def end(self) -> bytes:
+        """What tells the client that this is all; the turn is durable by then."""
+
+    def broken(self, error: ApiError) -> bytes:
+        """What tells the client that there is no more."""
+
+
+class AnswerShape(Protocol):
+    """How the answers of one API are written."""
+
+    def whole(self, call: ChatCall, answer: EngineAnswer) -> bytes:
+        """The body of a plain answer."""
+
+    def streamed(self, call: ChatCall) -> StreamedAnswer: ...
+
+
+class ChatCompletions:
+    """`POST /v1/chat/completions`."""
+
+    def whole(self, call: ChatCall, answer: EngineAnswer) -> bytes:
+        return whole(call, answer)
+
+    def streamed(self, call: ChatCall) -> StreamedAnswer:
+        return Chunks(call)
 
 
 def whole(call: ChatCall, answer: EngineAnswer) -> bytes:
@@ -60,14 +97,15 @@ class Chunks:
             events += self._event(self._head, {"choices": [], "usage": usage})
         return events
 
+    def end(self) -> bytes:
+        return _DONE
+
+    def broken(self, error: ApiError) -> bytes:
+        return sse.encode(error.body)
+
     @staticmethod
     def _event(head: bytes, more: dict[str, object]) -> bytes:
         return sse.encode(head + b"," + to_json(more)[1:])
-
-
-def broken(error: ApiError) -> bytes:
-    """The event that tells the client of a stream that there is no more; `[DONE]` does not follow it."""
-    return sse.encode(error.body)
 
 
 def _head(call: ChatCall, kind: str, version: str) -> dict[str, JsonValue]:

@@ -1,16 +1,21 @@
-"""`POST /v1/chat/completions`: from a request to a durable turn and a finished response, plain or streamed."""
+"""A call of a model: from a request to a durable turn and a finished response, plain or streamed.
+
+`POST /v1/chat/completions` and `POST /v1/responses` differ in how a request is read and an answer is written (`Read`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
 from starlette.types import Receive, Scope, Send
 
-from headrace_gateway import answers, metrics
+from headrace_gateway import metrics
 from headrace_gateway.admission import Admission, AdmittedRequest
+from headrace_gateway.answers import AnswerShape, ChatCompletions, StreamedAnswer
 from headrace_gateway.capture import event_of
 from headrace_gateway.chat_call import ChatCall, asked, core_of, digest_of
 from headrace_gateway.chat_request import ChatRequest, parse_chat
@@ -31,10 +36,21 @@ _ANSWERED_BYTES = 100
 """About what one sampled token takes in an answer or an event."""
 
 
+Read = Callable[[bytes, int, int], tuple[ChatRequest, AnswerShape]]
+"""From a body, with the most choices and the most JSON values, to a request and the shape of its answers. In any
+thread; raises `ApiError`."""
+
+
+def read_chat(body: bytes, choices_max: int, values_max: int) -> tuple[ChatRequest, AnswerShape]:
+    """See `Read`."""
+    return parse_chat(body, choices_max, values_max), ChatCompletions()
+
+
 @dataclass(frozen=True, slots=True)
 class Chat:
     """The ASGI endpoint. It keeps nothing between requests."""
 
+    read: Read
     settings: GatewaySettings
     admission: Admission
     catalog: ModelCatalog
@@ -45,21 +61,22 @@ class Chat:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises `ApiError` until a status was sent; later errors are reported in the stream."""
         async with self.admission.enter(scope, receive, "chat") as admitted:
-            call = await self._understand(scope, admitted)
+            call, shape = await self._understand(scope, admitted)
             if call.identity.shadow_of is not None:
                 self.relay.beside_users(call, self.settings.shadow_load_max)
             mode = "stream" if call.request.stream else "plain"
             with metrics.CALL_SECONDS.labels(mode).time():
-                await self._serve(call, receive, send)
+                await self._serve(call, shape, receive, send)
 
-    async def _understand(self, scope: Scope, admitted: AdmittedRequest) -> ChatCall:
+    async def _understand(self, scope: Scope, admitted: AdmittedRequest) -> tuple[ChatCall, AnswerShape]:
         started_at = self.clock.now()
         size_bytes = len(admitted.body)
         limits = (self.settings.choices_max, self.settings.json_values_max)
-        request = await self.aside.run(size_bytes, lambda: parse_chat(admitted.body, *limits))
+        request, shape = await self.aside.run(size_bytes, lambda: self.read(admitted.body, *limits))
         await self._routing_is_known()
         target = self.catalog.resolve(request.model, admitted.caller.may_use)
-        return await self.aside.run(size_bytes, lambda: self._call(scope, admitted, request, target, started_at))
+        call = await self.aside.run(size_bytes, lambda: self._call(scope, admitted, request, target, started_at))
+        return call, shape
 
     def _call(
         self, scope: Scope, admitted: AdmittedRequest, request: ChatRequest, target: Target, started_at: datetime
@@ -93,20 +110,25 @@ class Chat:
                 raise overloaded("no model is routed yet: the bus is away, or the registry has promoted none")
             await self.clock.sleep(_ROUTING_POLL_S)
 
-    async def _serve(self, call: ChatCall, receive: Receive, send: Send) -> None:
+    async def _serve(self, call: ChatCall, shape: AnswerShape, receive: Receive, send: Send) -> None:
         client = ClientConnection(receive, send)
+        streamed = shape.streamed(call) if call.request.stream else None
         try:
             async with asyncio.timeout(self.settings.upstream.request_timeout_s) as deadline:
                 async with client.watched(lambda: self._hurry(deadline)):
-                    await (self._stream(call, client) if call.request.stream else self._plain(call, client))
+                    if streamed is None:
+                        await self._plain(call, shape, client)
+                    else:
+                        await self._stream(call, streamed, client)
         except TimeoutError:
             if client.gone:
                 metrics.ABANDONED.inc()
                 return
             limit_s = self.settings.upstream.request_timeout_s
-            await self._fail(client, ApiError(504, "timeout", f"the request took longer than {limit_s:g} s"))
+            error = ApiError(504, "timeout", f"the request took longer than {limit_s:g} s")
+            await self._fail(client, streamed, error)
         except ApiError as error:
-            await self._fail(client, error)
+            await self._fail(client, streamed, error)
 
     def _hurry(self, deadline: asyncio.Timeout) -> None:
         """The client has gone: capture the answer if it ends soon, else cancel it."""
@@ -115,26 +137,25 @@ class Chat:
             deadline.reschedule(min(soon, deadline.when() or soon))
 
     @staticmethod
-    async def _fail(client: ClientConnection, error: ApiError) -> None:
-        if not client.started:
+    async def _fail(client: ClientConnection, streamed: StreamedAnswer | None, error: ApiError) -> None:
+        if not client.started or streamed is None:
             raise error
-        await client.body(answers.broken(error))
+        await client.body(streamed.broken(error))
 
-    async def _plain(self, call: ChatCall, client: ClientConnection) -> None:
+    async def _plain(self, call: ChatCall, shape: AnswerShape, client: ClientConnection) -> None:
         answer, transcript = await self.relay.complete(call)
         await self._capture(call, transcript, delivered=not client.gone)
         size_bytes = transcript.sampled * _ANSWERED_BYTES
-        body = await self.aside.run(size_bytes, lambda: answers.whole(call, answer))
+        body = await self.aside.run(size_bytes, lambda: shape.whole(call, answer))
         length = {"content-type": "application/json", "content-length": str(len(body))}
         await client.start(200, {**length, "x-request-id": call.response_id})
         await client.body(body)
 
-    async def _stream(self, call: ChatCall, client: ClientConnection) -> None:
+    async def _stream(self, call: ChatCall, streamed: StreamedAnswer, client: ClientConnection) -> None:
         transcript = Transcript()
-        chunks = answers.Chunks(call)
         async with contextlib.aclosing(self.relay.stream(call, transcript)) as stream:
             async for chunk in stream:
-                events = chunks.events(chunk, transcript.version)
+                events = streamed.events(chunk, transcript.version)
                 if events and not client.started:
                     waited = self.clock.now() - call.started_at
                     metrics.FIRST_CHUNK_SECONDS.observe(waited.total_seconds())
@@ -144,7 +165,7 @@ class Chat:
         await self._capture(call, transcript, delivered=not client.gone)
         if not client.started:
             await client.start(200, {**_STREAM, "x-request-id": call.response_id})
-        await client.body(answers.DONE)
+        await client.body(streamed.end())
 
     async def _capture(self, call: ChatCall, transcript: Transcript, *, delivered: bool) -> None:
         size_bytes = len(call.core) + transcript.sampled * _ANSWERED_BYTES

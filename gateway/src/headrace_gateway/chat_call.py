@@ -13,6 +13,7 @@ from headrace_gateway.chat_request import ChatRequest
 from headrace_gateway.identity import CallIdentity, opening
 from headrace_gateway.model_catalog import Target
 from headrace_schemas import Message, Sampling
+from headrace_schemas.answer_form import asked_again
 from headrace_schemas.resume import FIELD as RESUME_FIELD
 from headrace_schemas.resume import Resume
 
@@ -60,12 +61,16 @@ def asked(request: ChatRequest, messages: tuple[Message, ...], sampling: Samplin
         "messages": [_for_template(message) for message in messages],
         "n": request.choices,
         **sampling.model_dump(
-            mode="json", exclude_none=True, exclude={"presence_penalty", "frequency_penalty", "stop"}
+            mode="json", exclude_none=True, exclude={"presence_penalty", "frequency_penalty", "stop", "grammar"}
         ),
     }
     if request.tools:
         fields["tools"] = [tool.model_dump(mode="json", exclude_none=True) for tool in request.tools]
-        fields["tool_choice"] = request.tool_choice or "auto"
+        fields["tool_choice"] = "none" if request.tool_choice == "none" else "auto"
+    if sampling.grammar is not None:
+        fields |= asked_again(sampling.grammar)
+        if request.parallel_tool_calls is False:
+            fields["parallel_tool_calls"] = False
     for name in ("presence_penalty", "frequency_penalty", "stop"):
         value = getattr(sampling, name)
         if value:

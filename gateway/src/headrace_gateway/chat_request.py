@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
@@ -10,16 +10,16 @@ from headrace_gateway.chat_messages import ChatMessage, says_something
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.requests import check_values, parse, unknown_field
 from headrace_schemas import Sampling, Tool
+from headrace_schemas.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, needs, recorded
 from headrace_schemas.base import Finite, Model, Text
 
-HARMLESS = frozenset(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"))
+HARMLESS = frozenset(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"))
 """Fields that do not change what is sampled. Any value is accepted."""
 
 NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "logit_bias": (),
     "audio": (),
     "prediction": (),
@@ -61,12 +61,6 @@ def _stop(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _tool_choice(value: Any) -> Any:
-    if value not in (None, "auto", "none"):
-        raise ValueError("only 'auto' and 'none' are supported; forcing a call would need constrained sampling")
-    return value
-
-
 class ChatRequest(Model):
     """A chat request. `parse_chat` builds it; fields that are not declared here are never passed on."""
 
@@ -75,7 +69,10 @@ class ChatRequest(Model):
     model: Text
     messages: tuple[ChatMessage, ...] = Field(min_length=1, max_length=8192)
     tools: tuple[Tool, ...] | None = Field(default=None, max_length=1024)
-    tool_choice: Annotated[Literal["auto", "none"] | None, BeforeValidator(_tool_choice)] = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    """False: of a call that is forced there is one. Otherwise how many there are is the model's own doing."""
+    response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -108,7 +105,8 @@ class ChatRequest(Model):
     @property
     def sampling(self) -> Sampling:
         """The client's own choice, with OpenAI's defaults where it made none."""
-        given = {
+        given: dict[str, Any] = {
+            "grammar": recorded(self.response_format, self.tool_choice),
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -119,6 +117,11 @@ class ChatRequest(Model):
             "frequency_penalty": self.frequency_penalty,
         }
         return Sampling.model_validate({name: value for name, value in given.items() if value is not None})
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What a replica has to be able to do for it (`Replica.grammars`)."""
+        return needs(self.response_format, self.tool_choice)
 
     @property
     def choices(self) -> int:
@@ -137,6 +140,10 @@ def parse_chat(body: bytes, choices_max: int, values_max: int) -> ChatRequest:
     request = parse(ChatRequest, body)
     for name, value in (request.model_extra or {}).items():
         _check_extra(name, value)
+    try:
+        check_choice(request.tool_choice, {tool.function.name for tool in request.tools or ()})
+    except ValueError as error:
+        raise ApiError(400, "invalid_value", str(error), TOOL_CHOICE) from None
     if request.choices > choices_max:
         raise ApiError(400, "invalid_value", f"n: at most {choices_max} choices can be asked for here", "n")
     return request

@@ -8,6 +8,7 @@ from headrace_gateway.metrics import REQUESTS
 
 _ROUTES = {
     "/v1/chat/completions": "chat",
+    "/v1/responses": "responses",
     "/v1/models": "models",
     "/v1/feedback": "feedback",
     "/v1/trajectories": "trajectories",

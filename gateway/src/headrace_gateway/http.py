@@ -9,7 +9,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from headrace_gateway.admission import Admission
-from headrace_gateway.chat import Chat
+from headrace_gateway.chat import Chat, read_chat
 from headrace_gateway.counting import Counting
 from headrace_gateway.engine import Engines
 from headrace_gateway.ingest import Lookup, nothing_known
@@ -20,6 +20,7 @@ from headrace_gateway.prefixes import Prefixes
 from headrace_gateway.refusals import crashed, refused
 from headrace_gateway.relay import Relay
 from headrace_gateway.replica_set import ReplicaSet
+from headrace_gateway.responses_api.answers import read_responses
 from headrace_gateway.sessions_api import SessionsApi
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.sticky_versions import StickyVersions
@@ -49,7 +50,8 @@ def application(parts: Parts) -> ASGIApp:
     sticky_versions = StickyVersions(parts.settings.sticky, parts.clock)
     placement = Placement(parts.catalog, sticky_versions, parts.replica_set)
     relay = Relay(parts.engines, parts.replica_set, placement, parts.settings.upstream, parts.clock)
-    chat = Chat(parts.settings, parts.admission, parts.catalog, relay, parts.clock, Aside(parts.settings.parse_threads))
+    shared = (parts.settings, parts.admission, parts.catalog, relay, parts.clock, Aside(parts.settings.parse_threads))
+    chat, responses = Chat(read_chat, *shared), Chat(read_responses, *shared)
     sessions = SessionsApi(parts.admission, sticky_versions, parts.clock, parts.settings.feedback, parts.known)
     models = ModelsApi(parts.admission, parts.catalog)
     publisher = parts.admission.publisher
@@ -57,6 +59,7 @@ def application(parts: Parts) -> ASGIApp:
         {"routing": lambda: parts.catalog.known, "capture": lambda: publisher.lacks_room or True},
         [
             Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/responses", responses, methods=["POST"]),
             Route("/v1/models", models.list),
             Route("/v1/models/{model:path}", models.one),
             Route("/v1/feedback", sessions.feedback, methods=["POST"]),

@@ -44,7 +44,7 @@ class Placement:
         current = self._catalog.version_of(target)
         assignment = pin.assignment if pin else None
         for version in (pin.version if pin else None, current):
-            member = self._replica_set.pick(version, call.identity.session_key, avoid) if version else None
+            member = self._pick(call, version, avoid) if version else None
             if version and member:
                 return Upstream(version, member, assignment)
         return None
@@ -56,8 +56,19 @@ class Placement:
 
     def resume(self, call: ChatCall, version: str, avoid: frozenset[str], *, with_tokens: bool) -> Upstream | None:
         """A replica that can continue a stream, with the version that the stream began with."""
-        member = self._replica_set.pick(version, call.identity.session_key, avoid, resuming=with_tokens)
+        member = self._pick(call, version, avoid, resuming=with_tokens)
         return Upstream(version, member) if member else None
+
+    def lacking(self, call: ChatCall) -> frozenset[str]:
+        """What the call needs and no replica of its model can do."""
+        needs = call.request.needs
+        return self._replica_set.lacking(call.target.model, needs) if needs else needs
+
+    def _pick(
+        self, call: ChatCall, version: str, avoid: frozenset[str], *, resuming: bool = False
+    ) -> ReplicaStatus | None:
+        needs = call.request.needs
+        return self._replica_set.pick(version, call.identity.session_key, avoid, needs=needs, resuming=resuming)
 
     def _pin(self, call: ChatCall) -> Pin | None:
         """What the session began with, or begins with now. A session whose version is withdrawn begins anew."""

@@ -83,7 +83,7 @@ class Relay:
         """The whole answer. Raises `ApiError` when it cannot be had, or when the engine refuses the request."""
         patience = _Patience(self._settings)
         while True:
-            upstream = await self._find(lambda: self._placement.place(call, patience.avoid), patience)
+            upstream = await self._find(call, lambda: self._placement.place(call, patience.avoid), patience)
             try:
                 with self._calling(upstream, lambda: self._placement.choose(call) is not None) as upstream_call:
                     answer = await self._engines.complete(
@@ -105,7 +105,7 @@ class Relay:
         patience = _Patience(self._settings)
         opening: list[EngineAnswer] = []
         while True:
-            upstream = await self._find(lambda: self._next_place(call, transcript, patience), patience)
+            upstream = await self._find(call, lambda: self._next_place(call, transcript, patience), patience)
             transcript.replica_id = upstream.member.replica.replica_id
             if not transcript.begun:
                 transcript.assignment = upstream.assignment
@@ -164,8 +164,10 @@ class Relay:
                     chunk.prompt_token_ids = None  # and this
                 yield chunk
 
-    async def _find(self, find: Callable[[], Upstream | None], patience: _Patience) -> Upstream:
+    async def _find(self, call: ChatCall, find: Callable[[], Upstream | None], patience: _Patience) -> Upstream:
         while (upstream := find()) is None:
+            if lacking := self._placement.lacking(call):
+                raise _not_held(call, min(lacking))
             metrics.HOLDS.inc()
             before_s = self._clock.monotonic_s()
             await self._replica_set.wait(patience.wait_s())
@@ -194,6 +196,14 @@ class Relay:
             case "error":
                 pass  # the request may be the cause as well as the replica: only this call avoids the replica
         patience.failed(replica_id, failure)
+
+
+def _not_held(call: ChatCall, field: str) -> ApiError:
+    message = (
+        f"{field}: no replica of {call.target.model} can hold an answer to a form; leave it out. A replica that can "
+        "announces it (`grammars`), which its engine and its inference.tool_parser decide"
+    )
+    return ApiError(400, "unsupported_field", message, field)
 
 
 def _own_count(transcript: Transcript) -> EngineAnswer:

@@ -104,15 +104,21 @@ class ReplicaSet:
                 await self._news.wait()
 
     def pick(
-        self, version: str, session_key: str, avoid: frozenset[str] = frozenset(), *, resuming: bool = False
+        self,
+        version: str,
+        session_key: str,
+        avoid: frozenset[str] = frozenset(),
+        *,
+        needs: frozenset[str] = frozenset(),
+        resuming: bool = False,
     ) -> ReplicaStatus | None:
-        """The replica for one more call, None when nobody can take it now.
+        """The replica for one more call, None when nobody can take it now. `needs` is what it has to announce.
 
         Rendezvous hashing keeps a session where its keys and values are cached, at most the sessions of a replica that
         comes or goes move; a full replica passes its calls to the least loaded one.
         """
         now = self._clock.monotonic_s()
-        able = [member for member in self._members.values() if _able(member, version, resuming, now)]
+        able = [member for member in self._members.values() if _able(member, version, needs, resuming, now)]
         if not able:
             return None
         able = [member for member in able if member.replica.replica_id not in avoid] or able
@@ -124,6 +130,12 @@ class ReplicaSet:
         """Whether any replica with `version`, even one that is busy now, could take over a broken stream."""
         holders = (m for m in self._members.values() if m.replica.ready(version))
         return any(member.replica.resumes for member in holders)
+
+    def lacking(self, model: str, needs: frozenset[str]) -> frozenset[str]:
+        """What of `needs` the replicas with a version of `model` do not announce; nothing while there is none, or one
+        that has all of it."""
+        holders = [m.replica for m in self._members.values() if any(map(m.replica.ready, _versions_of(m, model)))]
+        return min((needs.difference(one.grammars) for one in holders), key=len, default=frozenset())
 
     @contextlib.contextmanager
     def calling(self, member: ReplicaStatus, elsewhere: Callable[[], bool]) -> Iterator[UpstreamCall]:
@@ -205,14 +217,19 @@ def _due(member: ReplicaStatus, now: float, silence_s: float) -> bool:
     return silence_s < silent_s <= max(member.replica.ttl_s, 2 * silence_s)
 
 
-def _able(member: ReplicaStatus, version: str, resuming: bool, now: float) -> bool:
+def _able(member: ReplicaStatus, version: str, needs: frozenset[str], resuming: bool, now: float) -> bool:
     return (
         not member.hung
         and member.shunned_until_s <= now
         and version not in member.missing
         and member.replica.ready(version)
+        and needs.issubset(member.replica.grammars)
         and not (resuming and not member.replica.resumes)
     )
+
+
+def _versions_of(member: ReplicaStatus, model: str) -> list[str]:
+    return [one.version for one in member.replica.versions if one.version.partition("@")[0] == model]
 
 
 def _weight(session_key: str, replica_id: str) -> bytes:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from headrace_schemas.events.chat import (
         FunctionCall,
         FunctionDefinition,
+        Grammar,
         Message,
         Sampling,
         TextPart,
@@ -46,6 +47,7 @@ else:
             "headrace_schemas.events.chat": (
                 "FunctionCall",
                 "FunctionDefinition",
+                "Grammar",
                 "Message",
                 "Sampling",
                 "TextPart",
@@ -98,6 +100,7 @@ __all__ = [
     "Feedback",
     "FunctionCall",
     "FunctionDefinition",
+    "Grammar",
     "LeftOut",
     "LoadedVersion",
     "Message",

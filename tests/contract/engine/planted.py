@@ -17,7 +17,7 @@ from headrace_inference.vllm_engine.apart import StepSeparation
 from headrace_inference.vllm_engine.core import Request, Started
 from headrace_inference.vllm_engine.engine import VllmEngine
 from headrace_schemas import Probe
-from tests.contract.engine import promises
+from tests.contract.engine import held, promises
 from tests.contract.engine.promises import Promise
 from tests.contract.engine.stand_in import Adapter, StandIn, StandInLLM
 
@@ -82,6 +82,10 @@ def no_stop_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def resumed_tokens_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     changed_request(monkeypatch, lambda one: replace(one, logit_bias={}))
+
+
+def no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed_request(monkeypatch, lambda one: replace(one, grammar=""))
 
 
 def one_cache_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +199,8 @@ FAULTS: tuple[tuple[str, Fault, Promise], ...] = (
         forgotten_streams,
         promises.an_unloaded_version_fails_what_it_had_begun_and_nothing_else,
     ),
+    ("no grammar", no_grammar, held.answers_keep_to_their_grammar),
+    ("grammars begin anew", patched(engine, "refuse_unkept", nothing), held.a_held_answer_goes_on_or_is_refused),
     ("newcomers take over", newcomers_take_over, promises.versions_come_and_go_beside_streams),
 )
 """What is broken, and the promise that finds it."""

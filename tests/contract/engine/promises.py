@@ -31,6 +31,7 @@ from tests.contract.engine.ground import (
     prompt_of,
     recomputed,
 )
+from tests.contract.engine.held import a_held_answer_goes_on_or_is_refused, answers_keep_to_their_grammar
 from tests.support import tiny_model
 
 Figures = dict[str, float]
@@ -362,6 +363,8 @@ PROMISES: tuple[Promise, ...] = (
     what_is_unusable_is_refused_by_name_and_disturbs_nobody,
     an_unloaded_version_fails_what_it_had_begun_and_nothing_else,
     versions_come_and_go_beside_streams,
+    answers_keep_to_their_grammar,
+    a_held_answer_goes_on_or_is_refused,
 )
 
 

@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llguidance import LLMatcher, grammar_from
+from llguidance.hf import from_tokenizer
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from headrace_inference.importing.native import opened
 from headrace_inference.vllm_engine.core import Request, RequestPiece, Started
@@ -92,6 +95,26 @@ class StandIn:
         return Adapter(name, number, folder)
 
 
+@dataclass(frozen=True)
+class Matched:
+    """As `vllm.v1.structured_output.backend_guidance.GuidanceGrammar`."""
+
+    matcher: Any
+
+    def held(self, logits_V: Tensor) -> Tensor:
+        bytes_B = torch.tensor(list(self.matcher.compute_bitmask()), dtype=torch.uint8)
+        bits_V = ((bytes_B[:, None] >> torch.arange(8)) & 1).flatten()[: len(logits_V)]
+        return logits_V.masked_fill(bits_V == 0, float("-inf"))
+
+
+def guide_of(grammar: str, folder: Path, vocabulary: int) -> Matched:
+    """What vLLM's back end `guidance` makes of a request: the tokenizer of the model's folder, the library's limits."""
+    words = from_tokenizer(AutoTokenizer.from_pretrained(folder), vocabulary)
+    matcher = LLMatcher(words, grammar_from("grammar", grammar))
+    assert not matcher.is_error(), matcher.get_error()
+    return Matched(matcher)
+
+
 class StandInLLM:
     """An `LLM`. Adapters are whole models here."""
 
@@ -130,6 +153,7 @@ class StandInLLM:
         ids = list(prompt["prompt_token_ids"])
         cached = self._prefix(prompt["cache_salt"], number, ids)
         generator = None if request.seed is None else torch.Generator().manual_seed(request.seed)
+        guide = guide_of(request.grammar, self._folder, len(self._logits(number, ids))) if request.grammar else None
         sampled: list[int] = []
         entries: list[Mapping[int, Entry]] = []
         given = 0
@@ -138,7 +162,12 @@ class StandInLLM:
             await asyncio.sleep(0)
             if self.errored:
                 raise CoreDied("the core is dead")
-            token, entry = self._draw(self._logits(number, [*ids, *sampled]), request, sampled, generator)
+            logits_V = self._logits(number, [*ids, *sampled])
+            if guide is not None:
+                logits_V = guide.held(logits_V)
+            token, entry = self._draw(logits_V, request, sampled, generator)
+            if guide is not None:
+                guide.matcher.consume_token(token)
             sampled.append(token)
             entries.append(entry)
             ended = token in request.stop_token_ids

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import openai
@@ -143,3 +145,48 @@ async def test_a_cut_stream_of_the_real_engine_is_the_one_that_was_not(
         assert resumed.choices[0].token_ids == complete.choices[0].token_ids
         assert resumed.choices[0].logprobs == pytest.approx(complete.choices[0].logprobs, abs=1e-4)
         assert resumed.usage == complete.usage
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"mood": {"enum": ["glad", "sad"]}, "sure": {"type": "boolean"}},
+    "required": ["mood", "sure"],
+    "additionalProperties": False,
+}
+FUNCTION = {"name": "mark", "parameters": SCHEMA}
+
+
+async def test_held_answers_and_responses_of_the_real_engine(tmp_path: Path, mortal_bus: BrokerProcess) -> None:
+    """The package alone: a schema, a forced call, and both again over the Responses API, plain and streamed."""
+    forms: Any = {"type": "json_schema", "json_schema": {"name": "mood", "schema": SCHEMA, "strict": True}}
+    tools: Any = [{"type": "function", "function": FUNCTION}]
+    forced: Any = {"type": "function", "function": {"name": "mark"}}
+    asked: Any = [{"role": "user", "content": "How are you?"}]
+    async with rig(tmp_path, mortal_bus.address) as made:
+        beat = (await made.view.read(Replica))[-1]
+        assert beat.grammars == ("response_format", "tool_choice")
+        async with openai.AsyncOpenAI(base_url=f"{made.gateway.url}/v1", api_key="none", max_retries=0) as client:
+            chat = client.chat.completions
+            written = await chat.create(model="tiny", messages=asked, response_format=forms)
+            called = await chat.create(model="tiny", messages=asked, tools=tools, tool_choice=forced)
+            text: Any = {"format": {"type": "json_schema", "name": "mood", "schema": SCHEMA}}
+            response = await client.responses.create(model="tiny", input=asked, text=text)
+            tool: Any = [{"type": "function", **FUNCTION}]
+            async with client.responses.stream(
+                model="tiny", input=asked, tools=tool, tool_choice={"type": "function", "name": "mark"}
+            ) as stream:
+                streamed = await stream.get_final_response()
+            bad: Any = {"format": {**text["format"], "schema": {"not": {}}}}
+            with pytest.raises(openai.BadRequestError, match="Unimplemented keys"):
+                await client.responses.create(model="tiny", input=asked, text=bad)
+        turns = await made.view.read(Turn)
+    assert called.choices[0].message.tool_calls
+    call, item = called.choices[0].message.tool_calls[0], streamed.output[0]
+    assert called.choices[0].finish_reason == "tool_calls"
+    assert call.type == "function"
+    assert item.type == "function_call"
+    said = [written.choices[0].message.content, response.output_text, call.function.arguments, item.arguments]
+    for one in said:
+        assert set(json.loads(one or "")) == {"mood", "sure"}
+    assert {turn.turn_id for turn in turns} == {written.id, called.id, response.id, streamed.id}
+    assert all(turn.sampling.grammar and not turn.sampling.untruncated for turn in turns)

@@ -7,7 +7,7 @@ from typing import Any
 from headrace_collector.facts import facts_of
 from headrace_collector.retries import superseded
 from headrace_collector.trajectories import trajectory
-from headrace_schemas import Choice, Feedback, FunctionDefinition, Sampling, Tool, Trajectory, Turn
+from headrace_schemas import Choice, Feedback, FunctionDefinition, Grammar, Sampling, Tool, Trajectory, Turn
 from tests.support.streams import START
 from tests.support.turns import VERSION, after, ask, feedback, said, tool, user
 
@@ -70,6 +70,22 @@ def test_top_p_top_k_and_penalties_cannot_be_trained() -> None:
     ):
         assert list(left_out(made(ask([user("q")], sampling=sampling))).values()) == ["truncated_sampling"]
     assert left_out(made(ask([user("q")], sampling=Sampling(temperature=0.6, top_k=0)))) == {}
+
+
+def test_what_a_grammar_held_is_context_and_says_so() -> None:
+    """Its probabilities are those of the grammar's tokens alone, which no trainer recomputes."""
+    first = ask([user("q")], "call", at=0)
+    held = ask(
+        after(first, tool("r")), "{}", at=1, sampling=Sampling(grammar=Grammar(response_format={"type": "json"}))
+    )
+    last = ask(after(held, user("go on")), "done", at=2)
+    found = made(first, held, last)
+    (branch,) = found.branches
+    assert branch.turn_ids == (first.turn_id, last.turn_id)
+    assert branch.token_ids == last.prompt_token_ids + last.choices[0].token_ids, "the answer is there, and not trained"
+    assert [(one.turn_id, one.why) for one in found.left_out] == [(held.turn_id, "truncated_sampling (grammar)")]
+    narrow = ask([user("q")], sampling=Sampling(top_p=0.5))
+    assert [one.why for one in made(narrow).left_out] == ["truncated_sampling"]
 
 
 def test_a_run_with_nothing_to_train_still_has_its_dialogue_and_version() -> None:

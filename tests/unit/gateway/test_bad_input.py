@@ -26,7 +26,7 @@ GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
         (b"[" * 20_000, 400, "invalid_json"),
         (b"[" * 100_000, 413, "too_many_values"),
         (json.dumps({**GOOD, "temprature": 1}).encode(), 400, "unknown_field"),
-        (json.dumps({**GOOD, "response_format": {"type": "json_schema"}}).encode(), 400, "unsupported_field"),
+        (json.dumps({**GOOD, "response_format": {"type": "json_schema"}}).encode(), 400, "invalid_value"),
         (json.dumps({**GOOD, "messages": 7}).encode(), 400, "invalid_value"),
         (json.dumps({**GOOD, "model": "nope"}).encode(), 404, "model_not_found"),
         (json.dumps({**GOOD, "model": "tiny@000000000000"}).encode(), 404, "model_not_found"),

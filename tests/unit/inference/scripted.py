@@ -16,6 +16,8 @@ from headrace_inference.chat.tokenizer import ChatTokenizer, RenderLimits
 from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.engine import Finish, Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed, UnknownVersion
+from headrace_inference.grammar.compiler import GrammarCompiler
+from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.http.completions import Completions
 from headrace_inference.http.routes import Api, RequestBounds, Served
 from headrace_runtime.aside import Aside
@@ -45,6 +47,7 @@ class ScriptedEngine:
 
     name = "scripted"
     resumes = True
+    grammars = True
     capacity = 4
     alive = True
 
@@ -174,7 +177,8 @@ def client(
     aside = Aside(1)
     limits = RenderLimits(bytes_max=2_000_000, timeout_s=60.0)
     parsers = Parsers(HERMES, THINK)
-    completions = Completions(engine, ExactPrompts(100_000, parsers), parsers, aside, limits)
+    grammars = GrammarCompiler(parsers, GrammarSettings())
+    completions = Completions(engine, ExactPrompts(100_000, parsers), parsers, aside, grammars, limits)
     common = Common.model_validate({"security": security})
     api = Api(
         common,

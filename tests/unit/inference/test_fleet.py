@@ -28,6 +28,7 @@ class Holder:
 
     name = "holder"
     resumes = False
+    grammars = False
     capacity = 4
     alive = True
 

@@ -16,6 +16,8 @@ from tests.unit.inference.asking import TOOLS, USER, ask
 from tests.unit.inference.conftest import Models
 from tests.unit.inference.scripted import VERSION, ScriptedEngine, client
 
+NAMED = {"type": "function", "function": {"name": "none_of_them"}}
+
 
 @pytest.mark.parametrize(
     ("body", "status", "code", "param"),
@@ -38,9 +40,13 @@ from tests.unit.inference.scripted import VERSION, ScriptedEngine, client
         ({"top_logprobs": 21, "logprobs": True}, 400, "invalid_value", "top_logprobs"),
         ({"top_logprobs": 2}, 400, "invalid_value", None),
         ({"logit_bias": {"5": 1}}, 400, "unknown_field", "logit_bias"),
-        ({"tool_choice": "required", "tools": TOOLS}, 400, "unsupported_value", "tool_choice"),
-        ({"tool_choice": {"type": "function"}}, 400, "unsupported_value", "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, 400, "invalid_value", "response_format.type"),
+        ({"tool_choice": "any", "tools": TOOLS}, 400, "invalid_value", "tool_choice"),
+        ({"tool_choice": {"type": "custom"}, "tools": TOOLS}, 400, "invalid_value", "tool_choice"),
+        ({"tool_choice": "required"}, 400, "invalid_value", "tool_choice"),
+        ({"tool_choice": NAMED, "tools": TOOLS}, 400, "invalid_value", "tool_choice"),
+        ({"response_format": {"type": "grammar"}}, 400, "invalid_value", "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, 400, "invalid_value", "response_format"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, 400, "invalid_value", None),
         ({"stream_options": {"include_usage": True}}, 400, "invalid_value", None),
         ({"stop": [""]}, 400, "invalid_value", "stop.0"),
         ({"model": "other@000000000000"}, 404, "model_not_found", "model"),

@@ -70,6 +70,16 @@ class Tool(Model):
     function: FunctionDefinition
 
 
+class Grammar(Model):
+    """What an answer was held to: tokens that leave it could not be sampled."""
+
+    response_format: dict[str, JsonValue] | None = None
+    """As the client sent it: `json_object`, or `json_schema` with the schema."""
+    tool_choice: Text | None = None
+    """`required`: some call; `function`: a call of `function`."""
+    function: Text | None = None
+
+
 class Sampling(Model):
     """How the tokens were sampled: the client's own choice, recorded and never overwritten."""
 
@@ -81,13 +91,15 @@ class Sampling(Model):
     stop: tuple[Text, ...] = ()
     presence_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[Finite, Field(ge=-2.0, le=2.0)] = 0.0
+    grammar: Grammar | None = None
+    """None: the model could say anything."""
 
     @property
     def untruncated(self) -> bool:
         """True when the sampled distribution is the model's own softmax at this temperature.
 
-        Only such tokens can be trained: a truncated or penalised distribution has other probabilities than the
-        trainer recomputes.
+        Only such tokens can be trained: a distribution that was truncated, penalised or held by a grammar has other
+        probabilities than the trainer recomputes.
         """
-        full = self.top_p == 1.0 and self.top_k in (-1, 0)
+        full = self.top_p == 1.0 and self.top_k in (-1, 0) and self.grammar is None
         return full and self.temperature > 0 and self.presence_penalty == 0 and self.frequency_penalty == 0

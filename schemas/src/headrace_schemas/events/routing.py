@@ -141,6 +141,8 @@ class Replica(Event):
     """It can continue an answer that another replica began (`headrace_resume`)."""
     scores: bool = False
     """It says the logprobs of given answers (`headrace_schemas.scoring`)."""
+    grammars: tuple[Text, ...] = Field(default=(), max_length=16)
+    """The fields of a request by which it holds an answer: `response_format`, `tool_choice`."""
 
     @property
     def event_id(self) -> str:

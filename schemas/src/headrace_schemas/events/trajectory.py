@@ -80,6 +80,13 @@ class LeftOut(Model):
     reason: LeftOutReason
     version: Version | None = None
     """The version that answered. It counts when versions are compared, even if the turn cannot be trained."""
+    detail: Text | None = None
+    """The reason more exactly: `grammar` for `truncated_sampling` by a grammar."""
+
+    @property
+    def why(self) -> str:
+        """The reason, and what says it more exactly."""
+        return f"{self.reason} ({self.detail})" if self.detail else self.reason
 
 
 class Trajectory(Event):

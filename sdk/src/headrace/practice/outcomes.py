@@ -120,7 +120,7 @@ class OutcomeWatch:
         reasons, account, last = [], -1, None
         for last in closed.values():
             if last.untrained is not None or not last.branches:
-                reasons.append(last.untrained or next((one.reason for one in last.left_out), "empty"))
+                reasons.append(last.untrained or next((one.why for one in last.left_out), "empty"))
             for branch in range(0 if last.untrained else len(last.branches)):
                 fate = self._fates.get(Experience.id_of(last.trajectory_id, branch))
                 if fate is None:

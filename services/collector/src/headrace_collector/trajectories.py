@@ -52,7 +52,12 @@ def trajectory(
         dialogues=tuple(dialogues),
         tools=_tools(ordered),
         left_out=tuple(
-            LeftOut(turn_id=turn.turn_id, reason=left_out[turn.turn_id], version=turn.version)
+            LeftOut(
+                turn_id=turn.turn_id,
+                reason=left_out[turn.turn_id],
+                version=turn.version,
+                detail=_detail(turn, left_out[turn.turn_id]),
+            )
             for turn in ordered
             if turn.turn_id in left_out
         ),
@@ -74,6 +79,11 @@ def _left_out(turn: Turn, given_up: Collection[str]) -> LeftOutReason | None:
     if not any(choice.token_ids for choice in turn.choices):
         return "empty"
     return None if turn.sampling.untruncated else "truncated_sampling"
+
+
+def _detail(turn: Turn, reason: LeftOutReason) -> str | None:
+    """More than one thing truncates: what a grammar held is named, as the client may not have asked for less."""
+    return "grammar" if reason == "truncated_sampling" and turn.sampling.grammar is not None else None
 
 
 def _named(sources: Sequence[Sequence[Turn] | Sequence[Feedback]], field: str) -> str | None:

@@ -17,6 +17,7 @@ from headrace_inference.chat.tokenizer import RenderLimits
 from headrace_inference.engine import AnswerScorer, Engine
 from headrace_inference.engines import ENGINES
 from headrace_inference.fleet import Fleet, FleetLimits
+from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.http.completions import Completions
 from headrace_inference.http.routes import Api, RequestBounds
 from headrace_inference.routing import RoutingFollower
@@ -32,6 +33,7 @@ from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import Common
 from headrace_runtime.versions import VersionCache
 from headrace_schemas import Replica
+from headrace_schemas.answer_form import RESPONSE_FORMAT, TOOL_CHOICE
 from headrace_schemas.base import utcnow
 
 log = get_logger(__name__)
@@ -69,14 +71,18 @@ async def run(common: Common, settings: InferenceSettings) -> None:
         follower = RoutingFollower(common.bus, SERVICE, blobs, refuse, fleet.follow)
         aside = Aside(settings.prepare_threads, _INLINE_BYTES)
         stack.callback(aside.close)
-        application = _api(common, settings, fleet, engine, aside).app(
+        parsers = Parsers(TOOL_PARSERS.get(settings.tool_parser), REASONING_PARSERS.get(settings.reasoning_parser))
+        parsers.check()
+        grammars = GrammarCompiler(parsers, settings.grammar)
+        stack.callback(grammars.close)
+        application = _api(common, settings, fleet, engine, aside, parsers, grammars).app(
             {"engine": lambda: engine.alive, "routing": lambda: follower.ready}
         )
         port = await stack.enter_async_context(web.serve(application, settings))
         announcer = Announcer(
             producer,
             SystemClock(),
-            _identity(settings, port, engine),
+            _identity(settings, port, engine, parsers),
             fleet.versions,
             engine.in_flight,
             settings.heartbeat_s,
@@ -110,12 +116,18 @@ async def _leave(announcer: Announcer, engine: Engine, timeout_s: float) -> None
         await announcer.withdraw()
 
 
-def _api(common: Common, settings: InferenceSettings, fleet: Fleet, engine: Engine, aside: Aside) -> Api:
-    parsers = Parsers(TOOL_PARSERS.get(settings.tool_parser), REASONING_PARSERS.get(settings.reasoning_parser))
-    parsers.check()
+def _api(
+    common: Common,
+    settings: InferenceSettings,
+    fleet: Fleet,
+    engine: Engine,
+    aside: Aside,
+    parsers: Parsers,
+    grammars: GrammarCompiler,
+) -> Api:
     prompts = ExactPrompts(settings.prompt_memory_tokens_max, parsers)
     rendering = RenderLimits(settings.prompt_bytes_max, settings.template_timeout_s)
-    completions = Completions(engine, prompts, parsers, aside, rendering)
+    completions = Completions(engine, prompts, parsers, aside, grammars, rendering)
     limits = RequestBounds(settings.body_bytes_max, settings.choices_max, settings.json_values_max)
     return Api(common, fleet, completions, limits, aside)
 
@@ -124,7 +136,14 @@ def _fleet_limits(settings: InferenceSettings) -> FleetLimits:
     return FleetLimits(settings.versions_max, settings.drain_s, settings.retry_s)
 
 
-def _identity(settings: InferenceSettings, port: int, engine: Engine) -> Replica:
+def _grammars(engine: Engine, parsers: Parsers) -> tuple[str, ...]:
+    """What this replica can hold an answer to: the engine does it, and the tool parser knows how a call is written."""
+    if not engine.grammars:
+        return ()
+    return (RESPONSE_FORMAT, TOOL_CHOICE) if parsers.tools.form is not None else (RESPONSE_FORMAT,)
+
+
+def _identity(settings: InferenceSettings, port: int, engine: Engine, parsers: Parsers) -> Replica:
     host = _reachable(settings.host)
     now = utcnow()
     return Replica(
@@ -134,6 +153,7 @@ def _identity(settings: InferenceSettings, port: int, engine: Engine) -> Replica
         engine=engine.name,
         resumes=engine.resumes,
         scores=isinstance(engine, AnswerScorer),
+        grammars=_grammars(engine, parsers),
         capacity=engine.capacity,
         ttl_s=settings.ttl_s,
         started_at=now,

@@ -7,11 +7,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace_schemas import Probe
 from headrace_schemas.manifest import Manifest
 from headrace_schemas.scoring import TokensToScore
 
 Finish = Literal["stop", "length"]
+
+
+class Guide(Protocol):
+    """Holds one choice to a grammar. Owned by whoever samples the choice, in one thread at a time."""
+
+    @property
+    def error(self) -> str:
+        """Why it cannot go on; empty while it can. It has to be asked after each of the two calls."""
+
+    def allowed(self) -> NDArray[np.int32]:
+        """The tokens that may come next, a bit each, lowest first: token `t` is bit `t % 32` of word `t // 32`. The
+        array is its own and changes with the next call. It must be quick: a step waits for it."""
+
+    def accept(self, token: int) -> None:
+        """`token` was sampled. One that ends the choice need not be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +51,8 @@ class Sampling:
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end a completion; they belong to it."""
     top_logprobs: int = 0
+    grammar: str = ""
+    """What the choices are held to, in llguidance's dialect of Lark; each has a `Start.guide` then. Empty: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +66,8 @@ class Start:
     until: Callable[[int], bool] | None = None
     """Called by the engine, in any thread, with each new token in order up to a stop token; True ends the choice with
     `stop`. It has already seen the resumed tokens. It must be quick and must not raise."""
+    guide: Guide | None = None
+    """Holds the choice to `Sampling.grammar`. It has already accepted the resumed tokens."""
 
 
 @dataclass(slots=True)
@@ -55,7 +77,7 @@ class Tokens:
     choice: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Nats, float32, of the distribution that was sampled from: after penalties, temperature and truncation.
+    """Nats, float32, of the distribution that was sampled from: after grammar, penalties, temperature and truncation.
     Greedy choices report those at temperature 1."""
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     """The most likely tokens at each position, best first; empty unless asked for."""
@@ -102,6 +124,8 @@ class Engine(Protocol):
     """Sequences that run at a time without waiting."""
     resumes: bool
     """It takes `Start`s that have tokens already. A stock vLLM server does not."""
+    grammars: bool
+    """It holds choices to `Sampling.grammar`."""
 
     async def load(self, folder: Path, manifest: Manifest) -> None:
         """Make a version ready to generate while others go on generating.

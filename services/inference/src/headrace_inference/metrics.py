@@ -36,6 +36,11 @@ EXACT_PROMPTS = Counter(
 )
 """`exact`: the tokens of the conversation so far were reused; `diverged`: they did not line up; `new`: none known."""
 
+GRAMMARS = Counter(
+    "headrace_inference_grammars_total", "Requests held to a grammar, by whether it was known", ["known"]
+)
+"""`compiled`: it was new; `cached`: it was compiled before."""
+
 
 class VersionGauges:
     """The gauges of one version's batch, looked up once: they are set after every step."""

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS
 from headrace_inference.engines import ENGINES, EngineKind
+from headrace_inference.grammar.settings import GrammarSettings
 from headrace_inference.service import INFO
 from headrace_runtime.registries import NameIn
 from headrace_runtime.settings import Port, Section, ServiceSettings
@@ -100,6 +101,7 @@ class InferenceSettings(ServiceSettings):
     """How reasoning is written: `think` is `<think>...</think>` before the answer; `vllm:NAME` is a parser of vLLM."""
     prompt_memory_tokens_max: Annotated[int, Field(ge=0)] = 4_194_304
     """Token ids of past prompts and answers kept so that a conversation goes on with exactly its own tokens."""
+    grammar: GrammarSettings = GrammarSettings()
 
     @classmethod
     def announced(cls) -> dict[str, type[Section]]:

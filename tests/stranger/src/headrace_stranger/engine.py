@@ -30,6 +30,7 @@ class Parrot:
     name = "parrot"
     capacity = 8
     resumes = True
+    grammars = False
     alive = True
 
     def __init__(self, settings: ParrotSettings) -> None:

@@ -91,6 +91,9 @@ class ToolParser:
     """Such a reader sees special tokens as text, too, and takes its own away."""
     check: Callable[[], None] | None = None
     """Called once at a start; raises `PluginError` when it cannot be used."""
+    form: Callable[[str], tuple[str, str]] | None = None
+    """How a call of a function with this name is written, before and after the JSON of its arguments; a newline in it
+    may be left out. None: answers cannot be held to calls (`tool_choice`)."""
 
     def reader(self, asked: Asked | None) -> TokenToolReader:
         """Of one answer."""
@@ -109,6 +112,8 @@ class ReasoningParser:
     """As a `ToolParser`'s; and so are `of_tokens` and `check`."""
     opening: str = ""
     """A prompt that ends with it, whitespace apart, ended inside reasoning; empty: none does."""
+    closing: str = ""
+    """Ends reasoning. Empty: an answer that is held by a grammar has none; it is refused where the prompt opened it."""
     of_tokens: Callable[[Asked], TokenReasoningReader] | None = None
     check: Callable[[], None] | None = None
 

@@ -80,4 +80,4 @@ class Reasoning:
         return kept
 
 
-THINK = ReasoningParser(lambda opened: Reasoning(opened=opened), (OPEN, CLOSE), opening=OPEN)
+THINK = ReasoningParser(lambda opened: Reasoning(opened=opened), (OPEN, CLOSE), opening=OPEN, closing=CLOSE)

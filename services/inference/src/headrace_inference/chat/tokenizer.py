@@ -158,6 +158,16 @@ class ChatTokenizer:
         text: str = raw if raw is not None and added else self._inner.decode([token_id], skip_special_tokens=False)
         return TokenText(text, list(text.encode()))
 
+    def token_id(self, text: str) -> int | None:
+        """The one token that is written like this; None: there is none."""
+        found: int | None = self._inner.token_to_id(text)
+        return found
+
+    @property
+    def template(self) -> str:
+        """The chat template as it stands; of several, all."""
+        return str(self._outer.chat_template)
+
     @property
     def outer(self) -> Any:
         """Transformers' tokenizer."""

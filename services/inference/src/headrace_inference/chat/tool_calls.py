@@ -7,6 +7,7 @@ whitespace next to a call.
 
 from __future__ import annotations
 
+import json
 from json import JSONDecoder
 
 from headrace_inference.chat.parsers import Call, Found, ToolParser
@@ -77,7 +78,12 @@ class ToolCalls:
         found.content += kept
 
 
-HERMES = ToolParser(ToolCalls, (OPEN, CLOSE))
+def form(name: str) -> tuple[str, str]:
+    """See `ToolParser.form`."""
+    return f'{OPEN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', f"}}\n{CLOSE}"
+
+
+HERMES = ToolParser(ToolCalls, (OPEN, CLOSE), form=form)
 
 
 def parse_call(text: str) -> Call | None:

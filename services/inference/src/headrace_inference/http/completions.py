@@ -14,10 +14,13 @@ from headrace_inference.chat.parsers import Asked, Parsers
 from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
 from headrace_inference.engine import AnswerScorer, Engine, Finish, Generation, Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed
+from headrace_inference.grammar.compiler import GrammarCompiler
+from headrace_inference.grammar.forms import AnswerForm
 from headrace_inference.http import wire
 from headrace_inference.http.request import ChatRequest
 from headrace_runtime.aside import Aside
 from headrace_runtime.errors import Refused
+from headrace_schemas.answer_form import RESPONSE_FORMAT, TOOL_CHOICE
 from headrace_schemas.resume import ResumedChoice
 from headrace_schemas.scoring import TokensToScore
 
@@ -44,18 +47,29 @@ class _Prepared:
     sampling: Sampling
     choices: list[_Choice]
     starts: list[Start]
+    form: AnswerForm | None
+    """What the answers are held to."""
+    opened: bool
+    """The prompt ended inside reasoning."""
 
 
 class Completions:
     """Begins completions. Shared by all requests. What may take long is done in threads."""
 
     def __init__(
-        self, engine: Engine, prompts: ExactPrompts, parsers: Parsers, aside: Aside, limits: RenderLimits = UNLIMITED
+        self,
+        engine: Engine,
+        prompts: ExactPrompts,
+        parsers: Parsers,
+        aside: Aside,
+        grammars: GrammarCompiler,
+        limits: RenderLimits = UNLIMITED,
     ) -> None:
         self._engine = engine
         self._prompts = prompts
         self._parsers = parsers
         self._aside = aside
+        self._grammars = grammars
         self._limits = limits
 
     async def begin(
@@ -67,6 +81,8 @@ class Completions:
         """
         started = time.monotonic()
         prepared = await self._aside.run(size_bytes, lambda: self._prepare(request, version, tokenizer))
+        if prepared.form is not None:
+            prepared = await self._held(prepared, prepared.form, version, tokenizer)
         generation = None
         if prepared.starts:
             generation = self._engine.generate(
@@ -92,6 +108,18 @@ class Completions:
                     raise Refused(400, "invalid_value", f"{where}: holds ids that {version} does not have", where)
         return await engine.score(version, answers)
 
+    async def _held(self, prepared: _Prepared, form: AnswerForm, version: str, tokenizer: ChatTokenizer) -> _Prepared:
+        """With the grammar that its answers are held to, for the engine and for each choice."""
+        if not self._engine.grammars:
+            field = TOOL_CHOICE if form.forced else RESPONSE_FORMAT
+            message = f"{field}: engine {self._engine.name} holds no answer to a form"
+            raise Refused(400, "unsupported_value", message, field)
+        vocabulary = self._engine.vocabulary(version)
+        resumed = [start.resumed for start in prepared.starts]
+        held = await self._grammars.compile(form, tokenizer, vocabulary, resumed, opened=prepared.opened)
+        starts = [replace(start, guide=guide) for start, guide in zip(prepared.starts, held.guides, strict=True)]
+        return replace(prepared, sampling=replace(prepared.sampling, grammar=held.text), starts=starts)
+
     def _prepare(self, request: ChatRequest, version: str, tokenizer: ChatTokenizer) -> _Prepared:
         """In any thread."""
         tools = request.offered_tools
@@ -116,7 +144,7 @@ class Completions:
                 self._resume(choice, resumed, watch, request, version, tokenizer)
             if choice.finish is None and not choice.complete:
                 starts.append(Start(index, choice.answer.token_ids.copy(), watch))
-        return _Prepared(prompt, sampling, choices, starts)
+        return _Prepared(prompt, sampling, choices, starts, request.form, how.reasoning_opened)
 
     def _resume(
         self,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from headrace_inference.engine import Sampling
+from headrace_inference.grammar.forms import AnswerForm, form_of
 from headrace_runtime.errors import Refused
 from headrace_runtime.json_bounds import more_values_than
 from headrace_schemas import Message, Tool
+from headrace_schemas.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, needs
 from headrace_schemas.base import Finite, Model, Text
 from headrace_schemas.resume import Resume, ResumedChoice
 
@@ -21,12 +23,6 @@ class StreamOptions(Model):
     """`stream_options`."""
 
     include_usage: bool = False
-
-
-class ResponseFormat(Model):
-    """`response_format`: the one that needs no constraint."""
-
-    type: Literal["text"]
 
 
 class ChatMessage(Message):
@@ -52,9 +48,9 @@ class ChatRequest(Model):
     model: Text
     messages: tuple[ChatMessage, ...] = Field(min_length=1, max_length=8192)
     tools: tuple[Tool, ...] | None = Field(default=None, max_length=1024)
-    tool_choice: Any = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
-    """Accepted either way: how many calls an answer holds is the model's own doing."""
+    """False: of a call that is forced there is one. Otherwise how many there are is the model's own doing."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
@@ -93,6 +89,8 @@ class ChatRequest(Model):
             raise ValueError("headrace_resume needs stream: true")
         if self.stream_options and not self.stream:
             raise ValueError("stream_options needs stream: true")
+        if self.ignore_eos and needs(self.response_format, self.tool_choice):
+            raise ValueError("ignore_eos: an answer that is held to a form ends with it")
         return self
 
     @property
@@ -103,6 +101,12 @@ class ChatRequest(Model):
     def offered_tools(self) -> tuple[Tool, ...]:
         """The tools that the model is told about: none when it must not call any."""
         return () if self.tool_choice == "none" else self.tools or ()
+
+    @property
+    def form(self) -> AnswerForm | None:
+        """What the answers are held to; None: nothing."""
+        several = self.parallel_tool_calls is not False
+        return form_of(self.response_format, self.tool_choice, self.offered_tools, several=several)
 
     @property
     def resumed(self) -> dict[int, ResumedChoice]:
@@ -141,9 +145,10 @@ def parse(body: bytes, choices_max: int, values_max: int) -> ChatRequest:
         raise _refusal(problem["type"], ".".join(map(str, problem["loc"])), problem["msg"]) from None
     if request.choices > choices_max:
         raise Refused(400, "invalid_value", f"n: at most {choices_max} choices per request here", "n")
-    if request.tool_choice not in (None, "auto", "none"):
-        message = "tool_choice: only 'auto' and 'none' are supported; forcing a call would need constrained sampling"
-        raise Refused(400, "unsupported_value", message, "tool_choice")
+    try:
+        check_choice(request.tool_choice, {tool.function.name for tool in request.tools or ()})
+    except ValueError as error:
+        raise Refused(400, "invalid_value", str(error), TOOL_CHOICE) from None
     _check_resumed(request)
     return request
 

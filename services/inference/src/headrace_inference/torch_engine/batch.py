@@ -24,7 +24,7 @@ from headrace_inference.torch_engine import sampler
 from headrace_inference.torch_engine.kv import KV, LENGTH_STEP
 from headrace_inference.torch_engine.model import Model
 from headrace_inference.torch_engine.prefix import PrefixCache
-from headrace_inference.torch_engine.rows import PENALISED, TOP, TRUNCATED, Rows
+from headrace_inference.torch_engine.rows import HELD, PENALISED, TOP, TRUNCATED, Rows
 from headrace_inference.torch_engine.sequence import Sequence
 
 _PADDING_MAX = 0.5
@@ -210,9 +210,8 @@ class DecodeBatch:
         for row, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             sequence = self.running[row]
             if math.isnan(logprob):  # overflow, or weights that went astray: this sequence's own misfortune
-                failed = EngineFailed(
-                    f"{self.model.version}: the logits are no numbers after {len(sequence.tokens)} tokens"
-                )
+                reason = (sequence.guide and sequence.guide.error) or "the logits are no numbers"
+                failed = EngineFailed(f"{self.model.version}: {reason} after {len(sequence.tokens)} tokens")
                 deliveries.append((sequence, failed))
                 finished.append(row)
                 sequence.filled = 0
@@ -234,11 +233,13 @@ class DecodeBatch:
     def _shaped(
         self, special: int, count: int, logits: Tensor, plain: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw again from penalised and truncated logits, when a row asks for that."""
+        """Draw again from held, penalised and truncated logits, when a row asks for that."""
         rows = self._rows
-        if not special & (PENALISED | TRUNCATED):
+        if not special & (HELD | PENALISED | TRUNCATED):
             return plain
         temperature = rows.tensor(rows.temperature, count)
+        if special & HELD:
+            logits = self._held(logits, count)
         if special & PENALISED:
             assert self._counts is not None
             presence, frequency = rows.tensor(rows.presence, count), rows.tensor(rows.frequency, count)
@@ -253,6 +254,20 @@ class DecodeBatch:
             ids = drawn[0][:, None]
             self._counts[:count].scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.float32))
         return drawn
+
+    def _held(self, logits: Tensor, count: int) -> Tensor:
+        """A row whose guide has failed keeps no token: its logprob is no number then."""
+        device = self.model.kv_shape.device
+        held = [row for row in range(count) if self.running[row].guide is not None]
+        allowed = np.zeros((len(held), (self.model.vocabulary + 31) // 32), np.int32)
+        for place, row in enumerate(held):
+            guide = self.running[row].guide
+            assert guide is not None
+            mask = guide.allowed()
+            if not guide.error:
+                allowed[place] = mask[: allowed.shape[1]]
+        rows = torch.tensor(held, device=device)
+        return sampler.hold(logits, rows, torch.from_numpy(allowed).to(device))
 
     def _count_earlier(self, row: int, sequence: Sequence) -> None:
         """Penalties count what was sampled before, here or elsewhere."""

@@ -35,6 +35,7 @@ class TorchEngine:
 
     name = "torch"
     resumes = True
+    grammars = True
 
     def __init__(self, settings: TorchSettings) -> None:
         self._settings = settings
@@ -121,6 +122,7 @@ class TorchEngine:
                 stream=stream,
                 resumed=len(start.resumed),
                 until=start.until,
+                guide=start.guide,
                 salt=salt,
             )
             for start in starts

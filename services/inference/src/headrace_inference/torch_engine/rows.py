@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace_inference.torch_engine.sampler import uniform
 from headrace_inference.torch_engine.sequence import Sequence
 
-PENALISED, TRUNCATED, TOP = 1, 2, 4
+PENALISED, TRUNCATED, TOP, HELD = 1, 2, 4, 8
 """Bits of `special`: what makes a row leave the plain path."""
 
 
@@ -47,7 +47,8 @@ class Rows:
         self.frequency[row] = how.frequency_penalty
         penalised = PENALISED if how.presence_penalty or how.frequency_penalty else 0
         truncated = TRUNCATED if how.top_p < 1 or how.top_k else 0
-        self.special[row] = penalised | truncated | (TOP if how.top_logprobs else 0)
+        held = HELD if sequence.guide is not None else 0
+        self.special[row] = penalised | truncated | held | (TOP if how.top_logprobs else 0)
 
     def move(self, source: int, target: int) -> None:
         for column in self._columns:

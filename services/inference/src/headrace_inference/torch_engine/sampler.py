@@ -62,6 +62,14 @@ def penalise(logits_RV: Tensor, counts_RV: Tensor, presence_R: Tensor, frequency
     return penalised
 
 
+def hold(logits_RV: Tensor, rows_H: Tensor, allowed_HW: Tensor) -> Tensor:
+    """In the rows `rows_H` only tokens whose bit is set stay possible (`headrace_inference.engine.Guide`). In place."""
+    bits = torch.arange(32, dtype=torch.int32, device=logits_RV.device)
+    allowed_HV = ((allowed_HW[:, :, None] >> bits) & 1).flatten(1)[:, : logits_RV.shape[1]].bool()
+    logits_RV[rows_H] = logits_RV[rows_H].masked_fill(~allowed_HV, float("-inf"))
+    return logits_RV
+
+
 def truncate(logits_RV: Tensor, top_p_R: Tensor, top_k_R: Tensor) -> Tensor:
     """Keep the `top_k` most likely tokens and of those the fewest that reach `top_p`; the rest becomes impossible.
 

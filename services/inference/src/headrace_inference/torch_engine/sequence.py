@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from headrace_inference.engine import Finish, Sampling, Tokens
+from headrace_inference.engine import Finish, Guide, Sampling, Tokens
 from headrace_inference.torch_engine.prefix import Entry
 
 
@@ -26,6 +26,8 @@ class Sequence:
     stream: bool
     resumed: int = 0
     until: Callable[[int], bool] | None = None
+    guide: Guide | None = None
+    """Stays with the sequence when that is set back: it knows all of its tokens."""
     salt: str = ""
     """Whose KV it may go on from."""
     followers: list[Sequence] = field(default_factory=list)
@@ -51,6 +53,8 @@ class Sequence:
         self.logprobs.append(logprob)
         if token in self.sampling.stop_ids:
             return "stop"
+        if self.guide is not None:
+            self.guide.accept(token)
         if self.until is not None and self.until(token):
             return "stop"
         return "length" if len(self.tokens) >= self.limit else None

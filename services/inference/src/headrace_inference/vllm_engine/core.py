@@ -80,6 +80,8 @@ class Request:
     logprobs: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprob_token_ids: tuple[int, ...] = ()
+    grammar: str = ""
+    """`vllm.sampling_params.StructuredOutputsParams.grammar`, for its back end `guidance`; empty: none."""
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class VllmEngine:
 
     name = "vllm"
     resumes = True
+    grammars = True
 
     def __init__(self, settings: VllmSettings, library: Library) -> None:
         self._settings = settings

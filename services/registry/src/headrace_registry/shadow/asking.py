@@ -16,6 +16,7 @@ from headrace_registry.shadow.settings import ShadowSettings
 from headrace_registry.shadow.tool_program import ToolProgram
 from headrace_runtime.clock import Clock
 from headrace_schemas import Message, Replica, Turn
+from headrace_schemas.answer_form import asked_again
 from headrace_schemas.scoring import ScoredAnswers, ScoreRequest, TokensToScore
 
 _BUSY = frozenset({429, 503})
@@ -150,13 +151,16 @@ def request_body(
 ) -> dict[str, JsonValue]:
     """As the user's client asked, of an exact version and within bounds. A seed is left out: both sides draw their
     own."""
-    sampling = prompt.sampling.model_dump(mode="json", exclude_none=True, exclude={"seed", "max_tokens", "stop"})
+    sampling = prompt.sampling.model_dump(
+        mode="json", exclude_none=True, exclude={"seed", "max_tokens", "stop", "grammar"}
+    )
     limit = min(prompt.sampling.max_tokens or answer_tokens_max, answer_tokens_max)
     body: dict[str, JsonValue] = {
         "model": version,
         "messages": [one.model_dump(mode="json", exclude_none=True) for one in messages],
         "max_tokens": limit,
         **sampling,
+        **asked_again(prompt.sampling.grammar),
     }
     if prompt.sampling.stop:
         body["stop"] = list(prompt.sampling.stop)

@@ -1,0 +1,201 @@
+"""Makes guides of requests: in threads of its own, within bounds, and each grammar once."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from headrace_inference import metrics
+from headrace_inference.chat.parsers import Parsers
+from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.errors import Overloaded
+from headrace_inference.grammar.forms import AnswerForm, check_depth, grammar_of
+from headrace_inference.grammar.guides import GrammarGuide
+from headrace_inference.grammar.settings import GrammarSettings
+from headrace_runtime.errors import Refused
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+_TOKENIZERS_MAX = 8
+_REASON_LENGTH_MAX = 300
+_POLL_S = 0.05
+_OUR_TEXT = re.compile(r"\n\s+\d+ \| ")
+"""Where the library begins to quote the grammar, lines with numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldAnswer:
+    """What one request's choices are held to."""
+
+    text: str
+    """The grammar as the engine is told it."""
+    guides: tuple[GrammarGuide, ...]
+    """One for each choice, after the tokens that it resumes with."""
+
+
+@dataclass(slots=True)
+class _Work:
+    """One compilation. `begun_s` is 0 while it waits for a thread."""
+
+    form: AnswerForm
+    tokenizer: ChatTokenizer
+    vocabulary: int
+    opened: bool
+    resumed: Sequence[Sequence[int]]
+    begun_s: float = field(default=0.0)
+
+
+class GrammarCompiler:
+    """Shared by all requests of a replica. `close` it at the end."""
+
+    def __init__(self, parsers: Parsers, settings: GrammarSettings) -> None:
+        self._parsers = parsers
+        self._settings = settings
+        self._pool = ThreadPoolExecutor(settings.threads, "grammar")
+        self._waiting = 0
+        self._lock = threading.Lock()
+        self._guides: OrderedDict[tuple[bytes, int, str], GrammarGuide] = OrderedDict()
+        self._tokenizers: OrderedDict[tuple[bytes, int], LLTokenizer] = OrderedDict()
+
+    def close(self) -> None:
+        """What has begun is finished, what waits is dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def compile(
+        self,
+        form: AnswerForm,
+        tokenizer: ChatTokenizer,
+        vocabulary: int,
+        resumed: Sequence[Sequence[int]],
+        *,
+        opened: bool,
+    ) -> HeldAnswer:
+        """`resumed` are the tokens that each choice has already; `opened`: the prompt ended inside reasoning. Called in
+        the event loop, which goes on meanwhile.
+
+        Raises `Refused` 400 that names what cannot be held or what is beyond the bounds, `Overloaded` when too many
+        grammars wait.
+        """
+        if self._waiting >= self._settings.waiting_max:
+            raise Overloaded(f"{self._waiting} grammars wait to be compiled; try again")
+        work = _Work(form, tokenizer, vocabulary, opened, resumed)
+        future = asyncio.get_running_loop().run_in_executor(self._pool, self._compile, work)
+        self._waiting += 1
+        future.add_done_callback(self._done)
+        while not future.done():
+            await asyncio.wait((future,), timeout=_POLL_S)
+            if not future.done() and work.begun_s and time.monotonic() - work.begun_s > self._limit_s:
+                message = (
+                    f"the schema takes longer than {self._limit_s:g} s to compile (inference.grammar.compile_timeout_s)"
+                )
+                raise Refused(400, "schema_too_large", message, _field(form))
+        return future.result()
+
+    @property
+    def _limit_s(self) -> float:
+        return self._settings.compile_timeout_s
+
+    def _done(self, future: asyncio.Future[HeldAnswer]) -> None:
+        self._waiting -= 1
+        if not future.cancelled():
+            future.exception()  # whoever asked may have gone
+
+    # In a thread
+
+    def _compile(self, work: _Work) -> HeldAnswer:
+        work.begun_s = time.monotonic()
+        check_depth(work.form, self._settings.depth_max)
+        tokenizer = work.tokenizer
+        end_id = tokenizer.eos_id
+        if end_id is None or end_id >= work.vocabulary:
+            message = "the model has no token that ends an answer, so that none can be held to a form"
+            raise Refused(400, "unsupported_value", message, _field(work.form))
+        words = self._words_of(tokenizer, work.vocabulary, end_id, _field(work.form))
+
+        def special(text: str) -> int | None:
+            found = tokenizer.token_id(text)
+            return found if found is not None and words.is_special_token(found) else None
+
+        opening = self._parsers.reasoning.opening
+        thinks = bool(opening) and opening in tokenizer.template
+        text = grammar_of(work.form, self._parsers, special, thinks=thinks, opened=work.opened)
+        if len(text.encode()) > self._settings.bytes_max:
+            limit = f"{self._settings.bytes_max} bytes (inference.grammar.bytes_max)"
+            message = f"{_field(work.form)}: makes a grammar of more than {limit}"
+            raise Refused(400, "schema_too_large", message, _field(work.form))
+        key = (tokenizer.digest, work.vocabulary, text)
+        guide = self._recall(key)
+        metrics.GRAMMARS.labels("compiled" if guide is None else "cached").inc()
+        if guide is None:
+            guide = self._guide(text, words, work, end_id)
+            self._remember(key, guide)
+        return HeldAnswer(text, tuple(_resumed(guide, tokens) for tokens in work.resumed))
+
+    def _guide(self, text: str, words: LLTokenizer, work: _Work, end_id: int) -> GrammarGuide:
+        from llguidance import LLMatcher, LLParserLimits
+
+        matcher = LLMatcher(words, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        if matcher.is_error():
+            raise _unservable(matcher.get_error(), _field(work.form))
+        stop_ids = frozenset(token for token in work.tokenizer.stop_ids if token < work.vocabulary)
+        return GrammarGuide(matcher, words.vocab_size, end_id, stop_ids)
+
+    def _words_of(self, tokenizer: ChatTokenizer, vocabulary: int, end_id: int, field: str) -> LLTokenizer:
+        """The vocabulary as the library wants it: up to a second for a large one."""
+        from llguidance.hf import from_tokenizer
+
+        key = (tokenizer.digest, vocabulary)
+        with self._lock:
+            found = self._tokenizers.get(key)
+        if found is None:
+            try:
+                found = from_tokenizer(tokenizer.outer, max(vocabulary, tokenizer.last_id + 1), eos_token=end_id)
+            except Exception as error:
+                message = f"{field}: the model's tokenizer cannot be held to a form: {str(error)[:_REASON_LENGTH_MAX]}"
+                raise Refused(400, "unsupported_value", message, field) from error
+            with self._lock:
+                self._tokenizers[key] = found
+                while len(self._tokenizers) > _TOKENIZERS_MAX:
+                    self._tokenizers.popitem(last=False)
+        return found
+
+    def _recall(self, key: tuple[bytes, int, str]) -> GrammarGuide | None:
+        with self._lock:
+            found = self._guides.get(key)
+            if found is not None:
+                self._guides.move_to_end(key)
+            return found
+
+    def _remember(self, key: tuple[bytes, int, str], guide: GrammarGuide) -> None:
+        with self._lock:
+            self._guides[key] = guide
+            while len(self._guides) > self._settings.cached:
+                self._guides.popitem(last=False)
+
+
+def _resumed(guide: GrammarGuide, tokens: Sequence[int]) -> GrammarGuide:
+    """Raises `Refused` where the tokens are not of the grammar."""
+    found = guide.fresh()
+    if not found.replay(tokens):
+        message = "headrace_resume: holds tokens that the grammar of this request does not allow"
+        raise Refused(400, "invalid_value", message, "headrace_resume")
+    return found
+
+
+def _field(form: AnswerForm) -> str:
+    return "tools" if form.forced else "response_format"
+
+
+def _unservable(error: str, field: str) -> Refused:
+    """The library's words, without the place in our grammar and without the grammar itself."""
+    said = _OUR_TEXT.split(error)[0].rpartition("failed to compile JSON schema: ")[2]
+    message = f"{field}: the schema cannot be held: {' '.join(said.split())[:_REASON_LENGTH_MAX]}"
+    return Refused(400, "unsupported_schema", message, field)

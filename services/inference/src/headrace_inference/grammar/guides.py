@@ -1,0 +1,54 @@
+"""One choice held to a grammar, by llguidance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class GrammarGuide:
+    """See `headrace_inference.engine.Guide`. `end_id` ends an answer that is complete, and so do all of `stop_ids`."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: int, end_id: int, stop_ids: Set[int]) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._end_id = end_id
+        self._stop_ids = stop_ids
+        self._mask = np.zeros((vocabulary + 31) // 32, np.int32)
+        self._left = False
+
+    def fresh(self) -> GrammarGuide:
+        """The same at its beginning, for another choice."""
+        return GrammarGuide(self._matcher.deep_copy(), self._vocabulary, self._end_id, self._stop_ids)
+
+    def replay(self, tokens: Sequence[int]) -> bool:
+        """Accept tokens that were sampled elsewhere. False: they are not of this grammar."""
+        for token in tokens:
+            self.accept(token)
+        return not self.error
+
+    @property
+    def error(self) -> str:
+        if self._left:
+            return "the grammar does not allow a token that was sampled"
+        return "the grammar needs more than a step may take" if self._matcher.is_error() else ""
+
+    def allowed(self) -> NDArray[np.int32]:
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        if self._mask[self._end_id // 32] >> (self._end_id % 32) & 1:
+            for token in self._stop_ids:
+                self._mask[token // 32] |= _BITS[token % 32]
+        return self._mask
+
+    def accept(self, token: int) -> None:
+        if token not in self._stop_ids and not self._left:
+            self._left = not self._matcher.is_error() and not self._matcher.consume_token(token)
+
+
+_BITS = np.left_shift(np.ones(32, np.uint32), np.arange(32, dtype=np.uint32)).view(np.int32)

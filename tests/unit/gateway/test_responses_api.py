@@ -1,0 +1,222 @@
+"""The Responses API: the unmodified `openai` package, and what a call becomes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+
+from headrace_gateway.refusals import ApiError
+from headrace_gateway.responses_api.request import NEUTRAL, parse_responses
+from tests.support.fake_replica import VERSION, Called, FakeReplica, Fault
+from tests.support.gateway import Gateway, gateway
+
+SEARCH: dict[str, Any] = {
+    "type": "function",
+    "name": "search",
+    "description": "looks",
+    "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
+    "strict": True,
+}
+ALL = ("response_format", "tool_choice")
+
+
+@contextlib.asynccontextmanager
+async def served(folder: Path, replica: FakeReplica) -> AsyncIterator[tuple[Gateway, openai.AsyncOpenAI]]:
+    async with (
+        replica.running(),
+        gateway(folder, replica) as made,
+        openai.AsyncOpenAI(base_url=f"{made.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield made, client
+
+
+async def test_text_in_and_out_is_one_captured_turn(tmp_path: Path) -> None:
+    replica = FakeReplica(script=["Hello there, friend."])
+    async with served(tmp_path, replica) as (made, client):
+        answer = await client.responses.create(
+            model="tiny", input="hello", instructions="Be brief.", temperature=0.5, max_output_tokens=50, store=False,
+            metadata={"session_id": "run-1"},
+        )  # fmt: skip
+        assert answer.output_text == "Hello there, friend."
+        assert (answer.status, answer.model, answer.incomplete_details) == ("completed", VERSION, None)
+        assert answer.usage is not None
+        (turn,) = made.turns
+        assert turn.turn_id == answer.id, "feedback on it needs no other name"
+        assert answer.usage.input_tokens == turn.usage.prompt_tokens
+        assert answer.usage.output_tokens == turn.usage.completion_tokens
+    assert [message.role for message in turn.messages] == ["system", "user"]
+    assert (turn.session_id, turn.sampling.temperature, turn.sampling.max_tokens) == ("run-1", 0.5, 50)
+
+
+async def test_it_is_the_turn_that_a_chat_call_would_be(tmp_path: Path) -> None:
+    replica = FakeReplica(grammars=ALL)
+    schema = {"type": "object", "properties": {}}
+    chat_tool = {"type": "function", "function": {name: SEARCH[name] for name in SEARCH if name != "type"}}
+    async with served(tmp_path, replica) as (made, client):
+        await client.responses.create(
+            model="tiny", input=[{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}],
+            tools=[SEARCH], tool_choice={"type": "function", "name": "search"}, parallel_tool_calls=False,
+            text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}},
+        )  # type: ignore[call-overload]  # fmt: skip
+        await made.chat(
+            tools=[chat_tool], tool_choice={"type": "function", "function": {"name": "search"}},
+            parallel_tool_calls=False,
+            response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}},
+        )  # fmt: skip
+        one, other = made.turns
+    same = {"time", "turn_id", "started_at", "messages"}
+    assert one.model_dump(exclude=same) == other.model_dump(exclude=same)
+    assert replica.requests[0] == replica.requests[1]
+    assert [message.text for message in one.messages] == ["hello"]
+
+
+async def test_a_tool_is_called_and_its_output_comes_back_as_items(tmp_path: Path) -> None:
+    replica = FakeReplica(script=[Called("search", {"query": "mail"}), "You have one."])
+    async with served(tmp_path, replica) as (made, client):
+        said: list[Any] = [{"role": "user", "content": "Any mail?"}]
+        first = await client.responses.create(model="tiny", input=said, tools=[SEARCH])  # type: ignore[list-item]
+        (call,) = first.output
+        assert call.type == "function_call"
+        assert (call.name, json.loads(call.arguments)) == ("search", {"query": "mail"})
+        said += [item.to_dict() for item in first.output]
+        said.append({"type": "function_call_output", "call_id": call.call_id, "output": "1"})
+        second = await client.responses.create(model="tiny", input=said, tools=[SEARCH])  # type: ignore[list-item]
+        assert second.output_text == "You have one."
+        one, two = made.turns
+    assert two.messages[1].tool_calls == one.choices[0].message.tool_calls
+    assert (two.messages[2].role, two.messages[2].tool_call_id, two.messages[2].text) == ("tool", call.call_id, "1")
+    assert one.session_key == two.session_key
+
+
+@pytest.mark.parametrize("script", ["Hello there, friend.", Called("search", {"query": "mail"})])
+async def test_a_stream_ends_with_the_response_that_a_plain_call_gets(tmp_path: Path, script: Any) -> None:
+    replica = FakeReplica(script=[script, script])
+    async with served(tmp_path, replica) as (made, client):
+        asked: dict[str, Any] = {"model": "tiny", "input": "hello", "tools": [SEARCH]}
+        plain = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+            final: Response = await stream.get_final_response()
+        names = [event.type for event in events]
+        assert names[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+        assert names[-2:] == ["response.output_item.done", "response.completed"]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert text == plain.output_text == final.output_text
+        arguments = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
+        assert arguments == [item.arguments for item in plain.output if item.type == "function_call"]
+        bare = {"id", "created_at", "output"}
+        assert final.to_dict() | dict.fromkeys(bare) == plain.to_dict() | dict.fromkeys(bare)
+        one, two = made.turns
+    assert one.choices[0].token_ids == two.choices[0].token_ids
+
+
+async def test_an_answer_that_is_cut_says_so(tmp_path: Path) -> None:
+    async with served(tmp_path, FakeReplica()) as (_, client):
+        cut = await client.responses.create(model="tiny", input="hello", max_output_tokens=2)
+        stream = await client.responses.create(model="tiny", input="hello", max_output_tokens=2, stream=True)
+        last = [event async for event in stream][-1]
+    assert cut.status == "incomplete"
+    assert cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+    assert last.type == "response.incomplete"
+    assert last.response.output_text == cut.output_text != ""
+
+
+async def test_logprobs_where_they_are_asked_for(tmp_path: Path) -> None:
+    async with served(tmp_path, FakeReplica(script=["one two", "one two"])) as (made, client):
+        answer = await client.responses.create(
+            model="tiny", input="x", include=["message.output_text.logprobs"], top_logprobs=2
+        )
+        plain = await client.responses.create(model="tiny", input="x")
+        turn = made.turns[0]
+    (item,) = answer.output
+    assert item.type == "message"
+    assert item.content[0].type == "output_text"
+    logprobs = item.content[0].logprobs
+    assert logprobs is not None
+    assert [one.logprob for one in logprobs] == pytest.approx(turn.choices[0].logprobs)
+    assert [len(one.top_logprobs) for one in logprobs] == [2, 2]
+    assert "logprobs" not in plain.output[0].to_dict()["content"][0]  # type: ignore[index]
+
+
+async def test_a_stream_that_breaks_says_so_and_is_no_turn(tmp_path: Path) -> None:
+    replica = FakeReplica(resumes=False, faults=[Fault(drop_after=2)])
+    async with served(tmp_path, replica) as (made, client):
+        stream = await client.responses.create(model="tiny", input="hello", stream=True)
+        last = [event async for event in stream][-1]
+        assert (last.type, getattr(last, "code", None)) == ("error", "overloaded")
+        assert made.turns == []
+
+
+def refused(**fields: Any) -> ApiError:
+    body = {"model": "tiny", "input": "hello", **fields}
+    with pytest.raises(ApiError) as caught:
+        parse_responses(json.dumps(body).encode(), 4, 10_000)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+def test_what_is_not_served_is_refused_by_name(name: str) -> None:
+    for neutral in (None, *NEUTRAL[name]):
+        parse_responses(json.dumps({"model": "m", "input": "x", name: neutral}).encode(), 4, 10_000)
+    error = refused(**{name: "resp_1"})
+    assert (error.status, error.param) == (400, name)
+    assert str(error).startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"input": []}, "input", "at least 1"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "item_reference"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.message.content", "input_image"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
+        ({"tools": [{**SEARCH, "defer_loading": True}]}, "tools.0", "defer_loading"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"include": ["reasoning.encrypted_content"]}, "include", "encrypted_content"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "medium"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", ""),
+        ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
+        ({"messages": []}, None, ""),
+        ({"top_logprobs": 21}, "top_logprobs", "less"),
+    ],
+    ids=lambda value: json.dumps(value)[:60],
+)
+def test_a_wrong_value_is_refused_by_the_name_of_its_field(fields: dict[str, Any], param: str, words: str) -> None:
+    if fields == {"messages": []}:
+        return  # an empty field asks for nothing, whatever its name
+    error = refused(**fields)
+    assert error.status == 400
+    assert error.param == param
+    assert words in str(error)
+
+
+def test_the_items_of_one_turn_are_one_message() -> None:
+    said = [
+        {"role": "user", "content": "q"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "id": "m", "role": "assistant", "status": "completed",
+         "content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
+        {"type": "function_call", "id": "f", "call_id": "c1", "name": "a", "arguments": "{}", "status": "completed"},
+        {"type": "function_call", "call_id": "c2", "name": "b", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "1"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "2"}]},
+        {"role": "assistant", "content": "Done."},
+        {"role": "assistant", "content": "Really."},
+    ]  # fmt: skip
+    _, request = parse_responses(json.dumps({"model": "m", "input": said}).encode(), 4, 10_000)
+    roles = [message.role for message in request.messages]
+    assert roles == ["user", "assistant", "tool", "tool", "assistant", "assistant"]
+    turn = request.messages[1].event()
+    assert (turn.reasoning_content, turn.text) == ("hm", "I look.")
+    assert [call.id for call in turn.tool_calls or ()] == ["c1", "c2"]
+    assert request.messages[3].event().text == "2"

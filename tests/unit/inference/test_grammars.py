@@ -1,0 +1,345 @@
+"""Answers that are held to a form, by the real engine: every token is allowed, and nothing else is different."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+import torch
+
+from headrace_inference.chat.parsers import NO_TOOLS, Parsers
+from headrace_inference.chat.reasoning import THINK
+from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.chat.tool_calls import HERMES
+from headrace_inference.engine import Start
+from headrace_inference.grammar.compiler import GrammarCompiler, HeldAnswer
+from headrace_inference.grammar.forms import AnswerForm, form_of, grammar_of
+from headrace_inference.grammar.settings import GrammarSettings
+from headrace_inference.torch_engine.engine import TorchEngine
+from headrace_runtime.errors import Refused
+from headrace_schemas import Tool
+from headrace_schemas.answer_form import NamedFunction, NamedTool
+from tests.unit.inference.asking import FULL, TOOLS, Json, joined
+from tests.unit.inference.conftest import Models, prompt_of, sample
+from tests.unit.inference.scripted import VERSION, ScriptedEngine, client
+
+SCHEMA: Json = {
+    "type": "object",
+    "properties": {
+        "mood": {"enum": ["glad", "sad"]},
+        "marks": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+        "sure": {"type": "boolean"},
+    },
+    "required": ["mood", "marks", "sure"],
+    "additionalProperties": False,
+}
+TOOL = Tool.model_validate(
+    {"function": {"name": "mark", "parameters": {"$ref": "#/$defs/P", "$defs": {"P": SCHEMA}, "type": "object"}}}
+)
+OTHER = Tool.model_validate({"function": {"name": 'say "it"', "parameters": {"properties": {"n": {"const": 1}}}}})
+
+
+def json_form(schema: Mapping[str, Any] = SCHEMA) -> AnswerForm:
+    return AnswerForm(dict(schema))
+
+
+@pytest.fixture
+async def grammars() -> AsyncIterator[GrammarCompiler]:
+    made = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
+    yield made
+    made.close()
+
+
+async def held(
+    grammars: GrammarCompiler, tokenizer: ChatTokenizer, form: AnswerForm, *resumed: list[int], opened: bool = False
+) -> HeldAnswer:
+    return await grammars.compile(form, tokenizer, 320, resumed or ([],), opened=opened)
+
+
+async def answer(
+    engine: TorchEngine, models: Models, tokenizer: ChatTokenizer, found: HeldAnswer, **how: Any
+) -> tuple[str, Any]:
+    start = Start(guide=found.guides[0], resumed=how.pop("resumed", ()))
+    options = {"max_tokens": 400, "stop_ids": tokenizer.stop_ids, "grammar": found.text, **how}
+    tokens = await sample(engine, prompt_of(12), models.first.version, start=start, **options)
+    return tokenizer.text_of([*start.resumed, *tokens.token_ids]), tokens
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 0.0}, {"top_k": 3}, {"presence_penalty": 1.5}, {"temperature": 2.0}]
+)
+async def test_json_is_what_the_schema_says(
+    engine: TorchEngine, models: Models, tokenizer: ChatTokenizer, grammars: GrammarCompiler, how: Json
+) -> None:
+    for seed in range(3):
+        text, tokens = await answer(
+            engine, models, tokenizer, await held(grammars, tokenizer, json_form()), seed=seed, **how
+        )
+        assert tokens.finish == "stop"
+        jsonschema.validate(json.loads(text), SCHEMA)
+        assert len(tokens.logprobs) == len(tokens.token_ids)
+        assert all(-50 < one <= 0 for one in tokens.logprobs)
+
+
+async def test_logprobs_are_of_the_distribution_that_was_sampled(
+    engine: TorchEngine, models: Models, tokenizer: ChatTokenizer, grammars: GrammarCompiler
+) -> None:
+    """Beside an own computation: the model's logits, all but the allowed tokens taken away, then the softmax."""
+    from transformers import AutoModelForCausalLM
+
+    found = await held(grammars, tokenizer, json_form())
+    again = await held(grammars, tokenizer, json_form())
+    _, tokens = await answer(engine, models, tokenizer, found, seed=7, temperature=1.3)
+    model = AutoModelForCausalLM.from_pretrained(models.first.folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([[*prompt_of(12), *tokens.token_ids]])).logits[0, 11:-1] / 1.3
+    narrowed = 0
+    for logits_V, token, logprob in zip(logits_TV, tokens.token_ids, tokens.logprobs, strict=True):
+        words = again.guides[0].allowed()
+        bits = [place for place in range(320) if words[place // 32] >> (place % 32) & 1]
+        assert token in bits
+        expected = logits_V[token] - logits_V[bits].logsumexp(0)
+        assert logprob == pytest.approx(float(expected), abs=1e-4)
+        narrowed += len(bits) < 320
+        again.guides[0].accept(token)
+    assert narrowed == len(tokens.token_ids), "a grammar of JSON allows all tokens nowhere"
+
+
+async def test_others_in_the_batch_are_as_they_were(
+    engine: TorchEngine, models: Models, tokenizer: ChatTokenizer, grammars: GrammarCompiler
+) -> None:
+    alone = await sample(engine, prompt_of(30), models.first.version, seed=3, top_logprobs=2)
+    found = [await held(grammars, tokenizer, json_form()) for _ in range(4)]
+    beside = [asyncio.create_task(answer(engine, models, tokenizer, one, seed=9)) for one in found]
+    again = await sample(engine, prompt_of(30), models.first.version, seed=3, top_logprobs=2)
+    texts = {(await one)[0] for one in beside}
+    assert again.token_ids == alone.token_ids
+    assert len(texts) == 1, "equal seeds, equal answers"
+
+
+async def test_a_resumed_answer_goes_on_in_its_grammar(
+    engine: TorchEngine, models: Models, tokenizer: ChatTokenizer, grammars: GrammarCompiler
+) -> None:
+    whole, tokens = await answer(engine, models, tokenizer, await held(grammars, tokenizer, json_form()), seed=11)
+    for cut in (1, len(tokens.token_ids) // 2, len(tokens.token_ids) - 1):
+        begun = tokens.token_ids[:cut]
+        found = await held(grammars, tokenizer, json_form(), begun)
+        text, rest = await answer(engine, models, tokenizer, found, seed=11, resumed=begun)
+        assert (text, rest.token_ids) == (whole, tokens.token_ids[cut:])
+    with pytest.raises(Refused, match="headrace_resume"):
+        await held(grammars, tokenizer, json_form(), tokenizer.encode("no JSON"))
+
+
+async def test_a_sequence_that_was_set_back_keeps_its_place(
+    make_engine: Any, models: Models, tokenizer: ChatTokenizer, grammars: GrammarCompiler
+) -> None:
+    """Memory for the KV of two long rows, and four that want it."""
+    engine = await make_engine(kv_mib_max=1, sequences_max=4)
+    schema = {"type": "array", "items": {"enum": ["on", "off"]}, "minItems": 120, "maxItems": 120}
+    found = [await held(grammars, tokenizer, json_form(schema)) for _ in range(4)]
+    asked = [answer(engine, models, tokenizer, one, seed=seed, max_tokens=900) for seed, one in enumerate(found)]
+    for text, tokens in await asyncio.gather(*asked):
+        assert tokens.finish == "stop"
+        assert len(json.loads(text)) == 120
+
+
+def calls_in(text: str) -> list[Json]:
+    reader = HERMES.make()  # type: ignore[misc]
+    found = [*reader.feed(text).calls, *reader.end().calls]
+    return [{"name": call.name, "arguments": json.loads(call.arguments)} for call in found]
+
+
+async def test_forced_calls_are_read_as_calls(
+    engine: TorchEngine, models: Models, tokenizer: ChatTokenizer, grammars: GrammarCompiler
+) -> None:
+    named = NamedTool(type="function", function=NamedFunction(name='say "it"'))
+    for choice, several in (("required", True), ("required", False), (named, True)):
+        form = form_of(None, choice, (TOOL, OTHER), several=several)  # type: ignore[arg-type]
+        assert form is not None
+        text, tokens = await answer(engine, models, tokenizer, await held(grammars, tokenizer, form), seed=1)
+        calls = calls_in(text)
+        assert calls, text
+        for call in calls:
+            if call["name"] == "mark":
+                jsonschema.validate(call["arguments"], SCHEMA)
+            else:
+                assert call["name"] == 'say "it"'
+        if tokens.finish == "stop" and (not several or choice is named):
+            assert len(calls) == 1
+        if choice is named:
+            assert {call["name"] for call in calls} == {'say "it"'}
+
+
+def test_grammars_as_text() -> None:
+    """Reasoning where the template knows of it, tags as tokens where the tokenizer keeps them apart."""
+
+    def text(form: AnswerForm, **how: Any) -> str:
+        special = {"<think>": 7, "</think>": 8, "<tool_call>": 3}.get if how.pop("apart", False) else lambda _text: None
+        return grammar_of(form, Parsers(HERMES, THINK), special, **{"thinks": False, "opened": False, **how})
+
+    plain = AnswerForm({"type": "object"})
+    assert "start: answer\n" in text(plain)
+    assert 'start: ("<think>" thought)? answer\n' in text(plain, thinks=True)
+    assert "start: thought answer\n" in text(plain, opened=True)
+    assert "until_closed[lazy]: /(?s:.*)<\\/think>/" in text(plain, opened=True)
+    assert "start: (<[7]> thought)? answer\n" in text(plain, thinks=True, apart=True)
+    forced = AnswerForm(None, (TOOL,), forced=True, several=False)
+    assert 'call_0: <[3]> "\\n"? "{\\"name\\": \\"mark\\", \\"arguments\\": " arguments_0' in text(forced, apart=True)
+    assert "answer: json | calls\n" in text(AnswerForm({"type": "object"}, (TOOL,)))
+    with pytest.raises(Refused, match="tool_choice"):
+        grammar_of(forced, Parsers(NO_TOOLS, THINK), lambda _text: None, thinks=False, opened=False)
+
+
+def tag(tokenizer: ChatTokenizer, text: str) -> int:
+    found = tokenizer.token_id(text)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("opened", [False, True])
+async def test_reasoning_comes_before_what_is_held(
+    tokenizer: ChatTokenizer, opened: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings())
+    monkeypatch.setattr(type(tokenizer), "template", "{{ '<think>' }}")
+    found = await held(grammars, tokenizer, json_form(), opened=opened)
+    begin = [] if opened else [tag(tokenizer, "<think>")]
+    said = [
+        *begin,
+        *tokenizer.encode("so { it is"),
+        tag(tokenizer, "</think>"),
+        *tokenizer.encode('\n\n{"mood": "glad"'),
+    ]
+    assert found.guides[0].replay(said)
+    closed = await held(grammars, tokenizer, json_form(), opened=opened)
+    assert closed.guides[0].replay(tokenizer.encode('{"mood": "glad"')) or opened
+    assert not closed.guides[0].replay([tag(tokenizer, "</think>")]) or opened
+    grammars.close()
+
+
+REFUSED: list[tuple[Json, str, str]] = [
+    ({"not": {"type": "string"}}, "unsupported_schema", "Unimplemented keys"),
+    ({"type": "objekt"}, "unsupported_schema", "Invalid type"),
+    ({"$ref": "http://example.test/s"}, "unsupported_schema", "Resource"),
+    ({"type": "string", "pattern": "(?=a)b"}, "unsupported_schema", "look-around"),
+    (
+        {"type": "object", "properties": {}, "required": ["a"], "additionalProperties": False},
+        "unsupported_schema",
+        "Unsat",
+    ),
+    ({"enum": ["x" * 1000] * 100}, "schema_too_large", "65536 bytes"),
+    (json.loads('{"items":' * 60 + "{}" + "}" * 60), "schema_too_large", "deeper than 48"),
+]
+
+
+@pytest.mark.parametrize(("schema", "code", "words"), REFUSED)
+async def test_what_cannot_be_held_is_refused_by_name(
+    tokenizer: ChatTokenizer, grammars: GrammarCompiler, schema: Json, code: str, words: str
+) -> None:
+    with pytest.raises(Refused, match=words) as refused:
+        await held(grammars, tokenizer, json_form(schema))
+    assert (refused.value.status, refused.value.code, refused.value.param) == (400, code, "response_format")
+    assert "1 |" not in str(refused.value), "our own grammar is nobody's business"
+
+
+async def test_a_slow_grammar_is_given_up_and_the_loop_goes_on(
+    tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    grammars = GrammarCompiler(Parsers(HERMES, THINK), GrammarSettings(compile_timeout_s=0.1, waiting_max=2))
+    go_on = threading.Event()
+    compiled = grammars._compile
+
+    def slow(work: Any) -> HeldAnswer:
+        import time
+
+        work.begun_s = time.monotonic()
+        go_on.wait(20)
+        return compiled(work)
+
+    monkeypatch.setattr(grammars, "_compile", slow)
+    first = asyncio.create_task(held(grammars, tokenizer, json_form()))
+    await asyncio.sleep(0.01)
+    second = asyncio.create_task(held(grammars, tokenizer, json_form()))
+    await asyncio.sleep(0.01)
+    with pytest.raises(Refused, match="wait to be compiled") as overloaded:
+        await held(grammars, tokenizer, json_form())
+    assert overloaded.value.status == 503
+    with pytest.raises(Refused, match=r"longer than 0\.1 s"):
+        await first
+    assert not second.done(), "it waits for a thread, which is not its fault"
+    go_on.set()
+    assert (await second).text
+    grammars.close()
+
+
+async def test_a_grammar_is_compiled_once(
+    tokenizer: ChatTokenizer, grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await held(grammars, tokenizer, json_form())
+    monkeypatch.setattr(grammars, "_guide", None)
+    one = await held(grammars, tokenizer, json_form())
+    two = await held(grammars, tokenizer, json_form(), [], [])
+    assert len({id(guide) for guide in (*one.guides, *two.guides)}) == 3, "each choice has its own"
+
+
+async def ask_real(http: httpx.AsyncClient, **fields: Any) -> httpx.Response:
+    body = {"model": VERSION, "messages": [{"role": "user", "content": "hi"}], "seed": 4, **fields}
+    return await http.post("/v1/chat/completions", json=body)
+
+
+class RealEngine(ScriptedEngine):
+    """The HTTP tests' engine, with the real one behind it."""
+
+    def __init__(self, tokenizer: ChatTokenizer, engine: TorchEngine, version: str) -> None:
+        super().__init__(tokenizer)
+        self._real, self._version = engine, version
+
+    def generate(self, prompt: Any, sampling: Any, version: str, starts: Any, **how: Any) -> Any:
+        return self._real.generate(prompt, sampling, self._version, starts, **how)
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "mood", "schema": SCHEMA, "strict": True}}
+
+
+async def test_over_http(engine: TorchEngine, models: Models, tokenizer: ChatTokenizer) -> None:
+    async with client(RealEngine(tokenizer, engine, models.first.version), tokenizer) as http:
+        several = (await ask_real(http, response_format=FORMAT, n=3, **FULL)).json()
+        for choice in several["choices"]:
+            jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+            assert choice["finish_reason"] == "stop"
+        streamed = await ask_real(http, response_format=FORMAT, stream=True, **FULL)
+        chunks = [json.loads(line[6:]) for line in streamed.text.split("\n\n") if line.startswith("data: {")]
+        assert joined(chunks)["content"] == several["choices"][0]["message"]["content"]
+        cut = (await ask_real(http, response_format=FORMAT, max_tokens=4)).json()["choices"][0]
+        assert cut["finish_reason"] == "length"
+        stopped = (await ask_real(http, response_format=FORMAT, stop=["mo"])).json()["choices"][0]
+        assert (stopped["finish_reason"], stopped["message"]["content"]) == ("stop", '{"')
+        tools = [TOOL.model_dump(mode="json", exclude_none=True)]
+        choice = {"type": "function", "function": {"name": "mark"}}
+        called = (await ask_real(http, tools=tools, tool_choice=choice)).json()["choices"][0]
+        assert called["finish_reason"] == "tool_calls"
+        (call,) = called["message"]["tool_calls"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+        resume = {
+            "choices": [{"index": 0, "token_ids": several["choices"][0]["token_ids"][:5], "logprobs": [-1.0] * 5}]
+        }
+        rest = await ask_real(http, response_format=FORMAT, stream=True, headrace_resume=resume, **FULL)
+        chunks = [json.loads(line[6:]) for line in rest.text.split("\n\n") if line.startswith("data: {")]
+        assert joined(chunks)["token_ids"] == several["choices"][0]["token_ids"][5:]
+
+
+async def test_an_engine_that_cannot_refuses_by_name(tokenizer: ChatTokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, "Hi.")
+    engine.grammars = False
+    async with client(engine, tokenizer) as http:
+        for fields in ({"response_format": {"type": "json_object"}}, {"tools": TOOLS, "tool_choice": "required"}):
+            refused = await ask_real(http, **fields)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] in fields

@@ -1,0 +1,51 @@
+"""What a grammar held is never in the loss: from a gateway's turn to the rows of a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headrace_collector.trajectories import trajectory
+from headrace_schemas import Experience, Grammar, Sampling, Turn
+from headrace_schemas.answer_form import NamedFunction, NamedTool, ResponseFormat, recorded
+from headrace_trainer.batches.batch import Row
+from tests.support.streams import START
+from tests.support.turns import after, ask, tool, user
+
+JSON = recorded(ResponseFormat(type="json_object"), None)
+FORCED = recorded(None, NamedTool(type="function", function=NamedFunction(name="mark")))
+
+
+def experience_of(*turns: Turn) -> Experience | None:
+    """Of the run's only branch, as the scorer would make it; None where the run has none."""
+    made = trajectory(
+        turns, given_up=(), about_run=(), about_session=(), reason="end_call", models=1, turns_from=0, now=START
+    )
+    if not made.branches:
+        return None
+    (branch,) = made.branches
+    return Experience(
+        time=START, experience_id="e", trajectory_id=made.trajectory_id, session_key=made.session_key,
+        session_id="s", model=made.model, branch=branch, turn_ids=branch.turn_ids, reward=1.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("grammar", [JSON, FORCED])
+def test_held_tokens_are_context_and_have_no_advantage(grammar: Grammar) -> None:
+    first = ask([user("q")], "call", at=0)
+    held = ask(after(first, tool("r")), '{"a": 1}', at=1, sampling=Sampling(grammar=grammar))
+    last = ask(after(held, user("go on")), "done", at=2)
+    experience = experience_of(first, held, last)
+    assert experience is not None
+    row = Row.of(experience, 1.0, None)
+    begin = len(held.prompt_token_ids)
+    answered = np.arange(begin, begin + len(held.choices[0].token_ids))
+    assert tuple(row.token_ids_T[answered]) == held.choices[0].token_ids, "the model reads its own answer"
+    assert not row.loss_mask_T[answered].any()
+    assert not row.behaviour_T[answered].any(), "the logprobs of the grammar's distribution are nowhere"
+    assert row.loss_mask_T.sum() == len(first.choices[0].token_ids) + len(last.choices[0].token_ids)
+
+
+def test_a_run_of_held_answers_alone_is_not_trained() -> None:
+    assert experience_of(ask([user("q")], "{}", sampling=Sampling(grammar=JSON))) is None
+    assert experience_of(ask([user("q")], "{}", sampling=Sampling())) is not None
