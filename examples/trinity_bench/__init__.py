@@ -1,0 +1,1 @@
+"""Trinity-RFT's benches as a gate."""

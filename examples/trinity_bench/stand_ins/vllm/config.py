@@ -1,0 +1,5 @@
+"""See the package."""
+
+
+class ModelConfig:
+    """Named in annotations."""
