@@ -2,10 +2,10 @@
 
     python -m trinity_bench.gate --base-url http://127.0.0.1:8000/v1 --trinity .venv-trinity/bin/trinity
 
-It names the tasks of a file, one JSON object a line with `split` and `question`, and plays what each line of its standard
-input asks for: all that wait of one version are one bench, as starting one takes Trinity a while. A play without a
-score ends it with status 1, so that nobody is judged by a guess. Trinity's workflows draw their own samples: the seed
-of a play tells plays of one task apart and does nothing else.
+It names the tasks of a file, one JSON object a line with `split` and `question`, and plays what each line of its
+standard input asks for: all that wait of one version are one bench, as starting one takes Trinity a while. A play
+without a score ends it with status 1, so that nobody is judged by a guess. Trinity's workflows draw their own samples:
+the seed of a play tells plays of one task apart and does nothing else.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What Trinity-RFT loads in its own environment (`trinity run --plugin-dir`): a workflow that runs another one and writes
-down what it was worth, and the actor that Trinity 0.6.0 looks for and that an external model does not have.
+"""What Trinity-RFT loads in its own environment (`trinity run --plugin-dir`): a workflow that runs another one and
+writes down what it was worth, and the actor that Trinity 0.6.0 looks for and that an external model does not have.
 
 Nothing of Headrace is imported here.
 """
@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -59,9 +60,14 @@ class Scored(Workflow):  # type: ignore[misc, unused-ignore]
         if not rewards or any(reward is None or not math.isfinite(reward) for reward in rewards):
             raise ValueError(f"the workflow has given the rewards {rewards}")
         line = {"play": self.task.raw_task["play"], "score": math.fsum(rewards) / len(rewards)}
-        with open(self.task.workflow_args["scores"], "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        _append(Path(self.task.workflow_args["scores"]), json.dumps(line) + "\n")
         return found
+
+
+def _append(path: Path, line: str) -> None:
+    """Several processes write to it, a line at a time."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line)
 
 
 def _stand_in() -> Any:

@@ -1,5 +1,5 @@
-"""A workflow of Trinity-RFT's, as its users write them: asks one question, and gives 1 for an answer that holds what was
-expected."""
+"""A workflow of Trinity-RFT's, as its users write them: asks one question, and gives 1 for an answer that holds what
+was expected."""
 
 from __future__ import annotations
 
