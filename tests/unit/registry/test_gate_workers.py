@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import random
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -86,10 +87,14 @@ async def test_machines_with_other_tasks_are_refused() -> None:
         await dealer(Machine(), Machine(tasks=Tasks(gate=("a",), audit=("c",)))).tasks()
 
 
+async def asked() -> AsyncIterator[str]:
+    for play in PLAYS:
+        yield play.model_dump_json() + "\n"
+
+
 async def test_it_speaks_as_the_gates_program_does() -> None:
     out = io.StringIO()
-    lines = io.StringIO("".join(play.model_dump_json() + "\n" for play in PLAYS))
-    await serve(dealer(Machine(lives=7), Machine()), lines, out, start_s=5)
+    await serve(dealer(Machine(lives=7), Machine()), asked(), out, start_s=5)
     first, *told = map(json.loads, out.getvalue().splitlines())
     assert Tasks.model_validate(first) == TASKS
     assert sorted((one["seed"], one["score"]) for one in told) == [(seed, seed / 100) for seed in range(40)]

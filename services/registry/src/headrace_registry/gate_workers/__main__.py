@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import AsyncIterable
 from typing import TextIO
 
 from headrace_registry.gate import GateFailed
@@ -15,10 +16,12 @@ from headrace_schemas.gate import Play, Played
 
 _PLACED_SHARE = 0.8
 """Of `silence_s`: said before the registry finds us silent."""
+_LINE_BYTES_MAX = 1_048_576
+"""A play names one task."""
 
 
-async def serve(dealer: Dealer, lines: TextIO, out: TextIO, start_s: float) -> None:
-    """Until `lines` end. Raises `GateFailed` with the first play that has no score."""
+async def serve(dealer: Dealer, lines: AsyncIterable[str | bytes], out: TextIO, start_s: float) -> None:
+    """Until `lines` end. Raises `GateFailed`, in a group, with the first play that has no score."""
     try:
         async with asyncio.timeout(start_s):
             named = await dealer.tasks()
@@ -34,33 +37,38 @@ async def serve(dealer: Dealer, lines: TextIO, out: TextIO, start_s: float) -> N
         print(told.model_dump_json(), file=out, flush=True)
 
     async with asyncio.TaskGroup() as plays:
-        while line := await asyncio.to_thread(lines.readline):
+        async for line in lines:
             plays.create_task(one(Play.model_validate_json(line)))
 
 
 def main() -> None:
-    settings = GateSettings.model_validate_json(sys.argv[1])
+    settings, problem = GateSettings.model_validate_json(sys.argv[1]), ""
     try:
-        from headrace_registry.gate_workers import on_ray
-
-        on_ray.connect(settings.ray.address)
         asyncio.run(_on_ray(settings))
     except* (GateFailed, Unavailable) as group:
-        sys.exit(str(_first(group)))
+        problem = str(_first(group))
+    sys.exit(problem or 0)
 
 
 async def _on_ray(settings: GateSettings) -> None:
     from headrace_registry.gate_workers import on_ray
 
+    on_ray.connect(settings.ray.address)
     dealer = Dealer(on_ray.start(settings))
-    await serve(dealer, sys.stdin, sys.stdout, _PLACED_SHARE * settings.silence_s)
+    await serve(dealer, await _standard_input(), sys.stdout, _PLACED_SHARE * settings.silence_s)
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    found: BaseException = group
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    return found
+async def _standard_input() -> asyncio.StreamReader:
+    """Not by a thread, which would keep a failed run from ending until the registry closes our input."""
+    reader = asyncio.StreamReader(limit=_LINE_BYTES_MAX)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return reader
+
+
+def _first(group: BaseException) -> BaseException:
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group
 
 
 if __name__ == "__main__":
