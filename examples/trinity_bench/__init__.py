@@ -1,1 +1,0 @@
-"""Trinity-RFT's benches as a gate."""

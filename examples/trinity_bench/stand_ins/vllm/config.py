@@ -1,5 +1,0 @@
-"""See the package."""
-
-
-class ModelConfig:
-    """Named in annotations."""
