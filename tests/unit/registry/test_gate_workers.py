@@ -13,7 +13,7 @@ import pytest
 from headrace_registry import gate
 from headrace_registry.gate import Gate, GateFailed
 from headrace_registry.gate_workers.__main__ import serve
-from headrace_registry.gate_workers.dealing import Dealer, Worker, WorkerLost, places
+from headrace_registry.gate_workers.dealing import Dealer, GateWorker, WorkerLost, places
 from headrace_registry.settings import GateRaySettings, GateSettings
 from headrace_runtime.errors import SettingError
 from headrace_schemas.gate import Play, Tasks
@@ -41,7 +41,7 @@ class Machine:
         return play.seed / 100
 
 
-def dealer(*machines: Worker) -> Dealer:
+def dealer(*machines: GateWorker) -> Dealer:
     return Dealer({f"worker-{number}": machine for number, machine in enumerate(machines)})
 
 

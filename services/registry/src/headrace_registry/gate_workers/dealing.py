@@ -18,7 +18,7 @@ class WorkerLost(HeadraceError):
     """A worker is gone, with its machine perhaps. Its program has not failed, so its plays may be another's."""
 
 
-class Worker(Protocol):
+class GateWorker(Protocol):
     """A running copy of the gate's program. Each may raise `WorkerLost`, and `GateFailed` as the program's verdict."""
 
     async def tasks(self) -> Tasks: ...
@@ -30,7 +30,7 @@ class Dealer:
     """Gives each play to the worker that has the fewest. A lost worker's plays go to the others: version, task and seed
     say all that a play is."""
 
-    def __init__(self, workers: Mapping[str, Worker]) -> None:
+    def __init__(self, workers: Mapping[str, GateWorker]) -> None:
         self._workers = dict(workers)
         self._playing = dict.fromkeys(workers, 0)
 

@@ -39,8 +39,8 @@ class ProgramRunner:
         return await self._session.play(play.version, play.task, play.seed)
 
 
-class RayWorker:
-    """An actor, as `dealing.Worker` has it."""
+class RayGateWorker:
+    """An actor, as `dealing.GateWorker` has it."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -74,7 +74,7 @@ def connect(address: str) -> None:
         raise Unavailable(f"no Ray cluster at registry.gate.ray.address = {address}: {first}") from None
 
 
-def start(settings: GateSettings) -> dict[str, RayWorker]:
+def start(settings: GateSettings) -> dict[str, RayGateWorker]:
     """As many as are wanted. They are placed, and start their program, when they are asked for their tasks."""
     chosen = settings.ray
     alone = settings.model_copy(update={"ray": chosen.model_copy(update={"workers": 0})})
@@ -83,6 +83,6 @@ def start(settings: GateSettings) -> dict[str, RayWorker]:
         num_cpus=chosen.cpus, max_restarts=0, max_concurrency=settings.concurrency, scheduling_strategy="SPREAD"
     )
     return {
-        name: RayWorker(actor.remote(alone, str(Path.cwd()), handed))
+        name: RayGateWorker(actor.remote(alone, str(Path.cwd()), handed))
         for name in places(chosen.workers, settings.concurrency)
     }
