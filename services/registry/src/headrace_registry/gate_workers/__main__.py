@@ -4,6 +4,7 @@ SETTINGS are `[registry.gate]` as JSON."""
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterable
 from typing import TextIO
@@ -44,18 +45,25 @@ async def serve(dealer: Dealer, lines: AsyncIterable[str | bytes], out: TextIO, 
 def main() -> None:
     settings, problem = GateSettings.model_validate_json(sys.argv[1]), ""
     try:
-        asyncio.run(_on_ray(settings))
+        asyncio.run(_on_ray(settings, _answers_alone()))
     except* (GateFailed, Unavailable) as group:
         problem = str(_first(group))
     sys.exit(problem or 0)
 
 
-async def _on_ray(settings: GateSettings) -> None:
+def _answers_alone() -> TextIO:
+    """Standard output, for our answers; what Ray and logs print there goes to standard error."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return answers
+
+
+async def _on_ray(settings: GateSettings, answers: TextIO) -> None:
     from headrace_registry.gate_workers import on_ray
 
     on_ray.connect(settings.ray.address)
     dealer = Dealer(on_ray.start(settings))
-    await serve(dealer, await _standard_input(), sys.stdout, _PLACED_SHARE * settings.silence_s)
+    await serve(dealer, await _standard_input(), answers, _PLACED_SHARE * settings.silence_s)
 
 
 async def _standard_input() -> asyncio.StreamReader:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from headrace_registry.gate_workers.dealing import WorkerLost, places
 from headrace_registry.settings import GateSettings
 from headrace_runtime.errors import Unavailable
 from headrace_schemas.gate import Play, Tasks
+
+_CONNECT_S = 20.0
 
 
 class ProgramRunner:
@@ -67,9 +70,12 @@ async def _answer(reference: Any) -> Any:
 
 def connect(address: str) -> None:
     """Join the cluster. Blocks. Raises `Unavailable`."""
+    host, _, port = address.rpartition(":")
     try:
+        if host and port.isdecimal():  # Ray itself tries for minutes
+            socket.create_connection((host, int(port)), _CONNECT_S).close()
         ray.init(address=address, configure_logging=False, log_to_driver=False)
-    except (ConnectionError, GetTimeoutError, RuntimeError, ValueError) as error:
+    except (OSError, GetTimeoutError, RuntimeError, ValueError) as error:
         first = (str(error).splitlines() or [""])[0]
         raise Unavailable(f"no Ray cluster at registry.gate.ray.address = {address}: {first}") from None
 
