@@ -267,11 +267,16 @@ lock: $(UV) ## resolve every dependency again, with hashes, for every platform
 
 IMAGES := gateway collector scorer judge registry trainer inference broker
 PART := $(COMPILE) --constraint requirements.lock --no-emit-package headrace-schemas --no-emit-package headrace-runtime
+VLLM_PART := $(subst requirements.lock,requirements-vllm.lock,$(PART))
 
-lock-images: $(UV) ## what each image gets out of requirements.lock
+lock-images: $(UV) ## what each image gets out of requirements.lock, and that with vLLM out of requirements-vllm.lock
 	for name in $(IMAGES); do folder=services/$$name; [ $$name = gateway ] && folder=gateway; \
 	  printf './%s\n' schemas runtime $$folder \
 	  | $(PART) --no-emit-package headrace-$$name - -o deploy/requirements/$$name.txt || exit 1; done
+	printf '%s\n' ./schemas ./runtime './services/trainer[trinity]' \
+	  | $(PART) --no-emit-package headrace-trainer - -o deploy/requirements/trainer-trinity.txt
+	printf '%s\n' ./schemas ./runtime ./services/inference vllm \
+	  | $(VLLM_PART) --no-emit-package headrace-inference - -o deploy/requirements/inference-vllm.txt
 	echo torch transformers peft safetensors numpy | tr ' ' '\n' | $(PART) - -o deploy/requirements/torch.txt
 	echo hatchling | $(PART) - -o deploy/requirements/build.txt
 	echo openai | $(PART) - -o deploy/requirements/email-agent.txt

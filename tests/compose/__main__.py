@@ -37,7 +37,13 @@ from tests.support.ports import free_port
 HEALTHY_S_MAX = 1200.0
 POLL_S = 2.0
 LOG_LINES = 200
-LEFT_OUT = {"judge": "needs an endpoint", "inference-gpu": "needs a GPU", "trainer-gpu": "needs a GPU"}
+LEFT_OUT = {
+    "judge": "needs an endpoint",
+    "inference-gpu": "needs a GPU",
+    "trainer-gpu": "needs a GPU",
+    "inference-vllm": "needs a GPU, and an image of many gigabytes",
+    "trainer-trinity": "needs GPUs, and an image of many gigabytes",
+}
 """Of what is ours; the judge's image is built all the same."""
 RUNNING = ["kafka", "postgres", *(name for name in ours() if name not in LEFT_OUT)]
 

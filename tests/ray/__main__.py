@@ -73,9 +73,19 @@ class Bench:
 
 def contract(_: Bench) -> Iterator[Line]:
     """The learners' contract, by pytest."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ray/test_contract.py"]
-    done = subprocess.run(command, cwd=ROOT, check=False)
-    yield Line("status of the learners' contract, asked of two ranks", float(done.returncode), 0)
+    yield Line("status of the learners' contract, asked of two ranks", _pytest("tests/ray/test_contract.py"), 0)
+
+
+def gate(_: Bench) -> Iterator[Line]:
+    """A gate's program on two workers."""
+    yield Line(
+        "status of a gate's plays on two workers, one of them killed", _pytest("tests/ray/test_gate_workers.py"), 0
+    )
+
+
+def _pytest(path: str) -> float:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path]
+    return float(subprocess.run(command, cwd=ROOT, check=False).returncode)
 
 
 def equal(bench: Bench) -> Iterator[Line]:
@@ -154,6 +164,7 @@ def _told(name: str, ours: End, other: End) -> Line:
 
 PARTS: Mapping[str, Callable[[Bench], Iterator[Line]]] = {
     "contract": contract,
+    "gate": gate,
     "equal": equal,
     "repeated": repeated,
     "moved": moved,

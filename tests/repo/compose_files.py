@@ -18,6 +18,10 @@ _VARIABLE = re.compile(r"(?<!\$)\$\{(?P<name>\w+)(?::(?P<kind>[-?])(?P<text>[^}]
 Service = dict[str, Any]
 
 
+OWN_IMAGES = {"inference-vllm": "headrace-inference-vllm", "trainer-trinity": "headrace-trinity"}
+"""Containers whose image is not that of their service: image by container."""
+
+
 def variables(path: Path) -> dict[str, str | None]:
     """Variables of a file with their default, None when Compose refuses to go on without."""
     found: dict[str, str | None] = {}
@@ -56,5 +60,10 @@ def ours() -> dict[str, Service]:
     return {name: service for name, service in services().items() if "build" in service}
 
 
+def image_of(container: str) -> str:
+    return OWN_IMAGES.get(container, f"headrace-{service_of(container)}")
+
+
 def service_of(container: str) -> str:
-    return container.removesuffix("-gpu")
+    """Of one of ours: what stands before the hyphen. What follows says what the service computes with."""
+    return container.partition("-")[0]

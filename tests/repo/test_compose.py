@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,16 +11,21 @@ import yaml
 
 from headrace_gateway.access import read_keys
 from headrace_gateway.settings import GatewaySettings
+from headrace_inference.settings import InferenceSettings
 from headrace_runtime.main import Service as Program
 from headrace_runtime.services import ServiceInfo, installed
 from headrace_runtime.settings import Common, ServiceSettings, is_loopback, load
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.trinity_learner.settings import TrinitySettings
 from tests.repo.compose_files import (
     EXAMPLE,
     MAIN,
+    OWN_IMAGES,
     ROOT,
     SECRETS,
     env_example,
     filled,
+    image_of,
     ours,
     service_of,
     services,
@@ -67,7 +73,7 @@ def test_what_is_published_is_published_on_loopback(name: str) -> None:
 @each_of_ours
 def test_a_container_of_ours_has_its_own_image_and_no_more_rights_than_it_needs(name: str) -> None:
     service = services()[name]
-    assert service["image"] == f"headrace-{service_of(name)}"
+    assert service["image"] == image_of(name)
     assert service["build"]["args"]["SERVICE"] == service_of(name)
     assert (ROOT / service["build"]["args"]["FOLDER"] / "src" / announced(name).module).is_dir()
     assert service["read_only"] is True
@@ -119,10 +125,41 @@ def test_inference_training_and_collection_have_limits_of_their_own(name: str) -
 @pytest.mark.parametrize("name", ["inference", "trainer"])
 def test_the_gpu_profile_replaces_the_cpu_profile(name: str) -> None:
     cpu, gpu = services()[name], services()[f"{name}-gpu"]
-    assert (cpu["profiles"], gpu["profiles"]) == (["cpu"], ["gpu"])
+    assert cpu["profiles"] == ["cpu"]
+    assert "gpu" in gpu["profiles"]
     assert (cpu["image"], cpu["volumes"]) == (gpu["image"], gpu["volumes"])
     assert name in gpu["networks"]["default"]["aliases"], "Prometheus finds it by this name"
     assert gpu["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "vllm", "trinity"])
+def test_a_profile_has_one_that_serves_and_one_that_trains(profile: str) -> None:
+    chosen = {name: one for name, one in services().items() if profile in one.get("profiles", ())}
+    assert sorted(map(service_of, chosen)) == ["inference", "trainer"]
+    for name, one in chosen.items():
+        aliases = one["networks"]["default"]["aliases"] if "networks" in one else [name]
+        assert service_of(name) in aliases, "Prometheus finds it by this name"
+        assert ("deploy" in one) == (profile != "cpu")
+
+
+@pytest.mark.parametrize("name", OWN_IMAGES)
+def test_what_is_compiled_at_the_start_can_be_loaded(name: str) -> None:
+    """A tmpfs refuses programs and libraries by default, and Triton's are in /tmp; workers share memory."""
+    assert "/tmp:exec" in services()[name]["tmpfs"]
+    assert services()[name]["shm_size"]
+
+
+def test_an_image_of_its_own_computes_with_what_is_in_it() -> None:
+    _, serving = settings_of("inference-vllm")
+    assert isinstance(serving, InferenceSettings)
+    assert serving.engine == "vllm"
+    _, training = settings_of("trainer-trinity")
+    assert isinstance(training, TrainerSettings)
+    assert training.backend == "trinity"
+    trinity = TrinitySettings.model_validate(training.of("trinity"))
+    program, kept = Path(trinity.command[0]), services()["trainer-trinity"]["volumes"]
+    assert (program.parent, (ROOT / "deploy" / program.name).exists()) == (Path("/opt"), True)
+    assert any(trinity.folder.startswith(volume.split(":")[1] + "/") for volume in kept if "trainer" in volume)
 
 
 def test_env_example_explains_every_variable_and_no_other() -> None:

@@ -11,13 +11,17 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.repo.compose_files import ROOT, ours, service_of
+from tests.repo.compose_files import OWN_IMAGES, ROOT, ours, service_of
 
 FOLDER = ROOT / "deploy" / "requirements"
 DOCKERFILES = sorted((ROOT / "deploy").glob("*Dockerfile"))
 SERVICES = sorted({*map(service_of, ours()), "broker"})
 """The broker's image is for a single Pod (deploy/helm)."""
 WITH_TORCH = {"inference", "trainer"}
+LOCKS = {"inference-vllm": "requirements-vllm.lock"}
+"""Lists that are cut out of another lock than requirements.lock."""
+INSTALLS = {"Dockerfile": 4, "torch.Dockerfile": 5, "vllm.Dockerfile": 4, "trinity.Dockerfile": 6}
+"""Commands of pip in each Dockerfile."""
 Pins = dict[str, tuple[str, frozenset[str]]]
 
 
@@ -63,7 +67,7 @@ def needed(roots: Iterable[str]) -> set[str]:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.txt")), ids=lambda path: path.stem)
 def test_versions_and_hashes_are_those_of_the_lock(path: Path) -> None:
-    lock = pins(ROOT / "requirements.lock")
+    lock = pins(ROOT / LOCKS.get(path.stem, "requirements.lock"))
     for pin, (_, hashes) in pins(path).items():
         assert hashes == lock[pin][1], f"{pin}: run `make lock-images`"
 
@@ -72,6 +76,19 @@ def test_versions_and_hashes_are_those_of_the_lock(path: Path) -> None:
 def test_an_image_gets_what_its_service_needs_and_nothing_else(service: str) -> None:
     roots = ("headrace-schemas", "headrace-runtime", f"headrace-{service}")
     assert installed_here(FOLDER / f"{service}.txt") == needed(roots), "run `make lock-images`"
+
+
+def test_the_image_with_vllm_gets_its_lock_without_the_tools_that_build() -> None:
+    found, lock = (installed_here(path) for path in (FOLDER / "inference-vllm.txt", ROOT / "requirements-vllm.lock"))
+    assert lock - found <= needed(["hatchling", "editables"]), "run `make lock-images`"
+    assert found >= needed(["headrace-schemas", "headrace-runtime", "headrace-inference"]) | {"vllm"}
+
+
+def test_the_image_with_trinity_gets_a_trainer_that_can_hand_over() -> None:
+    roots = ("headrace-schemas", "headrace-runtime", "headrace-trainer[trinity]")
+    assert installed_here(FOLDER / "trainer-trinity.txt") == needed(roots), "run `make lock-images`"
+    theirs = installed_here(ROOT / "requirements-trinity.lock")
+    assert {"trinity-rft", "verl", "ray", "torch"} <= theirs
 
 
 def test_the_example_gets_what_its_gate_imports() -> None:
@@ -86,7 +103,21 @@ def test_torch_is_in_two_images_only_and_shared_by_them() -> None:
         assert any(pin.startswith("torch==") for pin in packages) == (service in WITH_TORCH)
         assert service not in WITH_TORCH or shared.keys() <= packages.keys()
     for name, container in ours().items():
-        assert container["build"]["dockerfile"].endswith("torch.Dockerfile") == (service_of(name) in WITH_TORCH)
+        if name not in OWN_IMAGES:
+            assert container["build"]["dockerfile"].endswith("torch.Dockerfile") == (service_of(name) in WITH_TORCH)
+
+
+@pytest.mark.parametrize("name", ours())
+def test_what_is_copied_into_an_image_is_in_the_build_context(name: str) -> None:
+    allowed = tuple(line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!"))
+    build = ours()[name]["build"]
+    given = {"EXTRA": "deploy/requirements/extra.txt", **build["args"]}
+    recipe = (ROOT / build["dockerfile"]).read_text(encoding="utf-8")
+    copied = [line.split()[1:-1] for line in recipe.splitlines() if re.match(r"COPY (?!--from)", line)]
+    assert copied
+    for source in (re.sub(r"\$\{(\w+)\}", lambda use: given[use[1]], one) for line in copied for one in line):
+        assert (ROOT / source).exists(), source
+        assert source.startswith(allowed), f".dockerignore leaves {source} out"
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -101,7 +132,7 @@ def test_an_image_runs_one_process_as_nobody_in_particular(path: Path) -> None:
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_nothing_is_installed_without_its_hash(path: Path) -> None:
     commands = re.findall(r"pip install (?:[^\\\n]|\\\n)+", path.read_text(encoding="utf-8"))
-    assert len(commands) == (5 if "torch.txt" in path.read_text(encoding="utf-8") else 4)
+    assert len(commands) == INSTALLS[path.name]
     for command in commands:
         assert "--no-deps" in command
         assert ("--require-hashes" in command) != ("--no-index" in command), "ours come from the context"

@@ -27,10 +27,19 @@ SECRETS = {
 """What Secrets hold, by name and key."""
 FIELDS = {"metadata.name": "pod-0", "status.podIP": "10.0.0.7"}
 OFF = ("--set", "single.enabled=false,bus.address=kafka:9092,database.urlSecret.name=headrace-database")
+
+
+def _files(*names: str) -> tuple[str, ...]:
+    """Of values, one over the other."""
+    return tuple(word for name in names for word in ("--values", str(CHART / f"values-{name}.yaml")))
+
+
 VARIANTS: dict[str, tuple[str, ...]] = {
     "default": (),
-    "gpu": ("--values", str(CHART / "values-gpu.yaml")),
-    "production": ("--values", str(CHART / "values-production.yaml")),
+    "gpu": _files("gpu"),
+    "vllm": (*_files("gpu", "vllm"), "--set", "inference.gpus=2"),
+    "trinity": (*OFF, *_files("vllm", "trinity")),
+    "production": _files("production"),
     "claims": (*OFF, "--set", "code.configMap=agent", "--set-string", "inference.environment.OMP_NUM_THREADS=2"),
     "lineages": (*OFF, "--values", str(ROOT / "tests/repo/helm/lineages.yaml")),
     "judge": (

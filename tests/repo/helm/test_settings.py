@@ -13,6 +13,7 @@ import yaml
 from headrace_gateway.access import read_keys
 from headrace_gateway.settings import GatewaySettings
 from headrace_inference.settings import InferenceSettings, TorchSettings
+from headrace_inference.vllm_engine.settings import VllmSettings
 from headrace_judge.settings import JudgeSettings
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime.errors import SettingError
@@ -21,11 +22,18 @@ from headrace_runtime.settings import Common, ServiceSettings, load
 from headrace_runtime.settings_table import CONFIG_VARIABLE
 from headrace_runtime.topics import catalogue
 from headrace_trainer.settings import TrainerSettings
-from tests.repo.compose_files import ROOT, ours, services
+from headrace_trainer.trinity_learner.settings import TrinitySettings
+from tests.repo.compose_files import OWN_IMAGES, ROOT, ours, services
 from tests.repo.helm.chart import DATABASE_URL, SECRETS, VARIANTS, Container, containers, objects, of_kind, values
 
 KEYS = '[[keys]]\nname = "agent"\nsha256 = "' + "ab" * 32 + '"\n'
 WITH_DATABASE = {"collector", "scorer", "judge", "registry"}
+OWN_BY_VARIANT = {
+    ("vllm", "inference"): "headrace-inference-vllm",
+    ("trinity", "inference"): "headrace-inference-vllm",
+    ("trinity", "trainer"): "headrace-trinity",
+}
+OWN_VARIANTS = ("vllm", "trinity")
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
@@ -101,9 +109,9 @@ def test_images_are_those_that_are_built() -> None:
     for variant in VARIANTS:
         for container in containers(objects(variant)):
             image = container.spec["image"].rpartition("/")[2].partition(":")[0]
-            assert image == f"headrace-{container.service}"
-            assert image in built
             assert image in composed or container.service == "broker"
+            assert image in built or image in OWN_IMAGES.values()
+            assert image == f"headrace-{container.service}" or OWN_BY_VARIANT[variant, container.service] == image
 
 
 def test_every_service_of_the_compose_file_is_there() -> None:
@@ -167,6 +175,27 @@ def test_devices_follow_the_number_of_gpus(tmp_path: Path) -> None:
             chosen = _torch(own).device if isinstance(own, InferenceSettings) else own.compute.device
             assert (chosen, limits.get("nvidia.com/gpu")) == (device, 1 if device == "cuda" else None)
             assert bool(container.pod.get("nodeSelector")) == (device == "cuda")
+
+
+def test_vllm_and_trinity_have_images_of_their_own(tmp_path: Path) -> None:
+    found = {(variant, one.service): one for variant in OWN_VARIANTS for one in containers(objects(variant))}
+    for place, image in OWN_BY_VARIANT.items():
+        container = found[place]
+        assert container.spec["image"].partition(":")[0].endswith(image)
+        assert container.volume(container.mounts["/dev/shm"])["emptyDir"] == {"medium": "Memory"}
+        gpus = container.spec["resources"]["limits"]["nvidia.com/gpu"]
+        _, own = started(container, tmp_path)
+        if isinstance(own, InferenceSettings):
+            vllm = VllmSettings.model_validate(own.of("vllm"))
+            assert (own.engine, vllm.tensor_parallel) == ("vllm", gpus)
+        else:
+            assert isinstance(own, TrainerSettings)
+            trinity = TrinitySettings.model_validate(own.of("trinity"))
+            assert (own.backend, trinity.gpus_per_node, trinity.command) == ("trinity", gpus, ("/opt/trinity-run",))
+            assert trinity.folder.startswith("/var/lib/headrace/trainer/"), "a claim of its own"
+    others = [one for place, one in found.items() if place not in OWN_BY_VARIANT]
+    assert others
+    assert not any("/dev/shm" in one.mounts for one in others)
 
 
 def test_scaling_looks_at_every_topic_of_the_service() -> None:

@@ -26,8 +26,14 @@
 {{- if and .Values.code.configMap .Values.code.claim -}}
 {{- fail "code.configMap and code.claim are both set: the folder comes from one of them" -}}
 {{- end -}}
+{{- if and (eq .Values.inference.engine "vllm") (not .Values.inference.gpus) -}}
+{{- fail "inference.engine is \"vllm\" and inference.gpus is 0: the image headrace-inference-vllm computes on GPUs; set inference.gpus, or engine to \"torch\"" -}}
+{{- end -}}
 {{- $lineages := dict -}}
 {{- range $name, $trainer := .Values.trainers -}}
+{{- if and (eq ($trainer.backend | default "torch") "trinity") (not $trainer.gpus) -}}
+{{- fail (printf "trainers.%s.backend is \"trinity\" and its gpus are 0: Trinity computes on GPUs; set gpus, or backend to \"torch\"" $name) -}}
+{{- end -}}
 {{- if hasKey $lineages $trainer.lineage -}}
 {{- fail (printf "trainers.%s.lineage is %q, as is that of trainers.%s: a lineage has one owner" $name $trainer.lineage (get $lineages $trainer.lineage)) -}}
 {{- end -}}

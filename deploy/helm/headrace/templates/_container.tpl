@@ -66,6 +66,9 @@ is scratch. */ -}}
 - { name: own, mountPath: /var/lib/headrace/{{ .service }} }
 {{- end }}
 {{- end }}
+{{- if or (include "headrace.onVllm" .) (include "headrace.onTrinity" .) }}
+- { name: shared-memory, mountPath: /dev/shm }
+{{- end }}
 {{- if eq .service "gateway" }}
 - { name: keys, mountPath: /etc/headrace/keys, readOnly: true }
 {{- end }}

@@ -49,7 +49,10 @@ for a number is a TOML string. */ -}}
   valueFrom: { fieldRef: { fieldPath: status.podIP } }
 - { name: HEADRACE_INFERENCE__REPLICA_ID, value: $(POD_NAME) }
 - { name: HEADRACE_INFERENCE__ADVERTISE_URL, value: "http://{{ .root.Values.single.enabled | ternary "127.0.0.1" "$(POD_IP)" }}:8010" }
-{{- if .values.gpus }}
+{{- if include "headrace.onVllm" . }}
+- { name: HEADRACE_INFERENCE__ENGINE, value: vllm }
+- { name: HEADRACE_INFERENCE__VLLM__TENSOR_PARALLEL, value: {{ .values.gpus | toString | quote }} }
+{{- else if .values.gpus }}
 - { name: HEADRACE_INFERENCE__TORCH__DEVICE, value: cuda }
 {{- else }}
 - { name: HEADRACE_INFERENCE__TORCH__DEVICE, value: cpu }
@@ -61,7 +64,12 @@ for a number is a TOML string. */ -}}
 - { name: HEADRACE_TRAINER__MODEL, value: {{ .values.model | toJson | quote }} }
 - { name: HEADRACE_TRAINER__LINEAGE, value: {{ .values.lineage | toJson | quote }} }
 - { name: HEADRACE_TRAINER__BASE, value: {{ .values.base | toJson | quote }} }
-{{- if .values.gpus }}
+{{- if include "headrace.onTrinity" . }}
+- { name: HEADRACE_TRAINER__BACKEND, value: trinity }
+- { name: HEADRACE_TRAINER__TRINITY__FOLDER, value: /var/lib/headrace/trainer/trinity }
+- { name: HEADRACE_TRAINER__TRINITY__COMMAND, value: {{ list "/opt/trinity-run" | toJson | quote }} }
+- { name: HEADRACE_TRAINER__TRINITY__GPUS_PER_NODE, value: {{ .values.gpus | toString | quote }} }
+{{- else if .values.gpus }}
 - { name: HEADRACE_TRAINER__COMPUTE__DEVICE, value: cuda }
 - { name: HEADRACE_TRAINER__COMPUTE__DTYPE, value: bfloat16 }
 {{- else }}

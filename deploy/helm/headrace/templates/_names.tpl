@@ -49,7 +49,23 @@ broker: 8035
 {{- $services | join " " -}}
 {{- end }}
 
+{{- /* Of a service: what computes with vLLM or Trinity is in images of their own. */ -}}
+{{- define "headrace.imageName" -}}
+{{- if include "headrace.onVllm" . }}inference-vllm
+{{- else if include "headrace.onTrinity" . }}trinity
+{{- else }}{{ .service }}
+{{- end -}}
+{{- end }}
+
+{{- define "headrace.onVllm" -}}
+{{- if and (eq .service "inference") (eq .values.engine "vllm") }}yes{{ end -}}
+{{- end }}
+
+{{- define "headrace.onTrinity" -}}
+{{- if and (eq .service "trainer") (eq (.values.backend | default "torch") "trinity") }}yes{{ end -}}
+{{- end }}
+
 {{- define "headrace.image" -}}
 {{- with .root.Values.image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
-headrace-{{ .service }}:{{ .root.Values.image.tag | default .root.Chart.AppVersion }}
+headrace-{{ include "headrace.imageName" . }}:{{ .root.Values.image.tag | default .root.Chart.AppVersion }}
 {{- end }}

@@ -50,6 +50,7 @@ volumes:
 
 {{- define "headrace.volumes" -}}
 {{- $values := .root.Values -}}
+{{- $shared := false -}}
 - { name: settings, configMap: { name: {{ include "headrace.fullname" .root }}-settings } }
 - { name: tmp, emptyDir: {} }
 {{- if not $values.single.enabled }}
@@ -60,6 +61,14 @@ volumes:
 {{- end }}
 {{- else if $values.single.storage.existingClaim }}
 - { name: data, persistentVolumeClaim: { claimName: {{ $values.single.storage.existingClaim }} } }
+{{- end }}
+{{- range $service, $values := .services }}
+{{- if or (include "headrace.onVllm" (dict "service" $service "values" $values)) (include "headrace.onTrinity" (dict "service" $service "values" $values)) }}
+{{- $shared = true }}
+{{- end }}
+{{- end }}
+{{- if $shared }}
+- { name: shared-memory, emptyDir: { medium: Memory } } # what processes that share GPUs hand each other
 {{- end }}
 {{- if hasKey .services "gateway" }}
 - name: keys

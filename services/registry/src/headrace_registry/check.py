@@ -6,7 +6,7 @@ import asyncio
 from itertools import chain
 
 from headrace_registry.gate import Gate, GateFailed
-from headrace_registry.settings import RegistrySettings
+from headrace_registry.settings import GateRaySettings, RegistrySettings
 from headrace_registry.stand_in_gateway import answering
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings import Common
@@ -25,8 +25,10 @@ async def check(_common: Common, settings: RegistrySettings) -> list[str]:
     gate = settings.gate
     if not gate.command:
         return []
+    Gate(gate)
     with answering() as base_url:
-        short = gate.model_copy(update={"base_url": base_url, "silence_s": min(gate.silence_s, _CHECK_S)})
+        here = {"base_url": base_url, "silence_s": min(gate.silence_s, _CHECK_S), "ray": GateRaySettings()}
+        short = gate.model_copy(update=here)  # workers on other machines could not reach a stand-in on this one
         try:
             async with asyncio.timeout(_CHECK_S), Gate(short).session() as session:
                 plays = enumerate(_some(session.tasks))

@@ -11,12 +11,13 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Mapping
+from importlib.util import find_spec
 from typing import TypeVar
 
 from pydantic import ValidationError
 
 from headrace_registry.settings import GateSettings
-from headrace_runtime.errors import HeadraceError
+from headrace_runtime.errors import HeadraceError, SettingError
 from headrace_runtime.parent_death import bound_to_parent
 from headrace_schemas.gate import Play, Played, Tasks
 
@@ -40,9 +41,12 @@ class GateFailed(HeadraceError):
 
 
 class Gate:
-    """Starts `gate.command`, once for each session."""
+    """Starts `gate.command`, once for each session; or, with `gate.ray.workers`, what has copies of it play."""
 
     def __init__(self, settings: GateSettings) -> None:
+        """Raises `SettingError` for workers where there is no Ray."""
+        if settings.ray.workers and find_spec("ray") is None:
+            raise SettingError("registry.gate.ray.workers", settings.ray.workers, "install headrace-registry[ray]")
         self._settings = settings
         self.configured = bool(settings.command)
         self.sha256 = hashlib.sha256(json.dumps(settings.command).encode()).hexdigest()
@@ -75,6 +79,8 @@ class Gate:
             await process.wait()
 
     def _command(self) -> list[str]:
+        if self._settings.ray.workers:
+            return [sys.executable, "-m", "headrace_registry.gate_workers", self._settings.model_dump_json()]
         values = {"{base_url}": self._settings.base_url, "{python}": sys.executable}
         return [_filled(argument, values) for argument in self._settings.command]
 

@@ -15,6 +15,21 @@ Probability = Annotated[float, Field(gt=0, le=0.5)]
 Margin = Annotated[float, Field(gt=0, le=1)]
 
 
+class GateRaySettings(Section):
+    """Copies of the gate's program on the machines of a Ray cluster, which share the plays."""
+
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Copies of the program; 0: one, on the registry's machine. Needs headrace-registry[ray] here and on the cluster's
+    machines, with the same Python, and the program's files under the same path."""
+    address: Annotated[str, Field(min_length=1)] = "auto"
+    """The cluster, as `host:port` of its head, or `auto` for the one that this machine is part of. `gate.base_url` has
+    to lead to the gateway from its machines."""
+    cpus: Annotated[float, Field(ge=0, le=1024)] = 1.0
+    """What each copy takes of the cluster's CPUs; where there is no room for all of them, the run fails."""
+    environment: tuple[str, ...] = ("OPENAI_API_KEY",)
+    """Variables of the registry's that the copies are given, where they are set. Others are their machine's."""
+
+
 class GateSettings(Section):
     """The held-out evaluation that a candidate has to pass: a sequential paired test, see `docs/gate.md`."""
 
@@ -55,6 +70,7 @@ class GateSettings(Section):
     """How often a run that failed (exit status, silence, wrong output) is tried before the candidate is rejected."""
     output_bytes_max: Annotated[int, Field(ge=1024)] = 67_108_864
     """Output of one run beyond this counts as a failed run."""
+    ray: GateRaySettings = GateRaySettings()
 
     @field_validator("command")
     @classmethod

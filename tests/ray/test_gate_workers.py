@@ -1,0 +1,80 @@
+"""A gate's program on two workers of a Ray cluster: its plays are shared, outlive a worker, and fail as on one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install headrace-registry[ray]")
+
+from headrace_registry.gate import Gate, GateFailed
+from headrace_registry.settings import GateRaySettings, GateSettings
+from headrace_trainer.ray_learner.cluster import Cluster
+from headrace_trainer.ray_learner.settings import RaySettings
+from tests.support.processes import alive, wait_until
+
+pytestmark = pytest.mark.timeout(900)
+VERSION = "m@0123456789ab"
+PROGRAM = """
+import json, os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+(folder / f"{os.getpid()}").write_text(str(os.getppid()))
+print(json.dumps({"gate": ["a", "b"], "audit": ["c"]}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked["task"] == "b" and (folder / "wrong").exists():
+        sys.exit(3)
+    time.sleep(0.2)
+    print(json.dumps(asked | {"score": asked["seed"] / 100}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    cluster = Cluster(RaySettings(start_timeout_s=280), 3)
+    import ray
+
+    try:
+        yield str(ray.get_runtime_context().gcs_address)
+    finally:
+        cluster.leave()
+
+
+def gate(address: str, folder: Path) -> Gate:
+    workers = GateRaySettings(workers=2, address=address)
+    command = ("{python}", "-S", "-c", PROGRAM, str(folder))
+    return Gate(GateSettings(command=command, silence_s=280.0, ray=workers))
+
+
+def programs(folder: Path) -> dict[int, int]:
+    """Of each copy, the process that has started it."""
+    return {int(path.name): int(path.read_text()) for path in folder.glob("[0-9]*")}
+
+
+async def test_plays_outlive_a_worker_and_nothing_is_left(address: str, tmp_path: Path) -> None:
+    async with gate(address, tmp_path).session() as session:
+        found = programs(tmp_path)
+        assert len(found) == len(set(found.values())) == 2
+        playing = [asyncio.create_task(session.play(VERSION, "a", seed)) for seed in range(30)]
+        await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
+        os.kill(next(iter(found.values())), signal.SIGKILL)
+        assert await asyncio.gather(*playing) == [seed / 100 for seed in range(30)]
+    await asyncio.to_thread(wait_until, lambda: not any(map(alive, found)), 30, "the programs have ended")
+
+
+async def test_a_program_that_fails_fails_the_run(address: str, tmp_path: Path) -> None:
+    (tmp_path / "wrong").touch()
+    with pytest.raises(GateFailed, match="status 3"):
+        async with gate(address, tmp_path).session() as session:
+            await session.play(VERSION, "b", 1)
+
+
+async def test_where_there_is_no_cluster_the_run_fails_and_says_so(tmp_path: Path) -> None:
+    with pytest.raises(GateFailed, match=r"registry\.gate\.ray\.address"):
+        async with gate("127.0.0.1:1", tmp_path).session():
+            pass
