@@ -116,6 +116,6 @@ def asked_again(grammar: Grammar | None) -> dict[str, JsonValue]:
     if grammar is not None and grammar.response_format is not None:
         found[RESPONSE_FORMAT] = grammar.response_format
     if grammar is not None and grammar.tool_choice is not None:
-        named = {"type": "function", "function": {"name": grammar.function}}
+        named: dict[str, JsonValue] = {"type": "function", "function": {"name": grammar.function}}
         found[TOOL_CHOICE] = grammar.tool_choice if grammar.function is None else named
     return found
