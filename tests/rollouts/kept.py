@@ -9,8 +9,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import httpx
-
 from tests.support.headrace_up import as_setting
 
 
@@ -64,13 +62,6 @@ class KeptProcess:
         if self._process is not None and not self.alive:
             self.deaths += 1
             self._begin()
-
-    def healthy(self) -> bool:
-        """Blocks for two seconds at most."""
-        try:
-            return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
-        except httpx.HTTPError:
-            return False
 
     def stop(self) -> None:
         if self._process is None or not self.alive:

@@ -80,6 +80,7 @@ async def serve(folder: Path, bus: str, port: int) -> None:
                 versions=fleet.beat(wanted),
                 capacity=replica.capacity,
                 ttl_s=_TTL_S,
+                resumes=replica.resumes,
                 started_at=started,
             )
             with contextlib.suppress(Unavailable):

@@ -19,11 +19,10 @@ from tests.rollouts.visitors import Visitors
 
 BETTER, WORSE, CHAMPION = 0.95, 0.02, 0.6
 """Shares of right sessions."""
-ENDS = {
-    "better": ("begin 0", "advance 0", "advance 1", "promote 1"),
-    "worse": ("begin 0", "advance 0", "roll_back 0"),
-}
-"""Which steps an undisturbed rollout takes. A worse one may be found out later or sooner: only its end is fixed."""
+STEPS = ["begin 0", "advance 0", "advance 1", "promote 1"]
+"""Of a better version whom nobody disturbs. A worse one may be found out sooner or later: only its end is fixed."""
+_AGREE_S = 15.0
+"""How long bus and database may take to say the same; a registry that finds them different waits for five seconds."""
 _PAUSE_S_MAX = 0.3
 _EXPERIENCES = 2
 
@@ -66,6 +65,8 @@ class Story:
         self._out = Played()
         self._first = self._second = ""
         self._count = 0
+        self._given: dict[str, str] = {}
+        """Experiences that the trainer got, and who answered them."""
 
     async def play(self) -> Played:
         began_s = time.monotonic()
@@ -82,14 +83,21 @@ class Story:
         self._out.problems += [f"a call failed: {one}" for one in visitors.failed]
         seen = [one for one in self._town.routings if one.model == self._model]
         told = self._town.told(self._model)
-        self._out.problems += [*checks.in_a_row(seen), *checks.once(told)]
-        self._out.problems += await checks.as_stored(
-            self._town.database, self._model, self._town.routing(self._model), told
-        )
+        self._out.problems += [*checks.in_a_row(seen), *checks.once(told), *await self._apart()]
         self._out.steps = self._town.steps(self._second)
         self._out.seconds = round(time.monotonic() - began_s, 1)
         self._out.calls, self._out.tried_again = len(visitors.calls), visitors.tried_again
         return self._out
+
+    async def _apart(self) -> list[str]:
+        """What bus and database do not agree on, however long one waits."""
+        deadline = time.monotonic() + _AGREE_S
+        while True:
+            told, shown = self._town.told(self._model), self._town.routing(self._model)
+            found = await checks.as_stored(self._town.database, self._model, shown, told)
+            if not found or time.monotonic() > deadline:
+                return found
+            await asyncio.sleep(0.2)
 
     def _right(self, version: str) -> float:
         if version != self._second:
@@ -101,6 +109,7 @@ class Story:
         self._first = await self._champion()
         async with visitors.visiting():
             await self._until(lambda: visitors.calls, "the first call")
+            await self._until(lambda: self._measured, "the champion's audit")
             (folder / LOADING).write_text(self._first, encoding="utf-8")
             (folder / "hold").touch()
             self._second = await self._candidate()
@@ -140,9 +149,24 @@ class Story:
 
         for _ in range(_EXPERIENCES):
             self._count += 1
+            self._given[f"e{self._count}"] = version
             await self._town.producer.send(
                 experience(self._count, version, float(self._count % 2), model=self._model, task=f"t{self._count}")
             )
+
+    def _children(self, version: str) -> set[str]:
+        told = self._town.told(self._model)
+        return {one.version for one in told if one.decision == "registered" and one.previous == version}
+
+    def _learned_of(self, version: str) -> list[str]:
+        """Experiences that the version answered, and whose lesson the saved weights still have."""
+        from headrace_trainer.lineage.store import LineageStore
+
+        saved = LineageStore(self._town.blobs, "main").read()
+        if saved is None:
+            return ["the lineage is not there"]
+        entries = {name: saved.window.get(name) for name, answered in self._given.items() if answered == version}
+        return [name for name, one in entries.items() if one is not None and one.holds(saved.history, saved.steps)]
 
     def _registered(self) -> list[str]:
         return [one.version for one in self._town.told(self._model) if one.decision == "registered"]
@@ -161,7 +185,6 @@ class Story:
 
     async def _ended(self, visitors: Visitors) -> None:
         last = "promote" if self._cell.end == "better" else "roll_back"
-        told_s = time.monotonic()
         if self._steps[-1].split()[0] != last:
             self._out.problems.append(f"it ended with {self._steps[-1]}: {self._reason()}")
             return
@@ -170,10 +193,11 @@ class Story:
         await self._until(
             lambda: self._town.champion(self._model) == champion and self._shown_ended, "the end on the bus"
         )
+        told_s = time.monotonic()
         await self._until(lambda: not self._deaths, "every death of a registry")
         if last == "promote":
             await self._answers(visitors, champion)
-            if tuple(self._steps) != ENDS["better"]:
+            if self._steps != STEPS:
                 self._out.problems.append(f"its steps were {self._steps}")
         else:
             await self._out_for_good(visitors, told_s)
@@ -196,10 +220,11 @@ class Story:
             await self._until(lambda: len(visitors.calls) > count + 20, "calls after it")
             self._out.problems += checks.answered_by(visitors.calls, self._second, min(heard_s, told_s + checks.SOON_S))
         if self._cell.victim == "trainer":
-            children = self._registered()[2:]
-            await self._until(lambda: set(children) <= self._withdrawn, f"{children} barred")
+            children = self._children(self._second)
+            await self._until(lambda: children <= self._withdrawn, f"{children} barred")
             await self._learn(self._first)
-            await self._until(lambda: len(self._registered()) > 2 + len(children), "a version without it")
+            await self._until(lambda: self._children(self._first) - {self._second}, "a version without it")
+            await self._until(lambda: not self._learned_of(self._second), "what it taught is taken back")
         else:
             child = await self._town.publish(self._model, 2, self._second)
             await self._until(lambda: child in self._withdrawn, "its child barred")
@@ -215,6 +240,11 @@ class Story:
     @property
     def _over(self) -> bool:
         return bool(self._steps) and self._steps[-1].split()[0] in ("promote", "hold", "roll_back")
+
+    @property
+    def _measured(self) -> bool:
+        told = self._town.told(self._model)
+        return any(one.decision == "evaluated" and one.version == self._first for one in told)
 
     @property
     def _shown_ended(self) -> bool:

@@ -85,7 +85,7 @@ class Town:
     def start(self) -> None:
         (self.folder / "scores.json").write_text("{}", encoding="utf-8")  # every version plays equally well
         common = {"DATA_DIR": str(self.common.data_dir), "BUS__ADDRESS": self.bus}
-        self.gateway.start({**common, "GATEWAY__PORT": self.gateway.port})
+        self.gateway.start({**common, "GATEWAY__PORT": self.gateway.port, "GATEWAY__UPSTREAM__HOLD_S": WAIT_S})
         self.replica.start(common)
         gate = [sys.executable, "-S", "-c", GATE, str(self.folder)]
         registry: dict[str, object] = {
