@@ -110,7 +110,8 @@ def main() -> int:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     reaper.start()
-    began_s, lines, left_out = time.monotonic(), [], []
+    began_s, left_out = time.monotonic(), list[str]()
+    lines: list[dict[str, Any]] = []
     wanted = [one for group in groups() if (one := picked(group, given.only)).cells]
     with (
         ProgressDisplay("test-rollouts", sum(len(one.cells) for one in wanted) + 1) as progress,

@@ -79,13 +79,15 @@ def once(told: Sequence[ModelEvent]) -> list[str]:
 
 
 def heard_by(calls: Iterable[Call], split: TrafficSplit, champion: str, gone: str, told_s: float) -> float | None:
-    """When the gateway is seen to have the decision: somebody whom the split would have given the version `gone` came
-    after it was told, and was answered by another one."""
-    heard = [
-        call.ended_s
-        for call in calls
-        if call.began_s > told_s and call.version != gone and draw(split, champion, key_of(call.session))[0] == gone
-    ]
+    """When the gateway is seen to have the decision: a session whom the split would have given the version `gone` began
+    after it was told, and was answered by another one. Sessions from before the rollout are no part of it."""
+    known: set[str] = set()
+    heard = []
+    for call in calls:
+        if call.session not in known and call.began_s > told_s and call.version != gone:
+            if draw(split, champion, key_of(call.session))[0] == gone:
+                heard.append(call.ended_s)
+        known.add(call.session)
     return min(heard, default=None)
 
 
@@ -97,6 +99,8 @@ def answered_by(calls: Iterable[Call], gone: str, heard_s: float) -> list[str]:
 
 async def as_stored(database: Database, model: str, shown: Routing | None, told: Sequence[ModelEvent]) -> list[str]:
     """The bus says in the end what the database says."""
+    if not told:
+        return [f"nothing was decided about {model}"]
     async with database.transaction() as tx:
         record = await store.model(tx, model)
         versions = [one for one in await store.every(tx) if one.model == model]

@@ -23,7 +23,7 @@ from headrace_registry.transition import Transition
 from headrace_runtime.outbox import Outbox
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.wire import Outgoing
-from headrace_schemas import ModelEvent, Routing
+from headrace_schemas import ModelEvent, Routing, TrafficSplit
 
 FOLDER, FAULT = "MORTAL_FOLDER", "MORTAL_FAULT"
 MOMENTS = ("before commit", "committed", "half sent", "sent")
@@ -72,15 +72,15 @@ def make_mortal(folder: Path) -> None:
         if _due(folder, _steps(records), "before commit"):
             _die()
 
-    async def sending(self: EventProducer, given: Iterable[Outgoing]) -> None:
-        records = list(given)
-        kinds = _steps(records)
+    async def sending(self: EventProducer, records: Iterable[Outgoing]) -> None:
+        given = list(records)
+        kinds = _steps(given)
         if _due(folder, kinds, "committed"):
             _die()
         if _due(folder, kinds, "half sent"):
-            await send(self, [one for one in records if one.topic == ModelEvent.topic])
+            await send(self, [one for one in given if one.topic == ModelEvent.topic])
             _die()
-        await send(self, records)
+        await send(self, given)
         if _due(folder, kinds, "sent"):
             _die()
 
@@ -120,25 +120,20 @@ def _alias_outside_the_transaction() -> None:
 def _half_a_routing() -> None:
     """A routing that withdraws a version goes out with its arm, and again without."""
     send = EventProducer.send_raw
+    splits: list[TrafficSplit] = []
 
-    async def sending(self: EventProducer, given: Iterable[Outgoing]) -> None:
-        last: Routing | None = None
-        for record in given:
-            if record.topic == Routing.topic and record.value:
-                routing = Routing.from_json(record.value)
-                if routing.withdrawn and routing.split is None and _split:
-                    last = routing.model_copy(update={"split": _split[-1]})
-                if routing.split is not None:
-                    _split.append(routing.split)
-            if last is not None:
-                await send(self, [await self.encode(last)])
-                last = None
+    async def sending(self: EventProducer, records: Iterable[Outgoing]) -> None:
+        for record in records:
+            routing = Routing.from_json(record.value) if record.topic == Routing.topic and record.value else None
+            if routing is not None and routing.split is not None:
+                splits[:] = [routing.split]
+            elif routing is not None and routing.withdrawn and splits:
+                await send(self, [await self.encode(routing.model_copy(update={"split": splits.pop()}))])
             await send(self, [record])
 
     EventProducer.send_raw = sending  # type: ignore[method-assign]
 
 
-_split: list[Any] = []
 FAULTS: dict[str, Callable[[], None]] = {
     "an alias moves outside the transaction": _alias_outside_the_transaction,
     "a routing goes out in halves": _half_a_routing,

@@ -19,7 +19,7 @@ from tests.rollouts.town import Town
 
 _USERS = 4
 _REGULARS = 4
-"""Sessions that come back again and again, so that some have had whatever is withdrawn."""
+"""Sessions that begin in the rollout and come back again and again, so that some have had whatever is withdrawn."""
 _PAUSE_S = 0.05
 _AGAIN_S = 0.2
 _PATIENCE_S = 120.0
@@ -44,6 +44,7 @@ class Visitors:
         self._model = model
         self._rewards = rewards
         self._open = True
+        self._begun = False
         self.calls: list[Call] = []
         self.failed: list[str] = []
         """What was said to those who were not answered."""
@@ -54,8 +55,7 @@ class Visitors:
     @contextlib.asynccontextmanager
     async def visiting(self) -> AsyncIterator[None]:
         async with httpx2.AsyncClient(timeout=_PATIENCE_S) as http:
-            names = [f"{self._model}-regular-{n}" for n in range(_REGULARS)]
-            tasks = [asyncio.create_task(self._regular(http, name)) for name in names]
+            tasks = [asyncio.create_task(self._regular(http, n)) for n in range(_REGULARS)]
             tasks += [asyncio.create_task(self._user(http, n)) for n in range(_USERS)]
             judge = asyncio.create_task(self._judge())
             try:
@@ -74,9 +74,12 @@ class Visitors:
             await self._call(http, f"{self._model}-{number}-{count}")
             await asyncio.sleep(_PAUSE_S)
 
-    async def _regular(self, http: httpx2.AsyncClient, name: str) -> None:
+    async def _regular(self, http: httpx2.AsyncClient, number: int) -> None:
         while self._open:
-            await self._call(http, name)
+            shown = self._town.routing(self._model)
+            self._begun = self._begun or bool(shown and shown.split)
+            if self._begun:
+                await self._call(http, f"{self._model}-regular-{number}")
             await asyncio.sleep(4 * _PAUSE_S)
 
     async def _call(self, http: httpx2.AsyncClient, session: str) -> None:
