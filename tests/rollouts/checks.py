@@ -84,9 +84,9 @@ def heard_by(calls: Iterable[Call], split: TrafficSplit, champion: str, gone: st
     known: set[str] = set()
     heard = []
     for call in calls:
-        if call.session not in known and call.began_s > told_s and call.version != gone:
-            if draw(split, champion, key_of(call.session))[0] == gone:
-                heard.append(call.ended_s)
+        fresh = call.session not in known and call.began_s > told_s
+        if fresh and call.version != gone and draw(split, champion, key_of(call.session))[0] == gone:
+            heard.append(call.ended_s)
         known.add(call.session)
     return min(heard, default=None)
 
