@@ -63,7 +63,14 @@ async def serve(folder: Path, bus: str, port: int) -> None:
     blobs = BlobStore.open(common)
     producer = EventProducer(common.bus, "test-replica", blobs)
     await producer.start()
-    table = Table(Routing, common.bus, "test-replica-routing", blobs, Refusals("test-replica", producer))
+    rows: dict[str, Routing] = {}
+
+    def routed(model: str, row: Routing | None) -> None:
+        if row is not None and (model not in rows or row.revision >= rows[model].revision):
+            rows[model] = row
+
+    refuse = Refusals("test-replica", producer)
+    table = Table(Routing, common.bus, "test-replica-routing", blobs, refuse, routed)
     replica = FakeReplica(f"127.0.0.1:{port}", versions=(), capacity=32)
     started = utcnow()
     async with replica.running(port), asyncio.TaskGroup() as group:
@@ -71,7 +78,7 @@ async def serve(folder: Path, bus: str, port: int) -> None:
         await table.loaded.wait()
         fleet = Fleet(folder, replica)
         while True:
-            wanted = {one.version for row in table.rows.values() for one in row.serve}
+            wanted = {one.version for row in rows.values() for one in row.serve}
             beat = Replica(
                 time=utcnow(),
                 replica_id=replica.replica_id,

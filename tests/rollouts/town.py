@@ -151,8 +151,9 @@ class Town:
         return manifest.version
 
     def routing(self, model: str) -> Routing | None:
-        """What the bus says last."""
-        return next((one for one in reversed(self.routings) if one.model == model), None)
+        """What holds by the bus: the highest revision, the last of them."""
+        found = [one for one in self.routings if one.model == model]
+        return max(reversed(found), key=lambda one: one.revision, default=None)
 
     def champion(self, model: str) -> str | None:
         found = self.routing(model)
