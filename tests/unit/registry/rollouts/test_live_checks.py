@@ -20,7 +20,7 @@ _NOW = utcnow()
 
 
 def routing(revision: int, **changes: Any) -> Routing:
-    blob = BlobRef(sha256="a" * 64, size=1)
+    blob = BlobRef(uri="blob", sha256="a" * 64, size=1)
     serve = tuple(ServedVersion(version=one, manifest=blob) for one in (OLD, NEW))
     told = {"time": _NOW, "model": "m", "revision": revision, "aliases": {"champion": OLD}, "serve": serve, **changes}
     return Routing.model_validate(told)
