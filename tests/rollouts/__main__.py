@@ -95,9 +95,12 @@ def lines_of(group: Group, played: list[Played]) -> list[dict[str, Any]]:
     """A line for each cell; a planted fault's holds when it was found."""
     found = []
     for cell, one in zip(group.cells, played, strict=True):
-        name = f"found: {group.fault}" if group.fault else cell.name
         about = {**asdict(one), "problems": one.problems[:_SHOWN_MAX]}
-        found.append({"name": name, "holds": bool(one.problems) == bool(group.fault), **about})
+        if group.fault:
+            caught = any(FAULTS[group.fault][1] in problem for problem in one.problems)
+            found.append({"name": f"found: {group.fault}", "holds": caught, **about})
+        else:
+            found.append({"name": cell.name, "holds": not one.problems, **about})
     return found
 
 
@@ -139,7 +142,7 @@ def main() -> int:
             lines += lines_of(group, played)
     report = {
         "target": "test-rollouts", "seed": given.seed, "seconds": round(time.monotonic() - began_s, 1),
-        "kills": sum(len(line.get("kills", ())) for line in lines), "left_out": left_out, "lines": lines,
+        "kills": sum(len(line.get("kills", ())) + len(line.get("deaths", ())) for line in lines), "left_out": left_out, "lines": lines,
     }  # fmt: skip
     REPORT.parent.mkdir(exist_ok=True)
     REPORT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -31,7 +31,7 @@ def whole(routing: Routing) -> list[str]:
         "somebody who has users is not served": {*arms, *routing.aliases.values()} - served,
         "a name is of somebody who is not served": set(routing.names.values()) - served,
         "arms without a canary": set(arms) if canary is None else set(),
-        "the canary is the champion": {routing.champion} & {canary},
+        "the canary is the champion": {routing.champion} & {canary or ""},
         "the canary has no arm": {canary} - set(arms) if arms and canary else set(),
     }
     return [f"revision {routing.revision}: {what}: {sorted(map(str, who))}" for what, who in found.items() if who]

@@ -134,12 +134,14 @@ def _half_a_routing() -> None:
     EventProducer.send_raw = sending  # type: ignore[method-assign]
 
 
-FAULTS: dict[str, Callable[[], None]] = {
-    "an alias moves outside the transaction": _alias_outside_the_transaction,
-    "a routing goes out in halves": _half_a_routing,
+FAULTS: dict[str, tuple[Callable[[], None], str]] = {
+    "an alias moves outside the transaction": (_alias_outside_the_transaction, "was promoted last, and"),
+    "a routing goes out in halves": (_half_a_routing, "an arm or an alias is withdrawn"),
 }
+"""How each is planted, and what is said of it."""
 
 if __name__ == "__main__":
-    FAULTS.get(os.environ.get(FAULT, ""), lambda: None)()
+    if os.environ[FAULT]:
+        FAULTS[os.environ[FAULT]][0]()
     make_mortal(Path(os.environ[FOLDER]))
     SERVICE.main()

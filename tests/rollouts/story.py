@@ -14,7 +14,7 @@ from tests.rollouts import checks
 from tests.rollouts.kept import KeptProcess
 from tests.rollouts.mortal import MOMENTS, sentence, sentenced
 from tests.rollouts.replica import LOADING
-from tests.rollouts.town import Town
+from tests.rollouts.town import WAIT_S, Town
 from tests.rollouts.visitors import Visitors
 
 BETTER, WORSE, CHAMPION = 0.95, 0.02, 0.6
@@ -45,6 +45,8 @@ class Played:
     """What came of it."""
 
     kills: list[dict[str, object]] = field(default_factory=list)
+    deaths: list[str] = field(default_factory=list)
+    """Of registries within a step: which step, and how far it had come."""
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
     calls: int = 0
@@ -55,12 +57,12 @@ class Played:
 class Story:
     """`play` once. Who dies is found by the cell's victim."""
 
-    def __init__(self, town: Town, cell: Cell, draw: random.Random, base: Path | None, wait_s: float) -> None:
+    def __init__(self, town: Town, cell: Cell, draw: random.Random, base: Path | None, end_wait_s: float) -> None:
         self._town = town
         self._cell = cell
         self._draw = draw
         self._base = base
-        self._wait_s = wait_s
+        self._end_wait_s = end_wait_s
         self._model = f"{cell.victim}-{cell.end}"
         self._out = Played()
         self._first = self._second = ""
@@ -76,6 +78,7 @@ class Story:
         except TimeoutError as error:
             self._out.problems.append(str(error))
         finally:
+            self._out.deaths = self._out.deaths[: len(self._out.deaths) - len(self._deaths)]
             sentence(self._town.folder, ())
             for name in (LOADING, "hold"):
                 (self._town.folder / name).unlink(missing_ok=True)
@@ -191,7 +194,9 @@ class Story:
         await self._kill({"promote": "promotion", "roll_back": "rollback"}[last])
         champion = self._second if last == "promote" else self._first
         await self._until(
-            lambda: self._town.champion(self._model) == champion and self._shown_ended, "the end on the bus"
+            lambda: self._town.champion(self._model) == champion and self._shown_ended,
+            "the end on the bus",
+            self._end_wait_s,
         )
         told_s = time.monotonic()
         await self._until(lambda: not self._deaths, "every death of a registry")
@@ -272,8 +277,8 @@ class Story:
         told = [one for one in self._town.told(self._model) if one.version == self._second and one.rollout]
         return json.dumps([told[-1].reason, told[-1].statistics]) if told else ""
 
-    async def _until(self, condition: Callable[[], object], what: str) -> None:
-        await self._town.until(condition, f"{self._cell.name}: {what}", self._wait_s)
+    async def _until(self, condition: Callable[[], object], what: str, wait_s: float = WAIT_S) -> None:
+        await self._town.until(condition, f"{self._cell.name}: {what}", wait_s)
 
     # Who dies
 
@@ -282,7 +287,9 @@ class Story:
         if self._cell.victim != "registry":
             return
         last = "promote" if self._cell.end == "better" else "roll_back"
-        sentence(self._town.folder, ["begin half sent", *(f"{last} {moment}" for moment in MOMENTS)])
+        deaths = ["begin half sent", *(f"{last} {moment}" for moment in MOMENTS)]
+        sentence(self._town.folder, deaths)
+        self._out.deaths = deaths
 
     async def _kill(self, state: str) -> None:
         """Kill and wait until somebody is back; which moment of the state it is, is drawn."""
