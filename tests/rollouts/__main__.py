@@ -140,9 +140,10 @@ def main() -> int:
             with database_of(group, place / "postgres") as url:
                 played = asyncio.run(play(group, place / "town", url, draw, base))
             lines += lines_of(group, played)
+    killed = sum(len(line.get("kills", ())) + len(line.get("deaths", ())) for line in lines)
     report = {
         "target": "test-rollouts", "seed": given.seed, "seconds": round(time.monotonic() - began_s, 1),
-        "kills": sum(len(line.get("kills", ())) + len(line.get("deaths", ())) for line in lines), "left_out": left_out, "lines": lines,
+        "kills": killed, "left_out": left_out, "lines": lines,
     }  # fmt: skip
     REPORT.parent.mkdir(exist_ok=True)
     REPORT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
