@@ -23,7 +23,7 @@ from headrace_registry.transition import Transition
 from headrace_runtime.outbox import Outbox
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.wire import Outgoing
-from headrace_schemas import ModelEvent, Routing, TrafficSplit
+from headrace_schemas import Arm, ModelEvent, Routing, TrafficSplit
 
 FOLDER, FAULT = "MORTAL_FOLDER", "MORTAL_FAULT"
 MOMENTS = ("before commit", "committed", "half sent", "sent")
@@ -120,15 +120,14 @@ def _alias_outside_the_transaction() -> None:
 def _half_a_routing() -> None:
     """A routing that withdraws a version goes out with its arm, and again without."""
     send = EventProducer.send_raw
-    splits: list[TrafficSplit] = []
 
     async def sending(self: EventProducer, records: Iterable[Outgoing]) -> None:
         for record in records:
             routing = Routing.from_json(record.value) if record.topic == Routing.topic and record.value else None
-            if routing is not None and routing.split is not None:
-                splits[:] = [routing.split]
-            elif routing is not None and routing.withdrawn and splits:
-                await send(self, [await self.encode(routing.model_copy(update={"split": splits.pop()}))])
+            if routing is not None and routing.withdrawn and routing.split is None:
+                arm = Arm(rollout_id="r", version=routing.withdrawn[0], slot=0, share="1/2")
+                split = TrafficSplit(unit="session", salt="s", slots=1, arms=(arm,))
+                await send(self, [await self.encode(routing.model_copy(update={"split": split}))])
             await send(self, [record])
 
     EventProducer.send_raw = sending  # type: ignore[method-assign]
