@@ -24,7 +24,7 @@ STEPS = ["begin 0", "advance 0", "advance 1", "promote 1"]
 _AGREE_S = 15.0
 """How long bus and database may take to say the same; a registry that finds them different waits for five seconds."""
 _PAUSE_S_MAX = 0.3
-_EXPERIENCES = 2
+_EXPERIENCES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +153,7 @@ class Story:
         for _ in range(_EXPERIENCES):
             self._count += 1
             self._given[f"e{self._count}"] = version
-            await self._town.producer.send(
-                experience(self._count, version, float(self._count % 2), model=self._model, task=f"t{self._count}")
-            )
+            await self._town.producer.send(experience(self._count, version, float(self._count % 3), model=self._model))
 
     def _children(self, version: str) -> set[str]:
         told = self._town.told(self._model)
@@ -163,13 +161,15 @@ class Story:
 
     def _learned_of(self, version: str) -> list[str]:
         """Experiences that the version answered, and whose lesson the saved weights still have."""
+        from headrace_trainer.experiences.history import History
         from headrace_trainer.lineage.store import LineageStore
 
         saved = LineageStore(self._town.blobs, "main").read()
         if saved is None:
             return ["the lineage is not there"]
         entries = {name: saved.window.get(name) for name, answered in self._given.items() if answered == version}
-        return [name for name, one in entries.items() if one is not None and one.holds(saved.history, saved.steps)]
+        history = History(saved.versions, saved.head, saved.head_step)
+        return [name for name, one in entries.items() if one is not None and one.holds(history, saved.steps)]
 
     def _registered(self) -> list[str]:
         return [one.version for one in self._town.told(self._model) if one.decision == "registered"]

@@ -104,10 +104,10 @@ class Town:
             one.start({**registry, "REGISTRY__PORT": one.port}, {FOLDER: str(self.folder), FAULT: self._fault})
 
     def start_trainer(self, model: str, base: Path) -> KeptProcess:
-        """One that learns a model from scratch, a version of every two experiences."""
+        """One that learns a model from scratch, a version of every four experiences."""
         self.trainer = KeptProcess(f"trainer-{model}", "headrace_trainer", self.folder, free_port())
         own = {
-            "BASE": str(base), "MODEL": model, "PORT": self.trainer.port, "BATCH_EXPERIENCES": 2,
+            "BASE": str(base), "MODEL": model, "PORT": self.trainer.port, "BATCH_EXPERIENCES": 4,
             "BATCH_EXPERIENCES_MIN": 1, "BATCH_WAIT_S": 0.5, "STEPS_PER_VERSION": 1, "MAX_STALENESS": 9,
             "SAVE_INTERVAL_S": 0.5,
         }  # fmt: skip
