@@ -97,8 +97,10 @@ def answered_by(calls: Iterable[Call], gone: str, heard_s: float) -> list[str]:
     return [f"{call.session} was answered by {gone} {call.began_s - heard_s:.1f} s after" for call in late]
 
 
-async def as_stored(database: Database, model: str, shown: Routing | None, told: Sequence[ModelEvent]) -> list[str]:
-    """The bus says in the end what the database says."""
+async def as_stored(
+    database: Database, model: str, ended: str, shown: Routing | None, told: Sequence[ModelEvent]
+) -> list[str]:
+    """The bus says in the end what the database says, and the rollout of `ended` is over."""
     if not told:
         return [f"nothing was decided about {model}"]
     async with database.transaction() as tx:
@@ -114,8 +116,8 @@ async def as_stored(database: Database, model: str, shown: Routing | None, told:
         found.append(f"the bus has {shown}, the tables say {wanted}")
     if {one.decision_id for one in decided} != {one.decision_id for one in told}:
         found.append(f"{len(decided)} decisions are stored, {len(told)} were told")
-    if under_way:
-        found.append(f"{[one.version for one in under_way]} are still under way")
+    if ended in {one.version for one in under_way}:
+        found.append(f"{ended} is still under way")
     promoted = [one.version for one in told if one.decision == "promoted"]
     if promoted and promoted[-1] != record.champion:
         found.append(f"{promoted[-1]} was promoted last, and {record.champion} is champion")
