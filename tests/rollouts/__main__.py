@@ -151,8 +151,8 @@ def main() -> int:
         print(f"{'holds' if line['holds'] else 'DOES NOT HOLD'}: {line['name']}")
         if not line["holds"]:
             print("".join(f"  {one}\n" for one in line["problems"]), end="")
-    for one in left_out:
-        print(f"NOT PLAYED: {one}")
+    for told in left_out:
+        print(f"NOT PLAYED: {told}")
     return 0 if all(line["holds"] for line in lines) else 1
 
 

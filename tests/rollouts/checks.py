@@ -25,12 +25,16 @@ def whole(routing: Routing) -> list[str]:
     arms = [arm.version for arm in routing.split.arms] if routing.split else []
     served = {one.version for one in routing.serve}
     canary = routing.aliases.get("canary")
-    found = {
-        "an arm or an alias is withdrawn": {*arms, *routing.aliases.values()} & set(routing.withdrawn),
+    found: dict[str, set[str | None]] = {
+        "an arm or an alias is withdrawn": {
+            one for one in (*arms, *routing.aliases.values()) if one in routing.withdrawn
+        },
         "the champion is an arm": {routing.champion} & set(arms),
-        "somebody who has users is not served": {*arms, *routing.aliases.values()} - served,
-        "a name is of somebody who is not served": set(routing.names.values()) - served,
-        "arms without a canary": set(arms) if canary is None else set(),
+        "somebody who has users is not served": {
+            one for one in (*arms, *routing.aliases.values()) if one not in served
+        },
+        "a name is of somebody who is not served": {one for one in routing.names.values() if one not in served},
+        "arms without a canary": {one for one in arms if canary is None},
         "the canary is the champion": {routing.champion} & {canary or ""},
         "the canary has no arm": {canary} - set(arms) if arms and canary else set(),
     }

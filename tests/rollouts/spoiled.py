@@ -17,6 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn, rand_like, zeros_like
 
 from headrace_inference.torch_engine import loader
+from headrace_inference.torch_engine.program import share
 from headrace_schemas import ServedVersion
 from headrace_schemas.manifest import File, Manifest
 from tests.unit.inference.conftest import Models, Stored
@@ -132,7 +133,7 @@ class Workshop:
 
 
 def _without(_self: loader.Loader, base: nn.Module, _folder: Path) -> nn.Module:
-    return loader.share(base)
+    return share(base)
 
 
 def _saved(tensors: Mapping[str, Tensor]) -> bytes:

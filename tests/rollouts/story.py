@@ -302,14 +302,13 @@ class Story:
         await self._until(self._all_alive, f"{killed} back")
 
     async def _dying(self) -> list[KeptProcess]:
-        dying: list[KeptProcess | None] | None = {
+        known: dict[str, list[KeptProcess | None]] = {
             "gateway": [self._town.gateway],
             "replica": [self._town.replica],
             "trainer": [self._town.trainer],
             "registries": [*self._town.registries],
-        }.get(self._cell.victim)
-        if dying is None:
-            dying = [await self._town.leader()]
+        }
+        dying = known.get(self._cell.victim) or [await self._town.leader()]
         found = [one for one in dying if one is not None]
         for one in found:
             await asyncio.to_thread(one.kill)
