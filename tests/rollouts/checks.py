@@ -36,7 +36,7 @@ def whole(routing: Routing) -> list[str]:
         "a name is of somebody who is not served": {one for one in routing.names.values() if one not in served},
         "arms without a canary": {one for one in arms if canary is None},
         "the canary is the champion": {routing.champion} & {canary or ""},
-        "the canary has no arm": {canary} - set(arms) if arms and canary else set(),
+        "the canary has no arm": {one for one in (canary,) if arms and canary not in arms},
     }
     return [f"revision {routing.revision}: {what}: {sorted(map(str, who))}" for what, who in found.items() if who]
 
