@@ -14,7 +14,7 @@ VLLM := .venv-vllm
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity install-vllm test-vllm demo-vllm demo-swaps bench-shadow parity example-java bench-signals
+.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity install-vllm test-vllm demo-vllm demo-swaps bench-shadow parity example-java bench-signals test-rollouts
 
 help: ## this list
 	@awk -F ':.*## ' '/^##@ / { print "\n" substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -125,6 +125,9 @@ test-jobs: $(VENV)/installed ## a job of 2,000 rows is killed ten times and ends
 test-feedback: $(VENV)/installed ## 10,000 events of feedback of every kind in a random order against an oracle, and planted faults (SEED=0)
 	$(BIN)/python -m tests.feedback --seed $(SEED)
 	$(BIN)/pytest -m own_target tests/unit/scorer
+
+test-rollouts: $(VENV)/installed ## kill -9 in each state of a rollout on each database, 1,000 versions that are not what they say (SEED=, ONLY="sqlite/gateway faults ...")
+	$(BIN)/python -m tests.rollouts $(if $(ONLY),--only $(ONLY)) $(if $(filter file,$(origin SEED)),,--seed $(SEED))
 
 POINTS ?= 10
 test-ray: $(VENV)/installed ## two ranks of Ray beside one process, and kill -9 of each process at POINTS=10 points; needs headrace-trainer[ray]

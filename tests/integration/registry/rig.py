@@ -54,6 +54,7 @@ class RegistryRig:
         self.decisions: list[ModelEvent] = []
         self._events = Table(ModelEvent, self.common.bus, "test-events", self.blobs, refuse, self._decided)
         self._processes: list[subprocess.Popen[bytes]] = []
+        self.module = "headrace_registry"
         self.replica_url = "http://127.0.0.1:1"
         self.capacity = 1
         self._environ = {
@@ -79,7 +80,7 @@ class RegistryRig:
         environ = {**os.environ, **self._environ, "HEADRACE_REGISTRY__PORT": str(port)}
         self.folder.mkdir(parents=True, exist_ok=True)
         log = (self.folder / "registry.log").open("ab")
-        process = subprocess.Popen([sys.executable, "-m", "headrace_registry"], env=environ, stdout=log, stderr=log)
+        process = subprocess.Popen([sys.executable, "-m", self.module], env=environ, stdout=log, stderr=log)
         self._processes.append(process)
         return process, f"http://127.0.0.1:{port}"
 

@@ -46,9 +46,8 @@ class Models:
     adapter: Stored
 
 
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    root = tmp_path_factory.mktemp("models")
+def make_models(root: Path) -> Models:
+    """Built in `root`, some seconds."""
     blobs = BlobStore((root / "blobs").as_uri())
 
     def stored(folder: Path, **options: object) -> Stored:
@@ -60,6 +59,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     lora = tiny_model.adapter(first.folder, root / "adapter", seed=2)
     adapter = stored(lora, step=2, parent=first.version, base=(first.version, first.folder))
     return Models(blobs, first, second, adapter)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return make_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,146 @@
+"""A registry that dies where it is told to, as by kill -9: `python -m tests.rollouts.mortal`.
+
+`deaths` in the folder `$MORTAL_FOLDER` has a line for each death to come, for example `promote committed`: which step
+of a rollout, and how far it has come by then. The leader that comes to the first line crosses it out and dies.
+`$MORTAL_FAULT` names a fault that is planted besides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from headrace_registry.__main__ import SERVICE
+from headrace_registry.tables import MODELS
+from headrace_registry.transition import Transition
+from headrace_runtime.outbox import Outbox
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.wire import Outgoing
+from headrace_schemas import Arm, ModelEvent, Routing, TrafficSplit
+
+FOLDER, FAULT = "MORTAL_FOLDER", "MORTAL_FAULT"
+MOMENTS = ("before commit", "committed", "half sent", "sent")
+"""Of a step: in its transaction, behind it, with the decision on the bus and the routing not, and with both on it."""
+_MOVES_AFTER_S = 0.5
+
+
+def sentence(folder: Path, deaths: Iterable[str]) -> None:
+    """Who leads from now on dies at these, one after the other."""
+    draft = folder / "deaths.draft"
+    draft.write_text("".join(f"{one}\n" for one in deaths), encoding="utf-8")
+    draft.rename(folder / "deaths")
+
+
+def sentenced(folder: Path) -> list[str]:
+    """The deaths to come."""
+    path = folder / "deaths"
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def _steps(records: Sequence[Outgoing]) -> set[str]:
+    """The steps of rollouts that the records tell of."""
+    told = [ModelEvent.from_json(one.value) for one in records if one.topic == ModelEvent.topic and one.value]
+    return {event.rollout.kind for event in told if event.rollout is not None}
+
+
+def _due(folder: Path, kinds: set[str], moment: str) -> bool:
+    """Whether the next death is here; it is crossed out."""
+    first, *rest = sentenced(folder) or [""]
+    if first not in {f"{kind} {moment}" for kind in kinds}:
+        return False
+    sentence(folder, rest)
+    return True
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def make_mortal(folder: Path) -> None:
+    """From now on, in this process."""
+    add, send = Outbox.add, EventProducer.send_raw
+
+    async def adding(self: Outbox, tx: AsyncConnection, records: Sequence[Outgoing]) -> None:
+        await add(self, tx, records)
+        if _due(folder, _steps(records), "before commit"):
+            _die()
+
+    async def sending(self: EventProducer, records: Iterable[Outgoing]) -> None:
+        given = list(records)
+        kinds = _steps(given)
+        if _due(folder, kinds, "committed"):
+            _die()
+        if _due(folder, kinds, "half sent"):
+            await send(self, [one for one in given if one.topic == ModelEvent.topic])
+            _die()
+        await send(self, given)
+        if _due(folder, kinds, "sent"):
+            _die()
+
+    Outbox.add = adding  # type: ignore[method-assign]
+    EventProducer.send_raw = sending  # type: ignore[method-assign]
+
+
+def _alias_outside_the_transaction() -> None:
+    """The champion's alias moves by itself, a moment after the promotion."""
+    promote, committed = Transition.promote, Outbox.committed
+    moves: list[tuple[str, str]] = []
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def promoting(self: Transition, model: Any, version: str, *rest: Any, **more: Any) -> None:
+        await promote(self, model, version, *rest, **more)
+        if model.champion:
+            stays = {"champion": model.champion, "previous": model.previous}
+            await self.tx.execute(update(MODELS).where(MODELS.c.model == model.model).values(stays))
+            moves.append((model.model, version))
+
+    async def move(outbox: Outbox, model: str, version: str) -> None:
+        await asyncio.sleep(_MOVES_AFTER_S)
+        async with outbox._database.transaction() as tx:
+            await tx.execute(update(MODELS).where(MODELS.c.model == model).values(champion=version))
+
+    def commit(self: Outbox) -> None:
+        committed(self)
+        while moves:
+            task = asyncio.create_task(move(self, *moves.pop()))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    Transition.promote = promoting  # type: ignore[method-assign]
+    Outbox.committed = commit  # type: ignore[method-assign]
+
+
+def _half_a_routing() -> None:
+    """A routing that withdraws a version goes out with its arm, and again without."""
+    send = EventProducer.send_raw
+
+    async def sending(self: EventProducer, records: Iterable[Outgoing]) -> None:
+        for record in records:
+            routing = Routing.from_json(record.value) if record.topic == Routing.topic and record.value else None
+            if routing is not None and routing.withdrawn and routing.split is None:
+                arm = Arm(rollout_id="r", version=routing.withdrawn[0], slot=0, share="1/2")
+                split = TrafficSplit(unit="session", salt="s", slots=1, arms=(arm,))
+                await send(self, [await self.encode(routing.model_copy(update={"split": split}))])
+            await send(self, [record])
+
+    EventProducer.send_raw = sending  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, tuple[Callable[[], None], str]] = {
+    "an alias moves outside the transaction": (_alias_outside_the_transaction, "was promoted last, and"),
+    "a routing goes out in halves": (_half_a_routing, "an arm or an alias is withdrawn"),
+}
+"""How each is planted, and what is said of it."""
+
+if __name__ == "__main__":
+    if os.environ[FAULT]:
+        FAULTS[os.environ[FAULT]][0]()
+    make_mortal(Path(os.environ[FOLDER]))
+    SERVICE.main()

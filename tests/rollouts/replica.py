@@ -1,0 +1,99 @@
+"""A replica without weights that follows routing: `python -m tests.rollouts.replica FOLDER BUS PORT`.
+
+What routing serves is loaded, announced as probed, and answered. While `FOLDER/loading` names a version, no other one
+of its model gets past its probe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from pathlib import Path
+
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.consumer import Table
+from headrace_runtime.dead_letters import Refusals
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import BusSettings, Common
+from headrace_schemas import LoadedVersion, Probe, Replica, Routing
+from headrace_schemas.base import utcnow
+from tests.support.fake_replica import FakeReplica
+
+LOADING = "loading"
+_HEARTBEAT_S = 0.2
+_TTL_S = 20.0
+"""Long, for a machine that does other things beside; gateways notice by themselves when nobody listens."""
+_DRAIN_BEATS = 15
+_PROBE = Probe(max_abs_delta=0.0, passed=True)
+
+
+class Fleet:
+    """What is loaded, by what routing wants."""
+
+    def __init__(self, folder: Path, replica: FakeReplica) -> None:
+        self._hold = folder / LOADING
+        self._replica = replica
+        self._ready: dict[str, int] = {}
+        """With the beats that a version has been unwanted for."""
+
+    def beat(self, wanted: set[str]) -> tuple[LoadedVersion, ...]:
+        """One step of loading and unloading, and how far each is."""
+        for version in list(self._ready):
+            self._ready[version] = 0 if version in wanted else self._ready[version] + 1
+            if self._ready[version] > _DRAIN_BEATS:
+                del self._ready[version]
+        known = self._hold.read_text(encoding="utf-8") if self._hold.exists() else ""
+        new = wanted - self._ready.keys()
+        waiting = {one for one in new if known and _model(one) == _model(known) and one != known}
+        self._ready |= dict.fromkeys(new - waiting, 0)
+        self._replica.versions = tuple(self._ready)
+        ready = [LoadedVersion(version=one, state="ready", probe=_PROBE) for one in sorted(self._ready)]
+        return (*ready, *(LoadedVersion(version=one, state="loading") for one in sorted(waiting)))
+
+
+def _model(version: str) -> str:
+    return version.partition("@")[0]
+
+
+async def serve(folder: Path, bus: str, port: int) -> None:
+    """Until it is killed."""
+    common = Common(data_dir=folder / "data", bus=BusSettings(address=bus))
+    blobs = BlobStore.open(common)
+    producer = EventProducer(common.bus, "test-replica", blobs)
+    await producer.start()
+    rows: dict[str, Routing] = {}
+
+    def routed(model: str, row: Routing | None) -> None:
+        if row is not None and (model not in rows or row.revision >= rows[model].revision):
+            rows[model] = row
+
+    refuse = Refusals("test-replica", producer)
+    table = Table(Routing, common.bus, "test-replica-routing", blobs, refuse, routed)
+    replica = FakeReplica(f"127.0.0.1:{port}", versions=(), capacity=32)
+    started = utcnow()
+    async with replica.running(port), asyncio.TaskGroup() as group:
+        group.create_task(table.run())
+        await table.loaded.wait()
+        fleet = Fleet(folder, replica)
+        while True:
+            wanted = {one.version for row in rows.values() for one in row.serve}
+            beat = Replica(
+                time=utcnow(),
+                replica_id=replica.replica_id,
+                url=replica.url,
+                engine="fake",
+                versions=fleet.beat(wanted),
+                capacity=replica.capacity,
+                ttl_s=_TTL_S,
+                resumes=replica.resumes,
+                started_at=started,
+            )
+            with contextlib.suppress(Unavailable):
+                await producer.send(beat)
+            await asyncio.sleep(_HEARTBEAT_S)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

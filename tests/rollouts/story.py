@@ -1,0 +1,318 @@
+"""One rollout from its checkpoint to its end, with a process that is killed in each state of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.rollouts import checks
+from tests.rollouts.kept import KeptProcess
+from tests.rollouts.mortal import MOMENTS, sentence, sentenced
+from tests.rollouts.replica import LOADING
+from tests.rollouts.town import WAIT_S, Town
+from tests.rollouts.visitors import Visitors
+
+BETTER, WORSE, CHAMPION = 0.95, 0.02, 0.6
+"""Shares of right sessions."""
+STEPS = ["begin 0", "advance 0", "advance 1", "promote 1"]
+"""Of a better version whom nobody disturbs. A worse one may be found out sooner or later: only its end is fixed."""
+_AGREE_S = 15.0
+"""How long bus and database may take to say the same; a registry that finds them different waits for five seconds."""
+_PAUSE_S_MAX = 0.3
+_EXPERIENCES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What is played: on which database, who dies, and whether the candidate is better or worse."""
+
+    database: str
+    victim: str
+    end: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.database}/{self.victim}/{self.end}"
+
+
+@dataclass(slots=True)
+class Played:
+    """What came of it."""
+
+    kills: list[dict[str, object]] = field(default_factory=list)
+    deaths: list[str] = field(default_factory=list)
+    """Of registries within a step: which step, and how far it had come."""
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    calls: int = 0
+    tried_again: int = 0
+    steps: list[str] = field(default_factory=list)
+
+
+class Story:
+    """`play` once. Who dies is found by the cell's victim."""
+
+    def __init__(self, town: Town, cell: Cell, draw: random.Random, base: Path | None, end_wait_s: float) -> None:
+        self._town = town
+        self._cell = cell
+        self._draw = draw
+        self._base = base
+        self._end_wait_s = end_wait_s
+        self._model = f"{cell.victim}-{cell.end}"
+        self._out = Played()
+        self._first = self._second = ""
+        self._count = 0
+        self._given: dict[str, str] = {}
+        """Experiences that the trainer got, and who answered them."""
+
+    async def play(self) -> Played:
+        began_s = time.monotonic()
+        visitors = Visitors(self._town, self._model, self._right)
+        try:
+            await self._whole(visitors)
+        except TimeoutError as error:
+            self._out.problems.append(str(error))
+        finally:
+            self._out.deaths = self._out.deaths[: len(self._out.deaths) - len(self._deaths)]
+            sentence(self._town.folder, ())
+            for name in (LOADING, "hold"):
+                (self._town.folder / name).unlink(missing_ok=True)
+            await asyncio.to_thread(self._town.stop_trainer)
+        self._out.problems += [f"a call failed: {one}" for one in visitors.failed]
+        seen = [one for one in self._town.routings if one.model == self._model]
+        told = self._town.told(self._model)
+        self._out.problems += [*checks.in_a_row(seen), *checks.once(told), *await self._apart()]
+        self._out.steps = self._town.steps(self._second)
+        self._out.seconds = round(time.monotonic() - began_s, 1)
+        self._out.calls, self._out.tried_again = len(visitors.calls), visitors.tried_again
+        return self._out
+
+    async def _apart(self) -> list[str]:
+        """What bus and database do not agree on, however long one waits."""
+        deadline = time.monotonic() + _AGREE_S
+        while True:
+            told, shown = self._town.told(self._model), self._town.routing(self._model)
+            found = await checks.as_stored(self._town.database, self._model, self._second, shown, told)
+            if not found or time.monotonic() > deadline:
+                return found
+            await asyncio.sleep(0.2)
+
+    def _right(self, version: str) -> float:
+        if version != self._second:
+            return CHAMPION
+        return BETTER if self._cell.end == "better" else WORSE
+
+    async def _whole(self, visitors: Visitors) -> None:
+        folder = self._town.folder
+        self._first = await self._champion()
+        async with visitors.visiting():
+            await self._until(lambda: visitors.calls, "the first call")
+            await self._until(lambda: self._measured, "the champion's audit")
+            (folder / LOADING).write_text(self._first, encoding="utf-8")
+            (folder / "hold").touch()
+            self._second = await self._candidate()
+            await self._until(lambda: self._served(self._second), "the probe")
+            await self._kill("probing")
+            (folder / LOADING).unlink()
+            await self._until(lambda: self._plays(self._second), "the gate's trial")
+            await self._kill("gate")
+            self._sentence()
+            (folder / "hold").unlink()
+            await self._on_trial()
+            await self._ended(visitors)
+
+    async def _champion(self) -> str:
+        if self._cell.victim == "trainer":
+            assert self._base is not None
+            trainer = await asyncio.to_thread(self._town.start_trainer, self._model, self._base)
+            await self._until(lambda: self._town.champion(self._model), "the trainer's first champion")
+            assert trainer.pid
+        else:
+            await self._town.publish(self._model, 0)
+            await self._until(lambda: self._town.champion(self._model), "the first champion")
+        champion = self._town.champion(self._model)
+        assert champion
+        return champion
+
+    async def _candidate(self) -> str:
+        if self._cell.victim != "trainer":
+            return await self._town.publish(self._model, 1, self._first)
+        await self._learn(self._first)
+        await self._until(lambda: len(self._registered()) > 1, "the trainer's second version")
+        return self._registered()[1]
+
+    async def _learn(self, version: str) -> None:
+        """The trainer gets experiences that the version answered, enough for one version more."""
+        from tests.unit.trainer.world import experience  # brings the trainer along
+
+        for _ in range(_EXPERIENCES):
+            self._count += 1
+            self._given[f"e{self._count}"] = version
+            await self._town.producer.send(experience(self._count, version, float(self._count % 3), model=self._model))
+
+    def _children(self, version: str) -> set[str]:
+        told = self._town.told(self._model)
+        return {one.version for one in told if one.decision == "registered" and one.previous == version}
+
+    def _learned_of(self, version: str) -> list[str]:
+        """Experiences that the version answered, and whose lesson the saved weights still have."""
+        from headrace_trainer.experiences.history import History
+        from headrace_trainer.lineage.store import LineageStore
+
+        saved = LineageStore(self._town.blobs, "main").read()
+        if saved is None:
+            return ["the lineage is not there"]
+        entries = {name: saved.window.get(name) for name, answered in self._given.items() if answered == version}
+        history = History(saved.versions, saved.head, saved.head_step)
+        return [name for name, one in entries.items() if one is not None and one.holds(history, saved.steps)]
+
+    def _registered(self) -> list[str]:
+        return [one.version for one in self._town.told(self._model) if one.decision == "registered"]
+
+    async def _on_trial(self) -> None:
+        """Until the last step; who is to die dies once in each state."""
+        states = ("shadow", "canary, first share", "canary, last share")
+        for number, state in enumerate(states):
+            await self._until(lambda number=number: len(self._steps) > number or self._over, state)  # type: ignore[misc]
+            if self._over:
+                return
+            if self._cell.victim == "trainer":
+                await self._learn(self._second)  # its children go on being published
+            await self._kill(state)
+        await self._until(lambda: self._over, "the end of the rollout")
+
+    async def _ended(self, visitors: Visitors) -> None:
+        last = "promote" if self._cell.end == "better" else "roll_back"
+        if self._steps[-1].split()[0] != last:
+            self._out.problems.append(f"it ended with {self._steps[-1]}: {self._reason()}")
+            return
+        await self._kill({"promote": "promotion", "roll_back": "rollback"}[last])
+        champion = self._second if last == "promote" else self._first
+        await self._until(
+            lambda: self._town.champion(self._model) == champion and self._shown_ended,
+            "the end on the bus",
+            self._end_wait_s,
+        )
+        told_s = time.monotonic()
+        await self._until(lambda: not self._deaths, "every death of a registry")
+        if last == "promote":
+            await self._answers(visitors, champion)
+            if self._steps != STEPS:
+                self._out.problems.append(f"its steps were {self._steps}")
+        else:
+            await self._out_for_good(visitors, told_s)
+
+    async def _answers(self, visitors: Visitors, champion: str) -> None:
+        count = len(visitors.calls)
+        await self._until(
+            lambda: any(one.version == champion for one in visitors.calls[count:]), "the champion's first answer"
+        )
+
+    async def _out_for_good(self, visitors: Visitors, told_s: float) -> None:
+        """Nobody is answered by it from when the gateway has heard; its children never serve."""
+        splits = [one.split for one in self._town.routings if one.model == self._model and one.split]
+        if splits:
+            found = (splits[-1], self._first, self._second, told_s)
+            await self._until(lambda: checks.heard_by(visitors.calls, *found), "a call that shows the decision")
+            heard_s = checks.heard_by(visitors.calls, *found)
+            assert heard_s is not None
+            count = len(visitors.calls)
+            await self._until(lambda: len(visitors.calls) > count + 20, "calls after it")
+            self._out.problems += checks.answered_by(visitors.calls, self._second, min(heard_s, told_s + checks.SOON_S))
+        if self._cell.victim == "trainer":
+            children = self._children(self._second)
+            await self._until(lambda: children <= self._withdrawn, f"{children} barred")
+            await self._learn(self._first)
+            await self._until(lambda: self._children(self._first) - {self._second}, "a version without it")
+            await self._until(lambda: not self._learned_of(self._second), "what it taught is taken back")
+        else:
+            child = await self._town.publish(self._model, 2, self._second)
+            await self._until(lambda: child in self._withdrawn, "its child barred")
+        answered = {one.version for one in visitors.calls} & self._children(self._second)
+        self._out.problems += [f"{one} answered, a child of what was taken back" for one in sorted(answered)]
+
+    # What is seen
+
+    @property
+    def _steps(self) -> list[str]:
+        return self._town.steps(self._second)
+
+    @property
+    def _over(self) -> bool:
+        return bool(self._steps) and self._steps[-1].split()[0] in ("promote", "hold", "roll_back")
+
+    @property
+    def _measured(self) -> bool:
+        told = self._town.told(self._model)
+        return any(one.decision == "evaluated" and one.version == self._first for one in told)
+
+    @property
+    def _shown_ended(self) -> bool:
+        shown = self._town.routing(self._model)
+        return shown is not None and shown.split is None and "canary" not in shown.aliases
+
+    @property
+    def _withdrawn(self) -> set[str]:
+        shown = self._town.routing(self._model)
+        return set(shown.withdrawn) if shown else set()
+
+    @property
+    def _deaths(self) -> list[str]:
+        return sentenced(self._town.folder)
+
+    def _served(self, version: str) -> bool:
+        shown = self._town.routing(self._model)
+        return shown is not None and version in {one.version for one in shown.serve}
+
+    def _plays(self, version: str) -> bool:
+        path = self._town.folder / "runs"
+        return path.exists() and version in path.read_text(encoding="utf-8").split()
+
+    def _reason(self) -> str:
+        told = [one for one in self._town.told(self._model) if one.version == self._second and one.rollout]
+        return json.dumps([told[-1].reason, told[-1].statistics]) if told else ""
+
+    async def _until(self, condition: Callable[[], object], what: str, wait_s: float = WAIT_S) -> None:
+        await self._town.until(condition, f"{self._cell.name}: {what}", wait_s)
+
+    # Who dies
+
+    def _sentence(self) -> None:
+        """Registries also die within the steps themselves, each in a moment of its own."""
+        if self._cell.victim != "registry":
+            return
+        last = "promote" if self._cell.end == "better" else "roll_back"
+        deaths = ["begin half sent", *(f"{last} {moment}" for moment in MOMENTS)]
+        sentence(self._town.folder, deaths)
+        self._out.deaths = deaths
+
+    async def _kill(self, state: str) -> None:
+        """Kill and wait until somebody is back; which moment of the state it is, is drawn."""
+        if self._cell.victim == "nobody":
+            return
+        await asyncio.sleep(self._draw.random() * _PAUSE_S_MAX)
+        before = len(self._steps)
+        killed = [one.name for one in await self._dying()]
+        self._out.kills.append({"state": state, "killed": killed, "steps": before})
+        await self._until(self._all_alive, f"{killed} back")
+
+    async def _dying(self) -> list[KeptProcess]:
+        known: dict[str, list[KeptProcess | None]] = {
+            "gateway": [self._town.gateway],
+            "replica": [self._town.replica],
+            "trainer": [self._town.trainer],
+            "registries": [*self._town.registries],
+        }
+        dying = known.get(self._cell.victim) or [await self._town.leader()]
+        found = [one for one in dying if one is not None]
+        for one in found:
+            await asyncio.to_thread(one.kill)
+        return found
+
+    def _all_alive(self) -> bool:
+        return all(one.alive for one in self._town.processes)

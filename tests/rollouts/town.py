@@ -1,0 +1,228 @@
+"""Two registries, a gateway, a replica and a broker as processes, on one database; and what was said on their bus."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from pydantic import SecretStr
+from sqlalchemy import select
+
+from headrace_registry.tables import LEASE
+from headrace_runtime import topics
+from headrace_runtime.blobs import BlobStore
+from headrace_runtime.consumer import Table
+from headrace_runtime.database import Database
+from headrace_runtime.dead_letters import Refusals
+from headrace_runtime.producer import EventProducer
+from headrace_runtime.settings import BusSettings, Common, DatabaseSettings
+from headrace_schemas import Checkpoint, ModelEvent, Routing
+from headrace_schemas.base import utcnow
+from headrace_schemas.manifest import File, Fingerprint, Manifest
+from tests.integration.registry.rig import GATE
+from tests.rollouts.kept import KeptProcess
+from tests.rollouts.mortal import FAULT, FOLDER
+from tests.support.ports import free_port, wait_open
+
+WAIT_S = 240.0
+"""Bound on each wait, for a machine with many other things to do; usually a second or two."""
+_KEEP_S = 0.1
+_LEASE_S = 30
+"""Of a leader that lives and gets no time; of one that died nobody waits for the end."""
+ROLLOUT = {
+    "KIND": "canary",
+    "SHADOW_UNITS": 6,
+    "SHADOW_DURATION_MAX_S": 40,
+    "SHADOW__TENANTS": [{"tenant": "default"}],
+    "SHADOW__PROMPTS_PER_MINUTE": 600,
+    "STAGES": [{"share": "1/4", "units_min": 8}, {"share": "1/2"}],
+    "EXPOSURE_MAX": "1/4",
+    "EXPERIENCES": "exclude",
+    "GUARDRAILS": [{"metric": "reward", "margin": 0.4, "weight": 8}, {"metric": "missing", "margin": 0.4}],
+    "SUCCESSES": [{"metric": "reward", "margin": 0.4}],
+    "UNEVEN": 0.6,
+    "ALPHA": 0.2,
+    "MATURITY_S": 1.0,
+    "CLOSING_S": 1.5,
+    "READ_S": 0.1,
+}
+
+
+class Town:
+    """Use `town()`. Every process that dies is started again at once."""
+
+    def __init__(self, folder: Path, bus: str, database_url: str, fault: str = "") -> None:
+        self.folder = folder
+        self.common = Common(
+            data_dir=folder / "data",
+            bus=BusSettings(address=bus),
+            database=DatabaseSettings(url=SecretStr(database_url)),
+        )
+        self.blobs = BlobStore.open(self.common)
+        self.producer = EventProducer(self.common.bus, "test", self.blobs)
+        self.database = Database.open("registry", self.common)
+        self.bus = bus
+        self.routings: list[Routing] = []
+        """Every record of `routing`, in order."""
+        self.decisions: list[ModelEvent] = []
+        """Every record of `model-events`, in order."""
+        self._database_url = database_url
+        self._fault = fault
+        self.gateway = KeptProcess("gateway", "headrace_gateway", folder, free_port())
+        port = free_port()
+        self.replica = KeptProcess("replica", "tests.rollouts.replica", folder, port, (str(folder), bus, str(port)))
+        self.registries = [KeptProcess(f"registry-{n}", "tests.rollouts.mortal", folder, free_port()) for n in range(2)]
+        self.trainer: KeptProcess | None = None
+
+    @property
+    def processes(self) -> list[KeptProcess]:
+        return [*self.registries, self.gateway, self.replica, *([self.trainer] if self.trainer else [])]
+
+    def start(self) -> None:
+        (self.folder / "scores.json").write_text("{}", encoding="utf-8")  # every version plays equally well
+        common = {"DATA_DIR": str(self.common.data_dir), "BUS__ADDRESS": self.bus}
+        self.gateway.start({**common, "GATEWAY__PORT": self.gateway.port, "GATEWAY__UPSTREAM__HOLD_S": WAIT_S})
+        self.replica.start(common)
+        gate = [sys.executable, "-S", "-c", GATE, str(self.folder)]
+        registry: dict[str, object] = {
+            **common,
+            "DATABASE__URL": self._database_url,
+            "REGISTRY__POLL_S": 0.2,
+            "REGISTRY__LEASE_S": _LEASE_S,
+            "REGISTRY__GATE__COMMAND": gate,
+            "REGISTRY__GATE__MARGIN": 0.4,
+            "REGISTRY__GATE__ANCHOR_MARGIN": 0.4,
+            "REGISTRY__GATE__AUDIT_TASKS": 2,
+            "REGISTRY__GATE__BASE_URL": f"{self.gateway.url}/v1",
+            **{f"REGISTRY__ROLLOUT__{name}": value for name, value in ROLLOUT.items()},
+        }
+        for one in self.registries:
+            one.start({**registry, "REGISTRY__PORT": one.port}, {FOLDER: str(self.folder), FAULT: self._fault})
+
+    def start_trainer(self, model: str, base: Path) -> KeptProcess:
+        """One that learns a model from scratch, a version of every four experiences."""
+        self.trainer = KeptProcess(f"trainer-{model}", "headrace_trainer", self.folder, free_port())
+        own = {
+            "BASE": str(base), "MODEL": model, "PORT": self.trainer.port, "BATCH_EXPERIENCES": 4,
+            "BATCH_EXPERIENCES_MIN": 1, "BATCH_WAIT_S": 0.5, "STEPS_PER_VERSION": 1, "MAX_STALENESS": 9,
+            "SAVE_INTERVAL_S": 0.5,
+        }  # fmt: skip
+        common = {"DATA_DIR": str(self.common.data_dir), "BUS__ADDRESS": self.bus}
+        self.trainer.start({**common, **{f"TRAINER__{name}": value for name, value in own.items()}})
+        return self.trainer
+
+    def stop_trainer(self) -> None:
+        if self.trainer is not None:
+            trainer, self.trainer = self.trainer, None
+            trainer.stop()
+
+    async def leader(self) -> KeptProcess:
+        """Whoever has the lease and is alive; waited for."""
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            async with self.database.transaction() as tx:
+                holder = (await tx.execute(select(LEASE.c.holder))).scalar_one_or_none()
+            pid = int(holder.split("|")[3]) if holder else 0
+            found = [one for one in self.registries if one.pid == pid and one.alive]
+            if found:
+                return found[0]
+            await asyncio.sleep(0.02)
+        raise TimeoutError(f"no registry leads after {WAIT_S:g} s")
+
+    async def publish(self, model: str, step: int, parent: str | None = None) -> str:
+        """A version whose weights nobody looks at."""
+        manifest = Manifest(
+            name=model,
+            lineage="main",
+            step=step,
+            parent=parent,
+            files=(File(path="model.safetensors", blob=self.blobs.put(f"{model} {step}".encode())),),
+            fingerprint=Fingerprint(token_ids=(1, 2), logprobs=(-1.0,)),
+            tokenizer_sha256="a" * 64,
+            template_sha256="b" * 64,
+        )
+        about = {"model": model, "version": manifest.version, "lineage": "main", "step": step, "parent": parent}
+        ref = self.blobs.put(manifest.canonical_json())
+        await self.producer.send(Checkpoint.model_validate({"time": utcnow(), "manifest": ref, **about}))
+        return manifest.version
+
+    def routing(self, model: str) -> Routing | None:
+        """What holds by the bus: the highest revision, the last of them."""
+        found = [one for one in self.routings if one.model == model]
+        return max(reversed(found), key=lambda one: one.revision, default=None)
+
+    def champion(self, model: str) -> str | None:
+        found = self.routing(model)
+        return found.champion if found else None
+
+    def told(self, model: str) -> list[ModelEvent]:
+        """The decisions about a model, each once."""
+        return list({one.decision_id: one for one in self.decisions if one.model == model}.values())
+
+    def steps(self, version: str) -> list[str]:
+        """The steps of a version's rollout, in order, with the stage that it was in afterwards."""
+        told = self.told(version.partition("@")[0])
+        return [f"{one.rollout.kind} {one.rollout.stage}" for one in told if one.rollout and one.version == version]
+
+    async def until(self, condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                said = "\n".join(f"{one.name}: {one.last_words[-600:]}" for one in self.processes)
+                raise TimeoutError(f"{what}: not after {timeout_s:g} s\n{said}")
+            await asyncio.sleep(0.02)
+
+    async def keep(self) -> None:
+        """Until cancelled."""
+        while True:
+            for one in self.processes:
+                one.keep()
+            await asyncio.sleep(_KEEP_S)
+
+    def _routed(self, _key: str, event: Routing | None) -> None:
+        if event is not None:
+            self.routings.append(event)
+
+    def _decided(self, _key: str, event: ModelEvent | None) -> None:
+        if event is not None:
+            self.decisions.append(event)
+
+    @contextlib.asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        """The processes run and the bus is read."""
+        await topics.ensure(self.common.bus)
+        await self.producer.start()
+        refuse = Refusals("test", self.producer)
+        routing = Table(Routing, self.common.bus, "test-routing", self.blobs, refuse, self._routed)
+        events = Table(ModelEvent, self.common.bus, "test-events", self.blobs, refuse, self._decided)
+        self.start()
+        tasks = [asyncio.create_task(work) for work in (routing.run(), events.run(), self.keep())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for one in self.processes:
+                await asyncio.to_thread(one.stop)
+            await self.database.close()
+            await self.producer.stop()
+
+
+@contextlib.asynccontextmanager
+async def town(folder: Path, database_url: str, fault: str = "") -> AsyncIterator[Town]:
+    """Up, in `folder`; stopped in the end."""
+    broker = KeptProcess("broker", "headrace_broker", folder, free_port())
+    settings = {"DATA_DIR": str(folder / "broker"), "BROKER__KAFKA_PORT": broker.port, "BROKER__PORT": 0}
+    broker.start(settings)
+    try:
+        await asyncio.to_thread(wait_open, broker.port, WAIT_S)
+        made = Town(folder, f"127.0.0.1:{broker.port}", database_url, fault)
+        async with made.following():
+            yield made
+    finally:
+        broker.stop()
