@@ -21,8 +21,8 @@ import structlog
 
 from headrace_cli.progress import ProgressDisplay
 from tests.rollouts.mortal import FAULTS
+from tests.rollouts.rig import WAIT_S, running
 from tests.rollouts.story import Cell, Played, Story
-from tests.rollouts.town import WAIT_S, town
 from tests.support import reaper, tiny_model
 from tests.support.postgres_node import PostgresNode, missing
 
@@ -83,7 +83,7 @@ def database_of(group: Group, folder: Path) -> Iterator[str]:
 async def play(group: Group, folder: Path, url: str, draw: random.Random, base: Path | None) -> list[Played]:
     """Each cell, one after the other."""
     found = []
-    async with town(folder, url, group.fault) as place:
+    async with running(folder, url, group.fault) as place:
         for cell in group.cells:
             story = Story(place, cell, draw, base, _FAULT_WAIT_S if group.fault else WAIT_S)
             found.append(await story.play())
@@ -138,7 +138,7 @@ def main() -> int:
                 continue
             place = folder / str(number)
             with database_of(group, place / "postgres") as url:
-                played = asyncio.run(play(group, place / "town", url, draw, base))
+                played = asyncio.run(play(group, place / "processes", url, draw, base))
             lines += lines_of(group, played)
     killed = sum(len(line.get("kills", ())) + len(line.get("deaths", ())) for line in lines)
     report = {

@@ -14,7 +14,7 @@ from tests.rollouts import checks
 from tests.rollouts.kept import KeptProcess
 from tests.rollouts.mortal import MOMENTS, sentence, sentenced
 from tests.rollouts.replica import LOADING
-from tests.rollouts.town import WAIT_S, Town
+from tests.rollouts.rig import WAIT_S, RolloutRig
 from tests.rollouts.visitors import Visitors
 
 BETTER, WORSE, CHAMPION = 0.95, 0.02, 0.6
@@ -57,8 +57,8 @@ class Played:
 class Story:
     """`play` once. Who dies is found by the cell's victim."""
 
-    def __init__(self, town: Town, cell: Cell, draw: random.Random, base: Path | None, end_wait_s: float) -> None:
-        self._town = town
+    def __init__(self, rig: RolloutRig, cell: Cell, draw: random.Random, base: Path | None, end_wait_s: float) -> None:
+        self._rig = rig
         self._cell = cell
         self._draw = draw
         self._base = base
@@ -72,22 +72,22 @@ class Story:
 
     async def play(self) -> Played:
         began_s = time.monotonic()
-        visitors = Visitors(self._town, self._model, self._right)
+        visitors = Visitors(self._rig, self._model, self._right)
         try:
             await self._whole(visitors)
         except TimeoutError as error:
             self._out.problems.append(str(error))
         finally:
             self._out.deaths = self._out.deaths[: len(self._out.deaths) - len(self._deaths)]
-            sentence(self._town.folder, ())
+            sentence(self._rig.folder, ())
             for name in (LOADING, "hold"):
-                (self._town.folder / name).unlink(missing_ok=True)
-            await asyncio.to_thread(self._town.stop_trainer)
+                (self._rig.folder / name).unlink(missing_ok=True)
+            await asyncio.to_thread(self._rig.stop_trainer)
         self._out.problems += [f"a call failed: {one}" for one in visitors.failed]
-        seen = [one for one in self._town.routings if one.model == self._model]
-        told = self._town.told(self._model)
+        seen = [one for one in self._rig.routings if one.model == self._model]
+        told = self._rig.told(self._model)
         self._out.problems += [*checks.in_a_row(seen), *checks.once(told), *await self._apart()]
-        self._out.steps = self._town.steps(self._second)
+        self._out.steps = self._rig.steps(self._second)
         self._out.seconds = round(time.monotonic() - began_s, 1)
         self._out.calls, self._out.tried_again = len(visitors.calls), visitors.tried_again
         return self._out
@@ -96,8 +96,8 @@ class Story:
         """What bus and database do not agree on, however long one waits."""
         deadline = time.monotonic() + _AGREE_S
         while True:
-            told, shown = self._town.told(self._model), self._town.routing(self._model)
-            found = await checks.as_stored(self._town.database, self._model, self._second, shown, told)
+            told, shown = self._rig.told(self._model), self._rig.routing(self._model)
+            found = await checks.as_stored(self._rig.database, self._model, self._second, shown, told)
             if not found or time.monotonic() > deadline:
                 return found
             await asyncio.sleep(0.2)
@@ -108,7 +108,7 @@ class Story:
         return BETTER if self._cell.end == "better" else WORSE
 
     async def _whole(self, visitors: Visitors) -> None:
-        folder = self._town.folder
+        folder = self._rig.folder
         self._first = await self._champion()
         async with visitors.visiting():
             await self._until(lambda: visitors.calls, "the first call")
@@ -129,19 +129,19 @@ class Story:
     async def _champion(self) -> str:
         if self._cell.victim == "trainer":
             assert self._base is not None
-            trainer = await asyncio.to_thread(self._town.start_trainer, self._model, self._base)
-            await self._until(lambda: self._town.champion(self._model), "the trainer's first champion")
+            trainer = await asyncio.to_thread(self._rig.start_trainer, self._model, self._base)
+            await self._until(lambda: self._rig.champion(self._model), "the trainer's first champion")
             assert trainer.pid
         else:
-            await self._town.publish(self._model, 0)
-            await self._until(lambda: self._town.champion(self._model), "the first champion")
-        champion = self._town.champion(self._model)
+            await self._rig.publish(self._model, 0)
+            await self._until(lambda: self._rig.champion(self._model), "the first champion")
+        champion = self._rig.champion(self._model)
         assert champion
         return champion
 
     async def _candidate(self) -> str:
         if self._cell.victim != "trainer":
-            return await self._town.publish(self._model, 1, self._first)
+            return await self._rig.publish(self._model, 1, self._first)
         await self._learn(self._first)
         await self._until(lambda: len(self._registered()) > 1, "the trainer's second version")
         return self._registered()[1]
@@ -153,10 +153,10 @@ class Story:
         for _ in range(_EXPERIENCES):
             self._count += 1
             self._given[f"e{self._count}"] = version
-            await self._town.producer.send(experience(self._count, version, float(self._count % 3), model=self._model))
+            await self._rig.producer.send(experience(self._count, version, float(self._count % 3), model=self._model))
 
     def _children(self, version: str) -> set[str]:
-        told = self._town.told(self._model)
+        told = self._rig.told(self._model)
         return {one.version for one in told if one.decision == "registered" and one.previous == version}
 
     def _learned_of(self, version: str) -> list[str]:
@@ -164,7 +164,7 @@ class Story:
         from headrace_trainer.experiences.history import History
         from headrace_trainer.lineage.store import LineageStore
 
-        saved = LineageStore(self._town.blobs, "main").read()
+        saved = LineageStore(self._rig.blobs, "main").read()
         if saved is None:
             return ["the lineage is not there"]
         entries = {name: saved.window.get(name) for name, answered in self._given.items() if answered == version}
@@ -172,7 +172,7 @@ class Story:
         return [name for name, one in entries.items() if one is not None and one.holds(history, saved.steps)]
 
     def _registered(self) -> list[str]:
-        return [one.version for one in self._town.told(self._model) if one.decision == "registered"]
+        return [one.version for one in self._rig.told(self._model) if one.decision == "registered"]
 
     async def _on_trial(self) -> None:
         """Until the last step; who is to die dies once in each state."""
@@ -194,7 +194,7 @@ class Story:
         await self._kill({"promote": "promotion", "roll_back": "rollback"}[last])
         champion = self._second if last == "promote" else self._first
         await self._until(
-            lambda: self._town.champion(self._model) == champion and self._shown_ended,
+            lambda: self._rig.champion(self._model) == champion and self._shown_ended,
             "the end on the bus",
             self._end_wait_s,
         )
@@ -215,7 +215,7 @@ class Story:
 
     async def _out_for_good(self, visitors: Visitors, told_s: float) -> None:
         """Nobody is answered by it from when the gateway has heard; its children never serve."""
-        splits = [one.split for one in self._town.routings if one.model == self._model and one.split]
+        splits = [one.split for one in self._rig.routings if one.model == self._model and one.split]
         if splits:
             found = (splits[-1], self._first, self._second, told_s)
             await self._until(lambda: checks.heard_by(visitors.calls, *found), "a call that shows the decision")
@@ -231,7 +231,7 @@ class Story:
             await self._until(lambda: self._children(self._first) - {self._second}, "a version without it")
             await self._until(lambda: not self._learned_of(self._second), "what it taught is taken back")
         else:
-            child = await self._town.publish(self._model, 2, self._second)
+            child = await self._rig.publish(self._model, 2, self._second)
             await self._until(lambda: child in self._withdrawn, "its child barred")
         answered = {one.version for one in visitors.calls} & self._children(self._second)
         self._out.problems += [f"{one} answered, a child of what was taken back" for one in sorted(answered)]
@@ -240,7 +240,7 @@ class Story:
 
     @property
     def _steps(self) -> list[str]:
-        return self._town.steps(self._second)
+        return self._rig.steps(self._second)
 
     @property
     def _over(self) -> bool:
@@ -248,37 +248,37 @@ class Story:
 
     @property
     def _measured(self) -> bool:
-        told = self._town.told(self._model)
+        told = self._rig.told(self._model)
         return any(one.decision == "evaluated" and one.version == self._first for one in told)
 
     @property
     def _shown_ended(self) -> bool:
-        shown = self._town.routing(self._model)
+        shown = self._rig.routing(self._model)
         return shown is not None and shown.split is None and "canary" not in shown.aliases
 
     @property
     def _withdrawn(self) -> set[str]:
-        shown = self._town.routing(self._model)
+        shown = self._rig.routing(self._model)
         return set(shown.withdrawn) if shown else set()
 
     @property
     def _deaths(self) -> list[str]:
-        return sentenced(self._town.folder)
+        return sentenced(self._rig.folder)
 
     def _served(self, version: str) -> bool:
-        shown = self._town.routing(self._model)
+        shown = self._rig.routing(self._model)
         return shown is not None and version in {one.version for one in shown.serve}
 
     def _plays(self, version: str) -> bool:
-        path = self._town.folder / "runs"
+        path = self._rig.folder / "runs"
         return path.exists() and version in path.read_text(encoding="utf-8").split()
 
     def _reason(self) -> str:
-        told = [one for one in self._town.told(self._model) if one.version == self._second and one.rollout]
+        told = [one for one in self._rig.told(self._model) if one.version == self._second and one.rollout]
         return json.dumps([told[-1].reason, told[-1].statistics]) if told else ""
 
     async def _until(self, condition: Callable[[], object], what: str, wait_s: float = WAIT_S) -> None:
-        await self._town.until(condition, f"{self._cell.name}: {what}", wait_s)
+        await self._rig.until(condition, f"{self._cell.name}: {what}", wait_s)
 
     # Who dies
 
@@ -288,7 +288,7 @@ class Story:
             return
         last = "promote" if self._cell.end == "better" else "roll_back"
         deaths = ["begin half sent", *(f"{last} {moment}" for moment in MOMENTS)]
-        sentence(self._town.folder, deaths)
+        sentence(self._rig.folder, deaths)
         self._out.deaths = deaths
 
     async def _kill(self, state: str) -> None:
@@ -303,16 +303,16 @@ class Story:
 
     async def _dying(self) -> list[KeptProcess]:
         known: dict[str, list[KeptProcess | None]] = {
-            "gateway": [self._town.gateway],
-            "replica": [self._town.replica],
-            "trainer": [self._town.trainer],
-            "registries": [*self._town.registries],
+            "gateway": [self._rig.gateway],
+            "replica": [self._rig.replica],
+            "trainer": [self._rig.trainer],
+            "registries": [*self._rig.registries],
         }
-        dying = known.get(self._cell.victim) or [await self._town.leader()]
+        dying = known.get(self._cell.victim) or [await self._rig.leader()]
         found = [one for one in dying if one is not None]
         for one in found:
             await asyncio.to_thread(one.kill)
         return found
 
     def _all_alive(self) -> bool:
-        return all(one.alive for one in self._town.processes)
+        return all(one.alive for one in self._rig.processes)

@@ -15,7 +15,7 @@ from headrace_runtime.consumer import assign_all, consumer, record_of
 from headrace_runtime.wire import decode
 from headrace_schemas import Reward, Turn, ids
 from headrace_schemas.base import utcnow
-from tests.rollouts.town import Town
+from tests.rollouts.rig import RolloutRig
 
 _USERS = 4
 _REGULARS = 4
@@ -39,8 +39,8 @@ class Call:
 class Visitors:
     """Use `visiting`. `rewards`: the share of sessions that are right, by version."""
 
-    def __init__(self, town: Town, model: str, rewards: Callable[[str], float]) -> None:
-        self._town = town
+    def __init__(self, rig: RolloutRig, model: str, rewards: Callable[[str], float]) -> None:
+        self._rig = rig
         self._model = model
         self._rewards = rewards
         self._open = True
@@ -76,7 +76,7 @@ class Visitors:
 
     async def _regular(self, http: httpx2.AsyncClient, number: int) -> None:
         while self._open:
-            shown = self._town.routing(self._model)
+            shown = self._rig.routing(self._model)
             self._begun = self._begun or bool(shown and shown.split)
             if self._begun:
                 await self._call(http, f"{self._model}-regular-{number}")
@@ -84,7 +84,7 @@ class Visitors:
 
     async def _call(self, http: httpx2.AsyncClient, session: str) -> None:
         body = {"model": self._model, "messages": [{"role": "user", "content": f"hello from {session}"}]}
-        url, headers = f"{self._town.gateway.url}/v1/chat/completions", {"X-Session-Id": session}
+        url, headers = f"{self._rig.gateway.url}/v1/chat/completions", {"X-Session-Id": session}
         until_s = time.monotonic() + _PATIENCE_S
         while True:
             began_s = time.monotonic()
@@ -105,15 +105,15 @@ class Visitors:
 
     async def _judge(self) -> None:
         """A verdict for each session, once its turn is on the bus."""
-        reader = consumer(self._town.common.bus, "test-turns")
+        reader = consumer(self._rig.common.bus, "test-turns")
         await reader.start()
         try:
             await reader.seek_to_end(*await assign_all(reader, Turn.topic))
             async for message in reader:
-                event = (await decode(record_of(message), self._town.blobs)).event
+                event = (await decode(record_of(message), self._rig.blobs)).event
                 if isinstance(event, Turn) and event.model == self._model and event.session_key not in self.turns:
                     self.turns[event.session_key] = event
-                    await self._town.producer.send(self._verdict(event))
+                    await self._rig.producer.send(self._verdict(event))
         finally:
             await reader.stop()
 

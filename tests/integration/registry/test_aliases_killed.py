@@ -34,12 +34,12 @@ class Pair:
     """Two registries; `ask` goes to whoever leads."""
 
     def __init__(self, rig: RegistryRig, http: httpx2.AsyncClient) -> None:
-        self._town = rig
+        self._rig = rig
         self._http = http
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
-        process, url = self._town.registry()
+        process, url = self._rig.registry()
         self.processes[url] = process
 
     async def ask(self, path: str, body: object) -> httpx2.Response | None:

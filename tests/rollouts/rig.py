@@ -52,8 +52,8 @@ ROLLOUT = {
 }
 
 
-class Town:
-    """Use `town()`. Every process that dies is started again at once."""
+class RolloutRig:
+    """Use `running()`. Every process that dies is started again at once."""
 
     def __init__(self, folder: Path, bus: str, database_url: str, fault: str = "") -> None:
         self.folder = folder
@@ -214,14 +214,14 @@ class Town:
 
 
 @contextlib.asynccontextmanager
-async def town(folder: Path, database_url: str, fault: str = "") -> AsyncIterator[Town]:
+async def running(folder: Path, database_url: str, fault: str = "") -> AsyncIterator[RolloutRig]:
     """Up, in `folder`; stopped in the end."""
     broker = KeptProcess("broker", "headrace_broker", folder, free_port())
     settings = {"DATA_DIR": str(folder / "broker"), "BROKER__KAFKA_PORT": broker.port, "BROKER__PORT": 0}
     broker.start(settings)
     try:
         await asyncio.to_thread(wait_open, broker.port, WAIT_S)
-        made = Town(folder, f"127.0.0.1:{broker.port}", database_url, fault)
+        made = RolloutRig(folder, f"127.0.0.1:{broker.port}", database_url, fault)
         async with made.following():
             yield made
     finally:
