@@ -54,7 +54,7 @@ test: $(VENV)/installed ## every test that does not play for minutes, fast ones 
 test-long: WORKERS = 2
 test-long: $(VENV)/installed ## the tests that kill and that play for minutes: the whole circle, Kafka with PostgreSQL, replays, docs on a running stack
 	mkdir -p reports
-	$(PYTEST) -m "long and not own_target" tests/e2e tests/docs tests/contract tests/integration/replay tests/integration tests/repo tests/unit --ignore=tests/docs/test_tutorials.py
+	$(PYTEST) -m "long and not own_target" tests/e2e tests/docs tests/contract tests/integration/replay tests/integration tests/repo tests/simulation tests/unit --ignore=tests/docs/test_tutorials.py
 
 test-tutorials: $(VENV)/installed ## the tutorials, walked from top to end as a new user does; about 15 minutes
 	$(BIN)/pytest tests/docs/test_tutorials.py

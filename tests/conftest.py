@@ -75,6 +75,14 @@ def pytest_configure(config: pytest.Config) -> None:
     heartbeat.begin(config)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before `-m` chooses: a node of Kafka is a Java process in each worker, so `make test-long` alone has them."""
+    for item in items:
+        if item.get_closest_marker("kafka"):
+            item.add_marker(pytest.mark.long)
+
+
 def pytest_collection_finish() -> None:
     """What was imported is never garbage: no collection between tests has to look through torch again."""
     gc.collect()

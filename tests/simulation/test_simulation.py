@@ -47,8 +47,12 @@ def test_every_promise_is_kept(seed: int) -> None:
     assert all(outcome.checks[name] for name in ("p1_captured", "p2_tokens", "p4_once", "p5_staleness", "account"))
 
 
+SLOW = {"outbox in memory", "offsets outside the checkpoint", "weights go back unsaid", "ends do not wait"}
+"""Seen after several seeds only."""
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in SLOW else n for n in PLANTED])
 def test_a_planted_bug_is_caught(name: str) -> None:
     planted = PLANTED[name]
     for seed in dict.fromkeys((KNOWN.get(name, 0), *range(CATCH_WITHIN))):

@@ -46,6 +46,7 @@ def train(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.long
 def test_bad_rows_are_named_with_their_reasons(folder: Path) -> None:
     done = train(folder, "--check", "--json", "--held-out", "held_out.jsonl")
     assert done.returncode == 1, done.stderr

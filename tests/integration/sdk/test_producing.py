@@ -101,6 +101,7 @@ async def produce(language: str, session: str, bus: str) -> str:
 
 
 @kafka_is_long("own_bus")
+@pytest.mark.long
 async def test_every_language_is_scored_by_both_consumers(rig: StreamsRig) -> None:
     sessions = {language: session_for(language) for language in COMMANDS}
     skipped = {}

@@ -9,6 +9,7 @@ import pytest
 
 from headrace_schemas import Event, Experience, Reward
 from headrace_scorer import upkeep
+from tests.support.marks import postgres_is_long
 from tests.support.trajectories import closed
 from tests.support.turns import ask, feedback, user
 from tests.unit.scorer.conftest import Open, Rig, answer, half
@@ -121,6 +122,7 @@ async def outcome(rig: Rig) -> dict[str, tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("seed", range(6))
+@postgres_is_long()
 async def test_p10_any_order_and_duplicates_come_to_the_same(open_scorer: Open, seed: int) -> None:
     print("seed", seed)
     events = story(seed)

@@ -9,11 +9,13 @@ import pytest
 
 from tests.feedback.planted import FAULTS, Fault
 from tests.feedback.playing import differing, replayed, talk
+from tests.support.marks import postgres_is_long
 
 COUNT = 200
 
 
 @pytest.mark.parametrize(("seed", "combine"), [(1, "mean"), (2, "sum")])
+@postgres_is_long()
 async def test_any_order_ends_as_the_order_of_the_log(
     database_url: str, data_dir: Path, seed: int, combine: Literal["mean", "sum"]
 ) -> None:
@@ -21,6 +23,7 @@ async def test_any_order_ends_as_the_order_of_the_log(
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.long
 async def test_a_planted_fault_is_noticed(data_dir: Path, fault: Fault) -> None:
     with fault.planted():
         assert await differing("sqlite", data_dir, 1, COUNT)

@@ -131,7 +131,15 @@ async def test_a_late_lower_revision_changes_nothing(world: World, make: Make) -
 
 
 @pytest.mark.parametrize("before", [pytest.param(0, marks=pytest.mark.long), 6])
-@pytest.mark.parametrize(("whole", "first", "second"), [(8, 1, 8), (8, 8, 1), (8, 4, 4), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("whole", "first", "second"),
+    [
+        pytest.param(8, 1, 8, marks=pytest.mark.long),
+        (8, 8, 1),
+        pytest.param(8, 4, 4, marks=pytest.mark.long),
+        (1, 1, 1),
+    ],
+)
 def test_a_correction_undoes_what_it_says(base: Path, whole: int, first: int, second: int, before: int) -> None:
     """With AdamW and its default settings; `make test-learning` measures larger batches."""
     found = rest(base, Case(whole, first, second, before, seed=7))

@@ -142,7 +142,8 @@ def plain_story(world: World, version: str) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("lora", "stride"), [pytest.param(0, 1, marks=pytest.mark.long), (0, 9), pytest.param(2, 6, marks=pytest.mark.long)]
+    ("lora", "stride"),
+    [pytest.param(0, 1, marks=pytest.mark.long), (0, 23), pytest.param(2, 6, marks=pytest.mark.long)],
 )
 async def test_a_death_at_any_point_changes_nothing(tmp_path: Path, make: Make, lora: int, stride: int) -> None:
     settings = make(lora={"rank": lora}, memory={"restore_points": 3})
@@ -213,7 +214,7 @@ async def test_p4_offsets_outside_the_checkpoint_would_be_caught(
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.long), 11])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.long), 29])
 async def test_a_death_around_a_refused_version_changes_nothing(tmp_path: Path, make: Make, stride: int) -> None:
     """The registry refuses version 1 while version 2 exists: weights go back to the base, what was read stays read, and
     what is undone is queued again and trained once more."""

@@ -117,6 +117,7 @@ def test_adapters_learn_upwards(tmp_path: Path, make: Make) -> None:
     check_learns(tmp_path, make, margin=0.01, lora={"rank": 4}, optimizer={"learning_rate": 3e-3})
 
 
+@pytest.mark.long
 def test_a_flipped_sign_in_the_loss_is_caught(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def flipped(*tensors: Any) -> TokenLoss:
         found = token_loss(*tensors)

@@ -67,6 +67,7 @@ FAULTS: list[tuple[str, str, str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "where", "packing", "fault", "said"), FAULTS, ids=lambda value: str(value)[:24])
+@pytest.mark.long
 def test_a_planted_fault_is_refused_with_its_place(
     models: Models, monkeypatch: pytest.MonkeyPatch, name: str, where: str, packing: str, fault: Any, said: str
 ) -> None:

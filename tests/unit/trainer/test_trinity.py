@@ -156,7 +156,8 @@ async def test_a_trainer_that_dies_anywhere_trains_each_batch_once(
         assert lessons(world, folder / "trinity" / "main") == held, f"died at point {at}"
 
 
-@pytest.mark.parametrize("point", [*stand_in.POINTS[:-2], *(pytest.param(p) for p in stand_in.POINTS[-2:])])
+@pytest.mark.parametrize("point", stand_in.POINTS)
+@pytest.mark.long
 async def test_a_trinity_that_dies_anywhere_trains_each_batch_once(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learners: list[TrinityLearner], point: str
 ) -> None:

@@ -90,6 +90,7 @@ async def rig(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     await made.database.close()
 
 
+@pytest.mark.long
 async def test_the_one_behind_gets_less_and_all_of_it_again_when_it_is_alone(rig: Rig) -> None:
     await rig.crowned(0)
     first, second = await under_way(rig, 1), await under_way(rig, 2)

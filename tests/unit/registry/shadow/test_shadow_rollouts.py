@@ -271,7 +271,9 @@ async def reboot(rig: Rig) -> None:
     await rig.processor.recover()
 
 
-@pytest.mark.parametrize(("reward", "phase"), [(0.1, "rolled_back"), (0.7, "champion")])
+@pytest.mark.parametrize(
+    ("reward", "phase"), [(0.1, "rolled_back"), pytest.param(0.7, "champion", marks=pytest.mark.long)]
+)
 @postgres_is_long()
 async def test_a_registry_that_dies_after_every_step_decides_the_same(
     tmp_path: Path, database_url: str, reward: float, phase: str
