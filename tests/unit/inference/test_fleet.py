@@ -196,6 +196,19 @@ async def test_a_version_that_is_wanted_again_stays(rig: Rig, models: Models) ->
     await rig.until(lambda: rig.engine.held == [models.second.version])
 
 
+async def test_a_version_that_comes_back_before_it_is_unloaded_is_there_once(rig: Rig, models: Models) -> None:
+    """Another version's load keeps its unload waiting; what an engine holds twice under one name it never lets go."""
+    rig.route(models.first.served)
+    await rig.settled(first="ready")
+    rig.engine.gate = asyncio.Event()
+    rig.route(models.second.served)
+    await rig.until(lambda: models.first.version not in rig.states)
+    rig.route(models.first.served, models.second.served)
+    rig.engine.gate.set()
+    await rig.settled(first="ready", second="ready")
+    assert sorted(rig.engine.held) == sorted([models.first.version, models.second.version])
+
+
 async def test_a_version_that_is_dropped_while_it_loads_never_answers(rig: Rig, models: Models) -> None:
     rig.engine.gate = asyncio.Event()
     rig.route(models.first.served)

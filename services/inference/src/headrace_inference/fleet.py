@@ -226,10 +226,9 @@ class Fleet:
             return
         del self._held[held.version]
         self._changed()
-        async with self._order:
-            if held.version not in self._held:
-                await self._engine.unload(held.version)
-                await asyncio.to_thread(self._cache.keep_only, set(self._held))
+        async with self._order:  # if it is wanted again, its next load waits behind this
+            await self._engine.unload(held.version)
+            await asyncio.to_thread(self._cache.keep_only, set(self._held))
         log.info("version_unloaded", version=held.version)
         self._reconcile()  # there is room for another one
 
