@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,3 +102,27 @@ def test_a_score_that_fails_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ExceptionGroup) as caught:
         gated([{"version": VERSION, "task": "odd", "seed": 1}], monkeypatch)
     assert caught.group_contains(HeadraceError, match="its score failed")
+
+
+def test_a_score_that_fails_ends_the_program_while_its_input_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry keeps the input open and waits for answers: each would wait for the other."""
+    stack = NotingStack()
+    monkeypatch.setattr("headrace.evaluation.gate_program.Stack", lambda *_: stack)
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as lines, os.fdopen(writing, "w") as asked:
+        print(json.dumps({"version": VERSION, "task": "odd", "seed": 1}), file=asked, flush=True)
+        ended: list[BaseException] = []
+
+        def serve() -> None:
+            try:
+                tasks = {"odd": {"question": "odd", "answer": ""}}
+                serve_gate(tasks, {"x": {}}, play, right, base_url="http://gateway/v1", lines=lines, out=io.StringIO())
+            except ExceptionGroup as group:
+                ended.append(group)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        thread.join(10)
+        assert [one.subgroup(HeadraceError) is not None for one in ended if isinstance(one, ExceptionGroup)] == [True]
+        asked.close()
+        thread.join(10)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
+import threading
 from collections.abc import Mapping
 from typing import TextIO
 
@@ -29,7 +31,8 @@ def serve_gate(
     """Name the tasks, then play what each line of standard input asks for, until it ends.
 
     `score` is in 0..1. The agent's own failure scores 0 here, other than in training: a version that fails is worse.
-    Raises `HeadraceError` when a score could not be found, so that the gate fails and nobody is judged by a guess.
+    Ends at once with an `ExceptionGroup` of `HeadraceError` when a score could not be found, so that the gate fails and
+    nobody is judged by a guess.
     """
     asyncio.run(_serve(gate, audit, play, score, base_url, lines or sys.stdin, out or sys.stdout))
 
@@ -62,5 +65,21 @@ async def _serve(
             async with saying:
                 print(said.model_dump_json(), file=out, flush=True)
 
-        while line := await asyncio.to_thread(lines.readline):
+        asked = _read_aside(lines)
+        while line := await asked.get():
             plays.create_task(one(Play.model_validate_json(line)))
+
+
+def _read_aside(lines: TextIO) -> asyncio.Queue[str]:
+    """Each line, and an empty one for the end. Nobody waits for the thread: it may read for as long as the registry
+    keeps the input open, and the registry waits for answers."""
+    loop, found = asyncio.get_running_loop(), asyncio.Queue[str]()
+
+    def read() -> None:
+        with contextlib.suppress(RuntimeError, ValueError):  # the program is over: its loop or its input is closed
+            while line := lines.readline():
+                loop.call_soon_threadsafe(found.put_nowait, line)
+            loop.call_soon_threadsafe(found.put_nowait, "")
+
+    threading.Thread(target=read, name="gate-input", daemon=True).start()
+    return found
