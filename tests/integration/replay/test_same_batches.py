@@ -65,7 +65,7 @@ async def test_p9_a_replay_repeats_the_batches_and_disturbs_nobody(
 
     plan = await rig.report("plan")
     assert plan["cut"] == "recorded", plan["cut_because"]
-    assert plan["same"]
+    assert plan["same"], plan
     assert [batch["digest"] for batch in plan["training"]["batches"]] == digests
     trained = [name for name, dropped in fates(accounts) if dropped is None]
     assert plan["training"]["trained"] == len(trained)
