@@ -121,3 +121,13 @@ async def test_an_anchor_that_nobody_can_serve_is_left_out(rig: Rig) -> None:
         await rig.until(replicas, follow=False)
     assert rig.last("promoted").reason == f"not inferior to {third}"
     assert (await rig.model()).anchor == third
+
+
+async def test_a_trial_that_was_under_way_when_the_director_stopped_is_begun_anew(rig: Rig) -> None:
+    await rig.crowned(0)
+    rig.gate.open.clear()
+    second = await rig.checkpoint(1)
+    async with rig.running():
+        await rig.until(lambda: any(version == second for version, _, _ in rig.gate.asked))
+    rig.gate.open.set()
+    await decided(rig, second, "promoted")

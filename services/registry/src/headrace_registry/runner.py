@@ -119,10 +119,12 @@ class Runner:
         self._runs[model] = _Run(frozenset(versions), task)
 
     async def stop(self) -> None:
+        """What was under way is forgotten: who leads again begins it anew."""
         tasks = [run.task for run in self._runs.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._runs.clear()
 
     async def _guarded(self, model: str, version: str, tries: Attempts, play: Callable[[], Awaitable[Keep]]) -> None:
         async with self._one:
