@@ -20,12 +20,12 @@ from headrace_runtime.database import Database
 from headrace_runtime.dead_letters import Refusals
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings, Common, DatabaseSettings
-from headrace_schemas import Checkpoint, ModelEvent, Routing
+from headrace_schemas import ModelEvent, Routing
 from headrace_schemas.base import utcnow
-from headrace_schemas.manifest import File, Fingerprint, Manifest
 from tests.integration.registry.rig import GATE
 from tests.rollouts.kept import KeptProcess
 from tests.rollouts.mortal import FAULT, FOLDER
+from tests.support import weightless
 from tests.support.ports import free_port, wait_open
 
 WAIT_S = 240.0
@@ -127,7 +127,7 @@ class RolloutRig:
             async with self.database.transaction() as tx:
                 holder = (await tx.execute(select(LEASE.c.holder))).scalar_one_or_none()
             pid = int(holder.split("|")[3]) if holder else 0
-            found = [one for one in self.registries if one.pid == pid and one.alive]
+            found = [one for one in self.registries if one.pid == pid and one.running()]
             if found:
                 return found[0]
             await asyncio.sleep(0.02)
@@ -135,19 +135,8 @@ class RolloutRig:
 
     async def publish(self, model: str, step: int, parent: str | None = None) -> str:
         """A version whose weights nobody looks at."""
-        manifest = Manifest(
-            name=model,
-            lineage="main",
-            step=step,
-            parent=parent,
-            files=(File(path="model.safetensors", blob=self.blobs.put(f"{model} {step}".encode())),),
-            fingerprint=Fingerprint(token_ids=(1, 2), logprobs=(-1.0,)),
-            tokenizer_sha256="a" * 64,
-            template_sha256="b" * 64,
-        )
-        about = {"model": model, "version": manifest.version, "lineage": "main", "step": step, "parent": parent}
-        ref = self.blobs.put(manifest.canonical_json())
-        await self.producer.send(Checkpoint.model_validate({"time": utcnow(), "manifest": ref, **about}))
+        manifest, ref = weightless.version(self.blobs, model, f"{model} {step}", step=step, parent=parent)
+        await self.producer.send(weightless.checkpoint(manifest, ref, utcnow()))
         return manifest.version
 
     def routing(self, model: str) -> Routing | None:
@@ -208,7 +197,7 @@ class RolloutRig:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             for one in self.processes:
-                await asyncio.to_thread(one.stop)
+                await asyncio.to_thread(one.end)
             await self.database.close()
             await self.producer.stop()
 

@@ -18,9 +18,9 @@ from headrace_runtime.consumer import Table
 from headrace_runtime.dead_letters import Refusals
 from headrace_runtime.producer import EventProducer
 from headrace_runtime.settings import BusSettings, Common
-from headrace_schemas import Checkpoint, LoadedVersion, ModelEvent, Probe, Replica, Routing
+from headrace_schemas import LoadedVersion, ModelEvent, Probe, Replica, Routing
 from headrace_schemas.base import utcnow
-from headrace_schemas.manifest import File, Fingerprint, Manifest
+from tests.support import weightless
 from tests.support.ports import free_port
 
 GATE = """
@@ -103,31 +103,11 @@ class RegistryRig:
     async def publish(
         self, model: str, step: int, scores: dict[str, float] | None = None, parent: str | None = None
     ) -> str:
-        manifest = Manifest(
-            name=model,
-            lineage="main",
-            step=step,
-            parent=parent,
-            files=(File(path="model.safetensors", blob=self.blobs.put(f"{model} {step}".encode())),),
-            fingerprint=Fingerprint(token_ids=(1, 2), logprobs=(-1.0,)),
-            tokenizer_sha256="a" * 64,
-            template_sha256="b" * 64,
-        )
-        ref = self.blobs.put(manifest.canonical_json())
+        manifest, ref = weightless.version(self.blobs, model, f"{model} {step}", step=step, parent=parent)
         path = self.folder / "scores.json"
         known = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(known | ({manifest.version: scores} if scores else {})))
-        await self.producer.send(
-            Checkpoint(
-                time=utcnow(),
-                model=model,
-                version=manifest.version,
-                lineage="main",
-                step=step,
-                parent=parent,
-                manifest=ref,
-            )
-        )
+        await self.producer.send(weightless.checkpoint(manifest, ref, utcnow()))
         return manifest.version
 
     async def _replica(self) -> None:

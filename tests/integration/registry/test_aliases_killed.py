@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from headrace_schemas.manifest import File, Fingerprint, Manifest
 from tests.integration.registry.rig import RegistryRig
+from tests.support import weightless
 from tests.support.broker_process import BrokerProcess
 
 MODEL = "opponent"
@@ -79,16 +79,8 @@ class Pair:
 
 
 async def registered(rig: RegistryRig, pair: Pair, content: str) -> str:
-    manifest = Manifest(
-        name=MODEL,
-        lineage="registered",
-        step=0,
-        files=(File(path="model.safetensors", blob=rig.blobs.put(content.encode())),),
-        fingerprint=Fingerprint(token_ids=(1, 2), logprobs=(-1.0,)),
-        tokenizer_sha256="a" * 64,
-        template_sha256="b" * 64,
-    )
-    body = {"manifest": rig.blobs.put(manifest.canonical_json()).model_dump()}
+    manifest, ref = weightless.version(rig.blobs, MODEL, content, lineage="registered")
+    body = {"manifest": ref.model_dump()}
     answer = await pair.answered(f"models/{MODEL}/register", body)
     assert answer.status_code == 201, answer.text
     return manifest.version

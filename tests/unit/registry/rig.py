@@ -38,7 +38,8 @@ from headrace_runtime.wire import Outgoing, Record
 from headrace_schemas import EVENTS, Checkpoint, DeadLetter, Event, LoadedVersion, ModelEvent, Probe, Replica, Routing
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.gate import Tasks
-from headrace_schemas.manifest import File, Fingerprint, Manifest
+from headrace_schemas.manifest import Manifest
+from tests.support import weightless
 from tests.support.migrated import make_tables
 
 E = TypeVar("E", bound=Event)
@@ -222,35 +223,15 @@ class Rig:
     def manifest(
         self, step: int, *, tokenizer: str = "a", base: str | None = None, parent: str | None = None
     ) -> tuple[Manifest, BlobRef]:
-        manifest = Manifest(
-            name=MODEL,
-            lineage="main",
-            step=step,
-            parent=parent,
-            kind="lora" if base else "full",
-            base=base,
-            files=(File(path="model.safetensors", blob=self.blobs.put(f"weights {step}".encode())),),
-            fingerprint=Fingerprint(token_ids=(1, 2), logprobs=(-1.0,)),
-            tokenizer_sha256=tokenizer * 64,
-            template_sha256="b" * 64,
-        )
-        return manifest, self.blobs.put(manifest.canonical_json())
+        content = f"weights {step}"
+        return weightless.version(self.blobs, MODEL, content, step=step, parent=parent, base=base, tokenizer=tokenizer)
 
     async def checkpoint(
         self, step: int, *, tokenizer: str = "a", base: str | None = None, parent: str | None = None
     ) -> str:
         """Publish one and return its version."""
         manifest, ref = self.manifest(step, tokenizer=tokenizer, base=base, parent=parent)
-        event = Checkpoint(
-            time=self.clock.now(),
-            model=MODEL,
-            version=manifest.version,
-            lineage="main",
-            step=step,
-            parent=parent,
-            manifest=ref,
-        )
-        await self.receive(event.to_json())
+        await self.receive(weightless.checkpoint(manifest, ref, self.clock.now()).to_json())
         return manifest.version
 
     async def receive(self, value: bytes) -> None:

@@ -14,7 +14,8 @@ from headrace_runtime import web
 from headrace_runtime.settings import Common, SecuritySettings
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.catalog import WHO_HEADER
-from headrace_schemas.manifest import File, Fingerprint, Manifest
+from headrace_schemas.manifest import File
+from tests.support import weightless
 from tests.unit.registry.rig import Rig
 
 OPPONENT = "opponent"
@@ -51,19 +52,11 @@ class Desk:
         files: tuple[File, ...] = (),
     ) -> tuple[str, BlobRef]:
         """Version and manifest of a folder whose weights are `content`."""
-        own = File(path="model.safetensors", blob=self.rig.blobs.put(content.encode()))
-        manifest = Manifest(
-            name=name,
-            lineage="registered",
-            step=0,
-            kind="lora" if base else "full",
-            base=base,
-            files=(own, *files),
-            fingerprint=Fingerprint(token_ids=(1, 2), logprobs=(-1.0,)),
-            tokenizer_sha256=tokenizer * 64,
-            template_sha256=template * 64,
+        blobs = self.rig.blobs
+        manifest, ref = weightless.version(
+            blobs, name, content, lineage="registered", base=base, tokenizer=tokenizer, template=template, files=files
         )
-        return manifest.version, self.rig.blobs.put(manifest.canonical_json())
+        return manifest.version, ref
 
     async def register(self, content: str, *, label: str | None = None, serve: bool = False, **how: object) -> str:
         """Make a folder and register it."""
