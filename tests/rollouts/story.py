@@ -315,4 +315,4 @@ class Story:
         return found
 
     def _all_alive(self) -> bool:
-        return all(one.alive for one in self._rig.processes)
+        return all(one.running() for one in self._rig.processes)

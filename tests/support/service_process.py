@@ -16,23 +16,16 @@ from tests.support.ports import free_port
 from tests.support.processes import wait_until
 
 
-class ServiceProcess:
-    """`python -m headrace_<name>`. Its data folder is `folder`, where a successor finds the state of the dead."""
+class LoggedProcess:
+    """A module of Python that runs beside the test, with a port and one log for all its lives."""
 
-    def __init__(
-        self, name: str, folder: Path, bus: str, environ: Mapping[str, str] | None = None, /, **settings: object
-    ) -> None:
-        """`environ`: what it has besides its settings, for example `wrong_clock.environ`."""
-        self._command = [sys.executable, "-m", f"headrace_{name}"]
+    def __init__(self, name: str, module: str, log: Path, port: int, arguments: tuple[str, ...] = ()) -> None:
         self.name = name
-        self.port = free_port()
-        self._log = folder / f"{name}-{self.port}.log"
-        names = {"DATA_DIR": folder, "BUS__ADDRESS": bus, f"{name.upper()}__PORT": self.port, **settings}
-        self._environ = (
-            os.environ | (environ or {}) | {f"HEADRACE_{key}": as_setting(value) for key, value in names.items()}
-        )
+        self.port = port
+        self._command = [sys.executable, "-m", module, *arguments]
+        self._log = log
+        self._environ: Mapping[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
-        folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def url(self) -> str:
@@ -42,9 +35,55 @@ class ServiceProcess:
     def log(self) -> str:
         return self._log.read_text(encoding="utf-8")
 
-    def start(self, *, ready: bool = True) -> None:
+    def set(self, settings: Mapping[str, object], environ: Mapping[str, str] | None = None) -> None:
+        """What it has whenever it is started. `environ`: besides its settings, for example `wrong_clock.environ`."""
+        named = {f"HEADRACE_{key}": as_setting(value) for key, value in settings.items()}
+        self._environ = os.environ | (environ or {}) | named
+
+    def begin(self) -> None:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environ)
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=dict(self._environ))
+
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def wait(self, timeout_s: float) -> int:
+        assert self._process is not None
+        return self._process.wait(timeout_s)
+
+    def kill(self) -> None:
+        process = self._process  # somebody else may start another one meanwhile
+        assert process is not None
+        process.kill()
+        process.wait()
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit status."""
+        assert self._process is not None
+        if self.running():
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        return self._process.returncode
+
+
+class ServiceProcess(LoggedProcess):
+    """`python -m headrace_<name>`. Its data folder is `folder`, where a successor finds the state of the dead."""
+
+    def __init__(
+        self, name: str, folder: Path, bus: str, environ: Mapping[str, str] | None = None, /, **settings: object
+    ) -> None:
+        """`environ`: see `LoggedProcess.set`."""
+        port = free_port()
+        super().__init__(name, f"headrace_{name}", folder / f"{name}-{port}.log", port)
+        self.set({"DATA_DIR": folder, "BUS__ADDRESS": bus, f"{name.upper()}__PORT": port, **settings}, environ)
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def start(self, *, ready: bool = True) -> None:
+        self.begin()
         if ready:
             wait_until(self.healthy, 60, f"{self.name} is healthy; its log says {self._log}")
 
@@ -57,26 +96,3 @@ class ServiceProcess:
             return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
         except httpx.HTTPError:
             return False
-
-    def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def wait(self, timeout_s: float) -> int:
-        assert self._process is not None
-        return self._process.wait(timeout_s)
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    def stop(self) -> int:
-        """SIGTERM; returns the exit status."""
-        assert self._process is not None
-        if self.running():
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(20)
-            except subprocess.TimeoutExpired:
-                self.kill()
-        return self._process.returncode
