@@ -37,6 +37,7 @@ def _data(event: bytes) -> bytes | None:
     return b"\n".join(lines) if lines else None
 
 
-def encode(data: bytes) -> bytes:
-    """One event. `data` holds no newline: JSON as we write it has none."""
-    return b"data: " + data + b"\n\n"
+def encode(data: bytes, kind: str = "") -> bytes:
+    """One event, of a kind where its readers tell them apart. `data` holds no newline: JSON as we write it has none."""
+    named = b"event: %b\n" % kind.encode() if kind else b""
+    return named + b"data: " + data + b"\n\n"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from pydantic_core import to_json
 
+from headrace_gateway import sse
 from headrace_gateway.engine_wire import EngineChoice, EngineMessage, EngineToolCall, EngineUsage, TokenLogprob
 from headrace_gateway.refusals import ApiError
 from headrace_gateway.responses_api import output
@@ -81,8 +82,8 @@ class ResponseWriter:
     def end(self) -> list[Json]:
         """The last events; the response is the one of the very last."""
         found = [] if self._open or self._done else self._begin("msg")
-        found += self._close(output.status_of(self._finish))
         status = output.status_of(self._finish)
+        found += self._close(status)
         whole = self._frame.response(status, self._version, self._done, self._usage, self._finish)
         return self._numbered([*found, {"type": f"response.{status}", "response": whole}])
 
@@ -167,4 +168,4 @@ class ResponseWriter:
 
 
 def encoded(events: list[Json]) -> bytes:
-    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event)) for event in events)
+    return b"".join(sse.encode(to_json(event), event["type"]) for event in events)
