@@ -53,7 +53,12 @@ class Agreement(BaseModel):
         return math.fsum(self.won) / len(self.won) + 1 / (tested + 1)
 
     def has_drifted(self, *, reference: int, error: float) -> bool:
-        return self.bound is not None and self.evidence(reference) >= 2 / error
+        return self.bound is not None and self.evidence(reference) >= alarm_at(error)
+
+
+def alarm_at(error: float) -> float:
+    """The evidence of an alarm. The reference has spent the other half of the error."""
+    return 2 / error
 
 
 def _after(won: Sequence[float], number: int, disagreement: float, bound: float) -> tuple[float, ...]:

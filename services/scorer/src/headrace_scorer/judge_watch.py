@@ -18,7 +18,7 @@ from headrace_runtime.logs import get_logger
 from headrace_runtime.upsert import upsert
 from headrace_schemas import Trajectory
 from headrace_scorer import metrics
-from headrace_scorer.agreement_test import Agreement
+from headrace_scorer.agreement_test import Agreement, alarm_at
 from headrace_scorer.drift_settings import DriftSettings
 from headrace_scorer.ledger import LedgerEntries
 from headrace_scorer.patterns import fits
@@ -64,14 +64,14 @@ class JudgeWatch:
         ]
 
     async def _count(self, tx: AsyncConnection, now: datetime, tenant: str, pair: _Pair) -> None:
-        limits = {"reference": self._settings.reference, "error": self._settings.false_alarm_rate}
+        reference, error = self._settings.reference, self._settings.false_alarm_rate
         key = {"tenant": tenant, "source": pair.source, "judged_by": pair.judged_by}
         where = [agreement.c[name] == value for name, value in key.items()]
         row = (await tx.execute(select(agreement).where(*where).with_for_update())).mappings().one_or_none()
         before = Agreement() if row is None else Agreement.model_validate_json(row["state"])
-        after = before.seen(pair.disagreement, **limits)  # type: ignore[arg-type]
+        after = before.seen(pair.disagreement, reference=reference, error=error)
         drifted_ms = None if row is None else row["drifted_ms"]
-        if drifted_ms is None and after.has_drifted(**limits):  # type: ignore[arg-type]
+        if drifted_ms is None and after.has_drifted(reference=reference, error=error):
             drifted_ms = epoch_ms(now)
             log.error(
                 "judge_drifts",
@@ -117,7 +117,7 @@ async def listed(tx: AsyncConnection, settings: DriftSettings) -> list[dict[str,
                 "disagreement": state.recent,
                 "usual_at_most": state.bound,
                 "evidence": state.evidence(settings.reference),
-                "alarm_at": 2 / settings.false_alarm_rate,
+                "alarm_at": alarm_at(settings.false_alarm_rate),
                 "drifted_at": None if row.drifted_ms is None else from_epoch_ms(row.drifted_ms).isoformat(),
             }
         )
