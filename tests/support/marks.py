@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 
-def kafka_is_long(bus: str) -> pytest.MarkDecorator:
-    """A test on each kind of bus, of which `make test` runs the embedded one: Kafka's groups take half a minute."""
-    kafka = pytest.param("kafka", marks=(pytest.mark.kafka, pytest.mark.long))
-    return pytest.mark.parametrize(bus, ["embedded", kafka], indirect=True)
+def on_each_bus(fixture: str) -> pytest.MarkDecorator:
+    """A test on each kind of bus, of which `make test` runs the embedded one."""
+    return pytest.mark.parametrize(fixture, ["embedded", pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
 
 
 def postgres_is_long() -> pytest.MarkDecorator:

@@ -22,7 +22,7 @@ from headrace_cli.mirror.side import NotACopy
 from tests.contract.bus import clients
 from tests.contract.bus.clients import administering, consuming, eventually, producing
 from tests.support.broker_process import BrokerProcess
-from tests.support.marks import kafka_is_long
+from tests.support.marks import on_each_bus
 from tests.support.wiping import wipe
 
 NOW_MS = int(time.time() * 1000)
@@ -248,7 +248,7 @@ async def test_tables_are_copied_as_tables_and_positions_in_them_translated(sour
         await mirror(source, target)
 
 
-@kafka_is_long("target")
+@on_each_bus("target")
 @pytest.mark.long
 async def test_killed_half_way_and_run_again_nothing_is_there_twice(source: str, target: str) -> None:
     seed = random.randrange(10**6)

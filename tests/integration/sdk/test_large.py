@@ -18,13 +18,13 @@ from headrace_schemas import DeadLetter, Experience, Trajectory, Turn
 from headrace_schemas.blobs import PAYLOAD_BYTES_MAX
 from tests.contract.bus.clients import eventually
 from tests.integration.streams.rig import rig_on
-from tests.support.marks import kafka_is_long
+from tests.support.marks import on_each_bus
 from tests.support.turns import ask, feedback, user
 
 MEBIBYTE = 1_048_576
 
 
-@kafka_is_long("own_bus")
+@on_each_bus("own_bus")
 @pytest.mark.long
 async def test_a_turn_of_three_mebibytes_becomes_an_experience(own_bus: str, tmp_path: Path) -> None:
     session = tmp_path.name

@@ -23,7 +23,7 @@ from tests.contract.bus.clients import eventually
 from tests.docs.fences import fences
 from tests.integration.streams.rig import StreamsRig, rig_on
 from tests.support import node_client, presence
-from tests.support.marks import kafka_is_long
+from tests.support.marks import on_each_bus
 from tests.support.service_process import ServiceProcess
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -100,7 +100,7 @@ async def produce(language: str, session: str, bus: str) -> str:
     return printed.decode()
 
 
-@kafka_is_long("own_bus")
+@on_each_bus("own_bus")
 @pytest.mark.long
 async def test_every_language_is_scored_by_both_consumers(rig: StreamsRig) -> None:
     sessions = {language: session_for(language) for language in COMMANDS}
