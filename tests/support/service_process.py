@@ -24,7 +24,7 @@ class LoggedProcess:
         self.port = port
         self._command = [sys.executable, "-m", module, *arguments]
         self._log = log
-        self._environ: Mapping[str, str] = {}
+        self._environ: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -38,12 +38,12 @@ class LoggedProcess:
     def set(self, settings: Mapping[str, object], environ: Mapping[str, str] | None = None) -> None:
         """What it has whenever it is started. `environ`: besides its settings, for example `wrong_clock.environ`."""
         named = {f"HEADRACE_{key}": as_setting(value) for key, value in settings.items()}
-        self._environ = os.environ | (environ or {}) | named
+        self._environ = {**os.environ, **(environ or {}), **named}
 
     def begin(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=dict(self._environ))
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environ)
 
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
