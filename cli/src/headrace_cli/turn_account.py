@@ -223,7 +223,8 @@ class TurnAccountBuilder:
     def _take_back(self, lineage: str, undone: Undone) -> None:
         place = lineage, undone.experience_id
         verdict = self._verdicts[place].pop(undone.revision, None)
-        if verdict is None or (verdict.dropped is not None and not undone.queued):
+        given_up = undone.queued and self._undone[place].get(undone.revision) is False  # and is queued after all
+        if (verdict is None and not given_up) or (verdict and verdict.dropped is not None and not undone.queued):
             self._missing(
                 f"lineage {lineage} took back experience {undone.experience_id} revision {undone.revision}, "
                 "which it had not trained"

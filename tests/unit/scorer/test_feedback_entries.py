@@ -9,7 +9,7 @@ import pytest
 
 from headrace_schemas import Feedback, Message
 from headrace_schemas.events.opinion import ComparedAnswer, Preference
-from headrace_scorer.feedback_entries import ANY_CHOICE, EntryKey, FeedbackEntry, entries_of
+from headrace_scorer.feedback_entries import ANY_CHOICE, EntryKey, FeedbackEntry, entries_of, thumbs_of
 from headrace_scorer.feedback_matching import FeedbackSet
 from tests.support.turns import ask, feedback, user
 
@@ -51,6 +51,16 @@ def test_a_level_says_what_is_meant() -> None:
     assert values(feedback("s", ONE, value=1.0, level="response", choice=1)) == {(ONE.turn_id, 1, "feedback"): 1.0}
     assert values(feedback("s", ONE, value=1.0, level="response")) == {(ONE.turn_id, 0, "feedback"): 1.0}
     assert values(feedback("s", TWO, value=1.0, level="response", choice=1)) == {}, "there was no such answer"
+
+
+def test_a_rater_says_the_mean_of_turns_unless_there_is_a_word_about_the_run() -> None:
+    turns = [feedback("s", one, value=value, rater="ann") for one, value in ((ONE, 1.0), (TWO, 0.5))]
+    bob = feedback(value=0.25, rater="bob")
+    nobody = feedback("s", ONE, value=1.0, source="review")
+    said = FeedbackSet((*turns, bob, nobody))
+    assert thumbs_of(said, ANSWERS, LABELS, ("feedback",)) == {"ann": 0.75, "bob": 0.25}
+    whole = FeedbackSet((*turns, feedback(value=0.0, rater="ann")))
+    assert thumbs_of(whole, ANSWERS, LABELS, ("feedback",)) == {"ann": 0.0}
 
 
 def test_a_source_says_the_mean_of_its_raters() -> None:
