@@ -46,9 +46,10 @@ def mutants(file: str) -> Iterator[dict[str, object]]:
                 continue
             seen.add(changed)
             at = next((at for at, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), None)
-            if at is not None and not old[at].lstrip().startswith(_NOT_CODE):
-                shown = {"line": at + 1, "original": old[at].strip(), "mutated": new[at].strip()}
-                yield {"file": file, "operator": name, **shown, "text": changed}
+            if at is None or old[at].lstrip().startswith(_NOT_CODE) or old[at].replace(" *, ", " /, ") == new[at]:
+                continue
+            shown = {"line": at + 1, "original": old[at].strip(), "mutated": new[at].strip()}
+            yield {"file": file, "operator": name, **shown, "text": changed}
 
 
 if __name__ == "__main__":
