@@ -50,6 +50,7 @@ def test_a_level_says_what_is_meant() -> None:
     assert values(feedback("s", ONE, value=1.0, level="session")) == {("", ANY_CHOICE, "feedback"): 1.0}
     assert values(feedback("s", ONE, value=1.0, level="response", choice=1)) == {(ONE.turn_id, 1, "feedback"): 1.0}
     assert values(feedback("s", ONE, value=1.0, level="response")) == {(ONE.turn_id, 0, "feedback"): 1.0}
+    assert values(feedback("s", TWO, value=1.0, level="response")) == {(TWO.turn_id, 0, "feedback"): 1.0}
     assert values(feedback("s", TWO, value=1.0, level="response", choice=1)) == {}, "there was no such answer"
 
 
