@@ -62,7 +62,8 @@ def test_who_names_its_user_in_the_header_or_the_metadata_means_it_before_openai
     found = [
         identify(caller(), {}, given, "tiny", (HELLO,), user) for given in (headers, nothing) for user in ("bob", 7)
     ]
-    assert [one.user_id for one in found] == ["ann", "ann", "bob", None]
+    ann, bob = (ids.session_key("default", f"user:{name}") for name in ("ann", "bob"))
+    assert [one.user_key for one in found] == [ann, ann, bob, None]
 
 
 def test_calls_that_open_alike_are_one_session_and_its_forks() -> None:
