@@ -230,6 +230,26 @@ async def test_a_long_outage_is_waited_for_with_one_producer_and_topics_are_made
             assert made == 1
 
 
+async def test_a_long_outage_is_waited_for_also_where_nobody_makes_topics(tmp_path: Path) -> None:
+    bus, made = ListBus(), 0
+
+    def make() -> ListProducer:
+        nonlocal made
+        made += 1
+        return ListProducer(bus, BlobStore(tmp_path.as_uri()))
+
+    async with Spool(tmp_path / "spool", 10_000) as spool:
+        publisher = Publisher(make, spool, CaptureSettings(bus_wait_s=0.02), send_timeout_s=0.05)
+        async with running(publisher):
+            await until(lambda: publisher.connected)
+            bus.back.clear()
+            await publisher.publish(feedback(1))
+            await until(lambda: publisher._away)
+            bus.back.set()
+            await until(lambda: numbers(bus) == [1])
+            assert made == 1, "one producer has waited"
+
+
 async def test_a_spooled_event_of_another_release_becomes_a_dead_letter(tmp_path: Path) -> None:
     async with Spool(tmp_path / "spool", 1000) as spool:
         await spool.append([Spooled("feedback", b'{"from": "the future"}')])
