@@ -98,6 +98,8 @@ class TestReinforcePlusPlus:
         assert few.values_B == [0.0]
         again = {**once, "t0": mean(1.9, 1.9), "t1": mean(1.9, 1.9)}
         assert plus_plus([1.0], ["new"], Baselines(tasks=again, overall=overall), tasks_min=4)[0].values_B == [0.0]
+        enough = plus_plus([1.0], ["t0"], Baselines(tasks=once, overall=overall), tasks_min=4, history_min=1.0)[0]
+        assert enough.baselines_B == [1.0], "one run of its task is as much as was asked for"
 
     def test_a_late_branch_is_not_compared_with_its_own_run(self) -> None:
         """Its first branch came two batches ago, and has faded since."""
