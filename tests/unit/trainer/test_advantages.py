@@ -112,6 +112,20 @@ class TestReinforcePlusPlus:
         assert baseline(0.0) == pytest.approx(baseline(100.0))
         assert baseline(0.0) == pytest.approx((2.0 * 0.9 + 3.0) / 1.9)
 
+    def test_nor_is_one_without_a_task(self) -> None:
+        def baseline(own: float) -> float:
+            past = plus_plus([own, 2.0], [None, None], runs=["mine", "x"], weights=[0.5, 1.0])[1]
+            past = plus_plus([3.0, 1.0], [None, "a"], past, runs=["y", "z"])[1]
+            return plus_plus([own], [None], past, runs=["mine"], weights=[0.5])[0].baselines_B[0]
+
+        assert baseline(0.0) == pytest.approx(baseline(100.0))
+        assert baseline(0.0) == pytest.approx((2.0 * 0.99**2 + 3.0 * 0.99 + 1.0) / (0.99**2 + 0.99 + 1.0))
+
+    def test_the_runs_of_a_task_are_forgotten_with_it(self) -> None:
+        bound = Decay(task=0.9, model=0.99, tasks_max=2)
+        past = plus_plus([1.0] * 4, ["a", "b", "c", None], runs=["x", "y", "z", "w"], decay=bound)[1]
+        assert list(past.runs) == ["y", "z", "w"]
+
     def test_the_runs_that_are_remembered_are_bounded(self) -> None:
         bound = Decay(task=0.9, model=0.99, tasks_max=2, runs_max=2)
         past = plus_plus([1.0] * 3, ["a", "b", "c"], runs=["x", "y", "z"], decay=bound)[1]
