@@ -88,6 +88,8 @@ class TestReinforcePlusPlus:
     def test_a_run_without_a_task_is_compared_with_everything(self) -> None:
         past = Baselines(overall=mean(3.0, 4.0))
         assert plus_plus([1.0], [None], past)[0].baselines_B == pytest.approx([0.75])
+        little = Baselines(overall=mean(0.25, 0.5))
+        assert plus_plus([1.0], [None], little)[0].baselines_B == pytest.approx([0.5])
 
     def test_where_tasks_do_not_repeat_a_new_one_borrows_the_mean_over_all(self) -> None:
         once = {f"t{n}": mean(1.0, 1.0) for n in range(4)}
