@@ -20,8 +20,8 @@ from trinity_bench.settings import Row, Settings
 
 _STARTED = b"Ray runtime started"
 _POLL_S = 0.1
-_CPUS = "8"
-"""What Ray takes for its own: Trinity's processes mostly wait for the gateway."""
+_CPUS = "2"
+"""What Ray takes for its own, and starts as many processes in advance. Trinity's explorer takes one; runners none."""
 _STORE_BYTES = "100000000"
 
 

@@ -19,7 +19,7 @@ _END_S = 20.0
 
 
 async def environment(settings: Settings, base_url: str, folder: Path, ray_address: str) -> Mapping[str, str]:
-    """What Trinity's processes are given; the gateway's key is in here, and in no file. Raises `BenchFailed`."""
+    """What Trinity's processes are given: ours, which has the gateway's key, and more. Raises `BenchFailed`."""
     if not base_url.endswith("/v1"):
         raise BenchFailed(f"--base-url {base_url} does not end with /v1, which Trinity adds itself")
     token = folder / "ray-token"
@@ -34,9 +34,10 @@ async def environment(settings: Settings, base_url: str, folder: Path, ray_addre
         "RAY_ADDRESS": ray_address,
         "RAY_AUTH_MODE": "token",  # who reaches a Ray's ports runs what they like
         "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_agent_register_timeout_ms": str(round(settings.start_timeout_s * 1000)),
+        "RAY_worker_register_timeout_seconds": str(round(settings.start_timeout_s)),
         "HF_DATASETS_CACHE": str(folder / "datasets"),
         "HEADRACE_BENCH_URL": base_url.removesuffix("/v1"),
-        "HEADRACE_BENCH_KEY": os.environ.get("OPENAI_API_KEY", "none"),
     }
 
 

@@ -9,8 +9,8 @@ import ray
 from trinity.common.models.allocator import Allocator
 from trinity.utils.monitor import TensorboardMonitor
 
-BASE_URL, API_KEY = "HEADRACE_BENCH_URL", "HEADRACE_BENCH_KEY"
-"""Variables that the YAML names (`model.external_model`). The URL has no /v1."""
+BASE_URL = "HEADRACE_BENCH_URL"
+"""The variable that the YAML names (`model.external_model`): without /v1."""
 
 
 class Monitor(TensorboardMonitor):  # type: ignore[misc]

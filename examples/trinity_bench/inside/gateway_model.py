@@ -10,7 +10,7 @@ from typing import Any
 from trinity.common.models.experience_extraction import convert_api_output_to_experience
 from trinity.common.models.model import ModelWrapper
 
-from trinity_bench.inside.external_model import API_KEY, BASE_URL
+from trinity_bench.inside.external_model import BASE_URL
 
 _SEEDS = 2**31
 _TURNS_MAX = 1024
@@ -21,7 +21,7 @@ class GatewayModel(ModelWrapper):  # type: ignore[misc]
 
     def __init__(self, config: Any, seed: int, session: str) -> None:
         super().__init__(models=[], config=config, api_address=os.environ[BASE_URL].rstrip("/"))
-        self._api_key = os.environ.get(API_KEY) or self._api_key
+        self._api_key = os.environ.get("OPENAI_API_KEY") or self._api_key
         self._seeds = itertools.count(seed * _TURNS_MAX)
         self._headers = {"X-Headrace-Purpose": "eval", "X-Session-Id": session}
 

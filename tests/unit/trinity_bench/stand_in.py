@@ -38,7 +38,7 @@ def bench(config: dict[str, object], how: str) -> None:
         told = json.loads(line)
         play, row = json.loads(told["play"]), json.loads(told["row"])
         assert play["version"] == config["model"]["model_path"]  # type: ignore[index]
-        assert os.environ["HEADRACE_BENCH_KEY"] == "sk-secret"
+        assert os.environ["OPENAI_API_KEY"] == "sk-secret"
         found: dict[str, object] = {"score": row["worth"] + play["seed"] / 100 + play["version"].endswith("f") / 2}
         if how == "fails" and number == 1:
             found = {"error": "APIConnectionError: nobody listens"}

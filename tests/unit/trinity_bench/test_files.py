@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from headrace_schemas.gate import Play
+from tests.docs.fences import fences
 from trinity_bench.bench import written
 from trinity_bench.configuration import Job, patience_s
 from trinity_bench.results import BenchFailed, scores
@@ -19,12 +20,19 @@ from trinity_bench.settings import Settings, Unusable, read, rows
 
 VERSION = "tiny@0123456789ab"
 PLAYS = tuple(Play(version=VERSION, task=task, seed=5) for task in ("a", "b", "c"))
-WITHOUT_VLLM = Path(__file__).parents[3] / "examples/trinity_bench/inside/without_vllm"
+EXAMPLE = Path(__file__).parents[3] / "examples/trinity_bench"
+README, WITHOUT_VLLM = EXAMPLE / "README.md", EXAMPLE / "inside/without_vllm"
 
 
 def settings(**more: Any) -> Settings:
     base = {"python": "python", "workflow": "math_workflow", "gate_tasks": "g", "audit_tasks": "a"}
     return Settings.model_validate({**base, **more})
+
+
+def test_the_settings_that_the_readme_shows_are_settings(tmp_path: Path) -> None:
+    (shown,) = (fence for fence in fences(README) if fence.file)
+    (tmp_path / "bench.toml").write_text(shown.text)
+    assert read(tmp_path / "bench.toml").format == {"prompt_key": "question", "response_key": "answer"}
 
 
 def job(folder: Path) -> Job:
@@ -40,7 +48,9 @@ def test_the_yaml_is_of_the_exact_version_and_nobody_else_reads_it(
     written(chosen, made, dict.fromkeys(PLAYS, row))
     config = yaml.safe_load(made.yaml.read_text())
     assert (config["mode"], config["model"]["model_path"]) == ("bench", VERSION)
-    assert config["model"]["external_model"]["model_name"] == VERSION
+    external = config["model"]["external_model"]
+    assert external["model_name"] == VERSION
+    assert external["api_key_env"] != "OPENAI_API_KEY", "Trinity hands its value on, on command lines of Ray's"
     [taskset] = config["buffer"]["explorer_input"]["eval_tasksets"]
     assert taskset["format"] == {"prompt_key": "question"}
     assert taskset["workflow_args"]["turns"] == 3
