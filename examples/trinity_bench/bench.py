@@ -98,6 +98,7 @@ async def _ray(
         settings.python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--node-ip-address", "127.0.0.1",
         *ports, "--temp-dir", str(folder / "ray"), "--include-dashboard", "false", "--disable-usage-stats",
         "--num-cpus", _CPUS, "--num-gpus", "0", "--object-store-memory", _STORE_BYTES,
+        "--ray-client-server-port", "0",
     ]  # fmt: skip
     log = folder / "ray.log"
     process = await started(command, log, environ)

@@ -49,7 +49,7 @@ def patience_s(settings: Settings, job: Job) -> int:
 
 
 def configuration(settings: Settings, job: Job) -> Mapping[str, Any]:
-    """No secret is in it, and it names no variable that has one: Ray shows the values of those that Trinity hands on."""
+    """No secret is in it, nor the name of a variable that has one: Ray shows the values of those that it names."""
     ours = {
         "workflow": settings.workflow,
         "metric": settings.metric,

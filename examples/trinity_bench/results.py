@@ -23,8 +23,11 @@ def scores(results: Path, plays: Sequence[Play], settings: Settings, log: Path) 
     found: dict[Play, float] = {}
     failed: dict[Play, str] = {}
     for line in results.read_text(encoding="utf-8").splitlines():
-        told = json.loads(line)
-        play = Play.model_validate(told["play"])
+        try:
+            told = json.loads(line)
+            play = Play.model_validate(told["play"])
+        except ValueError as error:  # a full disk cuts lines off
+            raise BenchFailed(f"a result is none: {error}") from None
         if play not in plays or play in found or play in failed:
             raise BenchFailed(f"task {play.task}: was not asked for, or has a second result")
         if "error" in told:

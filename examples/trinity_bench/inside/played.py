@@ -28,15 +28,15 @@ class Played(Workflow):  # type: ignore[misc]
         arguments = dict(self.task.workflow_args)
         ours = arguments.pop(ARGUMENT)
         line: dict[str, object] = {"play": json.loads(self.task.raw_task["play"])}
+        timeout_s = ours["timeout_s"]
+        bound = asyncio.timeout(timeout_s)
         try:
-            async with asyncio.timeout(ours["timeout_s"]):
+            async with bound:
                 experiences = await self._run(ours["workflow"], arguments, line["play"])
             line["score"] = _score(experiences, ours["metric"])
-        except TimeoutError:
-            line["error"] = f"no answer within play_timeout_s = {ours['timeout_s']:g}"
-            raise
         except BaseException as error:
-            line["error"] = f"{type(error).__name__}: {error}"
+            late = f"was not over within play_timeout_s = {timeout_s:g}"
+            line["error"] = late if bound.expired() else f"{type(error).__name__}: {error}"
             raise
         finally:
             _append(ours["results"], line)
