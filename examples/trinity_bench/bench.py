@@ -81,10 +81,13 @@ def written(settings: Settings, job: Job, plays: Mapping[Play, Row]) -> None:
 async def benches(settings: Settings, base_url: str) -> AsyncIterator[Benches]:
     """Their Ray and their files are gone when the body ends. Raises `BenchFailed`."""
     with scratch(settings.folder) as folder:
-        port, agent_port = _free_ports()
+        port, agent_port, client_port = _free_ports(3)
         address = f"127.0.0.1:{port}"
         environ = await environment(settings, base_url, folder, address)
-        ports = ["--port", str(port), "--dashboard-agent-listen-port", str(agent_port)]
+        ports = [
+            "--port", str(port), "--dashboard-agent-listen-port", str(agent_port),
+            "--ray-client-server-port", str(client_port),
+        ]  # fmt: skip
         async with _ray(settings, folder, ports, environ):
             yield Benches(settings, folder, address, environ)
 
@@ -98,7 +101,6 @@ async def _ray(
         settings.python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--node-ip-address", "127.0.0.1",
         *ports, "--temp-dir", str(folder / "ray"), "--include-dashboard", "false", "--disable-usage-stats",
         "--num-cpus", _CPUS, "--num-gpus", "0", "--object-store-memory", _STORE_BYTES,
-        "--ray-client-server-port", "0",
     ]  # fmt: skip
     log = folder / "ray.log"
     process = await started(command, log, environ)
@@ -109,11 +111,12 @@ async def _ray(
         await ended(process)
 
 
-def _free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], other.getsockname()[1]
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        free = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in free:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in free]
 
 
 async def _until_started(ray: Process, log: Path, timeout_s: float) -> None:

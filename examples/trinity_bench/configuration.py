@@ -43,9 +43,9 @@ class Job:
         return self.folder / "trinity.log"
 
 
-def patience_s(settings: Settings, job: Job) -> int:
-    """How long Trinity waits for all plays of a bench: they are played in rounds."""
-    return math.ceil(settings.play_timeout_s * math.ceil(job.plays / settings.runners)) + _MARGIN_S
+def patience_s(settings: Settings, job: Job) -> float:
+    """How long all plays of a bench may take: they are played in rounds."""
+    return settings.play_timeout_s * math.ceil(job.plays / settings.runners)
 
 
 def configuration(settings: Settings, job: Job) -> Mapping[str, Any]:
@@ -92,7 +92,7 @@ def configuration(settings: Settings, job: Job) -> Mapping[str, Any]:
         "buffer": {"batch_size": settings.runners, "explorer_input": {"eval_tasksets": [taskset]}},
         "explorer": {
             "runner_per_model": settings.runners,
-            "max_timeout": patience_s(settings, job),  # of a play, and of them all
+            "max_timeout": math.ceil(patience_s(settings, job)) + _MARGIN_S,  # of a play, and of them all
             "max_retry_times": 0,  # another attempt would be another play
             "eval_on_startup": True,
             "rollout_model": {"engine_type": "external", "enable_openai_api": True, "enable_history": True},

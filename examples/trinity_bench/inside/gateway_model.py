@@ -21,7 +21,7 @@ class GatewayModel(ModelWrapper):  # type: ignore[misc]
 
     def __init__(self, config: Any, seed: int, session: str) -> None:
         super().__init__(models=[], config=config, api_address=os.environ[BASE_URL].rstrip("/"))
-        self._api_key = os.environ.get("OPENAI_API_KEY") or self._api_key
+        self._api_key = os.environ.get("OPENAI_API_KEY", "none")
         self._seeds = itertools.count(seed * _TURNS_MAX)
         self._headers = {"X-Headrace-Purpose": "eval", "X-Session-Id": session}
 

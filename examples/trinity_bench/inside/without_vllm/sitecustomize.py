@@ -7,15 +7,12 @@ them is told that there is no vLLM.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
 class _Module(ModuleType):
-    __path__: Sequence[str] = ()
-
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
