@@ -44,7 +44,11 @@ start_timeout_s = {_START_S}
 async def lines(folder: Path) -> list[Line]:
     """Of a bench of two versions, and of one that cannot be."""
     os.environ.update(OPENAI_API_KEY=_KEY, PYTHONPATH=os.pathsep.join(map(str, (ROOT / "examples", ROOT))))
-    temporary = Path(tempfile.mkdtemp(prefix="hr-"))  # the path of a socket has 107 bytes
+    with tempfile.TemporaryDirectory(prefix="hr-") as temporary:  # the path of a socket has 107 bytes
+        return await _lines(folder, Path(temporary))
+
+
+async def _lines(folder: Path, temporary: Path) -> list[Line]:
     settings = _written(folder, str(temporary))
     async with serving(folder / "stack", (_KEY,)) as stack, bus_view(stack.bus, stack.gateway.folder) as view:
         other = await _second(stack, view, folder)
@@ -62,7 +66,6 @@ async def lines(folder: Path) -> list[Line]:
         except GateFailed as error:
             refused = str(error)
     await asyncio.to_thread(wait_until, lambda: not list(temporary.iterdir()), 60, "folders of dead gates are removed")
-    await asyncio.to_thread(temporary.rmdir)
     return [*_compared(dict(zip(plays, scores, strict=True)), turns), _refusal(refused)]
 
 
