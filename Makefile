@@ -194,7 +194,7 @@ $(TRINITY)/installed: $(UV) requirements-trinity.lock
 	$(UV) pip sync --quiet --require-hashes --python $(TRINITY)/bin/python requirements-trinity.lock
 	@touch $@
 
-test-trinity: $(VENV)/installed $(TRINITY)/installed ## our batches through Trinity's own reader, our YAML through its own check; no GPU
+test-trinity: $(VENV)/installed $(TRINITY)/installed ## our batches through Trinity's own reader, our YAML through its own check, its bench as a gate; no GPU
 	$(BIN)/python -m tests.trinity
 	$(BIN)/pytest -m own_target tests/unit/trainer/test_trinity.py
 
