@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from email_agent.build_base import TEMPLATE
+from example_parts.base_model import TEMPLATE
 from email_agent.tools import DEFINITIONS
 
 
