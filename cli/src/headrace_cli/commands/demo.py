@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,7 +44,6 @@ def demo(
     against each new version before it takes over. Exits with 1 when the agent did not get better as promised.
     """
     from headrace_cli.demo import recipe
-    from headrace_cli.demo.console_reporter import ConsoleReporter
     from headrace_cli.demo.runner import Options
     from headrace_cli.supervisor.overrides import parse_assignments
     from headrace_cli.supervisor.plan import parse_pythons
@@ -57,16 +55,21 @@ def demo(
     given = parse_assignments(settings or [])
     places = cache.absolute(), out.absolute()
     options = Options(seed, goal, data_dir or Path(), *places, given, parse_pythons(pythons or []))
-    reporter = ConsoleReporter(console())
-    fine = _one if seeds is None else partial(_several, seeds)
-    if not fine(found, options, reporter, keep=data_dir is not None, path=out / f"{name}.json"):
+    keep, path = data_dir is not None, out / f"{name}.json"
+    if seeds is None:
+        good = _one(found, options, keep=keep, path=path)
+    else:
+        good = _several(seeds, found, options, keep=keep, path=path)
+    if not good:
         raise typer.Exit(1)
 
 
-def _one(recipe: Recipe, options: Options, reporter: ConsoleReporter, *, keep: bool, path: Path) -> bool:
+def _one(recipe: Recipe, options: Options, *, keep: bool, path: Path) -> bool:
     """Play one seed, and draw it."""
     from headrace_cli.demo import plot
+    from headrace_cli.demo.console_reporter import ConsoleReporter
 
+    reporter = ConsoleReporter(console())
     report = _played(recipe, options, reporter, keep=keep)
     report.write(path)
     drawn = plot.draw(report, recipe.title, path.with_suffix(".png"))
@@ -79,23 +82,23 @@ def _one(recipe: Recipe, options: Options, reporter: ConsoleReporter, *, keep: b
     return not shortfalls
 
 
-def _several(
-    count: int, recipe: Recipe, options: Options, reporter: ConsoleReporter, *, keep: bool, path: Path
-) -> bool:
+def _several(count: int, recipe: Recipe, options: Options, *, keep: bool, path: Path) -> bool:
     """Play the seeds one after the other, each on services of its own. What is done is written after each."""
+    from headrace_cli.demo.console_reporter import ConsoleReporter
     from headrace_cli.demo.seeds import SeedsReport
 
     reports: list[Report] = []
     for seed in range(options.seed, options.seed + count):
+        reporter = ConsoleReporter(console())
         place = options.data_dir / f"seed-{seed}"
         reports.append(_played(recipe, replace(options, seed=seed, data_dir=place), reporter, keep=keep))
         reporter.ended(reports[-1], [])
         reporter.measured(recipe.measures, [reports[-1].measures])
-        found = SeedsReport.of(recipe, options.goal, reports)
-        found.write(path)
+        SeedsReport.of(recipe, options.goal, reports).write(path)
     reporter.showed(reports[0].shown)
     if count > 1:
         reporter.measured(recipe.measures, [report.measures for report in reports])
+    found = SeedsReport.of(recipe, options.goal, reports)
     reporter.held(found)
     console().print(f"[dim]written: {path}[/]")
     return found.holds

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from headrace_cli.demo.measures import Measure, Measured, medians
-from headrace_cli.demo.report import Report, Shown
+from headrace_cli.demo.measures import BeforeAfter, DemoMeasure, medians
+from headrace_cli.demo.report import Report, ShownTask
 from headrace_cli.demo.seeds import SeedsReport
 from headrace_cli.progress import ProgressDisplay
 from headrace_schemas import ModelEvent
@@ -75,7 +75,7 @@ class ConsoleReporter:
         for text in shortfalls:
             self._console.print(f"[red]not as promised:[/] {text}")
 
-    def measured(self, measures: Mapping[str, Measure], seeds: Sequence[Mapping[str, Measured]]) -> None:
+    def measured(self, measures: Mapping[str, DemoMeasure], seeds: Sequence[Mapping[str, BeforeAfter]]) -> None:
         """A row for each measure: before, after, and by how much it changed; medians where there are several seeds."""
         from rich.table import Table
 
@@ -86,11 +86,11 @@ class ConsoleReporter:
             table.add_column(column, justify="right" if column else "left")
         for name, measure in measures.items():
             before, after, gain = medians(name, seeds)
-            change = f"{gain * 100:+.0f} points" if measure.percent else f"{gain:+.1f}"
+            change = f"{gain * 100:+.1f} points" if measure.percent else f"{gain:+.2f}"
             table.add_row(name, measure.text(before), f"[bold]{measure.text(after)}[/]", change)
         self._console.print(table)
 
-    def showed(self, shown: Shown | None) -> None:
+    def showed(self, shown: ShownTask | None) -> None:
         """What both versions wrote, as it is: none of it is markup."""
         for when, text in (("before", shown.before), ("after", shown.after)) if shown else ():
             self._console.print(f"\n[dim]{when}[/]")

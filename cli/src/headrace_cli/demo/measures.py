@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.errors import UsageError
 
 
-class Measure(BaseModel):
+class DemoMeasure(BaseModel):
     """The mean of one field of the lines that the recipe's `measure` prints, and its limits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -30,11 +30,11 @@ class Measure(BaseModel):
     """By how much the last version has to be above the first one."""
 
     def text(self, value: float) -> str:
-        return f"{value:.0%}" if self.percent else f"{value:.1f}"
+        return f"{value:.1%}" if self.percent else f"{value:.2f}"
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class BeforeAfter:
     """Means over the same plays of the first and of the last version."""
 
     before: float
@@ -42,13 +42,13 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class MeasuredPlays:
     """What `measure` printed of one version, a mapping for each play. Never empty."""
 
     lines: tuple[Mapping[str, Any], ...]
 
     @classmethod
-    def read(cls, output: bytes) -> Played:
+    def read(cls, output: bytes) -> MeasuredPlays:
         return cls(tuple(json.loads(line) for line in output.splitlines() if line.strip()))
 
     def mean(self, name: str) -> float:
@@ -65,7 +65,7 @@ class Played:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PromisedLine:
     """One thing that is promised of a measure, over one seed or the median of several."""
 
     name: str
@@ -74,12 +74,12 @@ class Line:
     holds: bool
 
 
-def lines(measures: Mapping[str, Measure], seeds: Sequence[Mapping[str, Measured]]) -> list[Line]:
+def lines(measures: Mapping[str, DemoMeasure], seeds: Sequence[Mapping[str, BeforeAfter]]) -> list[PromisedLine]:
     """What is promised, of the medians over `seeds`."""
     return [line for name, measure in measures.items() for line in _lines(name, measure, medians(name, seeds))]
 
 
-def medians(name: str, seeds: Sequence[Mapping[str, Measured]]) -> tuple[float, float, float]:
+def medians(name: str, seeds: Sequence[Mapping[str, BeforeAfter]]) -> tuple[float, float, float]:
     """Before, after and gain: the median of each over the seeds, the gain being that of a seed."""
     found = [seed[name] for seed in seeds]
     columns = ([one.before for one in found], [one.after for one in found], [one.after - one.before for one in found])
@@ -87,7 +87,7 @@ def medians(name: str, seeds: Sequence[Mapping[str, Measured]]) -> tuple[float, 
     return before, after, gain
 
 
-def _lines(name: str, measure: Measure, found: tuple[float, float, float]) -> Iterable[Line]:
+def _lines(name: str, measure: DemoMeasure, found: tuple[float, float, float]) -> Iterable[PromisedLine]:
     before, after, gain = found
     limits = (
         ("before", before, measure.before_min, measure.before_max),
@@ -97,9 +97,9 @@ def _lines(name: str, measure: Measure, found: tuple[float, float, float]) -> It
     for what, value, least, most in limits:
         text = measure.text(value)
         if least is not None:
-            yield Line(f"{name}: {what}", f">= {measure.text(least)}", text, value >= least - _ROUNDING)
+            yield PromisedLine(f"{name}: {what}", f">= {measure.text(least)}", text, value >= least - _ROUNDING)
         if most is not None:
-            yield Line(f"{name}: {what}", f"<= {measure.text(most)}", text, value <= most + _ROUNDING)
+            yield PromisedLine(f"{name}: {what}", f"<= {measure.text(most)}", text, value <= most + _ROUNDING)
 
 
 _ROUNDING = 1e-9

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from headrace_cli.demo.measures import Measured
+from headrace_cli.demo.measures import BeforeAfter
 from headrace_cli.demo.recipe import Goal
 from headrace_cli.turn_account import TurnAccount
 
@@ -24,7 +24,7 @@ class VersionScore:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownTask:
     """What the first version and the last one wrote of one task."""
 
     task: str
@@ -52,9 +52,9 @@ class Report:
     traffic_s: float
     seed: int
     account_problems: tuple[str, ...] = ()
-    measures: dict[str, Measured] = field(default_factory=dict)
+    measures: dict[str, BeforeAfter] = field(default_factory=dict)
     """What the recipe measures besides, of the first version and of the last."""
-    shown: Shown | None = None
+    shown: ShownTask | None = None
 
     @classmethod
     def account(cls, account: TurnAccount) -> dict[str, object]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from headrace_cli.demo.measures import Line, lines
+from headrace_cli.demo.measures import PromisedLine, lines
 from headrace_cli.demo.recipe import Goal, Recipe
 from headrace_cli.demo.report import Report
 
@@ -18,20 +18,22 @@ class SeedsReport:
 
     title: str
     seeds: tuple[Report, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[PromisedLine, ...]
 
     @classmethod
     def of(cls, recipe: Recipe, goal: Goal, reports: Sequence[Report]) -> SeedsReport:
         found = lines(recipe.measures, [report.measures for report in reports])
         found += [
-            Line(f"seed {report.seed}", "as promised", "; ".join(shortfalls) or "as promised", not shortfalls)
+            PromisedLine(f"seed {report.seed}", "as promised", "; ".join(shortfalls) or "as promised", not shortfalls)
             for report in reports
             for shortfalls in [report.shortfalls(goal)]
         ]
         if recipe.seed_s_max is not None:
             seconds = max(report.wall_s for report in reports)
             holds = seconds <= recipe.seed_s_max
-            found.append(Line("seconds of the longest seed", f"<= {recipe.seed_s_max:g}", f"{seconds:.0f}", holds))
+            found.append(
+                PromisedLine("seconds of the longest seed", f"<= {recipe.seed_s_max:g}", f"{seconds:.0f}", holds)
+            )
         return cls(recipe.title, tuple(reports), tuple(found))
 
     @property
