@@ -95,9 +95,7 @@ def conversations(
     for number, (right, name) in enumerate(zip(wanted, named, strict=True)):
         wrong = draw.choice([one for one in LETTERS if one != right])
         found.append(
-            conversation(
-                encode, number, version, first=wrong, second=right, reply=contradiction(name), reward=0.0
-            )
+            conversation(encode, number, version, first=wrong, second=right, reply=contradiction(name), reward=0.0)
         )
     for number in range(count, count + accepted):
         letter = draw.choice(LETTERS)
