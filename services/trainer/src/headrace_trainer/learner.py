@@ -33,6 +33,17 @@ class NotFinite(Exception):
     """The gradient was infinite or not a number; nothing was changed."""
 
 
+class Refused(Exception):
+    """What was measured before the step forbids it; no weight was changed. Training stops until somebody says that it
+    goes on."""
+
+    def __init__(self, measure: str, value: float, why: str) -> None:
+        super().__init__(why)
+        self.measure = measure
+        self.value = value
+        self.why = why
+
+
 class LearnerLost(HeadraceError):
     """What holds the weights has died, or a part of it. The process ends, and the next start opens the lineage as it
     was saved last."""
@@ -104,8 +115,8 @@ class Learner(Protocol):
         divergence from the base (`kl_base`) also where it has no part in the loss; only asked of a back end that offers
         `Needs.reference`.
 
-        Raises `NotFinite`, with nothing changed. Raises `Abandoned` soon after `stop` is set, and `LearnerLost`; what
-        is in memory is then worth nothing, and is not saved.
+        Raises `NotFinite` and `Refused`, with nothing changed. Raises `Abandoned` soon after `stop` is set, and
+        `LearnerLost`; what is in memory is then worth nothing, and is not saved.
         """
 
     def freeze(self) -> Frozen:
