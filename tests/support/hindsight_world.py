@@ -49,7 +49,7 @@ def taught(folder: Path, *, steps: int = 120, seed: int = 0) -> Path:
             logits = model(ids[:, :-1]).logits[:, -2:]
             loss = loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, -2:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
     save_file(
         {name: value.contiguous() for name, value in model.state_dict().items() if name != "lm_head.weight"},

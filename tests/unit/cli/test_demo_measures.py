@@ -28,7 +28,7 @@ def report(seed: int = 0, **given: Any) -> Report:
     account = {"turns_captured": 5, "turns_trained": 5, "turns_waiting": 0, "turns_dropped": {}}
     found = {"before": 0.7, "after": 0.9, "versions": (), **account, "failed_requests": 0, "requests": 9, "swaps": 4,
              "wall_s": 500.0, "traffic_s": 300.0, "seed": seed, "measures": GOOD}  # fmt: skip
-    return Report(**{**found, **given})  # type: ignore[arg-type]
+    return Report(**{**found, **given})
 
 
 def failing(*reports: Report) -> list[str]:

@@ -111,7 +111,7 @@ def _student(left: int) -> float:
     """97.5 % of Student's distribution lie below it (Cornish and Fisher's expansion; from 7 on right to 0.001)."""
     z, z3, z5, z7 = _Z, _Z**3, _Z**5, _Z**7
     terms = (z3 + z) / 4, (5 * z5 + 16 * z3 + 3 * z) / 96, (3 * z7 + 19 * z5 + 17 * z3 - 15 * z) / 384
-    return z + sum(term / left**power for power, term in enumerate(terms, 1))
+    return z + math.fsum(term / float(left) ** power for power, term in enumerate(terms, 1))
 
 
 def refusal(gap: Interval, settings: HindsightSettings) -> str | None:
