@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from email_agent import tools as module
 from email_agent.mailbox import Mailbox
 from email_agent.tools import DEFINITIONS, HITS, PARAMETER_OF, Mailtools
 from example_parts.tools import ERROR

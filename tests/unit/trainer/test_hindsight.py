@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from headrace_schemas import Experience
 from headrace_trainer.algorithms.catalog import hindsight
-from headrace_trainer.algorithms.catalog.hindsight import HindsightSettings, Interval, refusal
+from headrace_trainer.algorithms.catalog.hindsight import GapEstimate, HindsightSettings, refusal
 from headrace_trainer.batches.batch import Hindsight, Row
-from headrace_trainer.learner import Refused
+from headrace_trainer.learner import StepRefused
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.torch_learner import hindsight as teaching
@@ -87,7 +87,7 @@ def rows_of(count: int, *, seed: int = 0, shuffled: bool = False) -> list[Row]:
 
 
 def asked(base: Path, rows: list[Row], *, reads: bool = True, **settings: Any) -> HindsightTeacher:
-    """A teacher that was asked about them once. Raises `Refused`."""
+    """A teacher that was asked about them once. Raises `StepRefused`."""
     policy = open_policy(base)
     teacher = HindsightTeacher(HindsightSettings(**settings), 512)
     teacher.appraise(Reader(policy.collate, reads=reads), [policy.collate(rows)], [], GOING_ON)  # type: ignore[arg-type]
@@ -97,10 +97,10 @@ def asked(base: Path, rows: list[Row], *, reads: bool = True, **settings: Any) -
 @pytest.mark.parametrize(("count", "quantile"), [(8, 2.364624), (16, 2.131450), (64, 1.998341)])
 def test_the_interval_is_student_s(count: int, quantile: float) -> None:
     values = np.random.default_rng(count).normal(0.3, 2.0, count)
-    found = Interval.of(values[: count // 2]).plus(values[count // 2 :])
+    found = GapEstimate.of(values[: count // 2]).plus(values[count // 2 :])
     assert found.mean == pytest.approx(values.mean())
     assert found.low == pytest.approx(values.mean() - quantile * values.std(ddof=1) / math.sqrt(count), abs=2e-3)
-    assert Interval.of([1.0]).low == -math.inf
+    assert GapEstimate.of([1.0]).low == -math.inf
 
 
 def test_a_base_that_reads_replies_has_a_gap(base: Path) -> None:
@@ -111,32 +111,32 @@ def test_a_base_that_reads_replies_has_a_gap(base: Path) -> None:
 
 def test_planted_replies_of_others_have_none_in_any_seed(base: Path) -> None:
     for seed in range(8):
-        with pytest.raises(Refused, match=r"gap between teacher and student is .* nats a token over 24 runs"):
+        with pytest.raises(StepRefused, match=r"gap between teacher and student is .* nats a token over 24 runs"):
             asked(base, rows_of(24, seed=seed, shuffled=True))
 
 
 def test_planted_a_teacher_that_is_told_nothing_has_a_gap_of_zero_and_is_refused(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Refused, match=r"is 0 nats a token over 24 runs, and not surely positive \(at least 0\)"):
+    with pytest.raises(StepRefused, match=r"is 0 nats a token over 24 runs, and not surely positive \(at least 0\)"):
         asked(base, rows_of(24), reads=False)
     monkeypatch.setattr(teaching, "_told", lambda row, other=None: row.token_ids_T[~row.loss_mask_T])
-    with pytest.raises(Refused, match=r"is 0 nats a token over 24 runs"):
+    with pytest.raises(StepRefused, match=r"is 0 nats a token over 24 runs"):
         asked(base, rows_of(24))
 
 
 def test_a_reply_that_everybody_gives_says_nothing_of_its_own(base: Path) -> None:
     same = [replace(one, hindsight=replace(_hindsight(one), reply_T=np.array([7, 9, 3]))) for one in rows_of(24)]
-    with pytest.raises(Refused, match=r"over 24 runs, and not surely positive"):
+    with pytest.raises(StepRefused, match=r"over 24 runs, and not surely positive"):
         asked(base, same)
 
 
 def test_few_runs_are_not_believed(base: Path) -> None:
-    with pytest.raises(Refused, match=r"measured on 7 runs, below trainer\.advantage\.hindsight\.runs_min = 8"):
+    with pytest.raises(StepRefused, match=r"measured on 7 runs, below trainer\.advantage\.hindsight\.runs_min = 8"):
         asked(base, rows_of(7))
-    with pytest.raises(Refused, match=r"measured on 0 runs"):
+    with pytest.raises(StepRefused, match=r"measured on 0 runs"):
         asked(base, rows_of(1))
-    assert refusal(Interval.of([1.0, 1.1, 0.9]), HindsightSettings(runs_min=3)) is None
+    assert refusal(GapEstimate.of([1.0, 1.1, 0.9]), HindsightSettings(runs_min=3)) is None
 
 
 def test_what_was_measured_and_the_guard_set_go_with_the_state(base: Path) -> None:
@@ -148,7 +148,7 @@ def test_what_was_measured_and_the_guard_set_go_with_the_state(base: Path) -> No
     assert [one.token_ids_T.tolist() for one in other.guard] == [one.token_ids_T.tolist() for one in accepted[1:]]
     assert [one.loss_mask_T.tolist() for one in other.guard] == [one.loss_mask_T.tolist() for one in accepted[1:]]
     other.load({})
-    assert (other.gap, len(other.guard)) == (Interval(), 0)
+    assert (other.gap, len(other.guard)) == (GapEstimate(), 0)
 
 
 def _hindsight(one: Row) -> Hindsight:

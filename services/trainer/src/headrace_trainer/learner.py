@@ -33,7 +33,7 @@ class NotFinite(Exception):
     """The gradient was infinite or not a number; nothing was changed."""
 
 
-class Refused(Exception):
+class StepRefused(Exception):
     """What was measured before the step forbids it; no weight was changed. Training stops until somebody says that it
     goes on."""
 
@@ -115,7 +115,7 @@ class Learner(Protocol):
         divergence from the base (`kl_base`) also where it has no part in the loss; only asked of a back end that offers
         `Needs.reference`.
 
-        Raises `NotFinite` and `Refused`, with nothing changed. Raises `Abandoned` soon after `stop` is set, and
+        Raises `NotFinite` and `StepRefused`, with nothing changed. Raises `Abandoned` soon after `stop` is set, and
         `LearnerLost`; what is in memory is then worth nothing, and is not saved.
         """
 

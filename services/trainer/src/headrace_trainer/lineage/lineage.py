@@ -24,7 +24,7 @@ from headrace_trainer.batches.prepare import prepare
 from headrace_trainer.experiences.history import History, Published
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import Waiting
-from headrace_trainer.learner import GRADIENT_FACTOR, Frozen, Learner, LearnerLost, NotFinite, Refused
+from headrace_trainer.learner import GRADIENT_FACTOR, Frozen, Learner, LearnerLost, NotFinite, StepRefused
 from headrace_trainer.lineage import control, versions
 from headrace_trainer.lineage.saved import Saved, Tensors
 from headrace_trainer.lineage.store import LineageStore
@@ -117,7 +117,7 @@ class Lineage:
             self.state.cut(digest, len(items))
             self.health = self.health.after({"gradient_norm": math.inf}, settings.health)
             return {}
-        except Refused as refused:
+        except StepRefused as refused:
             log.error("step_refused", measure=refused.measure, value=refused.value, why=refused.why)
             self.health = self.health.refusing(refused.measure, refused.value, refused.why)
             return {}

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace_trainer.algorithms.catalog.hindsight import HindsightSettings, Interval, refusal
+from headrace_trainer.algorithms.catalog.hindsight import GapEstimate, HindsightSettings, refusal
 from headrace_trainer.batches.batch import Hindsight, Row, passes
-from headrace_trainer.learner import Abandoned, Refused
+from headrace_trainer.learner import Abandoned, StepRefused
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy
 
@@ -41,7 +41,7 @@ class HindsightTeacher:
         self._begin()
 
     def _begin(self) -> None:
-        self.gap = Interval()
+        self.gap = GapEstimate()
         self.guard: deque[Row] = deque(maxlen=self._settings.guard_answers)
 
     @property
@@ -51,7 +51,7 @@ class HindsightTeacher:
     def appraise(
         self, policy: Policy, first: Sequence[Pack], corrections: Sequence[Pack], stop: threading.Event
     ) -> tuple[list[Pack], list[Pack]]:
-        """Raises `Refused` while the gap is not positive; what was measured stays."""
+        """Raises `StepRefused` while the gap is not positive; what was measured stays."""
         self._policy, self._stop, self._measured = policy, stop, {}
         rows = [row for one in first for row in one.rows]
         contradicted = sorted((row for row in rows if row.hindsight is not None), key=lambda row: row.name)
@@ -59,7 +59,7 @@ class HindsightTeacher:
             self.gap = self.gap.plus(self.gaps(contradicted).values())
             why = refusal(self.gap, self._settings)
             if why is not None:
-                raise Refused("hindsight_gap", self.gap.mean, why)
+                raise StepRefused("hindsight_gap", self.gap.mean, why)
             self._measured = {
                 "hindsight_gap": self.gap.mean,
                 "hindsight_gap_low": self.gap.low,
@@ -73,7 +73,7 @@ class HindsightTeacher:
         guard = list(self.guard)
         if len(guard) > 1:
             before, after = self._base(guard), self._logprobs(guard, reference=False)
-            drops = Interval.of(float((one - other).mean()) for one, other in zip(before, after, strict=True))
+            drops = GapEstimate.of(float((one - other).mean()) for one, other in zip(before, after, strict=True))
             self._measured |= {"guard_drop_mean": drops.mean, "guard_drop": drops.low}
         return {}
 
@@ -138,7 +138,7 @@ class HindsightTeacher:
         self._begin()
         if _GAP in state:
             count, total, squares = state[_GAP].tolist()
-            self.gap = Interval(int(count), total, squares)
+            self.gap = GapEstimate(int(count), total, squares)
         begin = 0
         for length, start, temperature in state[_SHAPES].tolist() if _SHAPES in state else ():
             tokens_T = state[_TOKENS][begin : begin + int(length)].numpy().astype(np.int32)

@@ -73,7 +73,7 @@ def hindsight_of(settings: AdvantageSettings) -> HindsightSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class GapEstimate:
     """The mean of independent values, and where it may lie: Student's interval, of which each side fails in 2.5 %."""
 
     count: int = 0
@@ -81,13 +81,13 @@ class Interval:
     squares: float = 0.0
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Interval:
+    def of(cls, values: Iterable[float]) -> GapEstimate:
         return cls().plus(values)
 
-    def plus(self, values: Iterable[float]) -> Interval:
+    def plus(self, values: Iterable[float]) -> GapEstimate:
         """With more values."""
         given = list(values)
-        return Interval(
+        return GapEstimate(
             self.count + len(given),
             math.fsum([self.total, *given]),
             math.fsum([self.squares, *(value * value for value in given)]),
@@ -114,7 +114,7 @@ def _student(left: int) -> float:
     return z + math.fsum(term / float(left) ** power for power, term in enumerate(terms, 1))
 
 
-def refusal(gap: Interval, settings: HindsightSettings) -> str | None:
+def refusal(gap: GapEstimate, settings: HindsightSettings) -> str | None:
     """Why nothing is trained, None when the gap is positive."""
     if gap.count < settings.runs_min:
         return (
