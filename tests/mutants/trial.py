@@ -59,8 +59,8 @@ class Verdict:
 
 
 _OUTCOMES: dict[int | None, Outcome] = {0: "survived", 1: "killed", 2: "killed", 4: "killed", None: "timeout"}
-"""By pytest's exit status; 2 is a test, and 4 a conftest, that no longer imports. That both are there, unchanged code has
-shown."""
+"""By pytest's exit status; 2 is a test, and 4 a conftest, that no longer imports. That both are there, unchanged
+code has shown."""
 
 
 class Server:
