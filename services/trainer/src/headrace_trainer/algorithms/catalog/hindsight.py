@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, model_validator
 
+from headrace_runtime import student
 from headrace_runtime.settings import Section
 from headrace_trainer.algorithms.estimators import as_they_are, estimator
 from headrace_trainer.algorithms.needs import Needs
@@ -37,9 +38,6 @@ from headrace_trainer.algorithms.signals import Signals
 
 if TYPE_CHECKING:
     from headrace_trainer.algorithms.settings import AdvantageSettings
-
-_Z = 1.959964
-"""Of a normal distribution 97.5 % lie below it."""
 
 
 class HindsightSettings(Section):
@@ -104,14 +102,7 @@ class GapEstimate:
             return -math.inf
         left = self.count - 1
         variance = max(0.0, self.squares - self.total * self.total / self.count) / left
-        return self.mean - _student(left) * math.sqrt(variance / self.count)
-
-
-def _student(left: int) -> float:
-    """97.5 % of Student's distribution lie below it (Cornish and Fisher's expansion; from 7 on right to 0.001)."""
-    z, z3, z5, z7 = _Z, _Z**3, _Z**5, _Z**7
-    terms = (z3 + z) / 4, (5 * z5 + 16 * z3 + 3 * z) / 96, (3 * z7 + 19 * z5 + 17 * z3 - 15 * z) / 384
-    return z + math.fsum(term / float(left) ** power for power, term in enumerate(terms, 1))
+        return self.mean - student.quantile(0.975, left) * math.sqrt(variance / self.count)
 
 
 def refusal(gap: GapEstimate, settings: HindsightSettings) -> str | None:
