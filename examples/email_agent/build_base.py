@@ -7,39 +7,22 @@ prints the model's folder. The result stays there under a digest of all that wen
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from email_agent import tokenizer, warm_up
 from email_agent.tools import DEFINITIONS
-from example_parts import base_model
+from example_parts.base_model import Lesson
 
-
-@dataclass(frozen=True)
-class Recipe(base_model.Recipe):
-    """What decides the weights, besides files."""
-
-    schedule: warm_up.Schedule = field(default_factory=warm_up.Schedule)
-
-
-LESSON = base_model.Lesson(
+LESSON = Lesson(
     name="email_agent",
     folder=Path(__file__).parent,
     modules=("words", "mailbox", "tools", "tasks", "react", "demonstrations", "tokenizer", "warm_up", "build_base"),
     definitions=DEFINITIONS,
+    schedule=warm_up.Schedule(),
     conversations=warm_up.conversations,
     tokenizer=tokenizer.train,
 )
 
 
-def build(cache: Path, recipe: Recipe | None = None) -> Path:
-    """The folder of the base model in `cache`, built first unless it is there. Two builders at once do no harm."""
-    return LESSON.build(cache, recipe or Recipe())
-
-
-def main() -> None:
-    LESSON.command(lambda seed: Recipe(seed=seed))
-
-
 if __name__ == "__main__":
-    main()
+    LESSON.command()

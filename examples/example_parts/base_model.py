@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ _TOLD_TOKENIZER = 2000
 class Recipe:
     """What decides the weights, besides the files that take part."""
 
+    schedule: warm_up.Schedule
     seed: int = 0
     hidden: int = 96
     layers: int = 3
@@ -43,7 +44,6 @@ class Recipe:
     rope_theta: float = 1000.0
     """Conversations have 200 tokens, not 200,000: short wavelengths teach a small model to look one token back."""
     embedding_std: float = 0.1
-    schedule: warm_up.Schedule = field(default_factory=warm_up.Schedule)
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,15 @@ class Lesson:
     """The files of `folder` that take part in it."""
     definitions: Sequence[Any]
     """Of the tools, in OpenAI's form."""
+    schedule: warm_up.Schedule
+    """That of the example, where nobody asks for another one."""
     conversations: Callable[[Any, int], list[list[dict[str, Any]]]]
     """All that a schedule shows with a seed, in order."""
     tokenizer: Callable[[Iterable[str]], Any]
     """Trained on what users and tools say."""
+
+    def recipe(self, seed: int = 0, schedule: warm_up.Schedule | None = None) -> Recipe:
+        return Recipe(schedule or self.schedule, seed)
 
     def digest(self, recipe: Recipe) -> str:
         """Changes with every setting, every file that takes part, and the version of every ingredient."""
@@ -84,14 +89,14 @@ class Lesson:
                     raise
         return folder
 
-    def command(self, recipe: Callable[[int], Recipe]) -> None:
+    def command(self) -> None:
         """`python -m NAME.build_base`: prints the folder of the model of a seed."""
         default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / self.name
         parser = argparse.ArgumentParser(description="Build the base model of the example, or find it built.")
         parser.add_argument("--cache", type=Path, default=default, help="where built models are kept (%(default)s)")
         parser.add_argument("--seed", type=int, default=0)
         options = parser.parse_args()
-        print(self.build(options.cache, recipe(options.seed)))
+        print(self.build(options.cache, self.recipe(options.seed)))
 
     def _write(self, folder: Path, recipe: Recipe) -> None:
         from transformers.utils import logging

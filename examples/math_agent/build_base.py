@@ -7,36 +7,24 @@ prints the model's folder. The result stays there under a digest of all that wen
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from example_parts import base_model
+from example_parts.base_model import Lesson
 from math_agent import tokenizer, warm_up
 from math_agent.calculator import DEFINITIONS
 
-
-@dataclass(frozen=True)
-class Recipe(base_model.Recipe):
-    """What decides the weights, besides files."""
-
-    schedule: warm_up.Schedule = field(default_factory=warm_up.Schedule)
-
-
-LESSON = base_model.Lesson(
+LESSON = Lesson(
     name="math_agent",
     folder=Path(__file__).parent,
     modules=(
         "problems", "calculator", "react", "solution", "demonstrations", "tokenizer", "warm_up", "build_base",
     ),
     definitions=DEFINITIONS,
+    schedule=warm_up.Schedule(),
     conversations=warm_up.conversations,
     tokenizer=tokenizer.train,
 )  # fmt: skip
 
 
-def main() -> None:
-    LESSON.command(lambda seed: Recipe(seed=seed))
-
-
 if __name__ == "__main__":
-    main()
+    LESSON.command()
