@@ -11,6 +11,7 @@ import asyncio
 import os
 import signal
 import sys
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,17 @@ class Asked(Protocol):
     @property
     def kind(self) -> str:
         """What it is counted as."""
+
+
+async def send_feedback(client: AsyncOpenAI, **said: Any) -> None:
+    """Raises `OpenAIError`."""
+    await client.post("/feedback", body={"feedback_id": uuid.uuid4().hex, **said}, cast_to=object)
+
+
+async def end_session(client: AsyncOpenAI, task: Asked, episode: Episode, **said: Any) -> None:
+    """Close the run; `said` is about all of it. Raises `OpenAIError`."""
+    named = {"msg_ids": episode.response_ids, "ends_session": True, "task_id": task.kind}
+    await send_feedback(client, **named, **said)
 
 
 T = TypeVar("T", bound=Asked)

@@ -20,6 +20,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from openai import AsyncOpenAI
 
 from example_parts.react import Episode
+from example_parts.standard_input import standard_input
 
 Half = Literal["gate", "audit"]
 
@@ -84,7 +85,7 @@ class Examination(ABC, Generic[T]):
             told = await self._played(client, asked["version"], known[asked["task"]], asked["seed"])
             print(json.dumps(asked | told), flush=True)
 
-        lines = await _standard_input()
+        lines = await standard_input()
         failures: list[str] = []
         try:
             async with asyncio.TaskGroup() as plays:
@@ -124,12 +125,6 @@ async def _run(examination: Examination[Any]) -> list[str]:
     options = examination.options
     async with AsyncOpenAI(base_url=options.base_url, api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
         return await (examination.serve if options.gate else examination.measure)(client)
-
-
-async def _standard_input() -> asyncio.StreamReader:
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    return reader
 
 
 def _session(client: AsyncOpenAI) -> AsyncOpenAI:

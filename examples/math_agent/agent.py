@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import uuid
 
 from openai import AsyncOpenAI
 
@@ -39,14 +38,8 @@ class Users(at_work.Users[Problem]):
 
     async def say(self, task: Problem, episode: Episode, *, accepted: bool) -> None:
         """The facts that the reward functions need, and no reward: those are the scorer's."""
-        said = {
-            "feedback_id": uuid.uuid4().hex,
-            "msg_ids": episode.response_ids,
-            "task_id": task.kind,
-            "ends_session": True,
-            "context": {"expected": task.expected, "steps_min": task.steps_min},
-        }
-        await self._client.post("/feedback", body=said, cast_to=object)
+        needed = {"expected": task.expected, "steps_min": task.steps_min}
+        await at_work.end_session(self._client, task, episode, context=needed)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
+from example_parts.standard_input import standard_input
 from headrace_schemas.gate import Play, Played, Tasks
 from trinity_bench.bench import Benches, benches
 from trinity_bench.results import BenchFailed
@@ -34,7 +35,7 @@ async def serve(settings: Settings, base_url: str) -> None:
     }
     print(Tasks(gate=tuple(splits["gate"]), audit=tuple(splits["audit"])).model_dump_json(), flush=True)
     known = splits["gate"] | splits["audit"]
-    lines = await _standard_input()
+    lines = await standard_input()
     asked = await _asked(lines)
     if not asked:  # its tasks were all that anybody wanted to know
         return
@@ -71,12 +72,6 @@ async def _answered(running: Benches, asked: list[Play], known: Mapping[str, Row
 async def _answer(running: Benches, version: str, plays: Mapping[Play, Row]) -> None:
     for play, score in (await running.run(version, plays)).items():
         print(Played(**play.model_dump(), score=score).model_dump_json(), flush=True)
-
-
-async def _standard_input() -> asyncio.StreamReader:
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    return reader
 
 
 def main() -> None:
