@@ -94,11 +94,11 @@ def _several(count: int, recipe: Recipe, options: Options, *, keep: bool, path: 
         reports.append(_played(recipe, replace(options, seed=seed, data_dir=place), reporter, keep=keep))
         reporter.ended(reports[-1], [])
         reporter.measured(recipe.measures, [reports[-1].measures])
-        SeedsReport.of(recipe, options.goal, reports).write(path)
+        found = SeedsReport.of(recipe, options.goal, reports)
+        found.write(path)
     reporter.showed(reports[0].shown)
     if count > 1:
         reporter.measured(recipe.measures, [report.measures for report in reports])
-    found = SeedsReport.of(recipe, options.goal, reports)
     reporter.held(found)
     console().print(f"[dim]written: {path}[/]")
     return found.holds

@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.errors import UsageError
 
+_ROUNDING = 1e-9
+"""A sum of shares may miss its own value by this much."""
+
 
 class DemoMeasure(BaseModel):
     """The mean of one field of the lines that the recipe's `measure` prints, and its limits."""
@@ -100,7 +103,3 @@ def _lines(name: str, measure: DemoMeasure, found: tuple[float, float, float]) -
             yield PromisedLine(f"{name}: {what}", f">= {measure.text(least)}", text, value >= least - _ROUNDING)
         if most is not None:
             yield PromisedLine(f"{name}: {what}", f"<= {measure.text(most)}", text, value <= most + _ROUNDING)
-
-
-_ROUNDING = 1e-9
-"""A sum of shares may miss its own value by this much."""

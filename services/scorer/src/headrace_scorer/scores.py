@@ -72,8 +72,9 @@ class ScoreStore:
         """
         settle_ms = score.row["settle_ms"]
         over = settle_ms is not None and settle_ms <= epoch_ms(now)
+        learned = self._learned.name if self._learned is not None else ""
         events: list[Event] = []
-        if over or _all_else_said(score, policy, self._learned.name if self._learned is not None else ""):
+        if over or _all_else_said(score, policy, learned):
             events += await self._speak_last(tx, now, score)
         if over or _ready(score, policy):
             events += _experiences(score, now, policy)

@@ -70,7 +70,8 @@ def _answer(row: Row, experience: Experience, example: Example) -> Row:
 def _hindsight(experience: Experience, example: Example, replies: ReplyReader | None) -> Hindsight | None:
     if replies is None or not example.part.startswith(CONTRADICTED):
         return None
-    branch, span = _branch(experience), example.span(_branch(experience))
+    branch = _branch(experience)
+    span = example.span(branch)
     assert span is not None
     found = replies.read(branch, span)
     assert found is not None, "an answer without a reply was never contradicted"
