@@ -65,6 +65,13 @@ def test_weights_that_come_forward_restore_it_and_it_waits_no_more() -> None:
     assert state.waiting == ()
 
 
+def test_what_was_never_trained_hides_nothing_that_was() -> None:
+    state = ledger_on(chain(0))
+    admitted(state, experience(5, name(0), reward=None))
+    trained(state, experience(9, name(0), reward=9.0, task="t", run="9"), word(0))
+    assert state.go_back(name(0)) == {"e9": (0,), "e1": (0,)}
+
+
 def test_a_later_word_goes_on_waiting_when_an_earlier_one_is_restored() -> None:
     state = two_words()
     state.undo(state.go_back(name(1)), {}, START)
@@ -122,7 +129,7 @@ def test_what_can_be_trained_again_is_fresh_known_and_not_waiting() -> None:
     state.window.put("no place", Entry(revisions=(0,), versions=(name(4),), touched_ms=0))
     waits = word(0, of=4, number=4)
     admitted(state, waits)
-    names = ["e1", "e2", "e3", "e4", "no place", "unknown"]
+    names = ["unknown", "e4", "no place", "e1", "e2", "e3"]
     assert state.places(names) == {(0, 1): "e2", (0, 2): "e3"}, "two versions back is fresh, three is not"
 
 

@@ -13,7 +13,7 @@ from headrace_trainer.algorithms.loss import k3, left_out, likelihood, plain, ro
 from headrace_trainer.algorithms.losses import Sampled
 from headrace_trainer.algorithms.settings import LossSettings
 
-GRID = list(itertools.product([-1.5, -0.2, 0.0, 0.2, 0.9], [-1.0, -0.1, 0.0, 0.3, 2.0], [-2.0, -0.5, 0.0, 1.0]))
+GRID = list(itertools.product([-1.5, -0.2, 0.0, 0.2, 0.9], [-1.0, -0.1, 0.0, 0.3, 2.0], [-2.0, -0.5, 0.0, 0.7]))
 """(current - start, start - behaviour, advantage)"""
 BEHAVIOUR = -2.5
 
@@ -89,7 +89,8 @@ def test_what_was_truncated_masked_and_clipped_is_counted() -> None:
     behaviour_N = torch.zeros(4)
     start_N = torch.tensor([1.0, -1.0, 5.0, 0.0])
     current_N = start_N + torch.tensor([0.0, 0.0, 0.0, 1.0])
-    found = token_loss(current_N, start_N, behaviour_N, torch.ones(4), LossSettings(weight_max=2.0, mask_high=100.0))
+    settings = LossSettings(weight_max=2.0, mask_high=100.0)
+    found = token_loss(current_N, start_N, behaviour_N, torch.full((4,), 2.0), settings)
     assert found.truncated_N.tolist() == [True, False, True, False]
     assert found.masked_N.tolist() == [False, False, True, False]
     assert found.clipped_N.tolist() == [False, False, False, True]
