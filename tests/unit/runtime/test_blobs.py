@@ -48,6 +48,41 @@ def test_damage_is_noticed(tmp_path: Path, damage: bytes) -> None:
         store.get(ref)
 
 
+@pytest.mark.parametrize("move", [True, False])
+def test_a_file_becomes_the_same_blob_as_its_bytes(store: BlobStore, tmp_path: Path, move: bool) -> None:
+    with store.area("big").scratch() as folder:
+        path = folder / "file"
+        path.write_bytes(b"piece" * 1000)
+        ref = store.put_file(path, move=move)
+        assert path.exists() is not move
+        assert store.put_file(path) == ref if not move else True
+    assert not folder.exists()
+    assert ref == store.put(b"piece" * 1000)
+    assert store.get(ref) == b"piece" * 1000
+    store.get_file(ref, tmp_path / "out" / "file")
+    assert (tmp_path / "out" / "file").read_bytes() == b"piece" * 1000
+
+
+def test_a_damaged_blob_becomes_no_file(tmp_path: Path) -> None:
+    store = BlobStore((tmp_path / "blobs").as_uri())
+    ref = store.put(b"abc")
+    Path(ref.uri.removeprefix("file://")).write_bytes(b"abd")
+    with pytest.raises(CorruptBlob, match="do not hash to"):
+        store.get_file(ref, tmp_path / "out")
+    store.delete(ref)
+    with pytest.raises(Unavailable):
+        store.get_file(ref, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_killed_process_left_in_the_scratch_folder_goes(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path.as_uri())
+    with store.scratch() as folder:
+        (folder / "half").write_bytes(b"half")
+        store.remove_scratch()
+        assert not folder.exists()
+
+
 def test_digests_lists_every_blob_and_no_draft(tmp_path: Path) -> None:
     store = BlobStore(tmp_path.as_uri())
     refs = [store.put(bytes([n])) for n in range(3)]
