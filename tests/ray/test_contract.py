@@ -107,7 +107,7 @@ def test_a_lost_rank_is_said_at_once_and_by_every_call(pool: Pool, base: Path) -
         ours.step(batch(0), GOING_ON)
     assert "rank 1" in str(ours.failure)
     with pytest.raises(LearnerLost):
-        ours.freeze()
+        ours.copy(None)
     ours.close()
     ours.close()
     pool.give_back()
