@@ -102,6 +102,11 @@ class Trainer:
         return None if stop is None else f"training is stopped: {stop.reason}"
 
     @property
+    def saves(self) -> bool:
+        """Whether something is being saved, or is saved and not announced yet."""
+        return self._saving is not None
+
+    @property
     def learner_failure(self) -> str | None:
         """Why what holds the weights cannot go on; the process ends because of it. None while all is well."""
         return self.lineage.learner.failure if self.lineage is not None else None
