@@ -65,10 +65,10 @@ class BlobStore:
     def put_file(self, path: Path, *, move: bool = False) -> BlobRef:
         """The same of a file, of which no more than a piece is in memory. `move`: the file is gone afterwards, and
         where the store is a folder of the same disk (`scratch`), nothing is copied."""
-        digest, size = digest_of(path)
-        ref = BlobRef(uri=self._fs.unstrip_protocol(self._path(digest)), sha256=digest, size=size)
-        target = self._path(digest)
         try:
+            digest, size = digest_of(path)
+            target = self._path(digest)
+            ref = BlobRef(uri=self._fs.unstrip_protocol(target), sha256=digest, size=size)
             if not self._fs.exists(target):
                 self._write_file(target, path, move=move)
         except OSError as error:

@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from headrace_runtime import disk
 from headrace_runtime import versions as files
 from headrace_runtime.blobs import BlobStore
-from headrace_runtime.errors import Unavailable
 from headrace_schemas import Checkpoint, TrainingMetrics
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import Manifest
@@ -92,7 +90,7 @@ class Save:
             with store.scratch() as folder:
                 present = self.before.present
                 if self.copy is not None:
-                    self._write_copy(self.copy, folder)
+                    self.copy.write(folder)
                     present = Tensors(
                         weights=store.put_file(folder / WEIGHTS), optimizer=store.put_file(folder / OPTIMIZER)
                     )
@@ -103,14 +101,6 @@ class Save:
             if self.copy is not None:
                 self.copy.drop()
         self.made = saved, history, found is not None
-
-    @staticmethod
-    def _write_copy(copy: Copy, folder: Path) -> None:
-        """Raises `Unavailable` for what a disk refuses: it is tried again."""
-        try:
-            copy.write(folder)
-        except OSError as error:
-            raise disk.no_room(folder) if disk.is_full(error) else Unavailable(f"{folder}: {error}") from error
 
     def _published(self, folder: Path, present: Tensors) -> tuple[Manifest, BlobRef] | None:
         """A new version, unless it would answer as its parent does."""

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from headrace_runtime import holders
+from headrace_runtime import disk, holders
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import CorruptBlob, HeadraceError, SettingError, Unavailable
 from headrace_runtime.records import Record, Records
@@ -162,9 +162,18 @@ class LineageStore:
                     self._area_of(ref).get_file(ref, folder / name)
             yield folder
 
-    def scratch(self) -> contextlib.AbstractContextManager[Path]:
-        """A folder for files of a save."""
-        return self._area(self._epoch).scratch()
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A folder for files of a save. What its disk refuses inside is raised as `save` does."""
+        area = self._area(self._epoch)
+        try:
+            with area.scratch() as folder:
+                yield folder
+        except (OSError, Unavailable) as error:
+            self._check_ours()  # a new owner may have removed it
+            if isinstance(error, Unavailable):
+                raise
+            raise disk.no_room(area.url) if disk.is_full(error) else Unavailable(f"{area.url}: {error}") from error
 
     def put_file(self, path: Path) -> BlobRef:
         """Make the file, which is gone afterwards, a blob of the next save. Raises as `save` does."""
