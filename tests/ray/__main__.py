@@ -156,8 +156,8 @@ def replays(bench: Bench) -> Iterator[Line]:
         def replay(number: int) -> End:
             folder = bench.folder / f"replay {number}"
             shutil.copytree(original / "blobs", folder / "blobs")
-            more = {"lineage": f"again-{number}", "replays": "main", "until_end": True}
-            return live(folder, bench.settings("AdamW", **more) | {"backend": "ray", "ray": place})
+            more: dict[str, Any] = {"lineage": f"again-{number}", "replays": "main", "until_end": True}
+            return live(folder, bench.settings("AdamW") | more | {"backend": "ray", "ray": place})
 
         with ThreadPoolExecutor(2) as both:
             ends = list(both.map(replay, range(2)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,7 +81,8 @@ def test_a_layout_needs_no_values(tmp_path: Path) -> None:
     assert layout(bare, ABOUT) == layout(tensors, ABOUT)
 
 
-FAULTS = {
+Fault = Callable[[list[Piece]], list[Piece]]
+FAULTS: dict[str, Fault] = {
     "one is missing": lambda pieces: pieces[:3] + pieces[4:],
     "the last is missing": lambda pieces: pieces[:-1],
     "one is there twice": lambda pieces: [*pieces, pieces[2]],

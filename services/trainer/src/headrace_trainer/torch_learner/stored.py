@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from safetensors import safe_open
 from torch import Tensor
@@ -14,7 +14,7 @@ class Stored(Mapping[str, Tensor]):
     """Those of a file. What is asked for twice is read twice."""
 
     def __init__(self, path: Path) -> None:
-        self._file: Any = safe_open(path, "pt")
+        self._file = cast(Any, safe_open(path, "pt"))
         self._names = frozenset(self._file.keys())
 
     def __getitem__(self, name: str) -> Tensor:
