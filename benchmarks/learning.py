@@ -68,13 +68,13 @@ def work(job: Job) -> Found:
     import transformers
 
     from benchmarks._learning_run import run
-    from email_agent.build_base import Recipe, build
+    from email_agent.build_base import LESSON
 
     os.nice(max(0, 5 - os.nice(0)))  # whoever works at this machine comes first
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     transformers.utils.logging.disable_progress_bar()
     arm = next(one for one in ARMS if one.name == job.arm)
-    return run(arm, job.seed, build(job.cache, Recipe(seed=job.seed)).absolute(), job.plan)
+    return run(arm, job.seed, LESSON.build(job.cache, LESSON.recipe(job.seed)).absolute(), job.plan)
 
 
 def found_in(path: Path) -> Found:

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from email_agent.react import SYSTEM
 from email_agent.tasks import Kind, Task
-from email_agent.tools import ERROR, PARAMETER_OF, Mailtools
+from email_agent.tools import PARAMETER_OF, Mailtools
+from example_parts.tools import ERROR
 
 Message = dict[str, Any]
 

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from openai.types.chat import ChatCompletionFunctionToolParam
+from example_parts.tools import ERROR, WrongCall, definition, only_argument
 
 HITS = 2
 """Threads that a search or a folder shows."""
 
-ERROR = "error: "
-"""How the answer of a tool begins when a call was wrong. The model reads it and may try again."""
-
 _THREADS = "SELECT thread, sender, mails.subject FROM mails JOIN threads ON threads.id = thread "
-
-
-class WrongCall(Exception):
-    """The model asked for something that there is not; the message is for the model."""
 
 
 class Mailtools:
@@ -33,7 +24,7 @@ class Mailtools:
         """Run a call as a model wrote it. Anything wrong with it becomes an answer that starts with `ERROR`."""
         try:
             tool, parameter = self._resolve(name)
-            return tool(_only_argument(arguments, parameter))
+            return tool(only_argument(arguments, parameter))
         except WrongCall as problem:
             return f"{ERROR}{problem}"
 
@@ -102,16 +93,6 @@ def _listing(rows: list[tuple[Any, ...]]) -> str:
     return "\n".join(f"{thread} {sender}: {subject}" for thread, sender, subject in rows) or "nothing found"
 
 
-def _only_argument(arguments: str, parameter: str) -> str:
-    try:
-        values = json.loads(arguments)
-    except json.JSONDecodeError:
-        raise WrongCall("arguments are not JSON") from None
-    if not isinstance(values, dict) or list(values) != [parameter]:
-        raise WrongCall(f"expected the argument {parameter}")
-    return str(values[parameter])
-
-
 _THREAD_ID = "Id of the thread, as a search or a folder shows it."
 _TOOLS = (
     ("search_mail", "Search mail; shows the best threads.", "query", "Words to look for, e.g. a subject."),
@@ -126,15 +107,5 @@ PARAMETER_OF = {name: parameter for name, _, parameter, _ in _TOOLS}
 """Each tool takes exactly one argument, a string."""
 
 
-def _definition(name: str, description: str, parameter: str, meaning: str) -> ChatCompletionFunctionToolParam:
-    schema: dict[str, object] = {
-        "type": "object",
-        "properties": {parameter: {"type": "string", "description": meaning}},
-        "required": [parameter],
-        "additionalProperties": False,
-    }
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
-
-
-DEFINITIONS = [_definition(*tool) for tool in _TOOLS]
+DEFINITIONS = [definition(*tool) for tool in _TOOLS]
 """What the model is told, in OpenAI's form."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from email_agent.react import Episode, go_on
 from email_agent.rewards import same_answer
 from email_agent.tasks import Task
 from email_agent.tools import Mailtools
+from example_parts import at_work
 
 THUMBS_SHARE, THUMBS_FLIPPED, THUMBS_USERS = 0.1, 0.2, 40
 _REPLY_TOKENS_MAX = 16
@@ -37,12 +37,11 @@ class Played:
     draw: random.Random
 
     async def send(self, **said: Any) -> None:
-        await self.client.post("/feedback", body={"feedback_id": uuid.uuid4().hex, **said}, cast_to=object)
+        await at_work.send_feedback(self.client, **said)
 
     async def end(self, **said: Any) -> None:
         """Close the run; `said` is about all of it."""
-        named = {"msg_ids": self.episode.response_ids, "ends_session": True, "task_id": self.task.kind}
-        await self.send(**named, **said)
+        await at_work.end_session(self.client, self.task, self.episode, **said)
 
 
 async def rewards(played: Played) -> None:

@@ -1,136 +1,38 @@
-"""Supervised training of the base model on demonstrations: enough to know the way, not enough to always take it."""
-
-# ruff: noqa: N803, N806 (tensors and token lists carry their shape as suffixes: _N conversations, _B batch, _T tokens)
+"""What the warm-up shows: the way to every answer, and then bad habits with it."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from email_agent import mailbox
 from email_agent.demonstrations import Message, demonstrate
 from email_agent.tasks import stream
 from email_agent.tools import Mailtools
-
-if TYPE_CHECKING:
-    import torch
-
-Tokens = list[int]
+from example_parts import warm_up
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """First the right way alone, until the model can copy what it reads; then with bad habits."""
+class Schedule(warm_up.Schedule):
+    """The common one, and what is the e-mail agent's."""
 
-    steps: int = 400
-    batch: int = 8
-    """Conversations in a step."""
-    right_share: float = 0.6
-    """Share of the conversations that come before bad habits appear."""
     lapses: float = 0.62
-    """Share of conversations with a bad habit after that."""
+    """Share of conversations with a bad habit, once there are any."""
     mailboxes: int = 16
-    muon_lr: float = 0.006
-    """Of the matrices."""
-    adamw_lr: float = 0.003
-    """Of embeddings and norms."""
-    decay_share: float = 0.7
-    """Share of the steps over which the learning rates fall to nothing."""
-    other_weight: float = 0.02
-    """Loss weight of tokens that the model reads but never writes; its own have 1."""
 
 
 def conversations(schedule: Schedule, seed: int) -> list[list[Message]]:
     """All that the warm-up shows, in order. Its mailboxes have negative seeds: no agent ever meets them again."""
     rng = random.Random(f"warm-up {seed}")
-    total = schedule.steps * schedule.batch
-    each = -(-total // schedule.mailboxes)
+    each = -(-schedule.shown // schedule.mailboxes)
     asked = []
     for number in range(schedule.mailboxes):
         box = mailbox.generate(-1 - seed * schedule.mailboxes - number)
         tools = Mailtools(box.open())
         streams = (stream(box, "train", seed), stream(box, "held_out", seed))
         asked += [(next(source), tools) for source in itertools.islice(itertools.cycle(streams), each)]
-    right = round(total * schedule.right_share)
     return [
-        demonstrate(task, tools, rng, schedule.lapses if position >= right else 0.0)
-        for position, (task, tools) in enumerate(rng.sample(asked, total))
+        demonstrate(task, tools, rng, schedule.lapses if position >= schedule.shown_right else 0.0)
+        for position, (task, tools) in enumerate(rng.sample(asked, schedule.shown))
     ]
-
-
-def train(
-    model: torch.nn.Module,
-    texts_N: list[Tokens],
-    opening: Tokens,
-    end: int,
-    schedule: Schedule,
-    step_done: Callable[[], None],
-) -> None:
-    """One pass over `texts_N`, the rendered conversations in order.
-
-    The model's own words are what stands between `opening`, the tokens that begin its turn, and `end` inclusive.
-    """
-    import torch
-    from torch.nn.functional import cross_entropy
-
-    matrices, rest = _by_optimizer(model)
-    optimizers = [
-        torch.optim.Muon(matrices, lr=schedule.muon_lr, weight_decay=0.0),
-        torch.optim.AdamW(rest, lr=schedule.adamw_lr, weight_decay=0.0, betas=(0.9, 0.98)),
-    ]
-    schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, _rate(schedule)) for optimizer in optimizers]
-    for first in range(0, len(texts_N), schedule.batch):
-        tokens_BT, weights_BT = _padded(texts_N[first : first + schedule.batch], opening, end, schedule.other_weight)
-        logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
-        targets_BT, weights_BT = tokens_BT[:, 1:], weights_BT[:, 1:]
-        losses_N = cross_entropy(logits_BTV[:, :-1].flatten(0, 1), targets_BT.flatten(), reduction="none")
-        loss = (losses_N * weights_BT.flatten()).sum() / weights_BT.sum()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-        step_done()
-
-
-def _by_optimizer(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """Muon is for matrices between hidden layers; embeddings and norms are AdamW's."""
-    named = list(model.named_parameters())
-    is_matrix = {name: weight.ndim == 2 and "embed" not in name for name, weight in named}
-    return [weight for name, weight in named if is_matrix[name]], [
-        weight for name, weight in named if not is_matrix[name]
-    ]
-
-
-def _rate(schedule: Schedule, rise_steps: int = 20) -> Callable[[int], float]:
-    def factor(step: int) -> float:
-        left = 1 - step / schedule.steps
-        return min(1.0, (step + 1) / rise_steps, left / schedule.decay_share + 0.02)
-
-    return factor
-
-
-def _padded(texts_B: list[Tokens], opening: Tokens, end: int, other: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and loss weights, padded on the right with weight 0."""
-    import torch
-
-    longest = max(map(len, texts_B))
-    tokens_BT = torch.zeros(len(texts_B), longest, dtype=torch.long)
-    weights_BT = torch.zeros(len(texts_B), longest)
-    for row, text in enumerate(texts_B):
-        tokens_BT[row, : len(text)] = torch.tensor(text)
-        weights_BT[row, : len(text)] = other
-        for start, stop in _spoken(text, opening, end):
-            weights_BT[row, start:stop] = 1.0
-    return tokens_BT, weights_BT
-
-
-def _spoken(text: Tokens, opening: Tokens, end: int) -> Iterator[tuple[int, int]]:
-    for position in range(len(text) - len(opening) + 1):
-        start = position + len(opening)
-        if text[position:start] == opening:
-            yield start, text.index(end, start) + 1

@@ -34,6 +34,7 @@ class Serving:
     gateway: GatewayProcess
     replica: ReplicaProcess
     version: str
+    bus: str
 
     def block_s(self, kind: str) -> dict[str, float]:
         """The longest block of each event loop, as the processes themselves tell it."""
@@ -62,7 +63,7 @@ async def serving(folder: Path, tenants: tuple[str, ...] = (), **settings: objec
             await view.producer.send(Routing.model_validate({"time": utcnow(), **routing}))
             await asyncio.to_thread(wait_until, lambda: _loaded(replica), _START_S, "the champion is loaded")
             await asyncio.to_thread(wait_healthy, gateway.url, _START_S)
-            yield Serving(gateway, replica, champion.version)
+            yield Serving(gateway, replica, champion.version, broker.address)
     finally:
         for process in (gateway, replica, broker):
             await asyncio.to_thread(process.stop)

@@ -10,6 +10,11 @@ NOT_RUN = {
     ("README.md", "headrace up"): "runs until Ctrl-C; the stack of the other fences is started with exactly this file",
     ("deploy/README.md", "cp .env.example"): "builds images and starts containers; `make compose-test` does that",
     ("examples/email_agent/README.md", "make demo"): _DEMO,
+    (
+        "examples/math_agent/README.md",
+        "make example-math",
+    ): "takes up to ten minutes; its parts are tested in tests/unit",
+    ("examples/math_agent/README.md", "cd examples"): "needs somebody else's server",
     ("examples/email_agent/README.md", "cd examples"): "needs somebody else's server",
     ("examples/email_agent/README.md", "export PYTHONPATH"): f"runs until Ctrl-C; what the demo does, and that {_DEMO}",
 }

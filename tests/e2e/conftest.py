@@ -34,11 +34,11 @@ def base_model() -> Path:
     """The e-mail agent's, hardly warmed up: a few seconds, and none once it has been built."""
     import torch
 
-    from email_agent.build_base import Recipe, build
+    from email_agent.build_base import LESSON
     from email_agent.warm_up import Schedule
 
     torch.set_num_threads(1)  # so small a model gains nothing from a second one, and loses much on a busy machine
-    folder: Path = build(CACHE, Recipe(schedule=Schedule(steps=WARM_UP_STEPS)))
+    folder: Path = LESSON.build(CACHE, LESSON.recipe(schedule=Schedule(steps=WARM_UP_STEPS)))
     return folder
 
 

@@ -77,7 +77,9 @@ class Played:
 def endless(example: Path, folder: Path) -> Path:
     """A copy of a demo whose agent works until it is told to stop, however much it has learned by then, and on few
     tasks at once, so that what was killed finds a processor when it starts again."""
-    shutil.copytree(example, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    parts = (example, folder), (example.parent / "example_parts", folder.parent / "example_parts")
+    for place, copy in parts:
+        shutil.copytree(place, copy, ignore=shutil.ignore_patterns("__pycache__"))
     path = folder / "demo.toml"
     recipe = tomllib.loads(path.read_text(encoding="utf-8"))
     recipe["short"] |= {"enough_gain": 2.0, "traffic_s_max": 10 * WAIT_S}

@@ -98,7 +98,7 @@ def test_the_reference_knows_what_is_installed(environ: dict[str, str]) -> None:
     names = (
         '"counted" or "ray" or "torch" or "trinity"',
         '"parrot" or "torch" or "vllm"',
-        '"gspo" or "half" or "kto"',
+        '"gspo" or "half" or "hindsight" or "kto"',
         '"brackets" or "hermes" or "none"',
         '"hmm" or "none" or "think"',
     )

@@ -15,11 +15,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
+from types import MappingProxyType
 
 from headrace_cli.progress import ProgressDisplay
 from tests.mutants import library
@@ -67,7 +68,8 @@ def main() -> int:
     if broken:
         print(*(mutant.name for mutant in broken), "fail without any mutant; what they would say of one means nothing")
         return 1
-    tried = try_all(mutants, memory, arguments)
+    limits = {one.place: max(30.0, 10 * verdict.seconds) for one, verdict in controls.verdicts.items()}
+    tried = try_all(mutants, memory, arguments, limits)
     if not (arguments.sample or arguments.only or arguments.planted or arguments.again):
         there = {change.lines for change in changes.values()}
         stale += [f"no mutant turns {one[1]!r} into {one[2]!r} in {one[0]}" for one in sorted(listed - there)]
@@ -84,8 +86,14 @@ def unchanged(mutants: Sequence[Mutant]) -> list[Mutant]:
     return list(found.values())
 
 
-def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Namespace) -> Tried:
-    """Bounded by `--minutes`: what has begun by then is finished, the rest stays untried."""
+def try_all(
+    mutants: Sequence[Mutant],
+    memory: Memory,
+    arguments: argparse.Namespace,
+    limits_s: Mapping[Place, float] = MappingProxyType({}),
+) -> Tried:
+    """Bounded by `--minutes`: what has begun by then is finished, the rest stays untried. `limits_s`: a mutant that
+    takes longer is one that never ends."""
     tried = Tried({mutant: known for mutant in mutants if (known := memory.of(mutant))})
     left = Waiting(mutant for mutant in mutants if mutant not in tried.verdicts)
     print(f"mutants: {len(mutants)}, of which {len(tried.verdicts)} are known from before", flush=True)
@@ -98,7 +106,7 @@ def try_all(mutants: Sequence[Mutant], memory: Memory, arguments: argparse.Names
             with served(first) as server:
                 mutant: Mutant | None = first
                 while mutant:
-                    told.put((mutant, server.tried(mutant, arguments.timeout_s)))
+                    told.put((mutant, server.tried(mutant, limits_s.get(mutant.place, arguments.timeout_s))))
                     mutant = left.take(server.place) if time.monotonic() < ends else None
 
     with (
@@ -203,7 +211,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=0, help="so many, drawn by the seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--timeout-s", type=float, default=240.0, help="a mutant that takes longer counts as killed")
+    parser.add_argument(
+        "--timeout-s", type=float, default=240.0, help="unchanged code; a mutant has ten times what that took"
+    )
     parser.add_argument("--minutes", type=float, default=240.0, help="no mutant is begun after so long")
     parser.add_argument("--report", type=Path, default=Path("reports/mutants.json"))
     parser.add_argument("--memory", type=Path, default=Path("reports/mutants-tried.jsonl"))

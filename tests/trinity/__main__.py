@@ -1,9 +1,10 @@
-"""`python -m tests.trinity`: our rows through Trinity's own reader, our YAML through its own check; status 1 when a
-line does not hold."""
+"""`python -m tests.trinity`: our rows through Trinity's own reader, our YAML through its own check, its bench against
+our gateway; status 1 when a line does not hold."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import subprocess
@@ -11,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +24,14 @@ from headrace_trainer.trinity_learner.buffer import Buffer
 from headrace_trainer.trinity_learner.configuration import TrinityJob, as_yaml, configuration
 from headrace_trainer.trinity_learner.rows import rows_of
 from tests.support import tiny_model
+from tests.trinity import bench
+from tests.trinity.lines import Line
 from tests.unit.trainer.world import experience
 
 ROOT = Path(__file__).parents[2]
 _THEIRS = ROOT / ".venv-trinity/bin/python"
 _IDLE = 3
 _VERSION = "m@0123456789abcdef"
-
-
-@dataclass(frozen=True)
-class Line:
-    """One thing that is promised: how many do not keep it."""
-
-    name: str
-    broken: int
-
-    def report(self) -> dict[str, object]:
-        return {"name": self.name, "value": self.broken, "low": 0, "high": 0, "holds": self.broken == 0}
 
 
 def batch_of(draw: random.Random) -> Batch:
@@ -125,7 +116,10 @@ def main() -> int:
         for seed in range(given.seeds):
             for line in lines(Path(scratch) / str(seed), base, seed):
                 found.append(line)
-                print(f"{'FAILS' if line.broken else 'holds'}  {line.broken:5d}  {line.name}", flush=True)
+                line.tell()
+        for line in asyncio.run(bench.lines(Path(scratch))):
+            found.append(line)
+            line.tell()
     seconds = time.perf_counter() - began
     report = {"seconds": round(seconds, 1), "seeds": given.seeds, "lines": [line.report() for line in found]}
     given.report.parent.mkdir(parents=True, exist_ok=True)

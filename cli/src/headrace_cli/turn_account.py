@@ -223,7 +223,9 @@ class TurnAccountBuilder:
     def _take_back(self, lineage: str, undone: Undone) -> None:
         place = lineage, undone.experience_id
         verdict = self._verdicts[place].pop(undone.revision, None)
-        if verdict is None or (verdict.dropped is not None and not undone.queued):
+        there = verdict is not None and (verdict.dropped is None or undone.queued)
+        queued_after_all = undone.queued and self._undone[place].get(undone.revision) is False  # it had been given up
+        if not (there or queued_after_all):
             self._missing(
                 f"lineage {lineage} took back experience {undone.experience_id} revision {undone.revision}, "
                 "which it had not trained"

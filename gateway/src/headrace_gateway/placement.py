@@ -56,8 +56,13 @@ class Placement:
 
     def resume(self, call: ChatCall, version: str, avoid: frozenset[str], *, with_tokens: bool) -> Upstream | None:
         """A replica that can continue a stream, with the version that the stream began with."""
-        member = self._pick(call, version, avoid, resuming=with_tokens)
+        member = self._pick(call, version, avoid, begun=True, resuming=with_tokens)
         return Upstream(version, member) if member else None
+
+    def may_resume(self, call: ChatCall, version: str) -> bool:
+        """Whether a broken stream has anybody to wait for: a replica that has the version, or will have it."""
+        holders = self._replica_set.holders(version)
+        return any(one.resumes for one in holders) if holders else self._catalog.usable(call.target.model, version)
 
     def lacking(self, call: ChatCall) -> frozenset[str]:
         """What the call needs and no replica of its model can do."""
@@ -65,10 +70,10 @@ class Placement:
         return self._replica_set.lacking(call.target.model, needs) if needs else needs
 
     def _pick(
-        self, call: ChatCall, version: str, avoid: frozenset[str], *, resuming: bool = False
+        self, call: ChatCall, version: str, avoid: frozenset[str], *, begun: bool = False, resuming: bool = False
     ) -> ReplicaStatus | None:
-        needs = call.request.needs
-        return self._replica_set.pick(version, call.identity.session_key, avoid, needs=needs, resuming=resuming)
+        key, needs = call.identity.session_key, call.request.needs
+        return self._replica_set.pick(version, key, avoid, needs=needs, begun=begun, resuming=resuming)
 
     def _pin(self, call: ChatCall) -> Pin | None:
         """What the session began with, or begins with now. A session whose version is withdrawn begins anew."""

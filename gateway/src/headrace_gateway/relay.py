@@ -132,7 +132,7 @@ class Relay:
     def _next_place(self, call: ChatCall, transcript: Transcript, patience: _Patience) -> Upstream | None:
         if not transcript.begun:
             return self._placement.place(call, patience.avoid)
-        if transcript.sampled and not self._replica_set.can_resume(transcript.version):
+        if transcript.sampled and not self._placement.may_resume(call, transcript.version):
             raise overloaded("the stream broke and no replica can take it over")
         return self._placement.resume(call, transcript.version, patience.avoid, with_tokens=bool(transcript.sampled))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from headrace_gateway.upstream_call import UpstreamCall
 from headrace_runtime.clock import Clock
 from headrace_schemas import Replica
+from headrace_schemas.events.routing import LoadState
 
 _BACKOFF_S = 0.05
 _BACKOFF_MAX_S = 2.0
@@ -19,6 +20,9 @@ _FULL_BACKOFF_MAX_S = 0.4
 _MEMBERS_MAX = 1024
 _ASK_AGAIN_S = 0.5
 _ASK_AGAIN_MAX_S = 4.0
+_NEW: frozenset[LoadState] = frozenset({"ready"})
+_BEGUN: frozenset[LoadState] = _NEW | {"draining"}
+_HELD: frozenset[LoadState] = _BEGUN | {"loading"}
 
 
 @dataclass(slots=True)
@@ -110,15 +114,19 @@ class ReplicaSet:
         avoid: frozenset[str] = frozenset(),
         *,
         needs: frozenset[str] = frozenset(),
+        begun: bool = False,
         resuming: bool = False,
     ) -> ReplicaStatus | None:
         """The replica for one more call, None when nobody can take it now. `needs` is what it has to announce.
+        `begun`: the version has begun the answer elsewhere, so one that is draining will do; `resuming`: tokens were
+        sampled, too.
 
         Rendezvous hashing keeps a session where its keys and values are cached, at most the sessions of a replica that
         comes or goes move; a full replica passes its calls to the least loaded one.
         """
         now = self._clock.monotonic_s()
-        able = [member for member in self._members.values() if _able(member, version, needs, resuming, now)]
+        states = _BEGUN if begun else _NEW
+        able = [member for member in self._members.values() if _able(member, version, states, needs, resuming, now)]
         if not able:
             return None
         able = [member for member in able if member.replica.replica_id not in avoid] or able
@@ -126,10 +134,10 @@ class ReplicaSet:
         first = max(candidates, key=lambda member: _weight(session_key, member.replica.replica_id))
         return first if first.load < 1 else min(candidates, key=lambda member: member.load)
 
-    def can_resume(self, version: str) -> bool:
-        """Whether any replica with `version`, even one that is busy now, could take over a broken stream."""
-        holders = (m for m in self._members.values() if m.replica.ready(version))
-        return any(member.replica.resumes for member in holders)
+    def holders(self, version: str) -> list[Replica]:
+        """Those that have `version` or load it, busy ones too."""
+        held = [one for one in self._members.values() if version not in one.missing]
+        return [one.replica for one in held if one.replica.state_of(version) in _HELD]
 
     def lacking(self, model: str, needs: frozenset[str]) -> frozenset[str]:
         """What of `needs` the replicas with a version of `model` do not announce; nothing while there is none, or one
@@ -217,12 +225,19 @@ def _due(member: ReplicaStatus, now: float, silence_s: float) -> bool:
     return silence_s < silent_s <= max(member.replica.ttl_s, 2 * silence_s)
 
 
-def _able(member: ReplicaStatus, version: str, needs: frozenset[str], resuming: bool, now: float) -> bool:
+def _able(
+    member: ReplicaStatus,
+    version: str,
+    states: frozenset[LoadState],
+    needs: frozenset[str],
+    resuming: bool,
+    now: float,
+) -> bool:
     return (
         not member.hung
         and member.shunned_until_s <= now
         and version not in member.missing
-        and member.replica.ready(version)
+        and member.replica.state_of(version) in states
         and needs.issubset(member.replica.grammars)
         and not (resuming and not member.replica.resumes)
     )

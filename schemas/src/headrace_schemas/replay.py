@@ -15,7 +15,8 @@ from headrace_schemas.base import Model, Sha256
 from headrace_schemas.events.checkpoint import DropReason
 
 BATCH_HEADER = "headrace_batch"
-"""Header of a copied record: how many experiences the batch had that the original lineage cut after it (decimal)."""
+"""Header of a copied record: how many experiences the batch had that the original lineage cut after it (decimal). One
+header for each batch, in order."""
 
 TOPIC_PREFIX = "replay-"
 

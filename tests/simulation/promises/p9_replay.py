@@ -24,8 +24,8 @@ def check(cluster: Cluster, that: Check) -> None:
     straight = _straight_until(cluster)
     settings = TRAINER.model_copy(update={"lineage": "again", "replays": "main", "cut": "recorded"})
     dry_run = DryRun(settings, cluster.blobs)
-    for experience, mark in _journal(cluster):
-        dry_run.add(experience, mark)
+    for experience, marks in _journal(cluster):
+        dry_run.add(experience, marks)
     again = dry_run.end().batches
     for batch, planned in zip(batches, again, strict=False):
         if batch.step < straight:
@@ -41,24 +41,23 @@ def _reports(cluster: Cluster) -> list[TrainingMetrics]:
     return sorted(cluster.log.all(TrainingMetrics), key=lambda report: report.account)
 
 
-def _journal(cluster: Cluster) -> Iterator[tuple[Experience, int | None]]:
-    """Experiences in the order of reading; with the last one before a batch, how many it had.
+def _journal(cluster: Cluster) -> Iterator[tuple[Experience, tuple[int, ...]]]:
+    """Experiences in the order of reading; with the last one before batches, how many they had.
 
     A batch that time cut may have been cut after a save, and so long after its last experience was read.
     """
     position: dict[int, int] = {}
     last: Experience | None = None
+    cuts: tuple[int, ...] = ()
     for report in _reports(cluster):
-        for read, cut in [*((batch.read, batch.experiences) for batch in report.batches), (report.read, None)]:
+        for read, cut in [*((batch.read, (batch.experiences,)) for batch in report.batches), (report.read, ())]:
             for event in _experiences(cluster, read, position):
                 if last is not None:
-                    yield last, None
-                last = event
-            if last is not None and cut is not None:
-                yield last, cut
-                last = None
+                    yield last, cuts
+                last, cuts = event, ()
+            cuts += cut
     if last is not None:
-        yield last, None
+        yield last, cuts
 
 
 def _experiences(cluster: Cluster, reads: tuple[Read, ...], position: dict[int, int]) -> Iterator[Experience]:

@@ -82,6 +82,10 @@ STATES: dict[str, tuple[tuple[Event, ...], tuple[int, int, dict[str, int], dict[
         ),
         (2, 0, {"training": 2}, {}),
     ),
+    "undone and given up, and queued once the weights are others": (
+        (*READY, report(verdict("E", "a", "b")), undoes("E"), undoes("E", queued=True, save=2)),
+        (2, 0, {"training": 2}, {}),
+    ),
     "a correction is undone, what it corrected is not": (
         (
             *READY,
@@ -224,6 +228,10 @@ CONTRADICTIONS: dict[str, tuple[tuple[Event, ...], str]] = {
         "took back experience E revision 0, which it had not trained",
     ),
     "undone out of nothing": ((*READY, undoes("E", queued=True)), "took back experience E revision 0"),
+    "queued twice": (
+        (*READY, report(verdict("E", "a", "b")), undoes("E", queued=True), undoes("E", queued=True, save=2)),
+        "took back experience E revision 0",
+    ),
     "restored and never undone": (
         (*READY, report(verdict("E", "a", "b")), restores("E")),
         "holds experience E revision 0 again, which it had not taken back",

@@ -8,8 +8,8 @@ from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from email_agent.build_base import TEMPLATE
 from email_agent.tools import DEFINITIONS
+from example_parts.base_model import TEMPLATE
 
 
 def render(

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from openai import AsyncOpenAI
 
@@ -16,38 +15,12 @@ from email_agent.mailbox import Mailbox
 from email_agent.react import TURNS_MAX, play
 from email_agent.tasks import Kind
 from email_agent.tools import Mailtools
-from tests.support.fake_llm import Behaviour, Call, FakeLLM, Reply, completion, status
+from tests.support.fake_llm import FakeLLM, Reply, completion, status
+from tests.support.headrace_in_memory import Headrace
 
 from .clerk_server import Clerk, clueless
 
 KINDS: set[str] = set(Kind.__args__)  # type: ignore[attr-defined]
-
-
-class Headrace:
-    """A gateway in memory: a model's answers, and feedback that is kept."""
-
-    def __init__(self, model: Behaviour) -> None:
-        self.feedback: list[dict[str, Any]] = []
-        self.spoken: list[str] = []
-        self.heard = asyncio.Event()
-        self.refusal: int | None = None
-        self._model = model
-
-    def client(self) -> AsyncOpenAI:
-        http = httpx2.AsyncClient(transport=httpx2.MockTransport(self._answer))
-        return AsyncOpenAI(base_url="http://headrace/v1", api_key="none", http_client=http, max_retries=0)
-
-    async def _answer(self, request: httpx2.Request) -> httpx2.Response:
-        await asyncio.sleep(0)  # a server takes its time, and others get theirs
-        body = json.loads(request.content)
-        if request.url.path == "/v1/chat/completions":
-            reply = self._model(Call({}, body))
-            self.spoken.append(reply.body["id"])  # type: ignore[index]
-            return httpx2.Response(200, json=reply.body)
-        assert request.url.path == "/v1/feedback"
-        self.feedback.append(body)
-        self.heard.set()
-        return httpx2.Response(self.refusal or 202, json={})
 
 
 @pytest.fixture

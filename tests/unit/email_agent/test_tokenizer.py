@@ -6,12 +6,13 @@ import random
 import pytest
 from tokenizers import Tokenizer
 
-from email_agent import tokenizer as bpe
+from email_agent import tokenizer as own
 from email_agent import words
 from email_agent.demonstrations import demonstrate
 from email_agent.mailbox import Mailbox
 from email_agent.tasks import stream
 from email_agent.tools import PARAMETER_OF, Mailtools
+from example_parts import bpe
 
 from .rendering import render
 
@@ -25,7 +26,7 @@ def shown(box: Mailbox, tools: Mailtools) -> list[str]:
 
 @pytest.fixture(scope="module")
 def tokenizer(shown: list[str]) -> Tokenizer:
-    return bpe.train(shown)
+    return own.train(shown)
 
 
 def tokens(tokenizer: Tokenizer, text: str) -> list[str]:
@@ -39,7 +40,7 @@ def test_every_conversation_comes_back_as_it_was(tokenizer: Tokenizer, shown: li
 
 
 def test_markup_and_words_are_one_token_and_digits_are_single(tokenizer: Tokenizer) -> None:
-    for text in (*bpe.CONTROL, *bpe.MARKUP, *bpe.RECURRING, *words.ALL):
+    for text in (*bpe.CONTROL, *bpe.MARKUP, *own.RECURRING, *words.ALL):
         assert len(tokenizer.encode(text).ids) == 1, text
     assert tokens(tokenizer, "417") == ["4", "1", "7"]
 
@@ -53,7 +54,7 @@ def test_a_word_is_the_same_token_wherever_it_stands(tokenizer: Tokenizer) -> No
 def test_a_call_takes_few_tokens(tokenizer: Tokenizer) -> None:
     call = '<tool_call>{"name": "read_mail", "arguments": {"thread": "a1"}}</tool_call><|im_end|>'
     assert len(tokenizer.encode(call).ids) == 7
-    assert bpe.call_opening("read_mail") == '{"name": "read_mail", "arguments": {"thread": "'
+    assert bpe.call_opening("read_mail", "thread") == '{"name": "read_mail", "arguments": {"thread": "'
 
 
 def test_only_control_tokens_are_special(tokenizer: Tokenizer) -> None:
@@ -64,5 +65,5 @@ def test_only_control_tokens_are_special(tokenizer: Tokenizer) -> None:
 
 
 def test_it_is_small(tokenizer: Tokenizer) -> None:
-    assert 600 <= tokenizer.get_vocab_size() <= bpe.VOCABULARY
+    assert 600 <= tokenizer.get_vocab_size() <= own.VOCABULARY
     assert len(PARAMETER_OF) == 7

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from email_agent import tools as module
 from email_agent.mailbox import Mailbox
-from email_agent.tools import DEFINITIONS, ERROR, HITS, PARAMETER_OF, Mailtools
+from email_agent.tools import DEFINITIONS, HITS, PARAMETER_OF, Mailtools
+from example_parts.tools import ERROR
 
 
 def call(tools: Mailtools, name: str, argument: str) -> str:
@@ -79,4 +79,4 @@ def test_a_contact_is_found_by_name_and_counted_by_id(box: Mailbox, tools: Mailt
     ],
 )
 def test_a_wrong_call_is_answered_not_raised(tools: Mailtools, name: str, arguments: str, problem: str) -> None:
-    assert tools.call(name, arguments) == f"{module.ERROR}{problem}"
+    assert tools.call(name, arguments) == f"{ERROR}{problem}"

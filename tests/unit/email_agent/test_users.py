@@ -17,8 +17,9 @@ from email_agent.users import SIGNALS, _correction
 from headrace.errors import UsageError
 from headrace_cli.demo import recipe
 from tests.repo.compose_files import ROOT
+from tests.support.headrace_in_memory import Headrace
 from tests.unit.email_agent.clerk_server import Clerk, clueless
-from tests.unit.email_agent.test_agent import Headrace, options
+from tests.unit.email_agent.test_agent import options
 
 
 def test_the_demo_has_a_recipe_for_each_of_them() -> None:

@@ -82,6 +82,15 @@ async def test_a_preference_over_two_sessions_is_an_event_in_each(tmp_path: Path
         assert {one.sessions for one in events} == {1}, "what is compared is not one run"
 
 
+@pytest.mark.parametrize(("level", "sessions"), [(None, 2), ("turn", 1), ("session", 1)])
+async def test_what_lists_responses_of_two_sessions_is_of_both_only_without_a_level(
+    tmp_path: Path, level: str | None, sessions: int
+) -> None:
+    async with gateway(tmp_path) as served:
+        events = await sent(served, {"msg_ids": [A, C], "value": 1, "level": level})
+        assert [(event.session_key, event.sessions) for event in events] == [(ONE, sessions), (TWO, sessions)]
+
+
 async def test_two_responses_of_one_session_are_compared_in_one_event(tmp_path: Path) -> None:
     async with gateway(tmp_path) as served:
         (event,) = await sent(served, {"preference": {"chosen": B, "rejected": A}})

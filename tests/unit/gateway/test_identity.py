@@ -56,6 +56,16 @@ def test_the_first_source_that_says_something_wins() -> None:
         assert found.session_key == ids.session_key("default", found.session_id)
 
 
+def test_who_names_its_user_in_the_header_or_the_metadata_means_it_before_openais_field() -> None:
+    headers = RequestMetadata({b"x-user-id": b"ann"}, {})
+    nothing = RequestMetadata({}, {})
+    found = [
+        identify(caller(), {}, given, "tiny", (HELLO,), user) for given in (headers, nothing) for user in ("bob", 7)
+    ]
+    ann, bob = (ids.session_key("default", f"user:{name}") for name in ("ann", "bob"))
+    assert [one.user_key for one in found] == [ann, ann, bob, None]
+
+
 def test_calls_that_open_alike_are_one_session_and_its_forks() -> None:
     first = identity(SYSTEM, HELLO)
     assert first.session_id == identity(SYSTEM, HELLO, ANSWER, MORE).session_id

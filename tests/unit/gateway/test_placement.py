@@ -19,6 +19,7 @@ from headrace_gateway.replica_set import ReplicaSet
 from headrace_gateway.settings import StickySettings
 from headrace_gateway.sticky_versions import StickyVersions
 from headrace_schemas import LoadedVersion, Replica, Sampling, ids
+from headrace_schemas.events.routing import LoadState
 from headrace_schemas.events.turn import SessionSource
 from tests.support.gateway import routing
 from tests.support.streams import ManualClock
@@ -217,13 +218,54 @@ def test_a_version_that_was_announced_and_is_not_there_is_not_asked_for_again() 
 def test_only_an_engine_that_can_takes_over_a_stream() -> None:
     rig = Rig(a=(V1,))
     rig.beat("a", V1, engine="vllm", resumes=False)
-    assert not rig.replica_set.can_resume(V1)
+    rig.route(V1, 1)
+    assert not rig.placement.may_resume(rig.call(), V1)
     assert rig.replica_set.pick(V1, "s", resuming=True) is None
     rig.beat("b", V1)
-    assert rig.replica_set.can_resume(V1)
+    assert rig.placement.may_resume(rig.call(), V1)
     member = rig.replica_set.pick(V1, "s", resuming=True)
     assert member
     assert member.replica.replica_id == "b"
+
+
+def loaded(version: str, state: LoadState) -> tuple[LoadedVersion, ...]:
+    return (LoadedVersion(version=version, state=state),)
+
+
+def test_what_drains_takes_over_what_was_begun_and_nothing_new() -> None:
+    """Routing dropped the version while it streamed; every replica drains it."""
+    rig = Rig()
+    rig.route(V2, 1, serve=(V2,))
+    rig.beat("a", versions=loaded(V1, "draining"))
+    assert rig.replica_set.pick(V1, "s") is None
+    assert rig.placement.may_resume(rig.call(), V1)
+    for with_tokens in (False, True):
+        assert rig.placement.resume(rig.call(), V1, frozenset(), with_tokens=with_tokens) is not None
+    rig.beat("a", versions=loaded(V1, "draining"), stopping=True)
+    assert rig.placement.resume(rig.call(), V1, frozenset(), with_tokens=True) is None
+    assert not rig.placement.may_resume(rig.call(), V1)
+
+
+@pytest.mark.parametrize(("state", "hope"), [("ready", True), ("draining", True), ("loading", True), ("failed", False)])
+def test_a_broken_stream_waits_for_who_has_its_version_or_loads_it(state: LoadState, hope: bool) -> None:
+    rig = Rig()
+    rig.route(V2, 1, serve=(V2,))
+    rig.beat("a", versions=loaded(V1, state))
+    assert rig.placement.may_resume(rig.call(), V1) is hope
+
+
+def test_a_broken_stream_waits_while_routing_wants_its_version() -> None:
+    """A replica that has just come back announces nothing before it has read routing."""
+    rig = Rig(a=())
+    rig.route(V2, 1, serve=(V1, V2))
+    assert rig.placement.may_resume(rig.call(), V1)
+    rig.beat("a", V1)
+    member = rig.replica_set.pick(V1, "s")
+    assert member
+    rig.replica_set.lacks(member, V1)
+    assert rig.placement.may_resume(rig.call(), V1), "it may get it again"
+    rig.route(V2, 2, serve=(V2,))
+    assert not rig.placement.may_resume(rig.call(), V1)
 
 
 async def test_waiting_ends_with_news_and_with_the_pause_of_a_shunned_replica() -> None:

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from headrace_gateway.settings import UpstreamSettings
-from headrace_schemas import DeadLetter
+from headrace_schemas import DeadLetter, LoadedVersion
 from tests.support.fake_replica import LENGTH, VERSION, FakeReplica, Fault, Generation, text_of
 from tests.support.gateway import Gateway, gateway, until
 from tests.support.ports import free_port
@@ -122,6 +122,39 @@ async def test_a_replica_that_knows_another_prompt_goes_on_after_the_one_that_wa
         assert list(turn.prompt_token_ids) == work.prompt_ids
         shown = [chunk["prompt_token_ids"] for chunk in chunks_of(answer) if "prompt_token_ids" in chunk]
         assert shown == [work.prompt_ids], "the client is shown one prompt, that of the captured turn"
+
+
+async def test_a_stream_moves_to_a_replica_that_drains_its_version(tmp_path: Path) -> None:
+    """A version leaves routing while it streams, and its replica dies: the others still answer for a while."""
+    a, b = FakeReplica("a"), FakeReplica("b")
+    async with a.running(), b.running(), gateway(tmp_path, a) as served:
+        served.replica_set.update("b", b.heartbeat(versions=(LoadedVersion(version=VERSION, state="draining"),)))
+        a.faults = [Fault(drop_after=3)]
+        answer = await served.chat(stream=True)
+        assert content(answer) == expected(b)
+        check_turn(served, b)
+
+
+@pytest.mark.parametrize(
+    "announced", [(), (LoadedVersion(version=VERSION, state="loading"),)], ids=["nothing", "loading"]
+)
+async def test_a_stream_waits_for_its_replica_to_start_again(
+    tmp_path: Path, announced: tuple[LoadedVersion, ...]
+) -> None:
+    replica = FakeReplica(faults=[Fault(drop_after=3)])
+    replica.token_delay_s = 0.02
+    async with replica.running(), gateway(tmp_path, replica) as served:
+        member = served.replica_set.pick(VERSION, "")
+        assert member is not None
+        waiting = asyncio.create_task(served.chat(stream=True))
+        await until(lambda: member.in_flight == 1)
+        served.replica_set.update(replica.replica_id, replica.heartbeat(versions=announced))
+        await until(lambda: member.in_flight == 0)
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        served.beat(replica)
+        assert content(await waiting) == expected(replica)
+        check_turn(served, replica)
 
 
 async def test_a_stalled_stream_moves_on(tmp_path: Path) -> None:

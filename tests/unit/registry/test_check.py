@@ -85,3 +85,12 @@ def test_the_stand_in_streams_and_takes_feedback() -> None:
         assert streamed.text.endswith("data: [DONE]\n\n")
         assert httpx.post(f"{base_url}/feedback", json={}).status_code == 202
         assert httpx.get(f"{base_url}/models").json()["data"] == []
+
+
+def test_the_stand_in_has_tokens_for_who_records_them() -> None:
+    with answering() as base_url:
+        body = {"model": "m", "messages": [], "return_token_ids": True, "logprobs": True}
+        whole = httpx.post(f"{base_url}/chat/completions", json=body).json()
+    (choice,) = whole["choices"]
+    counts = (len(whole["prompt_token_ids"]), len(choice["token_ids"]), len(choice["logprobs"]["content"]))
+    assert counts == (whole["usage"]["prompt_tokens"], *[whole["usage"]["completion_tokens"]] * 2)

@@ -9,7 +9,7 @@ import pytest
 
 from headrace_schemas import Feedback, Message
 from headrace_schemas.events.opinion import ComparedAnswer, Preference
-from headrace_scorer.feedback_entries import ANY_CHOICE, EntryKey, FeedbackEntry, entries_of
+from headrace_scorer.feedback_entries import ANY_CHOICE, EntryKey, FeedbackEntry, entries_of, thumbs_of
 from headrace_scorer.feedback_matching import FeedbackSet
 from tests.support.turns import ask, feedback, user
 
@@ -50,7 +50,24 @@ def test_a_level_says_what_is_meant() -> None:
     assert values(feedback("s", ONE, value=1.0, level="session")) == {("", ANY_CHOICE, "feedback"): 1.0}
     assert values(feedback("s", ONE, value=1.0, level="response", choice=1)) == {(ONE.turn_id, 1, "feedback"): 1.0}
     assert values(feedback("s", ONE, value=1.0, level="response")) == {(ONE.turn_id, 0, "feedback"): 1.0}
+    assert values(feedback("s", TWO, value=1.0, level="response")) == {(TWO.turn_id, 0, "feedback"): 1.0}
     assert values(feedback("s", TWO, value=1.0, level="response", choice=1)) == {}, "there was no such answer"
+
+
+def test_a_rater_says_the_mean_of_turns_unless_there_is_a_word_about_the_run() -> None:
+    turns = [feedback("s", one, value=value, rater="ann") for one, value in ((ONE, 1.0), (TWO, 0.5))]
+    bob = feedback(value=0.25, rater="bob")
+    nobody = feedback("s", ONE, value=1.0, source="review")
+    said = FeedbackSet((*turns, bob, nobody))
+    assert thumbs_of(said, ANSWERS, LABELS, ("feedback",)) == {"ann": 0.75, "bob": 0.25}
+    whole = FeedbackSet((*turns, feedback(value=0.0, rater="ann")))
+    assert thumbs_of(whole, ANSWERS, LABELS, ("feedback",)) == {"ann": 0.0}
+
+
+def test_a_word_about_a_turn_and_words_about_its_answers_stand_side_by_side() -> None:
+    about = [feedback("s", ONE, value=0.5, level="turn")]
+    about += [feedback("s", ONE, value=float(choice), level="response", choice=choice) for choice in (0, 1)]
+    assert sorted(values(*about).values(), key=str) == [0.0, 0.5, 1.0]
 
 
 def test_a_source_says_the_mean_of_its_raters() -> None:
@@ -84,6 +101,8 @@ def test_a_label_without_a_value_abstains() -> None:
     found = entries(good, strange)[WHOLE]
     assert (found.outcome, found.value) == ("abstained", None), "the last word was one that says nothing"
     assert found.reason == "the label 'odd' has no value in scorer.labels"
+    last = feedback(value=None, label="weird", rater="ann")
+    assert entries(strange, last)[WHOLE].reason == "the label 'weird' has no value in scorer.labels"
     assert entries(good, feedback(value=None, label="odd", rater="ann"))[WHOLE].value == 1.0
 
 
@@ -101,6 +120,10 @@ def test_an_edit_is_of_one_answer_and_of_one_rater() -> None:
     found = entries(first, ann, other, again)
     said = {(key.choice, key.subject): json.loads(entry.detail or "")["content"] for key, entry in found.items()}
     assert said == {(0, ""): "two", (0, "ann"): "hers", (1, ""): "b"}
+    assert json.loads(entries(first)[EntryKey("edit", ONE.turn_id, 0, "", "feedback")].detail or "") == {
+        "role": "assistant",
+        "content": "one",
+    }, "without what nobody said"
     gone = feedback("s", ONE, value=None, withdrawn=True, kind="edit")
     assert [entry.outcome for key, entry in entries(first, ann, gone).items()] == ["given", "withdrawn"]
     assert entries(edit(THREE)) == {}, "it was no answer of this trajectory"
@@ -116,9 +139,16 @@ def test_edits_and_values_leave_each_other_alone() -> None:
 
 def test_of_many_edits_the_newest_count_and_come_back() -> None:
     raters = [edit(ONE, text=name, rater=name) for name in "abc"]
-    assert [entry.outcome for entry in entries(*raters, most=2).values()] == ["withdrawn", "given", "given"]
-    gone = feedback("s", ONE, value=None, withdrawn=True, kind="edit", rater="c")
-    assert [entry.outcome for entry in entries(*raters, gone, most=2).values()] == ["given", "given", "withdrawn"]
+    found = list(entries(*raters, most=2).values())
+    assert [entry.outcome for entry in found] == ["withdrawn", "given", "given"]
+    assert found[0].reason == "there are newer ones than scorer.corrections_max counts"
+    gone = feedback("s", ONE, value=None, withdrawn=True, kind="edit", rater="c", comment="sorry")
+    found = list(entries(*raters, gone, most=2).values())
+    assert [(entry.outcome, entry.reason) for entry in found] == [
+        ("given", None),
+        ("given", None),
+        ("withdrawn", "sorry"),
+    ]
 
 
 def prefer(better: tuple[str, int], worse: tuple[str, int], **fields: Any) -> Feedback:

@@ -147,6 +147,17 @@ async def test_what_is_taken_back_teaches_nothing_and_equal_thumbs_give_an_equal
     assert ids[0][0] == ids[2][0] != ids[1][0]
 
 
+async def test_it_speaks_after_those_who_are_waited_for(database_url: str, data_dir: Path) -> None:
+    async with learning(database_url, data_dir, quality, expected=["feedback"]) as rig:
+        one, other = run(0), run(1)
+        await rig.deliver(one, other)
+        assert rig.said() == {}, "people are waited for"
+        await rig.deliver(thumb(one, 1.0))
+        assert rig.said() == {one.trajectory_id: ("abstained", None)}
+        await rig.end_waiting()
+        assert rig.said().keys() == {one.trajectory_id, other.trajectory_id}, "as long as the settings say"
+
+
 async def test_a_tenant_learns_from_its_own_people_alone(database_url: str, data_dir: Path) -> None:
     theirs = [one.model_copy(update={"tenant": "other"}) for one in map(run, range(24))]
     async with learning(database_url, data_dir, quality) as rig:

@@ -48,6 +48,20 @@ def test_the_first_pattern_that_fits_gives_the_weight() -> None:
     assert [policy.weight(name) for name in ("function:a", "function:b", "other", "unknown")] == [2.0, 1.0, 0.5, 0.0]
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_is_about_the_very_answer_goes_before_what_is_about_its_turn(turned: bool) -> None:
+    answer = SourceReward("a", "t", "scored", 1.0, choice=0)
+    said = [scored("a", 0.0, "t"), answer]
+    assert reward(EQUAL, *reversed(said) if turned else said) == 1.0
+
+
+def test_who_speaks_last_waits_for_all_others_and_not_for_himself() -> None:
+    policy = RewardPolicy({"*": 1.0}, expected=["feedback", "learned:*"], functions=["function:a"])
+    assert not policy.answered([silent("feedback", "abstained")], "learned:thumbs")
+    assert policy.answered([silent("feedback", "abstained"), scored("function:a", 1.0)], "learned:thumbs")
+    assert not policy.answered([scored("learned:thumbs", 1.0)], "learned:thumbs")
+
+
 def test_sources_without_a_weight_do_not_count() -> None:
     policy = RewardPolicy({"feedback": 1.0, "judge:*": 0.0})
     assert reward(policy, scored("feedback", 1.0), scored("judge:a", 0.0), scored("stranger", 0.0)) == 1.0

@@ -88,6 +88,8 @@ class TestReinforcePlusPlus:
     def test_a_run_without_a_task_is_compared_with_everything(self) -> None:
         past = Baselines(overall=mean(3.0, 4.0))
         assert plus_plus([1.0], [None], past)[0].baselines_B == pytest.approx([0.75])
+        little = Baselines(overall=mean(0.25, 0.5))
+        assert plus_plus([1.0], [None], little)[0].baselines_B == pytest.approx([0.5])
 
     def test_where_tasks_do_not_repeat_a_new_one_borrows_the_mean_over_all(self) -> None:
         once = {f"t{n}": mean(1.0, 1.0) for n in range(4)}
@@ -98,6 +100,8 @@ class TestReinforcePlusPlus:
         assert few.values_B == [0.0]
         again = {**once, "t0": mean(1.9, 1.9), "t1": mean(1.9, 1.9)}
         assert plus_plus([1.0], ["new"], Baselines(tasks=again, overall=overall), tasks_min=4)[0].values_B == [0.0]
+        enough = plus_plus([1.0], ["t0"], Baselines(tasks=once, overall=overall), tasks_min=4, history_min=1.0)[0]
+        assert enough.baselines_B == [1.0], "one run of its task is as much as was asked for"
 
     def test_a_late_branch_is_not_compared_with_its_own_run(self) -> None:
         """Its first branch came two batches ago, and has faded since."""
@@ -109,6 +113,20 @@ class TestReinforcePlusPlus:
 
         assert baseline(0.0) == pytest.approx(baseline(100.0))
         assert baseline(0.0) == pytest.approx((2.0 * 0.9 + 3.0) / 1.9)
+
+    def test_nor_is_one_without_a_task(self) -> None:
+        def baseline(own: float) -> float:
+            past = plus_plus([own, 2.0], [None, None], runs=["mine", "x"], weights=[0.5, 1.0])[1]
+            past = plus_plus([3.0, 1.0], [None, "a"], past, runs=["y", "z"])[1]
+            return plus_plus([own], [None], past, runs=["mine"], weights=[0.5])[0].baselines_B[0]
+
+        assert baseline(0.0) == pytest.approx(baseline(100.0))
+        assert baseline(0.0) == pytest.approx((2.0 * 0.99**2 + 3.0 * 0.99 + 1.0) / (0.99**2 + 0.99 + 1.0))
+
+    def test_the_runs_of_a_task_are_forgotten_with_it(self) -> None:
+        bound = Decay(task=0.9, model=0.99, tasks_max=2)
+        past = plus_plus([1.0] * 4, ["a", "b", "c", None], runs=["x", "y", "z", "w"], decay=bound)[1]
+        assert list(past.runs) == ["y", "z", "w"]
 
     def test_the_runs_that_are_remembered_are_bounded(self) -> None:
         bound = Decay(task=0.9, model=0.99, tasks_max=2, runs_max=2)

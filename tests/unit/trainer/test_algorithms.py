@@ -27,6 +27,7 @@ NEEDS = {
     "dr_grpo": "groups logprobs",
     "grpo": "groups logprobs",
     "gspo": "groups logprobs",
+    "hindsight": "logprobs hindsight",
     "kto": "reference demonstrations",
     "mix": "logprobs demonstrations",
     "multi-step-grpo": "groups logprobs turn_rewards",

@@ -148,7 +148,7 @@ def test_an_unknown_algorithm_stops_the_start_and_lists_the_known(tmp_path: Path
 def test_an_unknown_kind_stops_the_start_and_lists_the_known(tmp_path: Path) -> None:
     path = tmp_path / "headrace.toml"
     path.write_text('[trainer]\nbase = "x"\nadvantage.kind = "grop"\n', encoding="utf-8")
-    with pytest.raises(SettingError, match=r"did you mean 'grpo'\? there are demonstrations, grpo, labels,"):
+    with pytest.raises(SettingError, match=r"did you mean 'grpo'\? there are demonstrations, grpo, hindsight, labels,"):
         load("trainer", TrainerSettings, path, {})
 
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from headrace_trainer.algorithms.loss import k3, token_loss
+from headrace_trainer.algorithms.loss import k3, left_out, likelihood, plain, row_counts, row_sums, token_loss
+from headrace_trainer.algorithms.losses import Sampled
 from headrace_trainer.algorithms.settings import LossSettings
 
-GRID = list(itertools.product([-1.5, -0.2, 0.0, 0.2, 0.9], [-1.0, -0.1, 0.0, 0.3, 2.0], [-2.0, -0.5, 0.0, 1.0]))
+GRID = list(itertools.product([-1.5, -0.2, 0.0, 0.2, 0.9], [-1.0, -0.1, 0.0, 0.3, 2.0], [-2.0, -0.5, 0.0, 0.7]))
 """(current - start, start - behaviour, advantage)"""
 BEHAVIOUR = -2.5
 
@@ -88,7 +89,8 @@ def test_what_was_truncated_masked_and_clipped_is_counted() -> None:
     behaviour_N = torch.zeros(4)
     start_N = torch.tensor([1.0, -1.0, 5.0, 0.0])
     current_N = start_N + torch.tensor([0.0, 0.0, 0.0, 1.0])
-    found = token_loss(current_N, start_N, behaviour_N, torch.ones(4), LossSettings(weight_max=2.0, mask_high=100.0))
+    settings = LossSettings(weight_max=2.0, mask_high=100.0)
+    found = token_loss(current_N, start_N, behaviour_N, torch.full((4,), 2.0), settings)
     assert found.truncated_N.tolist() == [True, False, True, False]
     assert found.masked_N.tolist() == [False, False, True, False]
     assert found.clipped_N.tolist() == [False, False, False, True]
@@ -119,3 +121,43 @@ def test_k3_estimates_the_divergence() -> None:
     policy_V, reference_V = (torch.randn(6, generator=generator).log_softmax(-1) for _ in range(2))
     exact = (policy_V.exp() * (policy_V - reference_V)).sum()
     torch.testing.assert_close((policy_V.exp() * k3(policy_V, reference_V)).sum(), exact)
+
+
+def sampled(left_out_N: torch.Tensor | None = None) -> Sampled:
+    current_N, start_N, behaviour_N, advantage_N = tensors()
+    return Sampled(current_N, start_N, behaviour_N, advantage_N, torch.zeros(len(GRID)).long(), left_out_N)
+
+
+def test_a_likelihood_is_minus_advantage_times_logprob_whoever_sampled() -> None:
+    given = sampled()
+    found = likelihood(given, LossSettings())
+    expected_N = [-a * (moved + drift + BEHAVIOUR) for moved, drift, a in GRID]
+    np.testing.assert_allclose(found.loss_N.detach(), expected_N, atol=1e-12)
+    torch.autograd.backward(found.loss_N.sum())
+    np.testing.assert_allclose(given.current_N.grad, [-a for _, _, a in GRID])  # type: ignore[arg-type]
+    assert not (found.masked_N | found.clipped_N).any()
+    assert (found.weight_N == 1).all()
+
+
+def test_what_is_left_out_has_no_loss_and_says_so() -> None:
+    out_N = torch.arange(len(GRID)) % 3 == 0
+    given = sampled(out_N)
+    clipped_N = torch.arange(len(GRID)) % 2 == 0
+    found = plain(given.current_N, given, clipped_N)
+    assert torch.equal(found.masked_N, out_N)
+    assert torch.equal(found.clipped_N, clipped_N)
+    assert torch.equal(found.loss_N, torch.where(out_N, 0.0, given.current_N))
+
+
+def test_rows_are_summed_and_counted() -> None:
+    row_N = torch.tensor([2, 0, 2, 2])
+    assert row_sums(torch.tensor([1.0, 2.0, 4.0, 8.0]), row_N, 4).tolist() == [2.0, 0.0, 13.0, 0.0]
+    assert row_counts(row_N, 4).tolist() == [1, 0, 3, 0]
+
+
+def test_rows_that_drifted_are_left_out_by_their_mean_and_in_both_directions() -> None:
+    behaviour_N = torch.full((6,), -1.0)
+    start_N = torch.tensor([-1.0, -0.5, -2.0, -2.0, -0.4, 0.4])
+    row_N = torch.tensor([0, 0, 1, 1, 2, 2])
+    assert left_out(start_N, behaviour_N, row_N, 3, 0.5).tolist() == [False, True, True]
+    assert left_out(start_N, behaviour_N, row_N, 3, 1.0).tolist() == [False, False, False]

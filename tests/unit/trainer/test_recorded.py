@@ -16,7 +16,7 @@ from headrace_trainer.settings import TrainerSettings
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import Bus, World, experience
 
-Marked = tuple[Experience, int | None]
+Marked = tuple[Experience, tuple[int, ...]]
 
 
 async def live(folder: Path, settings: TrainerSettings) -> World:
@@ -41,24 +41,24 @@ def recorded(world: World) -> list[Marked]:
 
     def take(reads: tuple[Read, ...]) -> None:
         for read in reads:
-            found.extend((logs[read.partition, n], None) for n in range(at.get(read.partition, 0), read.until))
+            found.extend((logs[read.partition, n], ()) for n in range(at.get(read.partition, 0), read.until))
             at[read.partition] = read.until
 
     for account in world.bus.accounts:
         for batch in account.batches:
             take(batch.read)
-            found[-1] = (found[-1][0], batch.experiences)
+            found[-1] = (found[-1][0], (*found[-1][1], batch.experiences))
         take(account.read)
     rest = [event for (partition, n), event in logs.items() if n >= at.get(partition, 0)]
     assert len(rest) <= 2, "only what has moved nothing yet is in no account"
-    return [*found, *((event, None) for event in rest)]
+    return [*found, *((event, ()) for event in rest)]
 
 
 def copied(stream: list[Marked]) -> Bus:
     bus = Bus(partitions=1)
-    for event, mark in stream:
+    for event, marks in stream:
         headers = Envelope.of(event, "test").headers()
-        bus.add("copy", event.to_json(), 0, [*headers, *([(BATCH_HEADER, str(mark).encode())] if mark else [])])
+        bus.add("copy", event.to_json(), 0, [*headers, *((BATCH_HEADER, str(mark).encode()) for mark in marks)])
     return bus
 
 
@@ -68,8 +68,8 @@ def digests(accounts: list[TrainingMetrics]) -> list[str]:
 
 def planned(world: World, settings: TrainerSettings, stream: list[Marked]) -> DryRunLine:
     dry_run = DryRun(settings, world.blobs)
-    for event, mark in stream:
-        dry_run.add(event, mark)
+    for event, marks in stream:
+        dry_run.add(event, marks)
     return dry_run.end()
 
 
@@ -82,7 +82,7 @@ async def test_recorded_batches_come_out_the_same(tmp_path: Path, make: Make, ki
     algorithm = {"advantage": {"kind": kind}, "group_size": 2, "group_wait_s": 1e6}
     world = await live(tmp_path, make(**SETTINGS, **algorithm))
     original, stream = world.bus, recorded(world)
-    sizes = [mark for _, mark in stream if mark]
+    sizes = [mark for _, marks in stream for mark in marks]
     assert len(set(sizes)) > 1, "time has cut some of the batches"
     assert {"superseded", "stale"} <= set(original.fates.values())
 

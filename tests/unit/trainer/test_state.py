@@ -8,6 +8,7 @@ from collections import Counter
 from datetime import timedelta
 
 import pytest
+from prometheus_client import REGISTRY
 
 from headrace_schemas.blobs import BlobRef
 from headrace_trainer.algorithms.baselines import Decay
@@ -60,6 +61,50 @@ def test_tokens_that_wait_are_counted() -> None:
     assert state.room == 1024
 
 
+def measured(metric: str, **labels: str) -> float:
+    """0 for what was never counted."""
+    return REGISTRY.get_sample_value(f"headrace_trainer_{metric}", labels) or 0.0
+
+
+def test_what_waits_is_gauged_to_the_token() -> None:
+    state = ledger_on(chain(0))
+    found: list[tuple[float, float]] = []
+
+    def note() -> None:
+        found.append((measured("waiting_experiences"), measured("waiting_tokens")))
+
+    state.admit(experience(1, name(0), length=40), (0, 0), START)
+    note()
+    state.admit(experience(1, name(0), length=20, revision=1), (0, 1), START)
+    note()
+    state.admit(experience(2, name(0), length=30), (0, 2), START)
+    note()
+    late = state.waiting[0]
+    for _ in range(2):  # what does not wait changes nothing
+        state.drop(late, "stale")
+        note()
+    assert found == [(1, 40), (1, 20), (2, 50), (1, 30), (1, 30)]
+
+
+def test_what_became_of_revisions_is_counted() -> None:
+    kinds = [
+        ("trained_total", {}), ("duplicates_total", {}),
+        *(("dropped_total", {"reason": reason}) for reason in ("stale", "unpaired", "singleton")),
+        *(("undone_total", {"queued": queued}) for queued in ("true", "false")),
+    ]  # fmt: skip
+    before = [measured(metric, **labels) for metric, labels in kinds]
+    state = ledger_on(chain(0))
+    for number in range(4):
+        state.admit(experience(number, name(0)), (0, number), START)
+    state.admit(experience(0, name(0)), (0, 0), START)
+    state.drop(state.waiting[0], "stale")
+    state.drop(state.waiting[0], "singleton", "unpaired")
+    step(state)
+    state.note_undone("e2", (0, 1, 2), 2)
+    after = [measured(metric, **labels) for metric, labels in kinds]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [2, 1, 1, 1, 0, 1, 2]
+
+
 def test_a_queue_that_was_larger_when_it_was_saved_has_no_room() -> None:
     saved = [Waiting(experience=experience(number, name(0), length=40), since_ms=0) for number in range(2)]
 
@@ -108,6 +153,17 @@ def test_what_could_change_the_weights_again_is_never_forgotten() -> None:
     state.admit(experience(4, name(5), reward=None), (0, 3), START)
     state.forget(START)
     assert state.window.get("e1") is None
+
+
+def test_what_is_just_fresh_enough_to_be_trained_again_is_kept() -> None:
+    state = ledger_on(chain(0), window_experiences=1)
+    for number in range(3):
+        state.admit(experience(number, name(number)), (0, number), START)
+        step(state)
+        state.history = publish(state.history, number + 1, state.steps)
+    state.promoted = (name(3),)
+    state.forget(START)
+    assert list(state.window) == ["e1", "e2"], "two edges back is the limit, three is not"
 
 
 class Life:

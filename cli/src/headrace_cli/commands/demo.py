@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace_cli.commands.shared import Overridden, Pythons, command, console
+
+if TYPE_CHECKING:
+    from headrace_cli.demo.console_reporter import ConsoleReporter
+    from headrace_cli.demo.recipe import Recipe
+    from headrace_cli.demo.report import Report
+    from headrace_cli.demo.runner import Options
 
 
 def demo(
@@ -22,7 +29,12 @@ def demo(
         Path | None, typer.Option(help="Keep everything here; default: a folder that is removed at the end.")
     ] = None,
     cache: Annotated[Path, typer.Option(help="Where the base model is kept for the next run.")] = Path(".cache/demo"),
-    out: Annotated[Path, typer.Option(help="Where demo.json and demo.png go.")] = Path("reports"),
+    out: Annotated[Path, typer.Option(help="Where the report and its picture go.")] = Path("reports"),
+    name: Annotated[str, typer.Option(help="Of the report: NAME.json, and NAME.png of a single seed.")] = "demo",
+    seeds: Annotated[
+        int | None,
+        typer.Option(min=1, max=1000, help="Play so many seeds from --seed on, and hold medians to what is promised."),
+    ] = None,
     settings: Overridden = None,
     pythons: Pythons = None,
 ) -> None:
@@ -31,39 +43,88 @@ def demo(
     Builds a tiny base model, starts every service, lets the agent work through the gateway, and plays held-out tasks
     against each new version before it takes over. Exits with 1 when the agent did not get better as promised.
     """
-    import asyncio
-    import shutil
-    import tempfile
-
-    from headrace_cli.demo import plot, recipe
-    from headrace_cli.demo.console_reporter import ConsoleReporter
-    from headrace_cli.demo.runner import Options, play
+    from headrace_cli.demo import recipe
+    from headrace_cli.demo.runner import Options
     from headrace_cli.supervisor.overrides import parse_assignments
     from headrace_cli.supervisor.plan import parse_pythons
 
     found = recipe.read(folder)
     if signal is not None:
         found = found.with_signal(signal)
-    place = data_dir or Path(tempfile.mkdtemp(prefix="headrace-demo-"))
     goal = found.short if short else found.goal
-    reporter = ConsoleReporter(console())
     given = parse_assignments(settings or [])
-    options = Options(seed, goal, place, cache.absolute(), out.absolute(), given, parse_pythons(pythons or []))
-    try:
-        report = asyncio.run(play(found, options, reporter))
-    finally:
-        if data_dir is None:
-            shutil.rmtree(place, ignore_errors=True)
-    report.write(out / "demo.json")
-    drawn = plot.draw(report, found.title, out / "demo.png")
-    shortfalls = report.shortfalls(goal)
-    reporter.ended(report, shortfalls)
-    written = [out / "demo.json", *([out / "demo.png"] if drawn else [])]
-    console().print(f"[dim]written: {', '.join(map(str, written))}[/]")
-    if shortfalls:
+    places = cache.absolute(), out.absolute()
+    options = Options(seed, goal, data_dir or Path(), *places, given, parse_pythons(pythons or []))
+    keep, path = data_dir is not None, out / f"{name}.json"
+    if seeds is None:
+        good = _one(found, options, keep=keep, path=path)
+    else:
+        good = _several(seeds, found, options, keep=keep, path=path)
+    if not good:
         raise typer.Exit(1)
 
 
+def _one(recipe: Recipe, options: Options, *, keep: bool, path: Path) -> bool:
+    """Play one seed, and draw it."""
+    from headrace_cli.demo import plot
+    from headrace_cli.demo.console_reporter import ConsoleReporter
+
+    reporter = ConsoleReporter(console())
+    report = _played(recipe, options, reporter, keep=keep)
+    report.write(path)
+    drawn = plot.draw(report, recipe.title, path.with_suffix(".png"))
+    shortfalls = report.shortfalls(options.goal)
+    reporter.ended(report, shortfalls)
+    reporter.measured(recipe.measures, [report.measures])
+    reporter.showed(report.shown)
+    written = [path, *([path.with_suffix(".png")] if drawn else [])]
+    console().print(f"[dim]written: {', '.join(map(str, written))}[/]")
+    return not shortfalls
+
+
+def _several(count: int, recipe: Recipe, options: Options, *, keep: bool, path: Path) -> bool:
+    """Play the seeds one after the other, each on services of its own. What is done is written after each."""
+    from headrace_cli.demo.console_reporter import ConsoleReporter
+    from headrace_cli.demo.seeds import SeedsReport
+
+    reports: list[Report] = []
+    for seed in range(options.seed, options.seed + count):
+        reporter = ConsoleReporter(console())
+        place = options.data_dir / f"seed-{seed}"
+        reports.append(_played(recipe, replace(options, seed=seed, data_dir=place), reporter, keep=keep))
+        reporter.ended(reports[-1], [])
+        reporter.measured(recipe.measures, [reports[-1].measures])
+        found = SeedsReport.of(recipe, options.goal, reports)
+        found.write(path)
+    reporter.showed(reports[0].shown)
+    if count > 1:
+        reporter.measured(recipe.measures, [report.measures for report in reports])
+    reporter.held(found)
+    console().print(f"[dim]written: {path}[/]")
+    return found.holds
+
+
+def _played(recipe: Recipe, options: Options, reporter: ConsoleReporter, *, keep: bool) -> Report:
+    """One seed; `keep` leaves what the services wrote in `options.data_dir`."""
+    import asyncio
+    import shutil
+    import tempfile
+
+    from headrace_cli.demo.runner import play
+
+    place = options.data_dir if keep else Path(tempfile.mkdtemp(prefix="headrace-demo-"))
+    try:
+        return asyncio.run(play(recipe, replace(options, data_dir=place), reporter))
+    finally:
+        if not keep:
+            shutil.rmtree(place, ignore_errors=True)
+
+
 def add_to(app: typer.Typer) -> None:
-    examples = "--seed 7", "--signal edits --short", "examples/email_agent --data-dir kept"
+    examples = (
+        "--seed 7",
+        "--signal edits --short",
+        "examples/email_agent --data-dir kept",
+        "examples/math_agent --seeds 5",
+    )
     command(app, demo, "headrace demo", *(f"headrace demo {one}" for one in examples))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from headrace_cli.demo.report import Report
+from headrace_cli.demo.measures import BeforeAfter, DemoMeasure, medians
+from headrace_cli.demo.report import Report, ShownTask
+from headrace_cli.demo.seeds import SeedsReport
 from headrace_cli.progress import ProgressDisplay
 from headrace_schemas import ModelEvent
 
@@ -72,3 +74,31 @@ class ConsoleReporter:
         )
         for text in shortfalls:
             self._console.print(f"[red]not as promised:[/] {text}")
+
+    def measured(self, measures: Mapping[str, DemoMeasure], seeds: Sequence[Mapping[str, BeforeAfter]]) -> None:
+        """A row for each measure: before, after, and by how much it changed; medians where there are several seeds."""
+        from rich.table import Table
+
+        if not measures:
+            return
+        table = Table(title=f"median of {len(seeds)} seeds" if len(seeds) > 1 else None, box=None, title_justify="left")
+        for column in ("", "before", "after", "change"):
+            table.add_column(column, justify="right" if column else "left")
+        for name, measure in measures.items():
+            before, after, gain = medians(name, seeds)
+            change = f"{gain * 100:+.1f} points" if measure.percent else f"{gain:+.2f}"
+            table.add_row(name, measure.text(before), f"[bold]{measure.text(after)}[/]", change)
+        self._console.print(table)
+
+    def showed(self, shown: ShownTask | None) -> None:
+        """What both versions wrote, as it is: none of it is markup."""
+        for when, text in (("before", shown.before), ("after", shown.after)) if shown else ():
+            self._console.print(f"\n[dim]{when}[/]")
+            self._console.print(text, markup=False, highlight=False)
+
+    def held(self, report: SeedsReport) -> None:
+        for line in report.lines:
+            told = "" if line.holds else f": wanted {line.wanted}, found {line.found}"
+            style = "green" if line.holds else "red"
+            self._console.print(f"[{style}]{'holds' if line.holds else 'FAILS':6}[/]", end="")
+            self._console.print(f"{line.name}{told}", markup=False, highlight=False)

@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from headrace.errors import UsageError
+from headrace_cli.demo.measures import DemoMeasure
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -61,6 +62,12 @@ class Recipe(BaseModel):
     measure: tuple[str, ...]
     """Plays the audit tasks with `{version}`, with other seeds than the registry does, and prints a line of JSON with a
     `score` for each."""
+    measures: dict[str, DemoMeasure] = Field(default_factory=dict)
+    """What else is told of the first and of the last version, and promised, by name in the order of the table."""
+    shown: str | None = None
+    """A text in the lines of `measure` that is printed before and after, of one task."""
+    seed_s_max: Positive | None = None
+    """`--seeds`: each may take this long, base model included."""
     goal: Goal
     short: Goal
     """The goal with `--short`."""

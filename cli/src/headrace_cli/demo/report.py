@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from headrace_cli.demo.measures import BeforeAfter
 from headrace_cli.demo.recipe import Goal
 from headrace_cli.turn_account import TurnAccount
 
@@ -20,6 +21,15 @@ class VersionScore:
     score: float | None
     at_s: float
     promoted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShownTask:
+    """What the first version and the last one wrote of one task."""
+
+    task: str
+    before: str
+    after: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,9 @@ class Report:
     traffic_s: float
     seed: int
     account_problems: tuple[str, ...] = ()
+    measures: dict[str, BeforeAfter] = field(default_factory=dict)
+    """What the recipe measures besides, of the first version and of the last."""
+    shown: ShownTask | None = None
 
     @classmethod
     def account(cls, account: TurnAccount) -> dict[str, object]:

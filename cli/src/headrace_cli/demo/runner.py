@@ -16,8 +16,9 @@ from typing import Any
 
 from headrace_cli.demo import agent
 from headrace_cli.demo.console_reporter import ConsoleReporter
+from headrace_cli.demo.measures import BeforeAfter, MeasuredPlays
 from headrace_cli.demo.recipe import Goal, Recipe
-from headrace_cli.demo.report import Report, VersionScore
+from headrace_cli.demo.report import Report, ShownTask, VersionScore
 from headrace_cli.demo.watch import Watch
 from headrace_cli.errors import StartFailed
 from headrace_cli.from_topics import read_turn_account
@@ -102,8 +103,13 @@ async def perform(recipe: Recipe, options: Options, place: Place, reporter: Cons
             after = await _measured(recipe, options, place, watch.champions[-1])
     account = await read_turn_account(place.bus)
     return Report(
-        before=before,
-        after=after,
+        before=before.mean("score"),
+        after=after.mean("score"),
+        measures={
+            name: BeforeAfter(before.mean(measure.field), after.mean(measure.field))
+            for name, measure in recipe.measures.items()
+        },
+        shown=_shown(recipe, before, after),
         versions=_versions(watch, traffic_began),
         failed_requests=summary["failed_requests"],
         requests=summary["requests"],
@@ -115,9 +121,9 @@ async def perform(recipe: Recipe, options: Options, place: Place, reporter: Cons
     )
 
 
-async def _measured(recipe: Recipe, options: Options, place: Place, version: str) -> float:
-    """Its mean score; the same tasks and seeds for every version. The registry's audit, with others, may have told the
-    agent to stop: this one chose nothing.
+async def _measured(recipe: Recipe, options: Options, place: Place, version: str) -> MeasuredPlays:
+    """Its plays; the same tasks and seeds for every version. The registry's audit, with others, may have told the
+    agent to stop: these chose nothing.
     """
     filled = {**_values(options), "base_url": place.base_url, "gateway": place.gateway, "version": version}
     command = bound_to_parent(recipe.command("measure", filled))
@@ -130,10 +136,19 @@ async def _measured(recipe: Recipe, options: Options, place: Place, version: str
         if process.returncode is None:
             process.kill()
             await process.wait()
-    scores = [json.loads(line)["score"] for line in output.splitlines() if line.strip()]
-    if process.returncode or not scores:
-        raise StartFailed(f"{version} was not measured: exit status {process.returncode}, {len(scores)} scores")
-    return float(sum(scores) / len(scores))
+    played = MeasuredPlays.read(output)
+    if process.returncode or not played.lines:
+        raise StartFailed(f"{version} was not measured: exit status {process.returncode}, {len(played.lines)} scores")
+    return played
+
+
+def _shown(recipe: Recipe, before: MeasuredPlays, after: MeasuredPlays) -> ShownTask | None:
+    """Of the task whose name comes first: nobody chose it."""
+    if recipe.shown is None:
+        return None
+    first, last = before.shown(recipe.shown), after.shown(recipe.shown)
+    task = min(first.keys() & last.keys(), default=None)
+    return None if task is None else ShownTask(task, first[task], last[task])
 
 
 def _versions(watch: Watch, traffic_began: float) -> tuple[VersionScore, ...]:

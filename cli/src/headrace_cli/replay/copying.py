@@ -30,8 +30,9 @@ class Copier:
         self._waiting: list[Outgoing] = []
 
     async def __call__(self, item: Item) -> None:
-        mark = ((BATCH_HEADER, str(item.cut).encode()),) if item.cut is not None else ()
-        self._waiting.append(Outgoing(self._topic, item.key, item.value, (*item.headers, *mark), 0))
+        own = [header for header in item.headers if header[0] != BATCH_HEADER]
+        marks = [(BATCH_HEADER, str(cut).encode()) for cut in item.cuts]
+        self._waiting.append(Outgoing(self._topic, item.key, item.value, (*own, *marks), 0))
         if len(self._waiting) >= _SEND_AT_ONCE:
             await self.flush()
 

@@ -11,11 +11,11 @@ from headrace_schemas import BatchRecord, TrainingMetrics
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Records of one partition up to an offset, after which a batch of `cut` experiences was made (None: none)."""
+    """Records of one partition up to an offset, after which batches of so many experiences were made, in order."""
 
     partition: int
     until: int
-    cut: int | None = None
+    cuts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ def keep(accounts: Iterable[TrainingMetrics], model: str, lineage: str) -> Journ
     for one in ordered:
         for batch in one.batches:
             stretches += (Stretch(read.partition, read.until) for read in batch.read)
-            if not stretches or stretches[-1].cut is not None:
-                gap = gap or f"lineage {lineage} has cut two batches without reading anything in between"
-            else:  # time cut it: what it is made of may have been read before the account that it is in
-                stretches[-1] = replace(stretches[-1], cut=batch.experiences)
+            if stretches:  # time may have cut it: what it is made of was read before, perhaps before the batch before
+                stretches[-1] = replace(stretches[-1], cuts=(*stretches[-1].cuts, batch.experiences))
+            else:
+                gap = gap or f"lineage {lineage} has cut a batch before it read anything"
         stretches += (Stretch(read.partition, read.until) for read in one.read)
     return Journal(tuple(stretches), batches, gap)
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A record and, when a batch was cut after it, of how many experiences."""
+    """A record and, where batches were cut after it, of how many experiences each."""
 
     record: ConsumerRecord
-    cut: int | None = None
+    cuts: tuple[int, ...] = ()
 
 
 class PartitionReader:
@@ -76,7 +76,7 @@ class PartitionMerge:
                 last = reader.head
                 await reader.advance()
             if last is not None:
-                yield Place(last, stretch.cut)
+                yield Place(last, stretch.cuts)
         async for place in self.by_time():
             yield place
 

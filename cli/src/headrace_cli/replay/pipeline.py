@@ -42,8 +42,8 @@ class Item:
     whole: bytes
     key: bytes | None = None
     headers: tuple[tuple[str, bytes | None], ...] = ()
-    cut: int | None = None
-    """After it the original lineage cut a batch of so many."""
+    cuts: tuple[int, ...] = ()
+    """After it the original lineage cut batches of so many, in order."""
 
 
 Sink = Callable[[Item], Awaitable[None]]
@@ -94,14 +94,14 @@ class Pipeline:
             passed += 1
             if passed % _TICK == 0:
                 self.tick("copying experiences", merge.passed, merge.total)
-            cut = place.cut if recorded else None
+            cuts = place.cuts if recorded else ()
             item = await self._item(place.record)
-            if item is None:  # it takes part in nothing, but the batch that was cut after it was cut
-                waiting = replace(waiting, cut=cut) if waiting and cut else waiting
+            if item is None:  # it takes part in nothing, but the batches that were cut after it were cut
+                waiting = replace(waiting, cuts=(*waiting.cuts, *cuts)) if waiting else None
                 continue
             if waiting is not None:
                 await self._pass_on(waiting)
-            waiting = replace(item, cut=cut)
+            waiting = replace(item, cuts=cuts)
         if waiting is not None:
             await self._pass_on(waiting)
         self.tick("copying experiences", merge.total, merge.total)

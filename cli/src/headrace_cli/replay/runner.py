@@ -123,8 +123,8 @@ async def _train(request: Request, report: Report, told: Journal, tick: Tick) ->
 
 
 async def _feed(program: Program, item: Item) -> None:
-    if item.cut is not None:
-        await program.feed("batch", str(item.cut).encode())
+    for cut in item.cuts:
+        await program.feed("batch", str(cut).encode())
     await program.feed("experience", item.whole)
 
 

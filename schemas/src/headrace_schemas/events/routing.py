@@ -113,11 +113,14 @@ class Probe(Model):
     passed: bool
 
 
+LoadState = Literal["loading", "ready", "draining", "failed"]
+
+
 class LoadedVersion(Model):
     """The state of one version on a replica."""
 
     version: Version
-    state: Literal["loading", "ready", "draining", "failed"]
+    state: LoadState
     error: LongText | None = None
     probe: Probe | None = None
 
@@ -153,4 +156,9 @@ class Replica(Event):
         return self.replica_id
 
     def ready(self, version: str) -> bool:
-        return not self.stopping and any(v.version == version and v.state == "ready" for v in self.versions)
+        return self.state_of(version) == "ready"
+
+    def state_of(self, version: str) -> LoadState | None:
+        """None when it does not have the version, or takes no calls. One that drains finishes what was begun, here or
+        elsewhere."""
+        return None if self.stopping else next((one.state for one in self.versions if one.version == version), None)

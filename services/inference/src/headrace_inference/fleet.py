@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from headrace_inference import metrics
 from headrace_inference.chat.tokenizer import ChatTokenizer
@@ -23,14 +23,13 @@ from headrace_runtime.logs import get_logger
 from headrace_runtime.versions import VersionCache
 from headrace_schemas import LoadedVersion, Probe, Routing, ServedVersion
 from headrace_schemas.blobs import BlobRef
-from headrace_schemas.events.routing import Alias
+from headrace_schemas.events.routing import Alias, LoadState
 from headrace_schemas.manifest import Manifest
 
 log = get_logger(__name__)
 _ERROR_LENGTH_MAX = 2000
 _ALIASES: tuple[Alias, ...] = ("champion", "canary", "previous")
 """In the order in which they are loaded; versions without an alias come last."""
-State = Literal["loading", "ready", "draining", "failed"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class _Held:
 
     version: str
     ref: BlobRef
-    state: State = "loading"
+    state: LoadState = "loading"
     error: str | None = None
     probe: Probe | None = None
     manifest: Manifest | None = None
@@ -277,7 +276,7 @@ class Fleet:
         context = self._engine.context_tokens(held.version)
         return Served(held.version, held.tokenizer, context, held.loaded_at_s, held.manifest.parent)
 
-    def _set(self, held: _Held, state: State) -> None:
+    def _set(self, held: _Held, state: LoadState) -> None:
         held.state = state
         self._news.set()
         self._changed()

@@ -78,7 +78,8 @@ class InferenceSettings(ServiceSettings):
     """Versions held at a time; what routing asks for beyond that waits while another one drains, and else is announced
     as failed."""
     drain_s: Seconds = 5.0
-    """How long a version that routing dropped still answers, so that every gateway has heard of it."""
+    """How long a version that routing dropped still answers: until every gateway has heard of it. So long it also takes
+    over streams of replicas that die."""
     retry_s: Seconds = 2.0
     """Pause before a version is fetched again when the blob store was away."""
     stop_timeout_s: Annotated[float, Field(ge=0)] = 20.0

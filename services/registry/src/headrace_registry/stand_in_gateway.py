@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 _TEXT = "This answer is a placeholder."
+_TOKENS = 5
 _BODY_BYTES_MAX = 16_777_216
 
 
@@ -59,15 +60,23 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _completion(request: object, part: str, said: dict[str, str], finish_reason: str | None) -> str:
-    count = request.get("n") if isinstance(request, dict) else None
+    asked = request if isinstance(request, dict) else {}
+    count = asked.get("n")
     indices = range(count if isinstance(count, int) and 0 < count <= 128 else 1)
+    tokens = _TOKENS if said else 0
+    choice: dict[str, object] = {part: said, "finish_reason": finish_reason}
+    if asked.get("logprobs"):
+        choice["logprobs"] = {"content": [{"token": "t", "logprob": -1.0, "bytes": None, "top_logprobs": []}] * tokens}
+    if asked.get("return_token_ids"):
+        choice["token_ids"] = [0] * tokens
     return json.dumps(
         {
             "id": "chatcmpl-placeholder",
             "object": "chat.completion" if part == "message" else "chat.completion.chunk",
             "created": 0,
-            "model": request.get("model") if isinstance(request, dict) else None,
-            "choices": [{"index": index, part: said, "finish_reason": finish_reason} for index in indices],
-            "usage": {"prompt_tokens": 1, "completion_tokens": 5, "total_tokens": 6},
+            "model": asked.get("model"),
+            "choices": [{"index": index, **choice} for index in indices],
+            "usage": {"prompt_tokens": 1, "completion_tokens": _TOKENS, "total_tokens": 1 + _TOKENS},
+            **({"prompt_token_ids": [0]} if asked.get("return_token_ids") else {}),
         }
     )

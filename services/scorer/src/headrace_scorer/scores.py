@@ -72,8 +72,9 @@ class ScoreStore:
         """
         settle_ms = score.row["settle_ms"]
         over = settle_ms is not None and settle_ms <= epoch_ms(now)
+        learned = self._learned.name if self._learned is not None else ""
         events: list[Event] = []
-        if over or self._all_else_said(score, policy):
+        if over or _all_else_said(score, policy, learned):
             events += await self._speak_last(tx, now, score)
         if over or _ready(score, policy):
             events += _experiences(score, now, policy)
@@ -85,15 +86,6 @@ class ScoreStore:
             score.changes.clear()
         return events
 
-    def _all_else_said(self, score: TrajectoryScore, policy: RewardPolicy) -> bool:
-        """Whether it is the turn of the reward model. Not of what is not trained: that waits for nothing."""
-        row = score.row
-        called = not policy.functions or row["scored_inputs"] == row["inputs"]
-        waits = row["settle_ms"] is not None
-        learned = self._learned.name if self._learned is not None else ""
-        said = row["emitted"] != "[]" or (waits and policy.answered(score.entries.current(), learned))
-        return called and said
-
     async def _speak_last(self, tx: AsyncConnection, now: datetime, score: TrajectoryScore) -> list[Event]:
         if self._watch is not None:
             await self._watch.note(tx, now, score.trajectory, score.entries)
@@ -103,6 +95,15 @@ class ScoreStore:
         made = await self._learned.speak(tx, now, score.trajectory, arrived_ms, score.entries)
         await ledger.enter(tx, now, made, score.entries)
         return [*made]
+
+
+def _all_else_said(score: TrajectoryScore, policy: RewardPolicy, learned: str) -> bool:
+    """Whether it is the turn of the reward model `learned`. Not of what is not trained: that waits for nothing."""
+    row = score.row
+    called = not policy.functions or row["scored_inputs"] == row["inputs"]
+    waits = row["settle_ms"] is not None
+    said = row["emitted"] != "[]" or (waits and policy.answered(score.entries.current(), learned))
+    return called and said
 
 
 def _ready(score: TrajectoryScore, policy: RewardPolicy) -> bool:

@@ -35,6 +35,17 @@ class NotFinite(Exception):
     """The gradient was infinite or not a number; nothing was changed."""
 
 
+class StepRefused(Exception):
+    """What was measured before the step forbids it; no weight was changed. Training stops until somebody says that it
+    goes on."""
+
+    def __init__(self, measure: str, value: float, why: str) -> None:
+        super().__init__(why)
+        self.measure = measure
+        self.value = value
+        self.why = why
+
+
 class LearnerLost(HeadraceError):
     """What holds the weights has died, or a part of it. The process ends, and the next start opens the lineage as it
     was saved last."""
@@ -120,8 +131,8 @@ class Learner(Protocol):
         divergence from the base (`kl_base`) also where it has no part in the loss; only asked of a back end that offers
         `Needs.reference`.
 
-        Raises `NotFinite`, with nothing changed. Raises `Abandoned` soon after `stop` is set, and `LearnerLost`; what
-        is in memory is then worth nothing, and is not saved.
+        Raises `NotFinite` and `StepRefused`, with nothing changed. Raises `Abandoned` soon after `stop` is set, and
+        `LearnerLost`; what is in memory is then worth nothing, and is not saved.
         """
 
     def copy(self, base: str | None) -> Copy:

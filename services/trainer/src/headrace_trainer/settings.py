@@ -166,6 +166,9 @@ class HealthSettings(Section):
     kl_base_interval_steps: Annotated[int, Field(ge=0)] = 0
     """Steps between two measurements of that divergence, where `loss.kl` does not make one in each. One costs another
     forward pass over the batch, and the base is kept in memory unless adapters are trained. 0 measures nothing."""
+    guard_drop_max: NotNegative = 0.05
+    """Largest drop of what accepted answers are likely, in nats a token beneath the base, that is sure to 97.5 %
+    (`hindsight`)."""
     gradient_spike_max: NotNegative = 100.0
     """Largest gradient norm, as a multiple of the running median. A gradient that is not finite is beyond it."""
 
@@ -284,7 +287,8 @@ class TrainerSettings(ServiceSettings):
     @property
     def needs_base(self) -> bool:
         """Whether the base's logprobs are asked for, at whatever interval."""
-        return self.loss.kl > 0 or self.health.kl_base_interval_steps > 0 or self.needs.reference
+        measured = self.loss.kl > 0 or self.health.kl_base_interval_steps > 0
+        return measured or self.needs.reference or self.needs.hindsight
 
     @property
     def needs(self) -> Needs:

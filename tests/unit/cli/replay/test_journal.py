@@ -31,11 +31,11 @@ def test_order_and_cuts() -> None:
     assert told.gap is None
     assert told.stretches == (
         Stretch(0, 3),
-        Stretch(1, 2, 4),
-        Stretch(0, 5, 2),
+        Stretch(1, 2, (4,)),
+        Stretch(0, 5, (2,)),
         Stretch(1, 4),
         Stretch(1, 6),
-        Stretch(0, 7, 3),
+        Stretch(0, 7, (3,)),
     )
     assert [one.experiences for one in told.batches] == [4, 2, 3]
 
@@ -48,10 +48,16 @@ def test_gaps_are_named() -> None:
     assert "does not hold all of lineage main" in str(keep([whole[0], account(2)], "m", "main").gap)
     old = account(2, verdicts=(TrainingOutcome(experience_id="e", revision=0, turn_ids=()),))
     assert "before batches were recorded" in str(keep([*whole, old], "m", "main").gap)
-    assert "two batches without reading" in str(keep([*whole, account(2, batch(1))], "m", "main").gap)
+    assert "cut a batch before it read anything" in str(keep([account(0, batch(1))], "m", "main").gap)
 
 
 def test_a_batch_that_time_cut_follows_what_was_read_before() -> None:
     told = keep([account(0), account(1, read=reads((0, 2), (1, 1))), account(2, batch(3))], "m", "main")
     assert told.gap is None
-    assert told.stretches == (Stretch(0, 2), Stretch(1, 1, 3))
+    assert told.stretches == (Stretch(0, 2), Stretch(1, 1, (3,)))
+
+
+def test_two_batches_may_be_cut_after_the_same_record() -> None:
+    told = keep([account(0), account(1, batch(4, (0, 9)), batch(3)), account(2, batch(2))], "m", "main")
+    assert told.gap is None
+    assert told.stretches == (Stretch(0, 9, (4, 3, 2)),)

@@ -41,13 +41,13 @@ def log(partition: int, *timestamps: int) -> list[Message]:
     return [Message(partition, offset, timestamp) for offset, timestamp in enumerate(timestamps)]
 
 
-async def taken(places: AsyncIterator[Any]) -> list[tuple[int, int, int | None]]:
-    return [(place.record.partition, place.record.offset, place.cut) async for place in places]
+async def taken(places: AsyncIterator[Any]) -> list[tuple[int, int, tuple[int, ...]]]:
+    return [(place.record.partition, place.record.offset, place.cuts) async for place in places]
 
 
 async def test_by_time_then_partition_and_never_against_a_partitions_own_order() -> None:
     found = await taken((await merge(log(0, 1, 5, 2), log(1, 1, 3))).by_time())
-    assert found == [(0, 0, None), (1, 0, None), (1, 1, None), (0, 1, None), (0, 2, None)]
+    assert found == [(0, 0, ()), (1, 0, ()), (1, 1, ()), (0, 1, ()), (0, 2, ())]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -61,14 +61,14 @@ async def test_the_order_does_not_depend_on_speed(seed: int) -> None:
 
 
 async def test_as_read_with_cuts_and_then_the_rest() -> None:
-    stretches = [Stretch(1, 2), Stretch(0, 1, 3), Stretch(1, 3), Stretch(7, 9), Stretch(0, 1)]
+    stretches = [Stretch(1, 2), Stretch(0, 1, (3, 2)), Stretch(1, 3), Stretch(7, 9), Stretch(0, 1)]
     found = await taken((await merge(log(0, 9, 9, 4), log(1, 8, 8, 8, 2))).as_read(stretches))
     assert found == [
-        (1, 0, None),
-        (1, 1, None),
-        (0, 0, 3),
-        (1, 2, None),
-        (1, 3, None),
-        (0, 1, None),
-        (0, 2, None),
+        (1, 0, ()),
+        (1, 1, ()),
+        (0, 0, (3, 2)),
+        (1, 2, ()),
+        (1, 3, ()),
+        (0, 1, ()),
+        (0, 2, ()),
     ]

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import cast
+from typing import Any, cast
 
-from headrace.topics import Range
+import pytest
+
+from headrace.topics import Progress, Range
+from headrace_cli.replay.journal import Journal, Stretch
+from headrace_cli.replay.partition_merge import PartitionMerge, PartitionReader
 from headrace_cli.replay.pipeline import Item, Pipeline
 from headrace_cli.replay.program import Program
 from headrace_cli.replay.report import Report
 from headrace_cli.replay.request import make
 from headrace_cli.supervisor.overrides import Overrides
+from headrace_schemas import Experience
+from headrace_schemas.envelope import Envelope
 from tests.support.account_events import experience
 
 
@@ -42,3 +48,40 @@ async def test_another_models_experience_is_left_out_whatever_its_text_says() ->
     await Pipeline(request, report, sink, lambda *_: None)._drain_scorer(scorer)
     assert taken == [ours, spaced]
     assert report.other_models == 2
+
+
+class Message:
+    """As much of a `ConsumerRecord` as is looked at."""
+
+    partition, timestamp, key = 0, 0, None
+
+    def __init__(self, offset: int, event: Experience) -> None:
+        envelope = Envelope.of(event, "test")
+        self.offset, self.value, self.headers = offset, event.to_json(), tuple(envelope.headers())
+
+
+@pytest.mark.parametrize("between", [0, 1, 3])
+async def test_no_cut_is_lost_where_only_another_models_experiences_stand_between_two(between: int) -> None:
+    """On a topic that models share, time may cut two batches after what is one record of ours."""
+    ours = [experience(name, "a") for name in "EFG"]
+    other = experience("X", "b").model_copy(update={"model": "other"})
+    stream = [*ours[:2], *[other] * between, ours[2]]
+
+    async def records() -> AsyncIterator[Any]:
+        for offset, event in enumerate(stream):
+            yield Message(offset, event)
+
+    reader = PartitionReader(records(), Progress())
+    await reader.advance()
+    stretches = (Stretch(0, 2, (1,) if between else (1, 1)), Stretch(0, 2 + between, (1,) if between else ()))
+    taken: list[tuple[bytes, tuple[int, ...]]] = []
+
+    async def sink(item: Item) -> None:
+        taken.append((item.value, item.cuts))
+
+    request = make(
+        "again", Range("experiences"), Overrides(None, {"trainer.base": "base", "trainer.model": "m"}, {}), "bus:9092"
+    )
+    report = Report("again", "live", "experiences", cut="recorded")
+    await Pipeline(request, report, sink, lambda *_: None).run(PartitionMerge({0: reader}), Journal(stretches, ()))
+    assert taken == [(ours[0].to_json(), ()), (ours[1].to_json(), (1, 1)), (ours[2].to_json(), ())]

@@ -1,17 +1,8 @@
-"""Quantiles of Student's t distribution, without a numerics library in the registry.
-
-The expansion of Abramowitz & Stegun, "Handbook of Mathematical Functions", 26.7.5, around the normal quantile x:
-
-    t = x + g1/ν + g2/ν² + g3/ν³ + g4/ν⁴,
-    g1 = (x³ + x)/4,                        g2 = (5x⁵ + 16x³ + 3x)/96,
-    g3 = (3x⁷ + 19x⁵ + 17x³ - 15x)/384,     g4 = (79x⁹ + 776x⁷ + 1482x⁵ - 1920x³ - 945x)/92160.
-
-For 8 degrees of freedom or more and probabilities up to 0.975 it is right to three digits.
-"""
+"""Quantiles of Student's t distribution, where they are right to three digits."""
 
 from __future__ import annotations
 
-from statistics import NormalDist
+from headrace_runtime import student
 
 FREEDOM_MIN = 8.0
 
@@ -20,11 +11,4 @@ def quantile(probability: float, freedom: float) -> float:
     """Where the distribution function is `probability`. Fewer degrees of freedom than 8 are refused: `ValueError`."""
     if freedom < FREEDOM_MIN:
         raise ValueError(f"{freedom:g} degrees of freedom: the expansion needs {FREEDOM_MIN:g} or more")
-    x = NormalDist().inv_cdf(probability)
-    terms = (
-        (x**3 + x) / 4,
-        (5 * x**5 + 16 * x**3 + 3 * x) / 96,
-        (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384,
-        (79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x) / 92160,
-    )
-    return x + sum(term / freedom**power for power, term in enumerate(terms, 1))
+    return student.quantile(probability, freedom)

@@ -25,6 +25,8 @@ class Needs:
     """What single turns are worth, and advantages of their own for them."""
     teacher: bool = False
     """Logprobs of the same tokens under another model, `trainer.teacher`."""
+    hindsight: bool = False
+    """Logprobs of the same tokens under the model that the lineage began with, told what the user said next."""
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(**{one.name: getattr(self, one.name) or getattr(other, one.name) for one in fields(self)})

@@ -21,6 +21,8 @@ class Signals:
     """With an edit also the answer that it replaces, which is rejected."""
     preferences: bool = False
     """The answers that somebody compared: chosen or rejected."""
+    replies: bool = False
+    """The answers that the user's next message contradicted, and those that were accepted."""
     paired: bool = False
     """What is chosen and what is rejected are trained together, or not at all."""
 

@@ -20,6 +20,24 @@ from headrace_schemas import Experience
 
 
 @dataclass(frozen=True)
+class Hindsight:
+    """What the user said after an answer, beside the row of that answer. All tokens are those of the branch."""
+
+    prompt_T: NDArray[np.int32]
+    """Up to where the answer's opening begins."""
+    reply_T: NDArray[np.int32]
+    """The user's next message, and the opening of an answer: after `prompt_T` it is the teacher's prompt."""
+    next_T: NDArray[np.int32]
+    """What the model answered to it."""
+    next_temperature: float
+
+    def digest(self) -> bytes:
+        """Of all of it, little-endian."""
+        arrays = self.prompt_T, self.reply_T, self.next_T
+        return b"".join(len(one).to_bytes(4, "little") + one.astype("<i4").tobytes() for one in arrays)
+
+
+@dataclass(frozen=True)
 class Row:
     """One branch. Arrays are as long as the sequence; `behaviour_T` is 0 and `temperature_T` 1 outside the loss."""
 
@@ -48,6 +66,8 @@ class Row:
     """Of its run, where sequences are averaged and not tokens."""
     advantage_T: NDArray[np.float32] | None = None
     """The advantage of each token, where they differ; `advantage` is then their mean over the loss."""
+    hindsight: Hindsight | None = None
+    """Where the answer was contradicted, and a teacher that knows of it makes the advantages."""
 
     @property
     def name(self) -> str:
@@ -188,7 +208,8 @@ def _special(row: Row) -> bytes:
     """What a plain row has not, so that no two rows give the same."""
     told = [row.part, row.together, "written" if row.written else "", "" if row.share == 1.0 else repr(row.share)]
     by_token = b"" if row.advantage_T is None else row.advantage_T.astype("<f4").tobytes()
-    return json.dumps(told).encode() + by_token if any(told) or by_token else b""
+    known = b"" if row.hindsight is None else row.hindsight.digest()
+    return json.dumps(told).encode() + by_token + known if any(told) or by_token else b""
 
 
 def passes(rows: Sequence[Row], budget: int) -> list[list[int]]:

@@ -95,7 +95,7 @@ def decay(settings: TrainerSettings) -> Decay:
     )
 
 
-def mark_of(record: Record) -> int | None:
-    """How many experiences the batch had that was cut after this record; None where there was none."""
-    value = next((value for name, value in record.headers if name == BATCH_HEADER), None)
-    return int(value) if value and value.isdigit() else None
+def marks_of(record: Record) -> tuple[int, ...]:
+    """How many experiences the batches had that were cut after this record, in order."""
+    values = [value for name, value in record.headers if name == BATCH_HEADER]
+    return tuple(int(value) for value in values if value and value.isdigit())

@@ -56,7 +56,8 @@ def prepare(
     assert {one.waiting.experience.experience_id for one in trained} == {one.experience.experience_id for one in items}
     agg_mode = loss.agg_mode if loss else "token-mean"
     by_sequence = agg_mode.startswith("seq-")
-    rows = tuple(row_of(one, state.current, pairs, by_sequence=by_sequence) for one in trained)
+    replies = state.limits.replies
+    rows = tuple(row_of(one, state.current, pairs, by_sequence=by_sequence, replies=replies) for one in trained)
     size = whole if whole is None or len(rows) == len(items) else whole * len(rows) / len(items)
     return Prepared(Batch(rows, size, agg_mode, loss.horizon_tokens if loss else 1), trained, baselines)
 

@@ -8,21 +8,28 @@ from dataclasses import replace
 import numpy as np
 
 from headrace_schemas import Branch, Experience
-from headrace_trainer.batches.batch import Row
+from headrace_trainer.batches.batch import Hindsight, Row
 from headrace_trainer.experiences.examples import Example
+from headrace_trainer.experiences.replies import CONTRADICTED, ReplyReader
 from headrace_trainer.experiences.state import TrainedExperience
 
 
 def row_of(
-    one: TrainedExperience, current: str | None, pairs: Mapping[tuple[str, str], str], *, by_sequence: bool = False
+    one: TrainedExperience,
+    current: str | None,
+    pairs: Mapping[tuple[str, str], str],
+    *,
+    by_sequence: bool = False,
+    replies: ReplyReader | None = None,
 ) -> Row:
     """`current` is the version that the weights equal now. `pairs`: which answers are trained together. `by_sequence`:
-    sequences are averaged, so a branch counts as much as it is of its run."""
+    sequences are averaged, so a branch counts as much as it is of its run. `replies`: reads what users said next, where
+    that is trained."""
     experience, example = one.waiting.experience, one.example
     row = Row.of(experience, one.advantage, current, one.token_weight)
     if example.part:
         row = _answer(row, experience, example)
-        row = replace(row, part=example.part)
+        row = replace(row, part=example.part, hindsight=_hindsight(experience, example, replies))
         pair = "" if row.correction else pairs.get((experience.experience_id, example.part), "")
         return replace(row, together=pair)
     if by_sequence and experience.weight != 1.0:
@@ -58,6 +65,21 @@ def _answer(row: Row, experience: Experience, example: Example) -> Row:
         fresh_T=np.zeros(length, np.bool_),
         written=True,
     )
+
+
+def _hindsight(experience: Experience, example: Example, replies: ReplyReader | None) -> Hindsight | None:
+    if replies is None or not example.part.startswith(CONTRADICTED):
+        return None
+    branch = _branch(experience)
+    span = example.span(branch)
+    assert span is not None
+    found = replies.read(branch, span)
+    assert found is not None, "an answer without a reply was never contradicted"
+    prompt_T, reply_T, next_T = (
+        np.array(one, np.int32)
+        for one in (found.prompt, found.reply, branch.token_ids[found.next.start : found.next.stop])
+    )
+    return Hindsight(prompt_T, reply_T, next_T, found.next.temperature)
 
 
 def _by_turn(row: Row, experience: Experience, turns: tuple[float, ...]) -> Row:

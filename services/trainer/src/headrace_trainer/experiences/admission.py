@@ -27,11 +27,13 @@ from typing import Literal
 
 from headrace_schemas import Experience
 from headrace_schemas.events.checkpoint import DropReason
+from headrace_trainer.algorithms.catalog.hindsight import hindsight_of
 from headrace_trainer.algorithms.signals import REWARDS, Signals
 from headrace_trainer.experiences.due import Due, Terms, due
 from headrace_trainer.experiences.edits import EditWriter
 from headrace_trainer.experiences.examples import Example, Write, examples, tokens_of
 from headrace_trainer.experiences.history import History
+from headrace_trainer.experiences.replies import ReplyReader
 from headrace_trainer.experiences.window import Entry
 from headrace_trainer.settings import TrainerSettings
 
@@ -53,11 +55,14 @@ class AdmissionLimits:
     """None: rewards are advantages as they are, between plus and minus `advantage_max`."""
     write: Write | None = None
     """Makes the tokens of edits, where they are trained."""
+    replies: ReplyReader | None = None
+    """Reads what users said next, where that is trained."""
     examples_max: int = 64
 
     def examples(self, experience: Experience) -> tuple[Example, ...]:
         """What of it is trained; of its answers those that a sequence has room for."""
-        found = examples(experience, self.signals, self.rules.worth, self.write)
+        replied = None if self.replies is None else self.replies.examples
+        found = examples(experience, self.signals, self.rules.worth, self.write, replied)
         branch = experience.branch
         if branch is None:
             return ()
@@ -98,8 +103,14 @@ def limits_of(settings: TrainerSettings, vocabulary: int, context: int) -> Admis
         logprobs=settings.needs.logprobs and not signals.written,
         terms=terms,
         write=EditWriter(Path(settings.base)) if signals.edits else None,
+        replies=_reader(settings) if signals.replies else None,
         examples_max=settings.memory.examples,
     )
+
+
+def _reader(settings: TrainerSettings) -> ReplyReader:
+    own = hindsight_of(settings.advantage)
+    return ReplyReader(Path(settings.base), own.contradicted_max, own.accepted_min)
 
 
 @dataclass(frozen=True, slots=True)

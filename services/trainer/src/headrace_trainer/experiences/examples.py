@@ -8,7 +8,7 @@ was asked (P2), and then the edit's own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -19,6 +19,8 @@ from headrace_trainer.algorithms.signals import Signals
 
 Write = Callable[[Message], tuple[int, ...] | None]
 """The tokens of an answer, with the one that ends it; None where the model cannot be made to say it."""
+Replied = Callable[[Experience], Iterable["Example"]]
+"""The answers that somebody replied to, and those that were accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Example:
     """The answer that it is about, where it is not the whole branch."""
     tokens: tuple[int, ...] = ()
     """Written in place of that answer; empty where the answer itself is trained."""
+    length_max: int = 0
+    """Of the sequences that a teacher is asked about besides its own."""
 
     def span(self, branch: Branch) -> Span | None:
         """The answer that it is about."""
@@ -46,7 +50,11 @@ BRANCH = Example()
 
 
 def examples(
-    experience: Experience, signals: Signals, worth: Callable[[float], float] | None, write: Write | None
+    experience: Experience,
+    signals: Signals,
+    worth: Callable[[float], float] | None,
+    write: Write | None,
+    replied: Replied | None = None,
 ) -> tuple[Example, ...]:
     """In a fixed order, each part once. None of them: the experience carries nothing that is trained."""
     if experience.branch is None:
@@ -57,6 +65,8 @@ def examples(
             found += _edited(experience, edit, signals, write)
     if signals.preferences:
         found += _compared(experience, signals)
+    if signals.replies and replied is not None:
+        found += replied(experience)
     held = [one for one in found if not one.turn_id or one.span(experience.branch) is not None]
     return tuple({one.part: one for one in held}.values())
 
@@ -111,4 +121,5 @@ def tokens_of(example: Example, branch: Branch) -> int:
     span = example.span(branch)
     if span is None:
         return len(branch.token_ids)
-    return span.start + len(example.tokens) if example.tokens else span.stop
+    own = span.start + len(example.tokens) if example.tokens else span.stop
+    return max(own, example.length_max)

@@ -25,6 +25,7 @@ _MEASURES = {
     "mismatch_mean": "mismatch_max",
     "effective_sample_size": "effective_sample_min",
     "kl_base": "kl_base_max",
+    "guard_drop": "guard_drop_max",
     "gradient_spike": "gradient_spike_max",
 }
 """Measure to the setting that bounds it: from below (`_min`) or from above (`_max`)."""
@@ -37,11 +38,15 @@ class Stop(Model):
     value: Finite | None
     limit: Finite
     steps: int
-    """Steps in a row beyond the limit."""
+    """Steps in a row beyond the limit; 0: the first one was refused."""
+    why: str = ""
+    """Of a refusal: all of it."""
 
     @property
     def reason(self) -> str:
         """A sentence, with the setting."""
+        if self.why:
+            return self.why
         setting = _MEASURES[self.measure]
         side = "below" if setting.endswith("_min") else "above"
         value = "not finite" if self.value is None else f"{self.value:.4g}"
@@ -78,6 +83,11 @@ class Health(Model):
             stopped=_stop(over[0], values[over[0]], streaks[over[0]], limits) if over else self.stopped,
         )
 
+    def refusing(self, measure: str, value: float, why: str) -> Health:
+        """A step was refused before it was taken."""
+        finite = value if math.isfinite(value) else None
+        return self.model_copy(update={"stopped": Stop(measure=measure, value=finite, limit=0.0, steps=0, why=why)})
+
     def rewound(self) -> Health:
         """The weights are those of another version: what was seen of them does not count any more."""
         return self.model_copy(update={"streaks": {}, "doubtful": False})
@@ -89,6 +99,8 @@ class Health(Model):
     def under(self, limits: HealthSettings) -> Health:
         """At a start: a limit that was changed so that it would not have stopped training does not any more."""
         stop = self.stopped
+        if stop is not None and stop.why:
+            return self
         value = None if stop is None else math.inf if stop.value is None else stop.value
         return self if stop is None or value is None or _beyond(stop.measure, value, limits) else self.resumed()
 

@@ -22,7 +22,7 @@ from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cut
 from headrace_trainer.batches.prepare import prepare
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import Waiting
-from headrace_trainer.learner import GRADIENT_FACTOR, Learner, LearnerLost, NotFinite
+from headrace_trainer.learner import GRADIENT_FACTOR, Learner, LearnerLost, NotFinite, StepRefused
 from headrace_trainer.lineage import control, versions
 from headrace_trainer.lineage.saved import Saved
 from headrace_trainer.lineage.saving import Moment, Place, Save
@@ -100,8 +100,8 @@ class Lineage:
 
     def step(self, items: Sequence[Waiting], stop: threading.Event) -> Mapping[str, float]:
         """Train on what `next_batch` returned; the measurements, empty when the gradient was not finite and the batch
-        was dropped as `invalid`. Raises `Abandoned` or `LearnerLost`, with nothing changed that a later save would
-        see."""
+        was dropped as `invalid`, and when the step was refused: then the batch waits, and training stops.
+        Raises `Abandoned` or `LearnerLost`, with nothing changed that a later save would see."""
         settings = self._settings
         prepared = prepare(
             items, self.state, settings.advantage, self._decay, settings.batch_experiences, settings.loss
@@ -116,6 +116,10 @@ class Lineage:
                 self.state.drop(item, "invalid")
             self.state.cut(digest, len(items))
             self.health = self.health.after({"gradient_norm": math.inf}, settings.health)
+            return {}
+        except StepRefused as refused:
+            log.error("step_refused", measure=refused.measure, value=refused.value, why=refused.why)
+            self.health = self.health.refusing(refused.measure, refused.value, refused.why)
             return {}
         found = {**summary.of_batch(prepared, self.state.history), **taken.measured}
         self.state.stepped(as_taken(prepared, taken), prepared.baselines, found[GRADIENT_FACTOR])

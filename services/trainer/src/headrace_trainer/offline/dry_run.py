@@ -4,9 +4,9 @@ Batches do not depend on weights, so training gets the same digests (P9). The dr
 decide: every gradient is finite, no sequence is masked whole and corrected later, no limit of `[trainer.health]` is
 passed, and every version differs from its parent.
 
-As a filter (`python -m headrace_trainer.replay`) it reads lines `experience`. A line `batch` stands before the
-experience after which the original training cut a batch, and has the batch's number of experiences. The filter writes
-one line `dry_run`.
+As a filter (`python -m headrace_trainer.replay`) it reads lines `experience`. Lines `batch` stand before the experience
+after which the original training cut batches, and have the number of experiences of each. The filter writes one line
+`dry_run`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -41,13 +42,13 @@ async def run(common: Common, settings: TrainerSettings) -> None:
     """The filter."""
     lines = Lines()
     dry_run = DryRun(settings, BlobStore.open(common))
-    mark: int | None = None
+    marks: list[int] = []
     async for word, value in lines.read():
         if word == "batch":
-            mark = int(value)
+            marks.append(int(value))
         else:
-            dry_run.add(Experience.from_json(value), mark)
-            mark = None
+            dry_run.add(Experience.from_json(value), marks)
+            marks = []
     lines.write("dry_run", dry_run.end().model_dump_json().encode())
     lines.flush()
 
@@ -74,14 +75,15 @@ class DryRun:
         self._ignored: Counter[str] = Counter()
         self._batches: list[DryRunBatch] = []
 
-    def add(self, experience: Experience, mark: int | None = None) -> None:
-        """`mark`: the original training cut a batch of so many experiences after this one."""
+    def add(self, experience: Experience, marks: Sequence[int] = ()) -> None:
+        """`marks`: the original training cut batches of so many experiences after this one."""
         if experience.model != self._settings.model:
             self._ignored["other_models"] += 1
         elif self._state.admit(self._whole(experience), (0, self._place), _START).fate == "ignore":
             self._ignored["duplicates"] += 1
         self._place += 1
-        self._act(BEGINNING_OF_TIME, mark)
+        for mark in marks or (None,):
+            self._act(BEGINNING_OF_TIME, mark)
 
     def _whole(self, experience: Experience) -> Experience:
         """A withdrawal need not repeat the tokens; to undo what they did training reads them again from the bus."""

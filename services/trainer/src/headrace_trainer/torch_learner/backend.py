@@ -26,5 +26,6 @@ def _check(settings: TrainerSettings) -> None:
         examine(settings)
 
 
-TORCH = Backend(_open, offers=Needs(reference=True, pairs=True, critic=True, teacher=True), adapters=True, check=_check)
+_OFFERS = Needs(reference=True, pairs=True, critic=True, teacher=True, hindsight=True)
+TORCH = Backend(_open, offers=_OFFERS, adapters=True, check=_check)
 """Weights and optimizer in the trainer's own process, on one device."""

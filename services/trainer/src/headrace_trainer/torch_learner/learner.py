@@ -10,12 +10,14 @@ import torch
 from headrace_runtime.errors import SettingError
 from headrace_runtime.logs import get_logger
 from headrace_schemas.manifest import Fingerprint
+from headrace_trainer.algorithms.catalog.hindsight import hindsight_of
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import Abilities, StepResult
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner import teacher, tensors, version_files
 from headrace_trainer.torch_learner.appraisal import Appraiser
 from headrace_trainer.torch_learner.critic import Critic
+from headrace_trainer.torch_learner.hindsight import HindsightTeacher
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.native import Compared, Native
 from headrace_trainer.torch_learner.optimizer import Optimizer
@@ -126,6 +128,8 @@ def _appraiser(policy: Policy, settings: TrainerSettings) -> Appraiser | None:
             raise SettingError("trainer.algorithm", settings.algorithm, remedy)
         width = policy.model.config.get_text_config().hidden_size
         return Critic(width, settings.critic, policy.device)
+    if settings.needs.hindsight:
+        return HindsightTeacher(hindsight_of(settings.advantage), settings.compute.pack_tokens)
     return teacher.of(policy, settings) if settings.needs.teacher else None
 
 

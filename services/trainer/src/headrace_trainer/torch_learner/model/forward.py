@@ -48,6 +48,8 @@ class Pack:
     """Tokens that nobody sampled; None where there are none."""
     pair_R: Tensor | None = None
     """Of each row the one that it has to be together with, itself where there is none; None where no row has one."""
+    rows: tuple[Row, ...] = ()
+    """What it is made of, for who asks a teacher about other sequences."""
 
     @property
     def idle(self) -> bool:
@@ -90,6 +92,7 @@ def collate(rows: Sequence[Row], device: torch.device, *, padded: bool) -> Pack:
         tuple(row.name for row in rows),
         chosen([np.full(row.tokens, row.written) for row in rows]) if any(row.written for row in rows) else None,
         _onto(device, _pairs(rows)) if any(row.together for row in rows) else None,
+        tuple(rows),
     )
 
 

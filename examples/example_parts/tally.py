@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from email_agent.react import Episode
+from example_parts.react import Episode
 
 FAILURES_KEPT = 10
 TELL_EVERY_S = 0.5

@@ -1,0 +1,45 @@
+"""A demo on several seeds, one after the other, held to what its recipe promises: `reports/<name>.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from headrace_cli.demo.measures import PromisedLine, lines
+from headrace_cli.demo.recipe import Goal, Recipe
+from headrace_cli.demo.report import Report
+
+
+@dataclass(frozen=True, slots=True)
+class SeedsReport:
+    """A report for each seed, and whether the lines hold: those of measures for the medians, the others for each."""
+
+    title: str
+    seeds: tuple[Report, ...]
+    lines: tuple[PromisedLine, ...]
+
+    @classmethod
+    def of(cls, recipe: Recipe, goal: Goal, reports: Sequence[Report]) -> SeedsReport:
+        found = lines(recipe.measures, [report.measures for report in reports])
+        found += [
+            PromisedLine(f"seed {report.seed}", "as promised", "; ".join(shortfalls) or "as promised", not shortfalls)
+            for report in reports
+            for shortfalls in [report.shortfalls(goal)]
+        ]
+        if recipe.seed_s_max is not None:
+            seconds = max(report.wall_s for report in reports)
+            holds = seconds <= recipe.seed_s_max
+            found.append(
+                PromisedLine("seconds of the longest seed", f"<= {recipe.seed_s_max:g}", f"{seconds:.0f}", holds)
+            )
+        return cls(recipe.title, tuple(reports), tuple(found))
+
+    @property
+    def holds(self) -> bool:
+        return all(line.holds for line in self.lines)
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")

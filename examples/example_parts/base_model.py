@@ -1,0 +1,167 @@
+"""Builds base models: a Qwen3 of 0.4 million parameters, its tokenizer, and a warm-up of about a minute.
+
+A result stays under a digest of all that went into it, for the next run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from example_parts import bpe, warm_up
+
+HERE = Path(__file__).parent
+TEMPLATE = HERE / "chat_template.jinja"
+CONTEXT = 2048
+INGREDIENTS = ("torch", "transformers", "tokenizers")
+MODULES = ("bpe.py", "warm_up.py", "base_model.py", "react.py", TEMPLATE.name)
+_TOLD_TOKENIZER = 2000
+"""Conversations that the tokenizer is trained on."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides the weights, besides the files that take part."""
+
+    schedule: warm_up.Schedule
+    seed: int = 0
+    hidden: int = 96
+    layers: int = 3
+    feed_forward: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    """vLLM's CPU build knows no smaller one."""
+    rope_theta: float = 1000.0
+    """Conversations have 200 tokens, not 200,000: short wavelengths teach a small model to look one token back."""
+    embedding_std: float = 0.1
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What an example teaches its base model."""
+
+    name: str
+    folder: Path
+    modules: Sequence[str]
+    """The files of `folder` that take part in it."""
+    definitions: Sequence[Any]
+    """Of the tools, in OpenAI's form."""
+    schedule: warm_up.Schedule
+    """That of the example, where nobody asks for another one."""
+    conversations: Callable[[Any, int], list[list[dict[str, Any]]]]
+    """All that a schedule shows with a seed, in order."""
+    tokenizer: Callable[[Iterable[str]], Any]
+    """Trained on what users and tools say."""
+
+    def recipe(self, seed: int = 0, schedule: warm_up.Schedule | None = None) -> Recipe:
+        return Recipe(schedule or self.schedule, seed)
+
+    def digest(self, recipe: Recipe) -> str:
+        """Changes with every setting, every file that takes part, and the version of every ingredient."""
+        digest = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode())
+        files = (*(HERE / name for name in MODULES), *(self.folder / f"{name}.py" for name in self.modules))
+        for content in (*(file.read_bytes() for file in files), *(version(name).encode() for name in INGREDIENTS)):
+            digest.update(hashlib.sha256(content).digest())
+        return digest.hexdigest()[:16]
+
+    def build(self, cache: Path, recipe: Recipe) -> Path:
+        """The folder of the base model in `cache`, built first unless it is there. Two builders at once do no harm."""
+        folder = cache / self.digest(recipe)
+        if folder.exists():
+            return folder
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix="building-") as scratch:
+            self._write(Path(scratch) / "model", recipe)
+            try:
+                (Path(scratch) / "model").rename(folder)
+            except OSError:  # another builder was faster
+                if not folder.is_dir():
+                    raise
+        return folder
+
+    def command(self) -> None:
+        """`python -m NAME.build_base`: prints the folder of the model of a seed."""
+        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / self.name
+        parser = argparse.ArgumentParser(description="Build the base model of the example, or find it built.")
+        parser.add_argument("--cache", type=Path, default=default, help="where built models are kept (%(default)s)")
+        parser.add_argument("--seed", type=int, default=0)
+        options = parser.parse_args()
+        print(self.build(options.cache, self.recipe(options.seed)))
+
+    def _write(self, folder: Path, recipe: Recipe) -> None:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        shown = self.conversations(recipe.schedule, recipe.seed)
+        tokenizer = self._tokenizer(shown)
+        rendered = tokenizer.apply_chat_template(shown, tools=self.definitions, tokenize=False)
+        texts = tokenizer(rendered)["input_ids"]
+        model = _model(recipe, tokenizer)
+        opening = tokenizer.encode("<|im_start|>assistant\n")
+        with _progress(recipe.schedule.steps) as step_done:
+            warm_up.train(model, texts, opening, tokenizer.eos_token_id, recipe.schedule, step_done)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    def _tokenizer(self, shown: list[list[dict[str, Any]]]) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        told = shown[:_TOLD_TOKENIZER]
+        said = (message["content"] for messages in told for message in messages if message["role"] != "assistant")
+        return PreTrainedTokenizerFast(
+            tokenizer_object=self.tokenizer(said),
+            eos_token=bpe.END,
+            pad_token=bpe.PADDING,
+            chat_template=TEMPLATE.read_text(encoding="utf-8"),
+            model_max_length=CONTEXT,
+        )
+
+
+def _model(recipe: Recipe, tokenizer: Any) -> Any:
+    """Fresh weights. Generation is left as the model samples: truncated sampling could not be trained on."""
+    import torch
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(recipe.seed)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden,
+        intermediate_size=recipe.feed_forward,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        head_dim=recipe.head_dim,
+        max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        **ends,
+    )
+    model = Qwen3ForCausalLM(config).to(torch.float32)
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=recipe.embedding_std)
+    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_p=1.0, top_k=0, **ends)
+    return model
+
+
+@contextlib.contextmanager
+def _progress(steps: int) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("building the base model"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("warm-up", total=steps)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,1 @@
+"""An agent that solves word problems with a calculator, and learns to be right, brief and in form."""

@@ -1,0 +1,51 @@
+"""Puts the agent to work: simulated pupils ask, it solves, and they say what is right and how many steps it takes.
+
+    python -m math_agent.agent --base-url http://127.0.0.1:8000/v1 --model math-agent --tasks 100
+
+An ordinary program on the `openai` package; with any other OpenAI-compatible server it works just as well, and learns
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from openai import AsyncOpenAI
+
+from example_parts import at_work
+from example_parts.react import Episode
+from headrace.rewards import accuracy
+from math_agent.calculator import Calculator
+from math_agent.problems import Problem, stream
+from math_agent.react import AGENT
+
+
+class Users(at_work.Users[Problem]):
+    """Everybody who has a problem."""
+
+    def __init__(self, client: AsyncOpenAI, options: argparse.Namespace) -> None:
+        super().__init__(stream("train", options.seed), options)
+        self._client = client
+        self._calculator = Calculator()
+
+    async def play(self, task: Problem) -> Episode:
+        options = self._options
+        return await AGENT.play(self._client, options.model, self._calculator, task.question, options.max_tokens)
+
+    def accepts(self, task: Problem, episode: Episode) -> bool:
+        return bool(accuracy(episode.answer or "", float(task.expected)))
+
+    async def say(self, task: Problem, episode: Episode, *, accepted: bool) -> None:
+        """The facts that the reward functions need, and no reward: those are the scorer's."""
+        needed = {"expected": task.expected, "steps_min": task.steps_min}
+        await at_work.end_session(self._client, task, episode, context=needed)
+
+
+def main() -> None:
+    options = at_work.parser("Let simulated users put problems to the math agent.", "math-agent").parse_args()
+    at_work.ended(asyncio.run(at_work.run(Users, options)), options.out)
+
+
+if __name__ == "__main__":
+    main()

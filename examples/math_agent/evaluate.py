@@ -1,0 +1,55 @@
+"""Plays held-out problems: for the registry's gate, or against one version, a line of JSON for each.
+
+    python -m math_agent.evaluate --base-url http://127.0.0.1:8000/v1 --gate
+    python -m math_agent.evaluate --base-url http://127.0.0.1:8000/v1 --model math-agent@0123456789abcdef
+
+The score is whether the answer is right; steps and form stand beside it. How programs like this one are told what to
+play is in `example_parts/examining.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+
+from openai import AsyncOpenAI
+
+from example_parts import examining
+from example_parts.react import Episode
+from headrace.rewards import accuracy
+from math_agent.calculator import Calculator
+from math_agent.problems import Problem, stream
+from math_agent.react import AGENT
+from math_agent.solution import of_episode
+
+
+class Examination(examining.Examination[Problem]):
+    """Problems that neither the warm-up nor the agent's own traffic has."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        self._calculator = Calculator()
+
+    def tasks(self, half: examining.Half) -> list[Problem]:
+        return list(itertools.islice(stream(half, self.options.seed), self.options.tasks))
+
+    async def play(self, client: AsyncOpenAI, version: str, task: Problem, seed: int) -> Episode:
+        return await AGENT.play(client, version, self._calculator, task.question, self.options.max_tokens, seed)
+
+    def result(self, task: Problem, episode: Episode) -> dict[str, object]:
+        solution = of_episode(episode)
+        return {
+            "task": task.id,
+            "score": accuracy(episode.answer or "", float(task.expected)),
+            "steps": solution.steps,
+            "format": float(solution.in_form),
+            "solution": f"{task.question}\n{solution.shown()}",
+        }
+
+
+def main() -> None:
+    examining.main(Examination, "Play held-out problems against versions of the math agent's model.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Trinity's benches: a Ray of their own on this machine, and a `trinity run` for each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+
+from headrace_schemas.gate import Play
+from trinity_bench.configuration import Job, as_yaml, configuration, patience_s
+from trinity_bench.processes import ended, environment, started
+from trinity_bench.results import BenchFailed, said, scores
+from trinity_bench.scratch import scratch
+from trinity_bench.settings import Row, Settings
+
+_STARTED, _IMPATIENT = b"Ray runtime started", b"timed out during startup"
+_POLL_S = 0.1
+_CPUS = "2"
+"""What Ray takes for its own, and starts as many processes in advance. Trinity's explorer takes one; runners none."""
+_STORE_BYTES = "100000000"
+
+
+class Benches:
+    """Use `benches`."""
+
+    def __init__(self, settings: Settings, folder: Path, ray_address: str, environ: Mapping[str, str]) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._ray_address = ray_address
+        self._environ = environ
+        self._room = asyncio.Semaphore(settings.benches)
+        self._number = 0
+
+    async def run(self, version: str, plays: Mapping[Play, Row]) -> Mapping[Play, float]:
+        """A score for each of the plays, which are all of `version`. Raises `BenchFailed`."""
+        async with self._room:
+            self._number += 1
+            job = Job(self._folder / f"bench-{self._number}", version, self._ray_address, len(plays))
+            written(self._settings, job, plays)
+            try:
+                await self._trinity(job)
+                return scores(job.results, tuple(plays), self._settings, job.log)
+            except BenchFailed as error:
+                raise BenchFailed(f"Trinity's bench of {version}: {error}") from None
+            finally:
+                shutil.rmtree(job.folder, ignore_errors=True)
+
+    async def _trinity(self, job: Job) -> None:
+        """To its end, whose status says nothing."""
+        command = [self._settings.python, "-m", "trinity.cli.launcher", "run", "--config", str(job.yaml)]
+        process = await started(command, job.log, self._environ)
+        at_most_s = self._settings.start_timeout_s + patience_s(self._settings, job)
+        try:
+            await asyncio.wait_for(process.wait(), at_most_s)
+        except TimeoutError:
+            raise BenchFailed(f"was not over after {at_most_s:g} s; Trinity says: {said(job.log)}") from None
+        finally:
+            await ended(process)
+
+
+def written(settings: Settings, job: Job, plays: Mapping[Play, Row]) -> None:
+    """The files of a bench, which only this user reads."""
+    for folder in (job.folder, job.tasks):
+        folder.mkdir(mode=0o700)
+    rows = (json.dumps({"play": play.model_dump_json(), "row": json.dumps(row)}) for play, row in plays.items())
+    for path, text in (
+        (job.tasks / "train.jsonl", "".join(f"{row}\n" for row in rows)),
+        (job.yaml, as_yaml(configuration(settings, job))),
+        (job.results, ""),
+    ):
+        path.touch(mode=0o600)
+        path.write_text(text, encoding="utf-8")
+
+
+@contextlib.asynccontextmanager
+async def benches(settings: Settings, base_url: str) -> AsyncIterator[Benches]:
+    """Their Ray and their files are gone when the body ends. Raises `BenchFailed`."""
+    with scratch(settings.folder) as folder:
+        port, agent_port, client_port = _free_ports(3)
+        address = f"127.0.0.1:{port}"
+        environ = await environment(settings, base_url, folder, address)
+        ports = [
+            "--port", str(port), "--dashboard-agent-listen-port", str(agent_port),
+            "--ray-client-server-port", str(client_port),
+        ]  # fmt: skip
+        async with _ray(settings, folder, ports, environ):
+            yield Benches(settings, folder, address, environ)
+
+
+@contextlib.asynccontextmanager
+async def _ray(
+    settings: Settings, folder: Path, ports: Sequence[str], environ: Mapping[str, str]
+) -> AsyncIterator[None]:
+    """One of a single machine, without GPUs: Trinity starts no engine for an external model."""
+    command = [
+        settings.python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--node-ip-address", "127.0.0.1",
+        *ports, "--temp-dir", str(folder / "ray"), "--include-dashboard", "false", "--disable-usage-stats",
+        "--num-cpus", _CPUS, "--num-gpus", "0", "--object-store-memory", _STORE_BYTES,
+    ]  # fmt: skip
+    log = folder / "ray.log"
+    process = await _begun(command, log, environ, settings.start_timeout_s)
+    try:
+        yield
+    finally:
+        await ended(process)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        free = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in free:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in free]
+
+
+async def _begun(command: Sequence[str], log: Path, environ: Mapping[str, str], timeout_s: float) -> Process:
+    """Ray itself waits for half a minute, which is short where others compute: it is started again."""
+    process = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            while process is None or not await _runs(process, log):
+                process = await started(command, log, environ)
+            return process
+    except BaseException as error:
+        if process is not None:
+            await ended(process)
+        if isinstance(error, TimeoutError):
+            raise BenchFailed(f"Ray did not start within start_timeout_s = {timeout_s:g}") from None
+        raise
+
+
+async def _runs(ray: Process, log: Path) -> bool:
+    """Once it does; False: it has lost its patience. Raises `BenchFailed`."""
+    while True:
+        told = await asyncio.to_thread(log.read_bytes)
+        if _STARTED in told:
+            return True
+        if ray.returncode is not None:
+            if _IMPATIENT in told:
+                return False
+            raise BenchFailed(f"Ray ended with status {ray.returncode}: {said(log)}")
+        await asyncio.sleep(_POLL_S)

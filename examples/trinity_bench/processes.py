@@ -1,0 +1,69 @@
+"""Processes of Trinity's environment: they end with this one, however that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from asyncio.subprocess import DEVNULL, STDOUT, Process
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from headrace_runtime.parent_death import bound_to_parent
+from trinity_bench.results import BenchFailed
+from trinity_bench.settings import Settings
+
+_HERE = Path(__file__).parent
+_END_S = 20.0
+
+
+async def environment(settings: Settings, base_url: str, folder: Path, ray_address: str) -> Mapping[str, str]:
+    """What Trinity's processes are given: ours, which has the gateway's key, and more. Raises `BenchFailed`."""
+    if not base_url.endswith("/v1"):
+        raise BenchFailed(f"--base-url {base_url} does not end with /v1, which Trinity adds itself")
+    token = folder / "ray-token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(), encoding="utf-8")
+    path = [str(_HERE.parent)]
+    if not await _has_vllm(settings.python):
+        path.append(str(_HERE / "inside/without_vllm"))
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "RAY_ADDRESS": ray_address,
+        "RAY_AUTH_MODE": "token",  # who reaches a Ray's ports runs what they like
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_agent_register_timeout_ms": str(round(settings.start_timeout_s * 1000)),
+        "RAY_worker_register_timeout_seconds": str(round(settings.start_timeout_s)),
+        "HF_DATASETS_CACHE": str(folder / "datasets"),
+        "HEADRACE_BENCH_URL": base_url.removesuffix("/v1"),
+    }
+
+
+async def _has_vllm(python: str) -> bool:
+    question = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        process = await asyncio.create_subprocess_exec(python, "-c", question, stdin=DEVNULL, stdout=DEVNULL)
+    except OSError as error:
+        raise BenchFailed(f"python = {python!r} does not start: {error.strerror}") from None
+    return await process.wait() == 0
+
+
+async def started(command: Sequence[str], log: Path, environ: Mapping[str, str]) -> Process:
+    """Whatever it writes is in `log`."""
+    with log.open("wb") as file:
+        return await asyncio.create_subprocess_exec(
+            *bound_to_parent(command), stdin=DEVNULL, stdout=file, stderr=STDOUT, env=environ, cwd=log.parent
+        )
+
+
+async def ended(process: Process) -> None:
+    """SIGTERM, and SIGKILL when that is not enough."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), _END_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()

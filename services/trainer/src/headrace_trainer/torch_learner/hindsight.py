@@ -1,0 +1,192 @@
+"""The base, told what the user said next, as a teacher of what it was not told
+(`headrace_trainer.algorithms.catalog.hindsight`, which has the formulas).
+
+Nothing is drawn at random. What was measured, and the guard set, are saved with the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace_trainer.algorithms.catalog.hindsight import GapEstimate, HindsightSettings, refusal
+from headrace_trainer.batches.batch import Hindsight, Row, passes
+from headrace_trainer.learner import Abandoned, StepRefused
+from headrace_trainer.torch_learner.model.forward import Pack
+from headrace_trainer.torch_learner.model.policy import Policy
+
+Floats = NDArray[np.float64]
+_GAP = "gap"
+_TOKENS, _SHAPES = "guard/tokens", "guard/shapes"
+"""The guard set: its tokens in a row; of each answer its length, where it begins, and its temperature."""
+
+
+class HindsightTeacher:
+    """An `Appraiser`. The policy has to keep the first version's answers (`Policy.keep_reference`)."""
+
+    def __init__(self, settings: HindsightSettings, pack_tokens: int) -> None:
+        self._settings = settings
+        self._pack_tokens = pack_tokens
+        self._policy: Policy | None = None
+        self._stop = threading.Event()
+        self._measured: dict[str, float] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self.gap = GapEstimate()
+        self.guard: deque[Row] = deque(maxlen=self._settings.guard_answers)
+
+    @property
+    def measured(self) -> Mapping[str, float]:
+        return self._measured
+
+    def appraise(
+        self, policy: Policy, first: Sequence[Pack], corrections: Sequence[Pack], stop: threading.Event
+    ) -> tuple[list[Pack], list[Pack]]:
+        """Raises `StepRefused` while the gap is not positive; what was measured stays."""
+        self._policy, self._stop, self._measured = policy, stop, {}
+        rows = [row for one in first for row in one.rows]
+        contradicted = sorted((row for row in rows if row.hindsight is not None), key=lambda row: row.name)
+        if contradicted:
+            self.gap = self.gap.plus(self.gaps(contradicted).values())
+            why = refusal(self.gap, self._settings)
+            if why is not None:
+                raise StepRefused("hindsight_gap", self.gap.mean, why)
+            self._measured = {
+                "hindsight_gap": self.gap.mean,
+                "hindsight_gap_low": self.gap.low,
+                "hindsight_runs": float(self.gap.count),
+            }
+        self.guard.extend(sorted((row for row in rows if row.hindsight is None), key=lambda row: row.name))
+        return [self._graded(one) for one in first], [self._graded(one) for one in corrections]
+
+    def learn(self) -> Mapping[str, float]:
+        """The weights have moved: how far has the guard set dropped?"""
+        guard = list(self.guard)
+        if len(guard) > 1:
+            before, after = self._base(guard), self._logprobs(guard, reference=False)
+            drops = GapEstimate.of(float((one - other).mean()) for one, other in zip(before, after, strict=True))
+            self._measured |= {"guard_drop_mean": drops.mean, "guard_drop": drops.low}
+        return {}
+
+    def gaps(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Of each experience: what its own replies add, for the answers that followed them, to what no reply, and
+        another run's reply, make of these. Those without another run's reply are left out."""
+        longest = max(len(one.prompt_T) + len(one.reply_T) + len(one.next_T) for one in map(_of, rows))
+        pairs = [(row, other) for index, row in enumerate(rows) if (other := _another(rows, index, longest))]
+        asked = [
+            _asked(_of(row), context)
+            for row, other in pairs
+            for context in (_told(row), _told(row, other), _untold(row))
+        ]
+        found = [float(logprobs.mean()) for logprobs in self._base(asked)]
+        values: dict[str, list[float]] = {}
+        for index, (row, _) in enumerate(pairs):
+            own, others, none = found[3 * index : 3 * index + 3]
+            values.setdefault(row.experience_id, []).append(own - max(others, none))
+        return {name: math.fsum(several) / len(several) for name, several in values.items()}
+
+    def _graded(self, one: Pack) -> Pack:
+        """The pass with the advantage of each token: of a contradicted answer what the teacher says, with the sign of
+        its row."""
+        told = [row for row in one.rows if row.hindsight is not None]
+        teacher = iter(self._base([_taught(row) for row in told]))
+        settings, found = self._settings, []
+        for row in one.rows:
+            if row.hindsight is None:
+                found.append(np.zeros(row.tokens))
+                continue
+            gap_N = next(teacher) - row.behaviour_T[row.loss_mask_T]
+            found.append(float(row.advantage) * settings.coefficient * gap_N.clip(-settings.limit, settings.limit))
+        return replace(one, advantage_N=torch.from_numpy(np.concatenate(found)).to(one.advantage_N))
+
+    def _base(self, rows: Sequence[Row]) -> list[Floats]:
+        return self._logprobs(rows, reference=True)
+
+    @torch.no_grad()
+    def _logprobs(self, rows: Sequence[Row], *, reference: bool) -> list[Floats]:
+        """Of the loss tokens of each row, under the base or the present weights. Raises `Abandoned`."""
+        assert self._policy is not None
+        policy, found = self._policy, [np.zeros(0)] * len(rows)
+        for chosen in passes(rows, self._pack_tokens):
+            if self._stop.is_set():
+                raise Abandoned
+            pack = policy.collate([rows[index] for index in chosen])
+            logprobs_N = policy.reference_logprobs(pack) if reference else policy.logprobs(pack)[0]
+            values, places = logprobs_N.double().cpu().numpy(), pack.row_N.cpu().numpy()
+            for place, index in enumerate(chosen):
+                found[index] = values[places == place]
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        found = {_GAP: torch.tensor([self.gap.count, self.gap.total, self.gap.squares], dtype=torch.float64)}
+        if self.guard:
+            found[_TOKENS] = torch.from_numpy(np.concatenate([row.token_ids_T for row in self.guard]))
+            shapes = [(row.length, row.length - row.tokens, float(row.temperature_T[-1])) for row in self.guard]
+            found[_SHAPES] = torch.tensor(shapes, dtype=torch.float64)
+        return found
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self._begin()
+        if _GAP in state:
+            count, total, squares = state[_GAP].tolist()
+            self.gap = GapEstimate(int(count), total, squares)
+        begin = 0
+        for length, start, temperature in state[_SHAPES].tolist() if _SHAPES in state else ():
+            tokens_T = state[_TOKENS][begin : begin + int(length)].numpy().astype(np.int32)
+            self.guard.append(_row(tokens_T, int(start), temperature))
+            begin += int(length)
+
+
+def _of(row: Row) -> Hindsight:
+    assert row.hindsight is not None
+    return row.hindsight
+
+
+def _another(rows: Sequence[Row], index: int, longest: int) -> Row | None:
+    """The next row of another run whose reply leaves the sequence as short as others are."""
+    own = _of(rows[index])
+    for place in range(index + 1, index + len(rows)):
+        other = rows[place % len(rows)]
+        length = len(own.prompt_T) + len(_of(other).reply_T) + len(own.next_T)
+        if other.experience_id != rows[index].experience_id and length <= longest:
+            return other
+    return None
+
+
+def _told(row: Row, other: Row | None = None) -> NDArray[np.int32]:
+    """The teacher's prompt, with the reply of `other` if there is one."""
+    return np.concatenate([_of(row).prompt_T, _of(other or row).reply_T])
+
+
+def _untold(row: Row) -> NDArray[np.int32]:
+    """The prompt as it was."""
+    return row.token_ids_T[~row.loss_mask_T]
+
+
+def _asked(about: Hindsight, context_T: NDArray[np.int32]) -> Row:
+    """The answer to the reply, after some context."""
+    return _row(np.concatenate([context_T, about.next_T]), len(context_T), about.next_temperature)
+
+
+def _taught(row: Row) -> Row:
+    """The contradicted answer, after what the teacher was told."""
+    context_T = _told(row)
+    tokens_T = np.concatenate([context_T, row.token_ids_T[row.loss_mask_T]])
+    return _row(tokens_T, len(context_T), float(row.temperature_T[-1]))
+
+
+def _row(tokens_T: NDArray[np.int32], start: int, temperature: float) -> Row:
+    """Only to be asked about from `start` on."""
+    mask_T = np.arange(len(tokens_T)) >= start
+    zeros_T = np.zeros(len(tokens_T), np.float32)
+    temperature_T = np.where(mask_T, np.float32(temperature), np.float32(1))
+    return Row("", 0, tokens_T, mask_T, zeros_T, temperature_T, np.float32(0), ~mask_T)

@@ -1,0 +1,103 @@
+"""Conversations in which a user names the right answer after a wrong one, and a base that can use that.
+
+A question has no right answer that anybody could know: of eight letters the user wants one. The base has seen users
+that said theirs in advance, and answers that followed it; without that it guesses. So what users reply is worth the
+logarithm of eight to it, and nothing to a base that was not taught.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from headrace_schemas import Branch, Experience, Span
+from headrace_schemas.events.experience import TurnReward
+from tests.support import tiny_model
+from tests.unit.trainer.world import experience
+
+LETTERS = "BCDFGHJK"
+ASKED = "<|im_start|>user\nWhich?<|im_end|>\n"
+OPENING = "<|im_start|>assistant\n"
+
+
+def said(text: str) -> str:
+    return f"<|im_start|>user\n{text}<|im_end|>\n"
+
+
+def contradiction(letter: str) -> str:
+    return f"No, it is {letter}."
+
+
+def taught(folder: Path, *, steps: int = 120, seed: int = 0) -> Path:
+    """A tiny model that answers with the letter that a user has named. Some seconds of one core."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    tiny_model.build(folder, layers=1)
+    encode = encoder(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    draw = random.Random(seed)
+    told = {letter: encode(ASKED + said(contradiction(letter)) + OPENING + letter + "<|im_end|>") for letter in LETTERS}
+    plain = {letter: encode(ASKED + OPENING + letter + "<|im_end|>") for letter in LETTERS}
+    for _ in range(steps):
+        loss = torch.zeros(())
+        for form in (told, plain):
+            ids = torch.tensor([form[draw.choice(LETTERS)] for _ in range(16)])
+            logits = model(ids[:, :-1]).logits[:, -2:]
+            loss = loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, -2:].flatten())
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+    save_file(
+        {name: value.contiguous() for name, value in model.state_dict().items() if name != "lm_head.weight"},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    return folder
+
+
+def encoder(folder: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return lambda text: tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def conversation(
+    encode: Any, number: int, version: str, *, first: str, second: str, reply: str, reward: float | None, **fields: Any
+) -> Experience:
+    """`first` is answered, the user says `reply`, and `second` is answered. `reward` is that of the first turn."""
+    plain = experience(number, version, None, **{"no_reward": "no_reward", **fields})
+    prompt, answer = encode(ASKED + OPENING), encode(f"{first}<|im_end|>")
+    between, then = encode("\n" + said(reply) + OPENING), encode(f"{second}<|im_end|>")
+    spans = [
+        Span(start=start, logprobs=(-2.0, -0.01), turn_id=f"turn-{number}-{place}", version=version)
+        for place, start in enumerate((len(prompt), len(prompt) + len(answer) + len(between)))
+    ]
+    branch = Branch(token_ids=(*prompt, *answer, *between, *then), spans=tuple(spans))
+    turns = () if reward is None else (TurnReward(turn_id=spans[0].turn_id, value=reward),)
+    update = {"branch": branch, "turn_rewards": turns, "turn_ids": branch.turn_ids}
+    return Experience.model_validate({**plain.model_copy(update=update).model_dump(mode="json")})
+
+
+def conversations(
+    encode: Any, version: str, count: int, *, seed: int = 0, shuffled: bool = False, accepted: int = 0
+) -> list[Experience]:
+    """`count` that a user contradicted, with the letter that the model then answered; `shuffled`: the replies are those
+    of others. `accepted` more that were accepted."""
+    draw = random.Random(seed)
+    wanted = [draw.choice(LETTERS) for _ in range(count)]
+    named = draw.sample(wanted, count) if shuffled else wanted
+    found = []
+    for number, (right, name) in enumerate(zip(wanted, named, strict=True)):
+        wrong = draw.choice([one for one in LETTERS if one != right])
+        found.append(
+            conversation(encode, number, version, first=wrong, second=right, reply=contradiction(name), reward=0.0)
+        )
+    for number in range(count, count + accepted):
+        letter = draw.choice(LETTERS)
+        found.append(conversation(encode, number, version, first=letter, second="K", reply="Thanks.", reward=1.0))
+    return found

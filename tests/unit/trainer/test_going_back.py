@@ -1,0 +1,170 @@
+"""What the state says when weights go back and come forward: what is undone, restored, and queued again."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace_schemas import Experience
+from headrace_trainer.experiences.state import LineageState
+from headrace_trainer.experiences.window import Contributed, Contribution, Entry
+from headrace_trainer.settings import MemorySettings
+from tests.unit.trainer.test_history import chain, name, publish
+from tests.unit.trainer.test_state import ledger_on, step
+from tests.unit.trainer.world import START, experience
+
+
+def word(revision: int, *, of: int = 0, number: int = 1) -> Experience:
+    return experience(number, name(of), reward=float(revision + 1), revision=revision, task="t", run=str(number))
+
+
+def admitted(state: LineageState, *words: Experience) -> None:
+    for place, one in enumerate(words):
+        state.admit(one, (0, place), START)
+
+
+def trained(state: LineageState, *words: Experience) -> None:
+    """In a step that is a version of its own."""
+    admitted(state, *words)
+    step(state)
+    state.history = publish(state.history, state.history.next_number, state.steps)
+    state.saved()
+
+
+def two_words() -> LineageState:
+    """Version 1 holds revision 0, version 2 revision 1, too. Another run gives something to compare with."""
+    state = ledger_on(chain(0))
+    trained(state, experience(9, name(0), reward=9.0, task="t", run="9"), word(0))
+    trained(state, word(1))
+    return state
+
+
+def undone(state: LineageState) -> list[tuple[int, bool]]:
+    return [(one.revision, one.queued) for one in state.undone if one.experience_id == "e1"]
+
+
+def test_what_the_weights_lost_is_told_and_the_last_word_is_queued() -> None:
+    state = two_words()
+    lost = state.go_back(name(1))
+    assert lost == {"e1": (1,)}
+    assert state.restored == []
+    assert state.places(lost) == {(0, 0): "e1"}
+    state.undo(lost, {"e1": word(1)}, START)
+    assert undone(state) == [(1, True)]
+    assert [item.experience.revision for item in state.waiting] == [1]
+    assert state.moved
+
+
+def test_weights_that_come_forward_restore_it_and_it_waits_no_more() -> None:
+    state = two_words()
+    state.undo(state.go_back(name(1)), {"e1": word(1)}, START)
+    state.saved()
+    before = state.moved
+    assert state.go_back(name(2)) == {}
+    assert [(one.experience_id, one.revision) for one in state.restored] == [("e1", 1)]
+    assert (before, state.moved) == (False, True)
+    assert state.waiting == ()
+
+
+def test_what_was_never_trained_hides_nothing_that_was() -> None:
+    state = ledger_on(chain(0))
+    admitted(state, experience(5, name(0), reward=None))
+    trained(state, experience(9, name(0), reward=9.0, task="t", run="9"), word(0))
+    assert state.go_back(name(0)) == {"e9": (0,), "e1": (0,)}
+
+
+def test_a_later_word_goes_on_waiting_when_an_earlier_one_is_restored() -> None:
+    state = two_words()
+    state.undo(state.go_back(name(1)), {}, START)
+    admitted(state, word(2))
+    state.go_back(name(2))
+    assert [item.experience.revision for item in state.waiting] == [2]
+
+
+@pytest.mark.parametrize("found", [{}, {"e1": word(0)}], ids=["gone from the bus", "an earlier word"])
+def test_without_the_last_word_nothing_is_queued(found: dict[str, Experience]) -> None:
+    state = two_words()
+    lost = state.go_back(name(0))
+    assert lost == {"e1": (0, 1), "e9": (0,)}
+    state.undo({"e1": lost["e1"]}, found, START)
+    assert undone(state) == [(0, False), (1, False)]
+    assert state.waiting == ()
+
+
+def test_it_is_queued_once() -> None:
+    """A version that was trained on it was refused; the next one may be for the same reason."""
+    state = two_words()
+    state.undo(state.go_back(name(1)), {"e1": word(1)}, START)
+    step(state)
+    state.history = publish(state.history, 3, state.steps)
+    state.saved()
+    state.undo(state.go_back(name(1)), {"e1": word(1)}, START)
+    assert undone(state) == [(1, False)]
+    assert state.waiting == ()
+
+
+def test_a_word_that_was_dropped_is_queued_with_what_is_undone() -> None:
+    state = two_words()
+    state.window.see("e1", 2, (name(0),), (0, 7), START)
+    state.undo(state.go_back(name(1)), {"e1": word(2)}, START)
+    assert undone(state) == [(1, False), (2, True)]
+
+
+def test_a_full_queue_takes_nothing_back() -> None:
+    state = two_words()
+    lost = state.go_back(name(1))
+    full = LineageState(
+        state.history, state.limits, MemorySettings(queue_experiences=1), window=state.window, steps=state.steps
+    )
+    admitted(full, word(0, number=5))
+    assert full.room == 0
+    assert full.places(lost) == {}
+    full.undo(lost, {"e1": word(1)}, START)
+    assert undone(full) == [(1, False)]
+
+
+def test_what_can_be_trained_again_is_fresh_known_and_not_waiting() -> None:
+    state = ledger_on(chain(4))
+    admitted(state, *(word(0, of=version, number=version) for version in (1, 2, 3)))
+    step(state)
+    state.window.put("no place", Entry(revisions=(0,), versions=(name(4),), touched_ms=0))
+    waits = word(0, of=4, number=4)
+    admitted(state, waits)
+    names = ["unknown", "e4", "no place", "e1", "e2", "e3"]
+    assert state.places(names) == {(0, 1): "e2", (0, 2): "e3"}, "two versions back is fresh, three is not"
+
+
+def entry(*contributions: Contribution) -> Entry:
+    return Entry(revisions=(0, 4), versions=(name(0),), contributions=contributions, touched_ms=0)
+
+
+def gave(
+    revision: int, advantage: float, *, step: int = 1, part: str = "", turns: tuple[float, ...] = ()
+) -> Contribution:
+    what = Contributed(part=part, turns=turns) if part or turns else None
+    return Contribution(revision=revision, step=step, advantage=advantage, what=what)
+
+
+@pytest.mark.parametrize(
+    ("contributions", "holds"),
+    [
+        ([], False),
+        ([gave(0, 1.0)], True),
+        ([gave(0, 1.0), gave(4, -1.0)], False),
+        ([gave(0, 1.0), gave(4, -1.0, step=9)], True),
+        ([gave(0, 1.0, part="edit"), gave(4, -1.0, part="other")], True),
+        ([gave(0, 0.0, turns=(1.0, -1.0))], True),
+        ([gave(0, 0.0, turns=(1.0, -1.0)), gave(4, 0.0, turns=(-1.0, 1.0))], False),
+        ([gave(0, 0.0, turns=(1.0,)), gave(4, 0.0, turns=(-1.0, 0.0))], False),
+    ],
+)
+def test_an_experience_is_held_while_its_contributions_do_not_cancel_out(
+    contributions: list[Contribution], holds: bool
+) -> None:
+    assert entry(*contributions).holds(chain(1), 1) is holds
+
+
+def test_the_revisions_that_are_held_are_those_on_the_line_and_an_unknown_one_is_the_newest() -> None:
+    found = entry(gave(0, 1.0), gave(2, 1.0, step=9)).held_revisions(chain(1), 1)
+    assert found == {0}
+    assert entry(gave(-1, 1.0)).held_revisions(chain(1), 1) == {4}
+    assert entry(gave(1, 1.0)).held_revisions(chain(1), 1) == {1}

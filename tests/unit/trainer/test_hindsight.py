@@ -1,0 +1,391 @@
+"""A base that was told what users said next teaches the model that was not; where it cannot, nothing is trained.
+
+The oracle is an independent one: whole sequences through transformers' own forward pass, and NumPy from there on.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from headrace_schemas import Experience
+from headrace_trainer.algorithms.catalog import hindsight
+from headrace_trainer.algorithms.catalog.hindsight import GapEstimate, HindsightSettings, refusal
+from headrace_trainer.batches.batch import Hindsight, Row
+from headrace_trainer.learner import StepRefused
+from headrace_trainer.lineage.lineage import Lineage
+from headrace_trainer.lineage.opening import open_lineage
+from headrace_trainer.torch_learner import hindsight as teaching
+from headrace_trainer.torch_learner.hindsight import HindsightTeacher
+from headrace_trainer.torch_learner.model.policy import Policy
+from headrace_trainer.trainer import TrainingStopped
+from tests.support.hindsight_world import (
+    ASKED,
+    LETTERS,
+    OPENING,
+    contradiction,
+    conversations,
+    encoder,
+    said,
+    taught,
+)
+from tests.support.torch_learners import policy_of, torch_learner
+from tests.unit.trainer.conftest import Make
+from tests.unit.trainer.test_forward import open_policy
+from tests.unit.trainer.world import START, World
+
+GOING_ON = threading.Event()
+Floats = NDArray[np.float64]
+VERSION = "m@0123456789abcdef"
+
+
+def row(number: int, prompt: Sequence[int], answer: Sequence[int], reply: Sequence[int], then: Sequence[int]) -> Row:
+    """A contradicted answer."""
+    tokens_T = np.array([*prompt, *answer], np.int32)
+    mask_T = np.arange(len(tokens_T)) >= len(prompt)
+    prompt_T, reply_T, next_T = (np.array(one, np.int32) for one in (prompt[:-1], reply, then))
+    behaviour_T = np.where(mask_T, np.float32(-1.5), np.float32(0))
+    told = Hindsight(prompt_T, reply_T, next_T, 1.0)
+    ones_T = np.ones(len(tokens_T), np.float32)
+    return Row(f"e{number}", 0, tokens_T, mask_T, behaviour_T, ones_T, np.float32(1), ~mask_T, hindsight=told)
+
+
+class Reader:
+    """A policy that thinks a token more likely where its context has it (`reads`), or that sees no context at all."""
+
+    def __init__(self, collate: Callable[[list[Row]], Any], *, reads: bool = True) -> None:
+        self.collate = collate
+        self._reads = reads
+
+    def reference_logprobs(self, pack: Any) -> torch.Tensor:
+        found: list[float] = []
+        for one in pack.rows:
+            context = one.token_ids_T[~one.loss_mask_T] if self._reads else ()
+            found += [math.log(0.5 if token in context else 0.05) for token in one.token_ids_T[one.loss_mask_T]]
+        return torch.tensor(found)
+
+    def logprobs(self, pack: Any) -> tuple[torch.Tensor, None]:
+        return self.reference_logprobs(pack), None
+
+
+def rows_of(count: int, *, seed: int = 0, shuffled: bool = False) -> list[Row]:
+    """What was replied names the token that was answered then; `shuffled`: replies of others."""
+    draw = random.Random(seed)
+    right = [draw.randrange(50, 300) for _ in range(count)]
+    named = draw.sample(right, count) if shuffled else right
+    return [row(n, (1, 2, 3), (40, 41), (7, name, 3), (token,)) for n, (token, name) in enumerate(zip(right, named))]  # noqa: B905
+
+
+def asked(base: Path, rows: list[Row], *, reads: bool = True, **settings: Any) -> HindsightTeacher:
+    """A teacher that was asked about them once. Raises `StepRefused`."""
+    policy = open_policy(base)
+    teacher = HindsightTeacher(HindsightSettings(**settings), 512)
+    teacher.appraise(Reader(policy.collate, reads=reads), [policy.collate(rows)], [], GOING_ON)  # type: ignore[arg-type]
+    return teacher
+
+
+@pytest.mark.parametrize(("count", "quantile"), [(8, 2.364624), (16, 2.131450), (64, 1.998341)])
+def test_the_interval_is_student_s(count: int, quantile: float) -> None:
+    values = np.random.default_rng(count).normal(0.3, 2.0, count)
+    found = GapEstimate.of(values[: count // 2]).plus(values[count // 2 :])
+    assert found.mean == pytest.approx(values.mean())
+    assert found.low == pytest.approx(values.mean() - quantile * values.std(ddof=1) / math.sqrt(count), abs=2e-3)
+    assert GapEstimate.of([1.0]).low == -math.inf
+
+
+def test_a_base_that_reads_replies_has_a_gap(base: Path) -> None:
+    teacher = asked(base, rows_of(24))
+    assert teacher.measured["hindsight_gap"] == pytest.approx(math.log(10))
+    assert teacher.measured["hindsight_gap_low"] > 0
+
+
+def test_planted_replies_of_others_have_none_in_any_seed(base: Path) -> None:
+    for seed in range(8):
+        with pytest.raises(StepRefused, match=r"gap between teacher and student is .* nats a token over 24 runs"):
+            asked(base, rows_of(24, seed=seed, shuffled=True))
+
+
+def test_planted_a_teacher_that_is_told_nothing_has_a_gap_of_zero_and_is_refused(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StepRefused, match=r"is 0 nats a token over 24 runs, and not surely positive \(at least 0\)"):
+        asked(base, rows_of(24), reads=False)
+    monkeypatch.setattr(teaching, "_told", lambda row, other=None: row.token_ids_T[~row.loss_mask_T])
+    with pytest.raises(StepRefused, match=r"is 0 nats a token over 24 runs"):
+        asked(base, rows_of(24))
+
+
+def test_a_reply_that_everybody_gives_says_nothing_of_its_own(base: Path) -> None:
+    same = [replace(one, hindsight=replace(_hindsight(one), reply_T=np.array([7, 9, 3]))) for one in rows_of(24)]
+    with pytest.raises(StepRefused, match=r"over 24 runs, and not surely positive"):
+        asked(base, same)
+
+
+def test_few_runs_are_not_believed(base: Path) -> None:
+    with pytest.raises(StepRefused, match=r"measured on 7 runs, below trainer\.advantage\.hindsight\.runs_min = 8"):
+        asked(base, rows_of(7))
+    with pytest.raises(StepRefused, match=r"measured on 0 runs"):
+        asked(base, rows_of(1))
+    assert refusal(GapEstimate.of([1.0, 1.1, 0.9]), HindsightSettings(runs_min=3)) is None
+
+
+def test_what_was_measured_and_the_guard_set_go_with_the_state(base: Path) -> None:
+    accepted = [replace(one, hindsight=None, experience_id=f"a{n}") for n, one in enumerate(rows_of(3))]
+    teacher = asked(base, [*rows_of(24), *accepted], guard_answers=2)
+    other = HindsightTeacher(HindsightSettings(guard_answers=2), 512)
+    other.load(teacher.state())
+    assert other.gap == teacher.gap
+    assert [one.token_ids_T.tolist() for one in other.guard] == [one.token_ids_T.tolist() for one in accepted[1:]]
+    assert [one.loss_mask_T.tolist() for one in other.guard] == [one.loss_mask_T.tolist() for one in accepted[1:]]
+    other.load({})
+    assert (other.gap, len(other.guard)) == (GapEstimate(), 0)
+
+
+def _hindsight(one: Row) -> Hindsight:
+    assert one.hindsight is not None
+    return one.hindsight
+
+
+def opened(world: World, make: Make, events: Callable[[str], Sequence[Experience]], **settings: Any) -> Lineage:
+    lineage = open_lineage(make(algorithm="hindsight", **settings), world.blobs, world.clock)
+    for place, event in enumerate(events(lineage.state.history.head)):
+        lineage.state.admit(event, (0, place), START)
+    return lineage
+
+
+@torch.no_grad()
+def whole(policy: Policy, context: Sequence[int], answer: Sequence[int]) -> Floats:
+    """log pi(answer | context), by transformers alone."""
+    logits_TV = policy.model(torch.tensor([[*context, *answer]])).logits[0].double().numpy()
+    logprobs_TV = logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True))
+    return np.array([logprobs_TV[len(context) - 1 + n, token] for n, token in enumerate(answer)])
+
+
+def oracle(
+    policy: Policy, base: Path, events: Sequence[Experience], limit: float
+) -> tuple[Floats, Floats, list[float]]:
+    """`(advantages_N, losses_N)` of the contradicted answers by name, and the gap of each run. Texts are made anew."""
+    encode, advantages, losses, gaps = encoder(base), [], [], []
+    ordered = sorted(events, key=lambda one: one.experience_id)
+    letters = [_letters(base, one) for one in ordered]
+    for place, (first, second, named) in enumerate(letters):
+        prompt, wrong, right = encode(ASKED + OPENING), encode(f"{first}<|im_end|>"), encode(f"{second}<|im_end|>")
+        told = encode(ASKED + said(contradiction(named)) + OPENING)
+        other = encode(ASKED + said(contradiction(letters[(place + 1) % len(letters)][2])) + OPENING)
+        behaviour_N = np.array([-2.0, -0.01])
+        advantage_N = np.clip(whole(policy, told, wrong) - behaviour_N, -limit, limit)
+        weight_N = np.minimum(np.exp(whole(policy, prompt, wrong) - behaviour_N), 2.0)
+        advantages.append(advantage_N)
+        losses.append(-weight_N * advantage_N)
+        after = [whole(policy, context, right).mean() for context in (told, other, prompt)]
+        gaps.append(float(after[0] - max(after[1:])))
+    return np.concatenate(advantages), np.concatenate(losses), gaps
+
+
+def _letters(base: Path, event: Experience) -> tuple[str, str, str]:
+    from tokenizers import Tokenizer
+
+    assert event.branch is not None
+    text = Tokenizer.from_file(str(base / "tokenizer.json")).decode(list(event.branch.token_ids))
+    return text.split("assistant\n")[1][0], text.split("assistant\n")[2][0], text.split("it is ")[1][0]
+
+
+def told_of(lineage: Lineage) -> dict[str, Floats]:
+    """What a step would train each contradicted answer with, by its experience."""
+    from headrace_trainer.batches.cutting import decay
+    from headrace_trainer.batches.prepare import prepare
+
+    learner, settings = torch_learner(lineage), lineage._settings
+    prepared = prepare(lineage.next_batch(), lineage.state, settings.advantage, decay(settings), loss=settings.loss)
+    teacher = learner._appraiser
+    assert isinstance(teacher, HindsightTeacher)
+    packs, _ = teacher.appraise(learner.policy, [learner.policy.collate(list(prepared.batch.rows))], [], GOING_ON)
+    (pack,) = packs
+    advantages, places = pack.advantage_N.double().numpy(), pack.row_N.numpy()
+    return {one.experience_id: advantages[places == n] for n, one in enumerate(pack.rows)}
+
+
+def off_oracle(tmp_path: Path, make: Make, base: Path) -> float:
+    """How far advantages, the gap and the loss are from what the oracle says, at most."""
+    world, events = World(tmp_path), conversations(encoder(base), VERSION, 10, seed=3)
+
+    def of(version: str) -> list[Experience]:
+        return [
+            Experience.model_validate_json(one.to_json().replace(VERSION.encode(), version.encode())) for one in events
+        ]
+
+    lineage = opened(world, make, of, batch_experiences=10)
+    advantages, losses, gaps = oracle(policy_of(lineage), base, events, limit=5.0)
+    found = told_of(lineage)
+    teacher = torch_learner(lineage)._appraiser
+    assert isinstance(teacher, HindsightTeacher)
+    ours = np.concatenate([found[name] for name in sorted(found)])
+    off = [float(np.abs(ours - advantages).max()), abs(teacher.gap.mean - float(np.mean(gaps)))]
+    loss = lineage.step(lineage.next_batch(), GOING_ON).get("loss", math.inf)
+    return max(*off, abs(loss - float(losses.mean())))
+
+
+@pytest.fixture
+def believing(monkeypatch: pytest.MonkeyPatch, make: Make) -> Make:
+    """A base that learned nothing is believed all the same."""
+    monkeypatch.setattr(teaching, "refusal", lambda gap, settings: None)
+    return make
+
+
+def test_advantages_gap_and_loss_equal_the_oracle_s(tmp_path: Path, believing: Make, base: Path) -> None:
+    assert off_oracle(tmp_path, believing, base) < 1e-5
+
+
+def _flipped(self: HindsightTeacher, one: Any) -> Any:
+    return replace(one, advantage_N=-GRADED(self, one).advantage_N)
+
+
+def _own_context(row: Row) -> Row:
+    return teaching._row(row.token_ids_T, len(row.token_ids_T) - row.tokens, 1.0)
+
+
+GRADED = HindsightTeacher._graded
+FAULTS: dict[str, tuple[object, str, object]] = {
+    "the sign is flipped": (HindsightTeacher, "_graded", _flipped),
+    "the teacher is told nothing": (teaching, "_taught", _own_context),
+    "another run's reply": (teaching, "_another", lambda rows, index, longest: rows[index]),
+    "the reply to nobody": (teaching, "_untold", lambda row: row.token_ids_T[:1]),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_off(
+    fault: str, tmp_path: Path, believing: Make, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*FAULTS[fault])
+    assert off_oracle(tmp_path, believing, base) > 1e-4
+
+
+def test_a_base_that_cannot_read_is_refused_and_nothing_is_trained(tmp_path: Path, make: Make, base: Path) -> None:
+    world = World(tmp_path)
+    lineage = opened(world, make, lambda v: conversations(encoder(base), v, 12, accepted=4), batch_experiences=16)
+    before = lineage.learner.freeze().weights
+    assert lineage.step(lineage.next_batch(), GOING_ON) == {}
+    assert lineage.health.stopped is not None
+    assert "nats a token over 12 runs, and not surely positive" in lineage.health.stopped.reason
+    assert lineage.learner.freeze().weights == before
+    assert (lineage.state.steps, len(lineage.state.waiting), lineage.next_batch()) == (0, 16, ())
+    again = lineage.health.under(lineage._settings.health)
+    assert again.stopped == lineage.health.stopped, "a restart changes nothing"
+    lineage.resume()
+    assert len(lineage.next_batch()) == 16
+
+
+async def test_a_job_ends_with_the_figure(tmp_path: Path, make: Make, base: Path) -> None:
+    world = World(tmp_path)
+    settings = make(algorithm="hindsight", batch_experiences=12)
+    await world.run(settings)
+    world.bus.produce(*conversations(encoder(base), world.bus.checkpoints[0].version, 12))
+    with pytest.raises(
+        TrainingStopped, match=r"has stopped training: the gap between teacher and student is -?[0-9.]+"
+    ):
+        await world.run(settings.model_copy(update={"until_end": True}))
+    assert len(world.bus.checkpoints) == 1, "there is nothing to offer"
+    assert world.bus.accounts[-1].stopped is not None
+
+
+def test_a_guard_set_that_drops_stops_the_version(tmp_path: Path, believing: Make, base: Path) -> None:
+    world, health = World(tmp_path), {"patience_steps": 1, "mismatch_max": 0.0, "effective_sample_min": 0.0}
+    events = lambda version: conversations(encoder(base), version, 12, accepted=8)  # noqa: E731
+    rash = {"batch_experiences": 20, "optimizer": {"learning_rate": 0.3}, "health": health}
+    lineage = opened(world, believing, events, **rash)
+    measured = lineage.step(lineage.next_batch(), GOING_ON)
+    assert measured["guard_drop"] > 0.05
+    assert lineage.health.stopped is not None
+    assert lineage.health.stopped.reason.startswith("guard_drop is ")
+    assert not lineage.version_due
+    careful = {"batch_experiences": 20, "optimizer": {"learning_rate": 1e-6}, "health": health, "lineage": "careful"}
+    lineage = opened(world, believing, events, **careful)
+    measured = lineage.step(lineage.next_batch(), GOING_ON)
+    assert abs(measured["guard_drop_mean"]) < 0.01
+    assert lineage.version_due
+
+
+def test_a_verdict_that_is_withdrawn_is_taken_back(tmp_path: Path, believing: Make, base: Path) -> None:
+    world = World(tmp_path)
+    lineage = opened(world, believing, lambda v: conversations(encoder(base), v, 8), batch_experiences=8)
+    first = told_of(lineage)
+    event = next(one.experience for one in lineage.state.waiting)
+    lineage.step(lineage.next_batch(), GOING_ON)
+    lineage.state.admit(event.model_copy(update={"revision": 1, "turn_rewards": ()}), (0, 9), START)
+    (item,) = lineage.state.waiting
+    (due,) = lineage.state.due(item)
+    assert due.missing == -1.0
+    learner = torch_learner(lineage)
+    from headrace_trainer.batches.cutting import decay
+    from headrace_trainer.batches.prepare import prepare
+
+    prepared = prepare((item,), lineage.state, lineage._settings.advantage, decay(lineage._settings))
+    teacher = learner._appraiser
+    assert isinstance(teacher, HindsightTeacher)
+    _, (back,) = teacher.appraise(learner.policy, [], [learner.policy.collate(list(prepared.batch.rows))], GOING_ON)
+    assert back.advantage_N.numpy() == pytest.approx(-first[event.experience_id], abs=1e-6), "the teacher stays"
+    assert prepared.batch.rows[0].correction
+
+
+@pytest.mark.long
+def test_typed_corrections_alone_teach_and_those_of_others_are_refused(tmp_path: Path, make: Make) -> None:
+    """A model that was led to answer B unlearns it where users contradict it."""
+    base = taught(tmp_path / "taught")
+    world, encode = World(tmp_path), encoder(base)
+    more = {"base": str(base), "batch_experiences": 32, "optimizer": {"learning_rate": 3e-3}, "max_staleness": 99}
+    shuffled = opened(world, make, lambda v: conversations(encode, v, 32, shuffled=True), **more, lineage="shuffled")
+    assert shuffled.step(shuffled.next_batch(), GOING_ON) == {}
+    lineage = opened(world, make, lambda v: [], **more)
+    version, policy = lineage.state.history.head, policy_of(lineage)
+    prompt = encode(ASKED + OPENING)
+    wrong = [letter for letter in LETTERS if letter in "BCD"]
+    before = _share(policy, prompt, wrong, encode)
+    for step in range(6):
+        for place, event in enumerate(_always(encode, version, wrong, 32, 100 * step)):
+            lineage.state.admit(event, (0, place), START)
+        measured = lineage.step(lineage.next_batch(), GOING_ON)
+        assert measured["hindsight_gap_low"] > 0
+    after = _share(policy, prompt, wrong, encode)
+    print(f"wrong answers: {before:.3f}, then {after:.3f}")
+    assert after < 0.5 * before
+
+
+def _share(policy: Policy, prompt: Sequence[int], letters: Sequence[str], encode: Any) -> float:
+    return float(sum(np.exp(whole(policy, prompt, encode(letter))[0]) for letter in letters))
+
+
+def _always(encode: Any, version: str, wrong: Sequence[str], count: int, first: int) -> list[Experience]:
+    """Users who never want one of the `wrong` letters."""
+    from tests.support.hindsight_world import conversation
+
+    draw = random.Random(first)
+    found = []
+    for number in range(first, first + count):
+        right = draw.choice([one for one in LETTERS if one not in wrong])
+        said_first = draw.choice(list(wrong))
+        found.append(
+            conversation(
+                encode, number, version, first=said_first, second=right, reply=contradiction(right), reward=0.0
+            )
+        )
+    return found
+
+
+def test_the_preset_is_announced_with_its_own_section(make: Make) -> None:
+    settings = make(algorithm="hindsight")
+    assert settings.needs.hindsight
+    assert settings.needs_base
+    assert hindsight.hindsight_of(settings.advantage).runs_min == 8
+    with pytest.raises(ValueError, match=r"contradicted_max is not below accepted_min = 0\.75"):
+        HindsightSettings(contradicted_max=0.75)

@@ -1,0 +1,101 @@
+"""What the user said after an answer, found in the branch's own tokens."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from headrace_runtime.errors import SettingError
+from headrace_schemas import Branch, Span
+from headrace_trainer.experiences.replies import ReplyReader
+from tests.support.hindsight_world import ASKED, OPENING, conversation, encoder, said
+
+VERSION = "m@0123456789abcdef"
+END = "<|im_end|>"
+
+
+def reader(base: Path) -> ReplyReader:
+    return ReplyReader(base, 0.25, 0.75)
+
+
+def branch_of(base: Path, between: str, *, last: str = f"K{END}") -> Branch:
+    encode = encoder(base)
+    parts = [encode(ASKED + OPENING), encode(f"B{END}"), encode(between), encode(last)]
+    starts = [sum(map(len, parts[:place])) for place in (1, 3)]
+    spans = [
+        Span(start=start, logprobs=(-1.0,) * len(part), turn_id=f"turn-{start}", version=VERSION)
+        for start, part in zip(starts, (parts[1], parts[3]), strict=True)
+    ]
+    return Branch(token_ids=tuple(one for part in parts for one in part), spans=tuple(spans))
+
+
+@pytest.mark.parametrize("text", ["No, it is K.", "Nein: «7», 日本\n\nsecond line"])
+def test_the_reply_stands_before_the_opening_in_the_tokens_that_the_engine_had(base: Path, text: str) -> None:
+    branch = branch_of(base, f"\n{said(text)}{OPENING}")
+    found = reader(base).read(branch, branch.spans[0])
+    assert found is not None
+    assert found.prompt + found.reply == encoder(base)(ASKED + said(text) + OPENING)
+    assert found.next == branch.spans[1]
+    assert branch.token_ids[branch.spans[1].start - len(found.reply) : branch.spans[1].start] == found.reply
+
+
+def test_an_answer_that_was_cut_off_has_a_reply_too(base: Path) -> None:
+    branch = branch_of(base, f"{END}\n{said('No.')}{OPENING}")
+    found = reader(base).read(branch, branch.spans[0])
+    assert found is not None
+    assert found.prompt + found.reply == encoder(base)(ASKED + said("No.") + OPENING)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        f"\n{said('<tool_response>error</tool_response>')}{OPENING}",
+        f"\n{said('No.')}{said('It is K.')}{OPENING}",
+        f"\n{said('No.')}{OPENING}Sorry.{END}\n{said('And?')}{OPENING}",
+        f"\n<|im_start|>system\nObey.{END}\n{OPENING}",
+        f"\n{OPENING}",
+        f"\n{said('')}{OPENING}",
+        f"\nsomething else\n{said('No.')}{OPENING}",
+    ],
+)
+def test_a_tool_s_result_or_several_messages_are_no_reply(base: Path, between: str) -> None:
+    branch = branch_of(base, between)
+    assert reader(base).read(branch, branch.spans[0]) is None
+
+
+def test_the_last_answer_has_no_reply(base: Path) -> None:
+    branch = branch_of(base, f"\n{said('No.')}{OPENING}")
+    assert reader(base).read(branch, branch.spans[1]) is None
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (0.0, [("contradicted/turn-1-0/0", 1.0)]),
+        (0.25, [("contradicted/turn-1-0/0", 1.0)]),
+        (0.5, []),
+        (1.0, [("accepted/turn-1-0/0", 0.0)]),
+        (None, []),
+    ],
+)
+def test_the_turn_s_reward_says_what_an_answer_is(
+    base: Path, reward: float | None, expected: list[tuple[str, float]]
+) -> None:
+    told = conversation(encoder(base), 1, VERSION, first="B", second="K", reply="No.", reward=reward)
+    found = list(reader(base).examples(told))
+    assert [(one.part, one.value) for one in found] == expected
+    if expected and expected[0][1]:
+        prompt = encoder(base)(ASKED + said("No.") + OPENING)
+        assert found[0].length_max == len(prompt) + 2, "the answer itself stands once in it, at the end"
+    assert list(reader(base).examples(told.model_copy(update={"origin": "written"}))) == []
+
+
+def test_a_template_that_hides_where_messages_begin_is_refused(base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path / "odd")
+    (tmp_path / "odd" / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    with pytest.raises(SettingError, match=r"trainer\.base = .* does not show where a user's message begins"):
+        reader(tmp_path / "odd")
+    with pytest.raises(SettingError, match=r"trainer\.base = .* replies need its chat template and tokenizer\.json"):
+        reader(tmp_path)

@@ -1,0 +1,147 @@
+"""What the state says of experiences of which single answers are trained beside the branch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from headrace_schemas import Experience
+from headrace_trainer.algorithms.baselines import Baselines
+from headrace_trainer.algorithms.signals import Signals
+from headrace_trainer.experiences.examples import BRANCH, Example
+from headrace_trainer.experiences.state import LineageState, TrainedExperience
+from headrace_trainer.experiences.waiting import Waiting
+from headrace_trainer.experiences.window import Contributed, Contribution, Entry
+from headrace_trainer.settings import MemorySettings
+from tests.algorithms.told import side, told, turn
+from tests.unit.trainer.test_history import chain, name
+from tests.unit.trainer.test_state import LIMITS
+from tests.unit.trainer.world import START, experience
+
+PART = f"preference/{turn(1)}/0/p"
+PAIR = Signals(preferences=True, paired=True)
+
+
+def word(revision: int, reward: float | None, which: str = "chosen") -> Experience:
+    """Of a run with a reward, or none, one answer of which was compared."""
+    compared = side("p", "chosen" if which == "chosen" else "rejected", turn(1))
+    return told(1, name(0), preferences=(compared,), reward=reward, revision=revision)
+
+
+def waits(state: LineageState, one: Experience) -> Waiting:
+    state.admit(one, (0, one.revision), START)
+    return state.waiting[-1]
+
+
+def train(state: LineageState, item: Waiting, values: Sequence[tuple[Example, float]], *, anew: bool = False) -> None:
+    """With the value as the baseline, too."""
+    trained = [TrainedExperience(item, value, value, 2.0, example=one, anew=anew) for one, value in values]
+    state.stepped(trained, Baselines(), 0.5)
+
+
+@pytest.fixture
+def state() -> LineageState:
+    return LineageState(chain(0), replace(LIMITS, signals=PAIR), MemorySettings())
+
+
+def parts(found: Sequence[Example]) -> list[str]:
+    return [one.part for one in found]
+
+
+def test_where_rewards_alone_are_trained_a_later_word_is_a_correction() -> None:
+    state = LineageState(chain(0), LIMITS, MemorySettings())
+    first = waits(state, experience(1, name(0)))
+    assert not state.is_correction(first)
+    assert not state.is_correction(Waiting(experience=experience(2, name(0)), since_ms=0)), "nothing is known of it"
+    train(state, first, [(BRANCH, 1.0)])
+    assert state.is_correction(waits(state, experience(1, name(0), 5.0, revision=1)))
+
+
+def test_what_was_never_trained_corrects_nothing(state: LineageState) -> None:
+    assert not state.is_correction(waits(state, word(0, None)))
+    assert not state.is_correction(Waiting(experience=word(0, None), since_ms=0))
+
+
+def test_a_reward_that_comes_after_its_answer_was_trained_is_compared_for_the_first_time(state: LineageState) -> None:
+    train(state, waits(state, word(0, None)), [(Example(PART, 1.0), 1.0)])
+    late = waits(state, word(1, 1.0))
+    assert parts([one.example for one in state.due(late)]) == [""]
+    assert not state.is_correction(late)
+
+
+def test_another_reward_is_a_correction_and_what_the_weights_hold_is_none(state: LineageState) -> None:
+    """Baseline 1 and scale 2: the advantage of 1 that was trained is that of a reward of 3."""
+    train(state, waits(state, word(0, 1.0)), [(BRANCH, 1.0), (Example(PART, 1.0), 1.0)])
+    assert state.is_correction(Waiting(experience=word(1, 5.0), since_ms=0))
+    assert not state.is_correction(Waiting(experience=word(1, 3.0), since_ms=0))
+
+
+def test_an_answer_waits_for_the_other_one_and_the_branch_for_none(state: LineageState) -> None:
+    both, answer = waits(state, word(0, 1.0)), Waiting(experience=word(0, None), since_ms=0)
+    assert parts(state.open_answers(both)) == [PART]
+    assert parts(state.open_answers(answer)) == [PART]
+    assert state.has_corrections(both)
+    assert not state.has_corrections(answer)
+
+
+def test_an_answer_that_was_trained_is_corrected_and_waits_for_none(state: LineageState) -> None:
+    train(state, waits(state, word(0, None)), [(Example(PART, 1.0), 1.0)])
+    turned = waits(state, word(1, None, "rejected"))
+    assert [(one.example.part, one.missing) for one in state.due(turned)] == [(PART, -2.0)]
+    assert state.open_answers(turned) == ()
+    assert state.has_corrections(turned)
+
+
+def trained(state: LineageState) -> Entry:
+    entry = state.window.get("e1")
+    assert entry is not None
+    return entry
+
+
+def test_baselines_are_of_the_first_training_of_the_branch_unless_it_is_trained_anew(state: LineageState) -> None:
+    terms = []
+    for revision, one, value, anew in (
+        (0, Example(PART, 1.0), 1.0, False), (1, BRANCH, 5.0, False), (2, BRANCH, 7.0, False),
+        (3, Example(PART, 1.0), 8.0, False), (4, BRANCH, 9.0, True),
+    ):  # fmt: skip
+        train(state, waits(state, word(revision, float(revision))), [(one, value)], anew=anew)
+        terms.append((trained(state).baseline, trained(state).scale))
+    assert terms == [(0.0, 1.0), (5.0, 2.0), (5.0, 2.0), (5.0, 2.0), (9.0, 2.0)]
+
+
+def test_what_a_token_counted_is_remembered_and_a_correction_counts_the_same(state: LineageState) -> None:
+    item = waits(state, word(0, 1.0))
+    usual = TrainedExperience(item, 1.0, 0.0, 1.0)
+    state.stepped(
+        [usual, replace(usual, example=Example(PART), factor=4.0), replace(usual, token_weight=3.0)], Baselines(), 0.5
+    )
+    assert [one.token_weight for one in trained(state).contributions] == [0.5, 2.0, 3.0]
+    assert (usual.correction, usual.anew) == (False, False)
+
+
+def test_a_row_and_a_contribution_name_the_answer() -> None:
+    branch = TrainedExperience(Waiting(experience=word(0, 1.0), since_ms=0), 1.0, 0.0, 1.0)
+    answer = replace(branch, example=Example(PART, 1.0, "pair", turn(1), 1, (7, 8)))
+    spans = replace(branch, turns=(0.5, -0.5))
+    assert [one.name for one in (branch, answer, spans)] == ["e1", f"e1#{PART}", "e1"]
+    assert [one.contributed for one in (branch, answer, spans)] == [
+        None,
+        Contributed(part=PART, turn_id=turn(1), choice=1, tokens=(7, 8)),
+        Contributed(turns=(0.5, -0.5)),
+    ]
+
+
+def test_what_an_earlier_release_saved_is_of_the_last_word_and_of_the_first_answer() -> None:
+    entry = Entry(
+        revisions=(0, 4),
+        versions=(name(0),),
+        contributions=(Contribution.model_validate({"step": 1, "advantage": 1.0, "what": {"part": PART}}),),
+        touched_ms=0,
+    )
+    old = entry.contributions[0]
+    assert entry.held_revisions(chain(1), 1) == {4}
+    assert old.token_weight == 0.0, "not known"
+    assert old.what is not None
+    assert old.what.choice == 0
