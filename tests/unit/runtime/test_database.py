@@ -43,7 +43,7 @@ async def test_a_commit_is_synced_keys_are_enforced_and_a_lock_is_waited_for(tmp
 
 async def test_transactions_on_sqlite_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by SQLite's lock, which would be given up after a while."""
-    monkeypatch.setattr(module, "_BUSY_TIMEOUT_MS", 1)
+    monkeypatch.setattr(module, "_PRAGMAS", (*module._PRAGMAS, "busy_timeout=1"))
     database = opened(tmp_path)
     async with database.transaction() as tx:
         await tx.execute(text("CREATE TABLE t (x)"))
