@@ -16,6 +16,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from urllib.parse import unquote
 
 import fsspec
 
@@ -36,8 +37,10 @@ class BlobStore:
     """
 
     def __init__(self, url: str) -> None:
+        """A `file://` URL is a URL: `%20` in it is a blank. References have fsspec's form, which escapes nothing."""
+        place = unquote(url) if url.startswith("file:") else url
         # A remembered listing would hide what another process has written, or show what it has removed.
-        self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        self._fs, self._root = fsspec.core.url_to_fs(place, use_listings_cache=False)
         self._backend = backend_of(self._fs)
         self._local = self._backend is not None and self._backend.folder
         self.url = url

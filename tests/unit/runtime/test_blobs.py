@@ -6,6 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
+import fsspec
 import pytest
 from fsspec import register_implementation
 from hypothesis import HealthCheck, given, settings
@@ -16,10 +17,21 @@ from headrace_runtime.errors import CorruptBlob, SettingError, Unavailable
 from tests.support import plugins
 
 
+ODD = "Zoë's agents 100% #1?"
+"""A folder that people have."""
+
+
 @pytest.fixture(params=["file", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
     """A folder, and an object store without rename."""
-    return BlobStore(tmp_path.as_uri() if request.param == "file" else f"memory://{tmp_path.name}")
+    return BlobStore((tmp_path / ODD).as_uri() if request.param == "file" else f"memory://{tmp_path.name}")
+
+
+def test_blobs_are_in_the_folder_that_was_meant_and_found_by_their_references(tmp_path: Path) -> None:
+    ref = BlobStore((tmp_path / ODD).as_uri()).put(b"x")
+    assert [path.name for path in tmp_path.iterdir()] == [ODD]
+    with fsspec.open(ref.uri, "rb") as file:
+        assert file.read() == b"x"
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -23,7 +23,7 @@ def opened(data_dir: Path, url: str = "sqlite", pool_size: int = 5) -> Database:
 
 
 async def test_a_service_has_a_file_in_a_folder_that_nobody_else_may_read(tmp_path: Path) -> None:
-    data_dir = tmp_path / "not" / "there" / "yet"
+    data_dir = tmp_path / "not" / "Zoë's 100% #1?" / "yet"
     for _ in range(2):
         database = opened(data_dir)
         assert (database.sqlite, database.schema, await database.ready()) == (True, None, True)
