@@ -184,9 +184,6 @@ bench: $(VENV)/installed ## every benchmark that needs no GPU; each writes repor
 example-math: $(VENV)/installed ## an agent with a calculator gets right, brief and in form: steps, format and a solution before and after (SEED=0, SEEDS=5)
 	$(BIN)/headrace demo examples/math_agent --name example-math --seed $(SEED) --seeds $(if $(filter file,$(origin SEEDS)),1,$(SEEDS))
 
-example-math: $(VENV)/installed ## an agent with a calculator gets right, brief and in form: steps, format and a solution before and after (SEED=0, SEEDS=5)
-	$(BIN)/headrace demo examples/math_agent --name example-math --seed $(SEED) --seeds $(if $(filter file,$(origin SEEDS)),1,$(SEEDS))
-
 example-java: $(VENV)/installed ## AgentScope Java's agent, sampled and marked, trains through the gateway; needs Java and Maven, two minutes
 	$(BIN)/python -m tests.java_agent
 

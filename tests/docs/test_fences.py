@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -48,6 +49,13 @@ def test_data_is_what_it_says(fence: Fence, tmp_path: Path) -> None:
             check(fence.text, tmp_path)
     else:
         assert json.loads(fence.text) if fence.language == "json" else yaml.safe_load(fence.text)
+
+
+@pytest.mark.parametrize("fence", [one for one in all_fences() if one.language == "diff"], ids=lambda one: one.label)
+def test_a_change_that_a_page_makes_fits_the_code(fence: Fence) -> None:
+    git = ["git", "apply", "--check", "--recount", "-"]
+    done = subprocess.run(git, cwd=ROOT, input=fence.text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{fence.label}: {done.stderr}"
 
 
 @pytest.mark.parametrize("fence", [one for one in all_fences() if one.language == "console"], ids=lambda one: one.label)

@@ -16,7 +16,6 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import CorruptBlob, SettingError, Unavailable
 from tests.support import plugins
 
-
 ODD = "Zoë's agents 100% #1?"
 """A folder that people have."""
 

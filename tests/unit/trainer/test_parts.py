@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headrace_trainer.learner import LearnerLost
 from headrace_trainer.ray_learner import parts
-from headrace_trainer.ray_learner.parts import Own
+from headrace_trainer.ray_learner.parts import OwnPart
 from headrace_trainer.ray_learner.pieces import Piece, check
 from headrace_trainer.ray_learner.version_parts import _entries
 from headrace_trainer.settings import ComputeSettings, LoraSettings
@@ -22,7 +22,7 @@ from headrace_trainer.torch_learner import version_files
 from headrace_trainer.torch_learner.layout import layout
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.rounding import rounded
-from headrace_trainer.torch_learner.stored import Selected, Stored
+from headrace_trainer.torch_learner.stored import Selected, StoredTensors
 
 ABOUT = {"headrace": "training state of lineage é"}
 KINDS = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -37,13 +37,13 @@ def made(seed: int) -> dict[str, Tensor]:
     }
 
 
-def cut(tensor: Tensor, rank: int, ranks: int) -> Own | None:
+def cut(tensor: Tensor, rank: int, ranks: int) -> OwnPart | None:
     """By rows, as FSDP2 does; what has no rows is the first rank's."""
     if tensor.ndim == 0:
-        return Own(tensor, 0) if rank == 0 else None
+        return OwnPart(tensor, 0) if rank == 0 else None
     each = -(-len(tensor) // ranks)
     start = min(rank * each, len(tensor))
-    return Own(tensor[start : start + each], start * (tensor.numel() // max(1, len(tensor))))
+    return OwnPart(tensor[start : start + each], start * (tensor.numel() // max(1, len(tensor))))
 
 
 def written(folder: Path, tensors: dict[str, Tensor], ranks: int) -> tuple[Path, list[Piece]]:
@@ -67,7 +67,7 @@ def test_ranks_write_the_file_of_one_process(
     tensors = made(seed)
     path, _ = written(tmp_path, tensors, ranks)
     assert path.read_bytes() == save(tensors, metadata=ABOUT)
-    read = Stored(path)
+    read = StoredTensors(path)
     assert sorted(read) == sorted(tensors)
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
     assert "nobody" not in read
@@ -113,7 +113,7 @@ def test_a_rank_that_died_while_it_wrote_is_noticed(tmp_path: Path, damage: str)
 def test_a_part_is_rounded_as_the_whole_is(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     whole = torch.randn(41, 7)
-    owned: Sequence[Own | None] = [cut(whole, rank, 3) for rank in range(3)]
+    owned: Sequence[OwnPart | None] = [cut(whole, rank, 3) for rank in range(3)]
     found = [rounded(one.values, dtype, "w", start=one.start) for one in owned if one is not None]
     assert torch.equal(torch.cat(found), rounded(whole, dtype, "w"))
 
@@ -127,7 +127,7 @@ def test_the_library_says_where_each_tensor_goes(base: Path, tmp_path: Path) -> 
     version_files.save_weights(policy, tmp_path, policy.tensors())
     assert {path.name for path in tmp_path.iterdir()} == files.keys() | planned.texts.keys()
     for name, entries in files.items():
-        there = Stored(tmp_path / name)
+        there = StoredTensors(tmp_path / name)
         assert set(there) == set(entries)
         assert all(torch.equal(there[key], policy.parameters[str(one.name)]) for key, one in entries.items())
 

@@ -106,65 +106,6 @@ def _several(count: int, recipe: Recipe, options: Options, *, keep: bool, path: 
 
 def _played(recipe: Recipe, options: Options, reporter: ConsoleReporter, *, keep: bool) -> Report:
     """One seed; `keep` leaves what the services wrote in `options.data_dir`."""
-    from headrace_cli.demo import recipe
-    from headrace_cli.demo.console_reporter import ConsoleReporter
-    from headrace_cli.demo.runner import Options
-    from headrace_cli.supervisor.overrides import parse_assignments
-    from headrace_cli.supervisor.plan import parse_pythons
-
-    found = recipe.read(folder)
-    if signal is not None:
-        found = found.with_signal(signal)
-    goal = found.short if short else found.goal
-    given = parse_assignments(settings or [])
-    places = cache.absolute(), out.absolute()
-    options = Options(seed, goal, data_dir or Path(), *places, given, parse_pythons(pythons or []))
-    reporter = ConsoleReporter(console())
-    fine = _one if seeds is None else partial(_several, seeds)
-    if not fine(found, options, reporter, keep=data_dir is not None, path=out / f"{name}.json"):
-        raise typer.Exit(1)
-
-
-def _one(recipe: Recipe, options: Options, reporter: ConsoleReporter, *, keep: bool, path: Path) -> bool:
-    """Play one seed, and draw it."""
-    from headrace_cli.demo import plot
-
-    report = _played(recipe, options, reporter, keep=keep)
-    report.write(path)
-    drawn = plot.draw(report, recipe.title, path.with_suffix(".png"))
-    shortfalls = report.shortfalls(options.goal)
-    reporter.ended(report, shortfalls)
-    reporter.measured(recipe.measures, [report.measures])
-    reporter.showed(report.shown)
-    written = [path, *([path.with_suffix(".png")] if drawn else [])]
-    console().print(f"[dim]written: {', '.join(map(str, written))}[/]")
-    return not shortfalls
-
-
-def _several(
-    count: int, recipe: Recipe, options: Options, reporter: ConsoleReporter, *, keep: bool, path: Path
-) -> bool:
-    """Play the seeds one after the other, each on services of its own. What is done is written after each."""
-    from headrace_cli.demo.seeds import SeedsReport
-
-    reports: list[Report] = []
-    for seed in range(options.seed, options.seed + count):
-        place = options.data_dir / f"seed-{seed}"
-        reports.append(_played(recipe, replace(options, seed=seed, data_dir=place), reporter, keep=keep))
-        reporter.ended(reports[-1], [])
-        reporter.measured(recipe.measures, [reports[-1].measures])
-        found = SeedsReport.of(recipe, options.goal, reports)
-        found.write(path)
-    reporter.showed(reports[0].shown)
-    if count > 1:
-        reporter.measured(recipe.measures, [report.measures for report in reports])
-    reporter.held(found)
-    console().print(f"[dim]written: {path}[/]")
-    return found.holds
-
-
-def _played(recipe: Recipe, options: Options, reporter: ConsoleReporter, *, keep: bool) -> Report:
-    """One seed; `keep` leaves what the services wrote in `options.data_dir`."""
     import asyncio
     import shutil
     import tempfile

@@ -83,7 +83,7 @@ class TrainedExperience:
         )
 
 
-class Account(NamedTuple):
+class Reported(NamedTuple):
     """What a save reports: what became of experiences since the one before it."""
 
     outcomes: tuple[TrainingOutcome, ...] = ()
@@ -294,21 +294,21 @@ class LineageState:
         """Whether outcomes were undone or restored since the last save."""
         return bool(self.undone or self.restored)
 
-    def hand_over(self) -> Account:
+    def hand_over(self) -> Reported:
         """What is to be reported, for a save that holds it from now on."""
-        found = Account(*(tuple(kept) for kept in self._reported))
+        found = Reported(*(tuple(kept) for kept in self._reported))
         for kept in self._reported:
             kept.clear()
         return found
 
-    def take_back(self, account: Account) -> None:
+    def take_back(self, reported: Reported) -> None:
         """The save did not come about. What was reported since comes after it."""
-        for kept, earlier in zip(self._reported, account, strict=True):
+        for kept, earlier in zip(self._reported, reported, strict=True):
             kept[:0] = earlier
 
     @property
     def _reported(self) -> tuple[list[Any], ...]:
-        """As in `Account`."""
+        """As in `Reported`."""
         return self.outcomes, self.undone, self.restored, self.batches, self.read
 
     def stepped(self, trained: Sequence[TrainedExperience], baselines: Baselines, token_weight: float = 0.0) -> None:

@@ -25,7 +25,7 @@ from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.learner import GRADIENT_FACTOR, Learner, LearnerLost, NotFinite, StepRefused
 from headrace_trainer.lineage import control, versions
 from headrace_trainer.lineage.saved import Saved
-from headrace_trainer.lineage.saving import Moment, Place, Save
+from headrace_trainer.lineage.saving import LineagePlace, Moment, Save
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.lineage.taken import as_taken
 from headrace_trainer.metrics import NOT_FINITE, REWINDS
@@ -194,12 +194,12 @@ class Lineage:
             steps=state.steps,
             history=state.history,
             snapshot=state.snapshot(),
-            account=state.hand_over(),
+            reported=state.hand_over(),
             measured=tuple(self._measured),
             health=self.health,
             promoted=state.promoted,
         )
-        save = Save(Place(self._settings, self._blobs, self._store, self._first), self.saved, moment, copy)
+        save = Save(LineagePlace(self._settings, self._blobs, self._store, self._first), self.saved, moment, copy)
         self._measured.clear()
         self._tensors_moved, self._steps_saved = False, state.steps
         state.history = save.history_meanwhile()
@@ -212,7 +212,7 @@ class Lineage:
         return new
 
     def _give_up_save(self, save: Save) -> None:
-        self.state.take_back(save.moment.account)
+        self.state.take_back(save.moment.reported)
         self.state.history, self._steps_saved = save.moment.history, self.saved.steps
         self._measured[:0] = save.moment.measured
         self._tensors_moved = save.copy is not None

@@ -23,7 +23,7 @@ from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import Manifest
 from headrace_trainer.batches import summary
 from headrace_trainer.experiences.history import History, Published
-from headrace_trainer.experiences.state import Account
+from headrace_trainer.experiences.state import Reported
 from headrace_trainer.learner import OPTIMIZER, VERSION, WEIGHTS, Copy
 from headrace_trainer.lineage import versions
 from headrace_trainer.lineage.health import Health
@@ -42,14 +42,14 @@ class Moment:
     history: History
     snapshot: Mapping[str, object]
     """`LineageState.snapshot`."""
-    account: Account
+    reported: Reported
     measured: Sequence[Mapping[str, float]]
     health: Health
     promoted: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class LineagePlace:
     """Where the lineage is kept, and what its versions have in common."""
 
     settings: TrainerSettings
@@ -62,7 +62,7 @@ class Place:
 class Save:
     """`write` may be called again when it has raised."""
 
-    place: Place
+    place: LineagePlace
     before: Saved
     moment: Moment
     copy: Copy | None
@@ -138,7 +138,7 @@ class Save:
 
     def _picture(self, history: History, present: Tensors, found: tuple[Manifest, BlobRef] | None) -> Saved:
         settings, moment, before = self.place.settings, self.moment, self.before
-        measured = summary.between_saves(moment.measured, moment.account.outcomes)
+        measured = summary.between_saves(moment.measured, moment.reported.outcomes)
         checkpoint, version = before.checkpoint, found[0].version if found else None
         if found is not None:
             manifest, ref = found
@@ -160,12 +160,12 @@ class Save:
             account=before.account + 1,
             version=version,
             metrics=measured,
-            verdicts=moment.account.outcomes,
+            verdicts=moment.reported.outcomes,
             stopped=moment.health.stopped.reason if moment.health.stopped else None,
-            undone=moment.account.undone,
-            restored=moment.account.restored,
-            batches=moment.account.batches,
-            read=moment.account.read,
+            undone=moment.reported.undone,
+            restored=moment.reported.restored,
+            batches=moment.reported.batches,
+            read=moment.reported.read,
         )
         update = {
             **moment.snapshot,

@@ -27,7 +27,7 @@ from headrace_trainer.torch_learner import tensors
 from headrace_trainer.torch_learner.learner import TorchLearner, opened
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.step import train
-from headrace_trainer.torch_learner.stored import Stored
+from headrace_trainer.torch_learner.stored import StoredTensors
 
 _GOING_ON = threading.Event()
 """A rank is not told to stop in the middle of a step: it is ended."""
@@ -61,7 +61,7 @@ class Held:
         self._first = number == 0
         self._peers = peers
         self._sharded = sharded
-        self._number, self._ranges = -1, list[parts.Range]()
+        self._number, self._ranges = -1, list[parts.FileRange]()
         """The copy that is held, and what is ours of it."""
 
     @classmethod
@@ -135,14 +135,14 @@ class Held:
         if number == self._number:
             self._ranges, self._number = [], -1
 
-    def _of(self, number: int) -> Sequence[parts.Range]:
+    def _of(self, number: int) -> Sequence[parts.FileRange]:
         if number != self._number:
             raise LookupError(f"copy {number} is asked for, and copy {self._number} is held")
         return self._ranges
 
     def restore(self, folder: Path, *, with_random: bool) -> None:
         """Each rank reads a tensor at a time, and keeps its own part of it."""
-        weights, state = Stored(folder / WEIGHTS), Stored(folder / OPTIMIZER)
+        weights, state = StoredTensors(folder / WEIGHTS), StoredTensors(folder / OPTIMIZER)
         tensors.restore(self._inner.policy, self._inner.optimizer, weights, state, with_random=with_random)
 
     def load(self, folder: Path) -> None:

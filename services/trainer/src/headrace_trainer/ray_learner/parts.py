@@ -20,7 +20,7 @@ from headrace_trainer.torch_learner.shards import shared
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnPart:
     """This rank's part of a tensor."""
 
     values: Tensor
@@ -30,7 +30,7 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Range:
+class FileRange:
     """Bytes that this rank holds of a file."""
 
     file: str
@@ -43,41 +43,41 @@ class Range:
             yield Piece.of(self.file, self.start + at, content), content
 
 
-def own(tensor: Tensor, *, first: bool) -> Own | None:
+def own(tensor: Tensor, *, first: bool) -> OwnPart | None:
     """`first`: whether this is the rank that speaks for all. Where a tensor is cut in another way than by rows, all
     ranks ask at once, and it comes together in each."""
     if not shared(tensor):
-        return Own(tensor.detach(), 0) if first else None
+        return OwnPart(tensor.detach(), 0) if first else None
     from torch.distributed.tensor import Shard  # seconds that one process need not wait
 
     held: Any = tensor.detach()
     if tuple(held.placements) != (Shard(0),):
         whole: Tensor = held.full_tensor()
-        return Own(whole, 0) if first else None
+        return OwnPart(whole, 0) if first else None
     local: Tensor = held.to_local()
     rows, ranks = held.shape[0], held.device_mesh.size()
     each = -(-rows // ranks)
     start = min(held.device_mesh.get_rank() * each, rows)
     assert len(local) == min(each, rows - start), "FSDP2 cuts by rows, as torch.chunk does"
-    return Own(local, start * (held.numel() // rows if rows else 0))
+    return OwnPart(local, start * (held.numel() // rows if rows else 0))
 
 
 def ranges(
     file: str,
     tensors: Mapping[str, Tensor],
-    held: Mapping[str, Own | None],
+    held: Mapping[str, OwnPart | None],
     about: Mapping[str, str],
     *,
     first: bool,
-) -> tuple[int, list[Range]]:
+) -> tuple[int, list[FileRange]]:
     """The file's size, and copies in the host's memory of what is ours in it. `tensors` say shapes and types."""
     plan = layout(tensors, about)
-    found = [Range(file, 0, memoryview(plan.header))] if first else []
+    found = [FileRange(file, 0, memoryview(plan.header))] if first else []
     for name in tensors:
         part = held[name]
         if part is not None and part.values.numel():
             start = plan.starts[name] + part.start * tensors[name].element_size()
-            found.append(Range(file, start, content_of(part.values)))
+            found.append(FileRange(file, start, content_of(part.values)))
     return plan.size, found
 
 
@@ -88,7 +88,7 @@ def content_of(values: Tensor) -> memoryview:
     return memoryview(found)
 
 
-def write(folder: Path, mine: Sequence[Range]) -> list[Piece]:
+def write(folder: Path, mine: Sequence[FileRange]) -> list[Piece]:
     """Into files that are there and as long as they will be. Returns what was written."""
     found = []
     for one in mine:

@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.learner import VERSION
 from headrace_trainer.ray_learner import parts
-from headrace_trainer.ray_learner.parts import Own, Range
+from headrace_trainer.ray_learner.parts import FileRange, OwnPart
 from headrace_trainer.torch_learner import version_files
 from headrace_trainer.torch_learner.learner import TorchLearner
 from headrace_trainer.torch_learner.model.policy import Policy
@@ -31,7 +31,7 @@ class VersionPart:
     """Of one rank."""
 
     fingerprint: Fingerprint | None = None
-    ranges: tuple[Range, ...] = ()
+    ranges: tuple[FileRange, ...] = ()
     sizes: Mapping[str, int] | None = None
     """Of all files. The first rank says it, as the fingerprint."""
 
@@ -75,7 +75,7 @@ def version_of(inner: TorchLearner, base: str, *, first: bool, sharded: bool) ->
             files = _entries(planned, {})
     if files is None:
         return VersionPart()
-    found: list[Range] = []
+    found: list[FileRange] = []
     sizes: dict[str, int] = {}
     for file, entries in files.items():
         held = {
@@ -117,12 +117,12 @@ def _agreed(files: _Files | None, *, sharded: bool) -> _Files | None:
     return told[0]
 
 
-def _rounded(one: Own, dtype: torch.dtype, name: str) -> Own:
-    return Own(rounded(one.values, dtype, name, start=one.start), one.start)
+def _rounded(one: OwnPart, dtype: torch.dtype, name: str) -> OwnPart:
+    return OwnPart(rounded(one.values, dtype, name, start=one.start), one.start)
 
 
-def _texts(texts: Mapping[str, bytes]) -> tuple[Range, ...]:
-    return tuple(Range(f"{VERSION}/{name}", 0, memoryview(content)) for name, content in texts.items())
+def _texts(texts: Mapping[str, bytes]) -> tuple[FileRange, ...]:
+    return tuple(FileRange(f"{VERSION}/{name}", 0, memoryview(content)) for name, content in texts.items())
 
 
 def _adapter(policy: Policy, base: str, *, first: bool) -> VersionPart:

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 
-class Stored(Mapping[str, Tensor]):
+class StoredTensors(Mapping[str, Tensor]):
     """Those of a file. What is asked for twice is read twice."""
 
     def __init__(self, path: Path) -> None:
