@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from headrace_cli.progress import ProgressDisplay
+from headrace_trainer.ray_learner.cluster import Cluster
+from headrace_trainer.ray_learner.settings import RaySettings
 from tests.ray.lives import ROOT, End, live
 from tests.support import tiny_model
 
@@ -123,7 +129,44 @@ def moved(bench: Bench) -> Iterator[Line]:
     end = live(folder, last)
     one = bench.one_process(kind)
     yield Line("begun on two ranks, then one process, then two, then three: weights", end.apart(one), SAME)
-    yield _told("what else differs then", end, one)
+    yield _told("what else differs then, but for versions, which each end makes", end, one, but="versions")
+
+
+def beside(bench: Bench) -> Iterator[Line]:
+    """Steps that go on while ranks write, and a rank that dies then."""
+    settings = bench.settings("AdamW", "full", save_beside=True)
+    calm = live(bench.folder / "beside", settings)
+    one = bench.one_process("AdamW")
+    yield Line("saved beside steps: weights from one process's", calm.apart(one), SAME)
+    yield _told("saved beside steps: what else differs", calm, one)
+    point = calm.calls.index("write_copy", len(calm.calls) // 2) + 1
+    killed = live(bench.folder / "beside, killed", settings, victim="rank1", point=point)
+    yield Line("a rank dies while it writes: weights from the calm run's", killed.apart(calm), SAME)
+    yield _told("a rank dies while it writes: what else differs", killed, calm)
+
+
+def replays(bench: Bench) -> Iterator[Line]:
+    """Two replays of a lineage of one process, at the same time, on one cluster."""
+    original = bench.folder / "replayed"
+    one = live(original, bench.settings("AdamW"))
+    cluster = Cluster(RaySettings(start_timeout_s=280), 2)
+    try:
+        place = {"address": str(ray.get_runtime_context().gcs_address), "ranks": 1, "start_timeout_s": 280}
+
+        def replay(number: int) -> End:
+            folder = bench.folder / f"replay {number}"
+            shutil.copytree(original / "blobs", folder / "blobs")  # two trainers in one folder would share `SENT`
+            more: dict[str, Any] = {"lineage": f"again-{number}", "replays": "main", "until_end": True}
+            return live(folder, bench.settings("AdamW") | more | {"backend": "ray", "ray": place})
+
+        with ThreadPoolExecutor(2) as both:
+            ends = list(both.map(replay, range(2)))
+    finally:
+        cluster.leave()
+    for number, end in enumerate(ends):
+        same = end.told["batches"] == one.told["batches"] and not end.wrong
+        yield Line(f"replay {number} of two on a cluster: batches are the original's", float(same), 1, 1)
+        yield Line(f"replay {number} of two on a cluster: weights from the original's", end.apart(one), SAME)
 
 
 def kills(bench: Bench) -> Iterator[Line]:
@@ -157,8 +200,8 @@ def planted(bench: Bench) -> Iterator[Line]:
     yield Line("and what it tells differs", float(fewer.told != one.told), 1, 1)
 
 
-def _told(name: str, ours: End, other: End) -> Line:
-    differing = [what for what in other.told if ours.told[what] != other.told[what]]
+def _told(name: str, ours: End, other: End, but: str = "") -> Line:
+    differing = [what for what in other.told if what != but and ours.told[what] != other.told[what]]
     return Line(f"{name}{': ' if differing else ''}{', '.join(differing)}", float(len(differing) + len(ours.wrong)), 0)
 
 
@@ -168,6 +211,8 @@ PARTS: Mapping[str, Callable[[Bench], Iterator[Line]]] = {
     "equal": equal,
     "repeated": repeated,
     "moved": moved,
+    "beside": beside,
+    "replays": replays,
     "kills": kills,
     "planted": planted,
 }

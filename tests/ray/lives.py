@@ -86,7 +86,8 @@ def _end(folder: Path, lineage: str, lost_after_s: float, starts: int) -> End:
     accounts = list({one.event_id: one for one in map(TrainingMetrics.model_validate_json, lines)}.values())
     fates, wrong = follow(accounts)
     numbers = {published.version: published.number for published in saved.versions}
-    window = re.sub(r"m@[0-9a-f]{16}", lambda match: f"v{numbers[match[0]]}", repr(_window(saved.window)))
+    # What a replay trains was sampled by versions of another lineage.
+    window = re.sub(r"m@[0-9a-f]{16}", lambda match: f"v{numbers.get(match[0], '?')}", repr(_window(saved.window)))
     told = {
         "steps": saved.steps,
         "offsets": saved.offsets,

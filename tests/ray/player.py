@@ -78,7 +78,7 @@ async def play(folder: Path, settings: TrainerSettings) -> None:
     world = World(folder, bus=bus)
 
     def first() -> str:
-        saved = LineageStore(world.blobs, settings.lineage).read()
+        saved = LineageStore(world.blobs, settings.replays or settings.lineage).read()
         assert saved is not None
         return saved.versions[0].version
 

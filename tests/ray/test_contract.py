@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install headrace-trainer[ray]")
 
 from headrace_runtime.settings import complete
-from headrace_trainer.learner import Learner, LearnerLost
+from headrace_trainer.learner import OPTIMIZER, WEIGHTS, Copy, Learner, LearnerLost
+from headrace_trainer.ray_learner import copies
 from headrace_trainer.ray_learner.cluster import Cluster
 from headrace_trainer.ray_learner.learner import RayLearner
 from headrace_trainer.ray_learner.ranks import Ranks
 from headrace_trainer.ray_learner.settings import RaySettings
 from headrace_trainer.settings import TrainerSettings
-from tests.contract.learner.promises import GOING_ON, PROMISES, Opener, Promise, batch
+from headrace_trainer.torch_learner.learner import TorchLearner
+from tests.contract.learner.promises import GOING_ON, PROMISES, VERSION, Opener, Promise, batch, files, new
 from tests.support import tiny_model
 
 pytestmark = pytest.mark.timeout(900)
@@ -87,6 +94,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+MUON = {"learning_rate": 1e-2, "kind": "muon"}
+
+
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks(promise: Promise, kind: str, pool: Pool, base: Path, tmp_path: Path) -> None:
@@ -94,6 +104,110 @@ def test_ranks(promise: Promise, kind: str, pool: Pool, base: Path, tmp_path: Pa
         promise(Opener(base, lambda lineage: pool.open(base, lineage, KINDS[kind])), tmp_path)
     finally:
         pool.give_back()
+
+
+@pytest.fixture(scope="session")
+def rounded_base(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model in bfloat16: its versions are rounded."""
+    folder = tmp_path_factory.mktemp("ray") / "rounded"
+    shutil.copytree(base, folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name: tensor.bfloat16() for name, tensor in weights.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    return folder
+
+
+def written(copy: Copy, folder: Path) -> Mapping[str, bytes]:
+    copy.write(new(folder.parent, folder.name))
+    return files(folder)
+
+
+@pytest.mark.parametrize("kind", ["in parts", "whole", "muon in parts"])
+def test_ranks_write_what_one_process_writes(
+    kind: str, pool: Pool, rounded_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """State and version, byte for byte; and so they do where they do not see the trainer's folder."""
+    more = KINDS.get(kind, {"ray": {"shard": "full"}, "optimizer": MUON})
+    ours = pool.open(rounded_base, "main", more)
+    ours.step(batch(0), GOING_ON)
+    copy = ours.copy(VERSION)
+    ours.step(batch(10), GOING_ON)
+    found = written(copy, tmp_path / "ranks")
+    assert set(found) == {WEIGHTS, OPTIMIZER, "version/model.safetensors"}
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(copies, "marked", lambda folder: contextlib.nullcontext("another folder"))
+        assert written(copy, tmp_path / "fetched") == found
+    copy.drop()
+    table = settings_of(rounded_base, "main", {**more, "backend": "torch"}).model_dump(exclude={"ray"})
+    alone = TorchLearner.open(rounded_base, complete(TrainerSettings).model_validate(table))
+    alone.restore(tmp_path / "ranks", with_random=True)
+    theirs = alone.copy(VERSION)
+    assert written(theirs, tmp_path / "alone") == found
+    theirs.drop()
+    assert copy.fingerprint is not None
+    assert theirs.fingerprint is not None
+    assert copy.fingerprint.logprobs == pytest.approx(theirs.fingerprint.logprobs, abs=1e-5)
+    ours.restore(tmp_path / "alone", with_random=True)
+    again = ours.copy(None)
+    assert written(again, tmp_path / "again") == {name: found[name] for name in (WEIGHTS, OPTIMIZER)}
+    again.drop()
+    pool.give_back()
+
+
+def test_steps_go_on_while_ranks_write(pool: Pool, base: Path, tmp_path: Path) -> None:
+    ours, calm = (pool.open(base, "main", KINDS["in parts"]) for _ in range(2))
+    found = []
+    for one, beside in ((ours, True), (calm, False)):
+        one.step(batch(0), GOING_ON)
+        copy = one.copy(VERSION)
+        with ThreadPoolExecutor(1) as thread:
+            writing = thread.submit(written, copy, tmp_path / f"then {beside}") if beside else None
+            for first in (10, 20, 30):
+                one.step(batch(first), GOING_ON)
+            then = writing.result() if writing is not None else written(copy, tmp_path / f"then {beside}")
+        copy.drop()
+        end = one.copy(None)
+        found.append((then, written(end, tmp_path / f"end {beside}")))
+        end.drop()
+    assert found[0] == found[1]
+    pool.give_back()
+
+
+def test_a_disk_that_refuses_is_no_loss(pool: Pool, base: Path, tmp_path: Path) -> None:
+    ours = pool.open(base, "main", KINDS["in parts"])
+    copy = ours.copy(None)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / WEIGHTS).touch()
+    with pytest.raises(OSError, match=WEIGHTS):
+        copy.write(tmp_path / "there")
+    assert ours.failure is None
+    assert set(written(copy, tmp_path / "free")) == {WEIGHTS, OPTIMIZER}
+    copy.drop()
+    pool.give_back()
+
+
+@pytest.mark.parametrize("fault", ["a rank has died", "another copy is held"])
+def test_a_copy_of_which_a_part_is_missing_is_lost(fault: str, pool: Pool, base: Path, tmp_path: Path) -> None:
+    import ray
+
+    ours = pool.open(base, "main", KINDS["in parts"])
+    assert isinstance(ours, RayLearner)
+    copy = ours.copy(None)
+    if fault == "a rank has died":
+        ray.kill(ours._ranks._actors[1])
+    else:
+        ours.copy(None)
+    with pytest.raises(LearnerLost, match=r"rank 1 .* has died|copy 1 is asked for, and copy 2 is held"):
+        copy.write(tmp_path)
+    assert ours.failure is not None
+    copy.drop()
+    ours.close()
+    pool.give_back()
 
 
 def test_a_lost_rank_is_said_at_once_and_by_every_call(pool: Pool, base: Path) -> None:
@@ -107,7 +221,7 @@ def test_a_lost_rank_is_said_at_once_and_by_every_call(pool: Pool, base: Path) -
         ours.step(batch(0), GOING_ON)
     assert "rank 1" in str(ours.failure)
     with pytest.raises(LearnerLost):
-        ours.freeze()
+        ours.copy(None)
     ours.close()
     ours.close()
     pool.give_back()

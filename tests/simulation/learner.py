@@ -22,8 +22,9 @@ from headrace_schemas.manifest import Fingerprint, Manifest
 from headrace_trainer.backends import Backend
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.experiences.state import LineageState
-from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, Abilities, Frozen, Learner, NotFinite, StepResult
+from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, Abilities, Learner, NotFinite, StepResult
 from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.whole import Frozen, WholeLearner
 
 VOCABULARY = 4096
 CONTEXT = 4096
@@ -73,7 +74,7 @@ def lessons_of(blobs: BlobStore, manifest: Manifest) -> tuple[Lesson, ...]:
     return read(blobs.get(weights.blob))
 
 
-class RememberingLearner:
+class RememberingLearner(WholeLearner):
     """A `Learner`."""
 
     def __init__(self, lineage: str) -> None:

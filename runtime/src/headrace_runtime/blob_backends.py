@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 import uuid
 from collections.abc import Callable
@@ -91,9 +92,7 @@ OBJECTS = BlobBackend(_conditional)
 
 def drafted(target: Path, data: bytes) -> tuple[Path, list[Path]]:
     """A durable file beside `target`, and the folders that are to be synced once it has its name."""
-    missing = [folder for folder in target.parents if not folder.exists()]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    draft, folders = _draft_of(target)
     try:
         with draft.open("wb") as file:
             file.write(data)
@@ -102,6 +101,31 @@ def drafted(target: Path, data: bytes) -> tuple[Path, list[Path]]:
     except OSError:
         draft.unlink(missing_ok=True)  # on a full disk, half a blob would take the room of a whole one
         raise
+    return draft, folders
+
+
+def moved_in(target: Path, path: Path, *, move: bool) -> list[Path]:
+    """Make `path`, or without `move` a copy of it, the durable file `target`. Returns the folders that are to be
+    synced."""
+    draft, folders = _draft_of(target)
+    try:
+        if move:
+            shutil.move(path, draft)
+        else:
+            shutil.copyfile(path, draft)
+        with draft.open("rb+") as file:
+            os.fsync(file.fileno())
+        draft.replace(target)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    return folders
+
+
+def _draft_of(target: Path) -> tuple[Path, list[Path]]:
+    missing = [folder for folder in target.parents if not folder.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     return draft, [target.parent, *(folder.parent for folder in missing)]
 
 

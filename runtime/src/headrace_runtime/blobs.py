@@ -6,21 +6,27 @@ A blob's name is its SHA-256, so writing twice is harmless and a reader can chec
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import errno
 import hashlib
 import os
+import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from urllib.parse import unquote
 
 import fsspec
 
 from headrace_runtime import disk
-from headrace_runtime.blob_backends import BlobBackend, NotExclusive, backend_of, drafted, sync_folder
+from headrace_runtime.blob_backends import BlobBackend, NotExclusive, backend_of, drafted, moved_in, sync_folder
 from headrace_runtime.errors import CorruptBlob, MissingBlob, SettingError, Unavailable
 from headrace_runtime.settings import Common
 from headrace_schemas.blobs import BlobRef
+
+_SCRATCH = "scratch"
 
 
 class BlobStore:
@@ -31,8 +37,10 @@ class BlobStore:
     """
 
     def __init__(self, url: str) -> None:
+        """A `file://` URL is a URL: `%20` in it is a blank. References have fsspec's form, which escapes nothing."""
+        place = unquote(url) if url.startswith("file:") else url
         # A remembered listing would hide what another process has written, or show what it has removed.
-        self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        self._fs, self._root = fsspec.core.url_to_fs(place, use_listings_cache=False)
         self._backend = backend_of(self._fs)
         self._local = self._backend is not None and self._backend.folder
         self.url = url
@@ -57,21 +65,66 @@ class BlobStore:
             raise self._refused(error) from error
         return ref
 
+    def put_file(self, path: Path, *, move: bool = False) -> BlobRef:
+        """The same of a file, of which no more than a piece is in memory. `move`: the file is gone afterwards, and
+        where the store is a folder of the same disk (`scratch`), nothing is copied."""
+        try:
+            digest, size = digest_of(path)
+            target = self._path(digest)
+            ref = BlobRef(uri=self._fs.unstrip_protocol(target), sha256=digest, size=size)
+            if not self._fs.exists(target):
+                self._write_file(target, path, move=move)
+        except OSError as error:
+            raise self._refused(error) from error
+        if move:
+            path.unlink(missing_ok=True)
+        return ref
+
     def get(self, ref: BlobRef) -> bytes:
         """Fetch and check. Raises `CorruptBlob` when they disagree with `ref`, `MissingBlob` when the store has none,
         `Unavailable` when it does not answer."""
         path = self._path(ref.sha256)
-        try:
+        with self._fetching(ref):
             data: bytes = self._fs.cat_file(path)
-        except FileNotFoundError as error:
-            if self._answers():
-                raise MissingBlob(f"blob {ref.sha256} is not in {self.url}; restore it from a backup") from error
-            raise Unavailable(f"blob store {self.url} is empty or not there: {error}") from error
-        except OSError as error:
-            raise Unavailable(f"blob {ref.sha256} in {self.url}: {error}") from error
         if not ref.matches(data):
-            raise CorruptBlob(f"blob {path}: {len(data)} bytes do not hash to {ref.sha256}; restore it from a backup")
+            raise self._corrupt(ref, len(data))
         return data
+
+    def get_file(self, ref: BlobRef, path: Path) -> None:
+        """The same into a file, of which no more than a piece is in memory. It is not there when this raises."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with self._fetching(ref, path.parent):
+                self._fs.get_file(self._path(ref.sha256), str(path))
+            found, size = digest_of(path)
+            if (found, size) != (ref.sha256, ref.size):
+                raise self._corrupt(ref, size)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A folder on this machine for files that become blobs (`put_file`): on the store's own disk, where it is a
+        folder. It is gone afterwards; what a killed process leaves there, `remove_scratch` removes."""
+        if not self._local:
+            with tempfile.TemporaryDirectory(prefix="headrace-blobs-") as name:
+                yield Path(name)
+            return
+        folder = Path(self._root) / _SCRATCH / uuid.uuid4().hex
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise self._refused(error) from error
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def remove_scratch(self) -> None:
+        """Of processes that have ended: nobody may be writing there."""
+        if self._local:
+            shutil.rmtree(Path(self._root) / _SCRATCH, ignore_errors=True)
 
     def holds(self, ref: BlobRef) -> bool:
         """Whether the store has bytes of this name and size; they are not read. Raises `Unavailable`."""
@@ -173,6 +226,24 @@ class BlobStore:
     async def aget(self, ref: BlobRef) -> bytes:
         return await asyncio.to_thread(self.get, ref)
 
+    @contextlib.contextmanager
+    def _fetching(self, ref: BlobRef, place: Path | None = None) -> Iterator[None]:
+        """`place`: where it goes on this machine's disk."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            if self._answers():
+                raise MissingBlob(f"blob {ref.sha256} is not in {self.url}; restore it from a backup") from error
+            raise Unavailable(f"blob store {self.url} is empty or not there: {error}") from error
+        except OSError as error:
+            if place is not None and disk.is_full(error):
+                raise disk.no_room(place) from error
+            raise Unavailable(f"blob {ref.sha256} in {self.url}: {error}") from error
+
+    def _corrupt(self, ref: BlobRef, size: int) -> CorruptBlob:
+        path = self._path(ref.sha256)
+        return CorruptBlob(f"blob {path}: {size} bytes do not hash to {ref.sha256}; restore it from a backup")
+
     def _refused(self, error: OSError) -> Unavailable:
         return disk.no_room(self._root) if disk.is_full(error) else Unavailable(f"blob store {self.url}: {error}")
 
@@ -213,6 +284,13 @@ class BlobStore:
         for folder in folders:
             sync_folder(folder)
 
+    def _write_file(self, target: str, path: Path, *, move: bool) -> None:
+        if not self._local:
+            self._fs.put_file(str(path), target)
+            return
+        for folder in moved_in(Path(target), path, move=move):
+            sync_folder(folder)
+
     def _create(self, path: str, data: bytes) -> bool:
         try:
             return self._exclusive().create(self._fs, path, data)
@@ -230,6 +308,13 @@ class BlobStore:
             self.url,
             f"{problem}, so two trainers could not be told apart there; use a folder, s3://, gs:// or abfs://",
         )
+
+
+def digest_of(path: Path) -> tuple[str, int]:
+    """SHA-256 and size of a file, read in pieces."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return digest, file.tell()
 
 
 def _listed(folder: str) -> list[dict[str, str]]:

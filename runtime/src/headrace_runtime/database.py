@@ -107,7 +107,7 @@ def _url(settings: DatabaseSettings) -> URL:
 
 
 def _sqlite(path: Path) -> AsyncEngine:
-    engine = create_async_engine(f"sqlite+aiosqlite:///{path}", module=Driver())
+    engine = create_async_engine(URL.create("sqlite+aiosqlite", database=str(path)), module=Driver())
 
     @event.listens_for(engine.sync_engine, "connect")
     def _configure(connection: Any, _record: object) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from headrace_runtime import disk
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.blobs import BlobStore, digest_of
 from headrace_runtime.errors import CorruptBlob
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.manifest import File, Fingerprint, Manifest
@@ -50,7 +50,7 @@ def is_weights(path: str) -> bool:
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, of nothing when it does not exist."""
-    return hashlib.sha256(path.read_bytes() if path.exists() else b"").hexdigest()
+    return digest_of(path)[0] if path.exists() else hashlib.sha256(b"").hexdigest()
 
 
 def template_digest(folder: Path) -> str:
@@ -59,13 +59,13 @@ def template_digest(folder: Path) -> str:
     return _template_sha256({name: (folder / name).read_bytes() for name in names if _may_hold_a_template(name)})
 
 
-def store_files(blobs: BlobStore, folder: Path) -> tuple[File, ...]:
-    """Put every file of a model's folder into the store; each is read once. Blocks.
+def store_files(blobs: BlobStore, folder: Path, *, move: bool = False) -> tuple[File, ...]:
+    """Put every file of a model's folder into the store. Blocks. `move`: the files are gone afterwards.
 
     Raises `ValueError` when a file may hold a pickle.
     """
     paths = model_files(folder)
-    return tuple(File(path=p.relative_to(folder).as_posix(), blob=blobs.put(p.read_bytes())) for p in paths)
+    return tuple(File(path=p.relative_to(folder).as_posix(), blob=blobs.put_file(p, move=move)) for p in paths)
 
 
 def prompt_digests(blobs: BlobStore, files: Iterable[File]) -> tuple[str, str]:
@@ -150,9 +150,7 @@ def read_manifest(blobs: BlobStore, ref: BlobRef) -> Manifest:
 def unpack(blobs: BlobStore, manifest: Manifest, folder: Path) -> Path:
     """Write a version's files into `folder`, each checked against its digest. Blocks. Raises `CorruptBlob`."""
     for file in manifest.files:
-        path = folder / file.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(blobs.get(file.blob))
+        blobs.get_file(file.blob, folder / file.path)
     return folder
 
 

@@ -81,6 +81,14 @@ class SlowBlobs(BlobStore):
         self._wait()
         super()._write(path, data)
 
+    def _write_file(self, target: str, path: Path, *, move: bool) -> None:
+        self._wait()
+        super()._write_file(target, path, move=move)
+
+    def get_file(self, ref: BlobRef, path: Path) -> None:
+        self._wait()
+        super().get_file(ref, path)
+
     def _create(self, path: str, data: bytes) -> bool:
         self._wait()
         created = super()._create(path, data)
@@ -114,6 +122,9 @@ class Objects(LocalFileSystem):  # type: ignore[misc]
             draft = self._drafts / uuid.uuid4().hex
             draft.write_bytes(value)
             draft.replace(path)
+
+    def put_file(self, lpath: str, rpath: str, **_: Any) -> None:
+        self.pipe_file(rpath, Path(lpath).read_bytes())
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         with self._writing:

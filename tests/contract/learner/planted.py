@@ -8,7 +8,8 @@ from pathlib import Path
 
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.batches.batch import Batch
-from headrace_trainer.learner import GRADIENT_FACTOR, Abilities, Frozen, StepResult
+from headrace_trainer.learner import GRADIENT_FACTOR, Abilities, StepResult
+from headrace_trainer.whole import Frozen, WholeCopy
 from tests.contract.learner import promises
 from tests.contract.learner.promises import Promise
 from tests.simulation.learner import RememberingLearner
@@ -120,6 +121,19 @@ class Stays(RememberingLearner):
             super().thaw(frozen, with_random=True)
 
 
+class CopiesLate(RememberingLearner):
+    """What a copy holds is what there is when it is written."""
+
+    def copy(self, base: str | None) -> WholeCopy:
+        ours, made = self, super().copy(base)
+
+        class Late(WholeCopy):
+            def write(self, folder: Path) -> None:
+                WholeCopy(ours.freeze(), made.fingerprint, made.version).write(folder)
+
+        return Late(made.frozen, made.fingerprint, made.version)
+
+
 class ClosesOnce(RememberingLearner):
     """Breaks when it is closed again, as a clean end after a failure does."""
 
@@ -135,6 +149,7 @@ FAULTS: tuple[tuple[type[RememberingLearner], Promise], ...] = (
     (Random, promises.freezing_changes_nothing),
     (ForgetsTheOptimizer, promises.another_process_goes_on_as_if_nothing_had_happened),
     (Stays, promises.it_goes_back),
+    (CopiesLate, promises.a_copy_is_of_its_moment),
     (Nameless, promises.lineages_share_no_blob),
     (LooksAfterwards, promises.what_is_not_finite_changes_nothing),
     (Deaf, promises.a_step_that_is_told_to_stop_is_abandoned),

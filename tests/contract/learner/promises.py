@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.batches.batch import Batch, Row
-from headrace_trainer.learner import GRADIENT_FACTOR, MEASURED, Abandoned, Learner, NotFinite
+from headrace_trainer.learner import GRADIENT_FACTOR, MEASURED, OPTIMIZER, WEIGHTS, Abandoned, Copy, Learner, NotFinite
+from headrace_trainer.learner import VERSION as FILES
+from headrace_trainer.whole import Frozen
 from tests.unit.trainer.world import experience
 
 
@@ -64,6 +68,36 @@ def new(folder: Path, name: str) -> Path:
     return made
 
 
+def frozen(ours: Learner) -> Frozen:
+    """All that it would save."""
+    with tempfile.TemporaryDirectory() as name:
+        _written(ours.copy(None), Path(name))
+        return Frozen((Path(name) / WEIGHTS).read_bytes(), (Path(name) / OPTIMIZER).read_bytes())
+
+
+def thaw(ours: Learner, then: Frozen, *, with_random: bool) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / WEIGHTS).write_bytes(then.weights)
+        (Path(name) / OPTIMIZER).write_bytes(then.optimizer)
+        ours.restore(Path(name), with_random=with_random)
+
+
+def write(ours: Learner, folder: Path, base: str) -> Fingerprint:
+    """The present weights' files; what they answer."""
+    with tempfile.TemporaryDirectory() as name:
+        copy = ours.copy(base)
+        _written(copy, Path(name))
+        shutil.copytree(Path(name) / FILES, folder, dirs_exist_ok=True)
+    assert copy.fingerprint is not None
+    return copy.fingerprint
+
+
+def _written(copy: Copy, folder: Path) -> None:
+    copy.write(folder)
+    copy.drop()
+    copy.drop()
+
+
 def it_says_what_it_can_be_given(open_one: Opener, _: Path) -> None:
     ours = open_one("main")
     assert ours.abilities == open_one("main").abilities
@@ -77,13 +111,13 @@ def it_says_what_it_can_be_given(open_one: Opener, _: Path) -> None:
 
 def a_step_changes_the_weights_and_is_measured(open_one: Opener, _: Path) -> None:
     ours, given = open_one("main"), batch(0)
-    before = ours.freeze()
+    before = frozen(ours)
     taken = ours.step(given, GOING_ON)
     assert set(MEASURED) <= taken.measured.keys()
     assert all(math.isfinite(taken.measured[name]) for name in MEASURED)
     assert taken.measured[GRADIENT_FACTOR] > 0
     assert taken.left_out <= {one.experience_id for one in given.rows}
-    after = ours.freeze()
+    after = frozen(ours)
     assert before.weights != after.weights
     assert before.optimizer != after.optimizer
 
@@ -91,12 +125,12 @@ def a_step_changes_the_weights_and_is_measured(open_one: Opener, _: Path) -> Non
 def corrections_are_trained(open_one: Opener, _: Path) -> None:
     """Alone, and beside others."""
     alone, beside, without = open_one("main"), open_one("main"), open_one("main")
-    before = alone.freeze()
+    before = frozen(alone)
     alone.step(Batch((row(7, 0.5, 0.01),)), GOING_ON)
-    assert alone.freeze().weights != before.weights
+    assert frozen(alone).weights != before.weights
     beside.step(Batch((*batch(0).rows, row(7, 0.5, 0.01))), GOING_ON)
     without.step(batch(0), GOING_ON)
-    assert beside.freeze().weights != without.freeze().weights
+    assert frozen(beside).weights != frozen(without).weights
 
 
 def equal_calls_make_equal_weights(open_one: Opener, _: Path) -> None:
@@ -105,45 +139,62 @@ def equal_calls_make_equal_weights(open_one: Opener, _: Path) -> None:
         ours = open_one("main")
         for first in (0, 10):
             ours.step(batch(first), GOING_ON)
-        ends.append(ours.freeze())
+        ends.append(frozen(ours))
     assert ends[0] == ends[1]
 
 
 def freezing_changes_nothing(open_one: Opener, _: Path) -> None:
     ours, other = open_one("main"), open_one("main")
-    assert ours.freeze() == ours.freeze()
+    assert frozen(ours) == frozen(ours)
     for one in (ours, other):
         one.step(batch(0), GOING_ON)
-    assert ours.freeze() == ours.freeze() == other.freeze()
+    assert frozen(ours) == frozen(ours) == frozen(other)
 
 
 def another_process_goes_on_as_if_nothing_had_happened(open_one: Opener, _: Path) -> None:
     ours, later = open_one("main"), open_one("main")
     ours.step(batch(0), GOING_ON)
-    then = ours.freeze()
+    then = frozen(ours)
     ours.step(batch(10), GOING_ON)
     later.step(batch(20), GOING_ON)
-    later.thaw(then, with_random=True)
-    assert later.freeze() == then
+    thaw(later, then, with_random=True)
+    assert frozen(later) == then
     later.step(batch(10), GOING_ON)
-    assert later.freeze() == ours.freeze()
+    assert frozen(later) == frozen(ours)
 
 
 def it_goes_back(open_one: Opener, _: Path) -> None:
     ours, other = open_one("main"), open_one("main")
     for one in (ours, other):
         one.step(batch(0), GOING_ON)
-    then = ours.freeze()
+    then = frozen(ours)
     ours.step(batch(10), GOING_ON)
-    ours.thaw(then, with_random=False)
-    assert ours.freeze().weights == then.weights
+    thaw(ours, then, with_random=False)
+    assert frozen(ours).weights == then.weights
     for one in (ours, other):
         one.step(batch(20), GOING_ON)
-    assert ours.freeze().weights == other.freeze().weights, "the optimizer went back, too"
+    assert frozen(ours).weights == frozen(other).weights, "the optimizer went back, too"
+
+
+def a_copy_is_of_its_moment(open_one: Opener, folder: Path) -> None:
+    """However late it is written, and again where that has failed."""
+    ours = open_one("main")
+    ours.step(batch(0), GOING_ON)
+    then, answers = frozen(ours), write(ours, new(folder, "then"), VERSION)
+    copy = ours.copy(VERSION)
+    ours.step(batch(10), GOING_ON)
+    for turn in ("first", "again"):
+        copy.write(new(folder, turn))
+        assert (folder / turn / WEIGHTS).read_bytes() == then.weights
+        assert (folder / turn / OPTIMIZER).read_bytes() == then.optimizer
+        assert files(folder / turn / FILES) == files(folder / "then")
+    copy.drop()
+    assert copy.fingerprint == answers
+    assert frozen(ours).weights != then.weights, "and what was copied goes on"
 
 
 def lineages_share_no_blob(open_one: Opener, _: Path) -> None:
-    ours, others = open_one("a").freeze(), open_one("b").freeze()
+    ours, others = frozen(open_one("a")), frozen(open_one("b"))
     assert not {ours.weights, ours.optimizer} & {others.weights, others.optimizer}
     assert ours.weights != ours.optimizer
 
@@ -152,13 +203,13 @@ def what_is_not_finite_changes_nothing(open_one: Opener, _: Path) -> None:
     ours, other = open_one("main"), open_one("main")
     for one in (ours, other):
         one.step(batch(0), GOING_ON)
-    before = ours.freeze()
+    before = frozen(ours)
     with pytest.raises(NotFinite):
         ours.step(batch(10, math.nan), GOING_ON)
-    assert ours.freeze() == before
+    assert frozen(ours) == before
     for one in (ours, other):
         one.step(batch(20), GOING_ON)
-    assert ours.freeze() == other.freeze()
+    assert frozen(ours) == frozen(other)
 
 
 def a_step_that_is_told_to_stop_is_abandoned(open_one: Opener, _: Path) -> None:
@@ -171,24 +222,24 @@ def a_step_that_is_told_to_stop_is_abandoned(open_one: Opener, _: Path) -> None:
 def a_version_is_what_was_trained(open_one: Opener, folder: Path) -> None:
     ours, later = open_one("main"), open_one("main")
     ours.step(batch(0), GOING_ON)
-    then = ours.freeze()
-    answers = ours.write(new(folder, "ours"), VERSION)
-    assert ours.freeze() == then, "writing changes nothing"
-    assert ours.write(new(folder, "again"), VERSION) == answers
+    then = frozen(ours)
+    answers = write(ours, new(folder, "ours"), VERSION)
+    assert frozen(ours) == then, "writing changes nothing"
+    assert write(ours, new(folder, "again"), VERSION) == answers
     assert files(folder / "again") == files(folder / "ours"), "equal weights, equal files"
     later.step(batch(10), GOING_ON)
-    assert later.write(new(folder, "later"), VERSION) != answers, "other weights, other answers"
+    assert write(later, new(folder, "later"), VERSION) != answers, "other weights, other answers"
     assert files(folder / "later") != files(folder / "ours")
     later.load(open_one.version(folder / "ours", folder / "version"))
-    assert later.freeze().weights == then.weights
-    assert later.write(new(folder, "read"), VERSION) == answers
+    assert frozen(later).weights == then.weights
+    assert write(later, new(folder, "read"), VERSION) == answers
     assert files(folder / "read") == files(folder / "ours")
 
 
 def a_version_holds_weights_alone(open_one: Opener, folder: Path) -> None:
     ours = open_one("main")
     ours.step(batch(0), GOING_ON)
-    ours.write(folder, VERSION)
+    write(ours, folder, VERSION)
     written = files(folder)
     if ours.abilities.kind == "full":
         assert any(name.endswith(".safetensors") for name in written)
@@ -202,13 +253,13 @@ def a_version_holds_weights_alone(open_one: Opener, folder: Path) -> None:
 def loading_forgets_all_momentum(open_one: Opener, folder: Path) -> None:
     ours, other, fresh = open_one("main"), open_one("main"), open_one("main")
     ours.step(batch(0), GOING_ON)
-    ours.write(new(folder, "written"), VERSION)
+    write(ours, new(folder, "written"), VERSION)
     version = open_one.version(folder / "written", folder / "version")
     for first in (10, 20):
         other.step(batch(first), GOING_ON)
     for one in (other, fresh):
         one.load(version)
-    assert other.freeze() == fresh.freeze()
+    assert frozen(other) == frozen(fresh)
 
 
 def the_base_answers_as_the_base(open_one: Opener, folder: Path) -> None:
@@ -217,7 +268,7 @@ def the_base_answers_as_the_base(open_one: Opener, folder: Path) -> None:
     assert len(answers.logprobs) == len(answers.token_ids) - 1
     assert answers == open_one("main").fingerprint_of_base()
     ours.step(batch(0), GOING_ON)
-    assert ours.write(folder, VERSION) != answers, "and not as its child"
+    assert write(ours, folder, VERSION) != answers, "and not as its child"
 
 
 def it_may_be_closed_twice(open_one: Opener, _: Path) -> None:
@@ -235,6 +286,7 @@ PROMISES: tuple[Promise, ...] = (
     freezing_changes_nothing,
     another_process_goes_on_as_if_nothing_had_happened,
     it_goes_back,
+    a_copy_is_of_its_moment,
     lineages_share_no_blob,
     what_is_not_finite_changes_nothing,
     a_step_that_is_told_to_stop_is_abandoned,

@@ -127,6 +127,8 @@ async def test_a_bus_that_takes_nothing_of_the_spool_for_long_is_away(tmp_path: 
         async with running(publisher):
             await until(lambda: publisher.connected)
             await until(lambda: "the bus is away" in str(publisher.lacks_room))
+            made.taking.set()
+            await until(lambda: publisher.lacks_room is None)
 
 
 async def test_a_bus_that_did_not_take_the_last_event_is_away(tmp_path: Path) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from headrace_inference.engine import Sampling
 from headrace_inference.errors import EngineFailed
@@ -181,13 +184,14 @@ def test_one_row_that_went_astray_costs_neither_its_neighbour_a_token_nor_the_ca
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = batch_of(model)
-    run(batch, sequence(prompt_of(40), 1))
-    lost, kept = sequence(prompt_of(40), 9), sequence(prompt_of(7, 1), 9)
+    begun = sequence(prompt_of(40), 1)
+    run(batch, begun)
+    lost, kept = sequence(begun.tokens, 9), sequence(prompt_of(7, 1), 9)
     real = model.program.decode
 
     def astray(*given: Any) -> Any:
         ids, logprobs, *rest = real(*given)
-        logprobs[given[2][:, 0] == 39] = math.nan
+        logprobs[given[2][:, 0] == 40] = math.nan
         return ids, logprobs, *rest
 
     monkeypatch.setattr(model.program, "decode", astray)
@@ -195,9 +199,37 @@ def test_one_row_that_went_astray_costs_neither_its_neighbour_a_token_nor_the_ca
     batch.add(kept)
     deliveries = batch.step()
     assert [(one, isinstance(news, EngineFailed)) for one, news in deliveries] == [(lost, True), (kept, False)]
-    assert batch._prefixes.longest(prompt_of(39))[1] == 39
+    assert lost.cached == 40, "it went on with the whole entry, which would have gone had it ended well"
+    assert batch._prefixes.longest(prompt_of(40))[1] == 40
     run(batch)
     assert_exact(model, kept)
+
+
+def test_after_a_reset_nothing_decodes_until_somebody_comes(model: Model) -> None:
+    batch = batch_of(model)
+    batch.add(sequence(prompt_of(6), 9))
+    batch.step()
+    batch.reset()
+    assert batch.step() == []
+    again = sequence(prompt_of(9, 1), 9)
+    run(batch, again)
+    assert_exact(model, again)
+
+
+def test_a_vocabulary_that_begins_one_more_word_of_bits_is_held_to_its_last_token(model: Model) -> None:
+    class Last:
+        error = ""
+
+        def allowed(self) -> NDArray[np.int32]:
+            return np.array([0, 1], np.int32)
+
+        def accept(self, token: int) -> None: ...
+
+    batch = batch_of(replace(model, vocabulary=33))
+    batch.running = [sequence(prompt_of(3), 1)]
+    batch.running[0].guide = Last()
+    logits_RV = batch._held(torch.zeros(1, 33), 1)
+    assert logits_RV.isfinite().nonzero().tolist() == [[0, 32]]
 
 
 def test_all_choices_of_an_aborted_generation_leave_whether_they_decode_or_not(model: Model) -> None:

@@ -322,6 +322,49 @@ def test_a_word_that_is_a_control_token_in_other_letters_is_taken_apart() -> Non
         assert tokens_of(inner, plain.encode(plain.mask(text) + "</s>")) == [*text.lower(), "</s>"]
 
 
+def test_a_control_token_of_one_letter_cannot_be_taken_apart_and_leaves_its_neighbours_whole() -> None:
+    pieces = [("<unk>", 0.0), ("§", 0.0), ("ba", -1.0), *((c, -2.0) for c in "ab")]
+    inner = Tokenizer(models.Unigram(pieces, unk_id=0))
+    inner.add_special_tokens(["§"])
+    plain = PlainText(inner, "")
+    for text, expected in (("§", ["§"]), ("ba§", ["ba", "§"]), ("§ba", ["§", "ba"])):
+        assert tokens_of(inner, plain.encode(plain.mask(text))) == expected
+
+
+def test_a_control_token_in_other_letters_that_only_its_neighbour_shows_is_taken_apart() -> None:
+    """The stand-in before it ends with a 0, which is merged with its first letter and so hides it."""
+    pieces = {piece: number for number, piece in enumerate([*"<s0123456789", "0<", "<s"])}
+    inner = Tokenizer(models.BPE(vocab=pieces, merges=[("0", "<"), ("<", "s")]))
+    inner.normalizer = normalizers.Lowercase()
+    inner.add_special_tokens(["<s"])
+    plain = PlainText(inner, "")
+    masked = plain.mask("<s<S")
+    assert masked.endswith("0<S")
+    assert tokens_of(inner, plain.encode(masked)) == [*"<s<s"]
+
+
+@pytest.mark.parametrize("added", [AddedToken("<S>"), AddedToken("<a>", normalized=True)])
+def test_other_letters_are_looked_for_only_where_a_normalizer_may_make_a_control_token_of_them(
+    monkeypatch: pytest.MonkeyPatch, added: AddedToken
+) -> None:
+    inner = spelled(added)
+    plain = PlainText(inner, "")
+    monkeypatch.setattr(PlainText, "_mask_disguised", lambda _self, text: f"{text} was looked through")
+    assert plain.mask("b") == "b", "nothing normalizes"
+    inner.normalizer = normalizers.Lowercase()
+    assert PlainText(inner, "").mask("b") == ("b was looked through" if added.normalized else "b")
+
+
+def test_every_text_is_normalized_as_if_it_stood_alone() -> None:
+    """As Llama's first tokenizers do, which put a space before each stretch of text."""
+    inner = spelled(AddedToken("<S>"))
+    inner.normalizer = normalizers.Prepend("▁")
+    plain = PlainText(inner, "")
+    text = plain.mask("a<S>")
+    assert tokens_of(inner, plain.encode(f"{text}<S>{text}")) == [*"▁a<S>", "<S>", *"▁a<S>"]
+    assert tokens_of(inner, inner.encode("a<S>a").ids) == [*"▁a", "<S>", *"▁a"], "as the tokenizer itself does it"
+
+
 def test_what_is_a_control_token() -> None:
     """What is called special, tags, and signs that the template writes; a word or spaces in it are none."""
     inner = spelled()

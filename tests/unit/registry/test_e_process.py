@@ -82,11 +82,13 @@ def test_mean_and_standard_error_against_pythons_statistics(seed: int) -> None:
     assert bets.standard_error == pytest.approx(statistics.stdev(values) / len(values) ** 0.5)
 
 
-def test_a_single_value_has_no_standard_error() -> None:
+def test_two_values_have_a_standard_error_and_a_single_one_has_none() -> None:
     bets = EProcess(0.0, 0.1)
     assert (bets.mean, bets.standard_error) == (0.0, None)
     bets.see(0.5)
     assert (bets.mean, bets.standard_error) == (0.5, None)
+    bets.see(-0.5)
+    assert bets.standard_error == pytest.approx(0.5), "distances of 1/2 from the mean: √(1/2 / 1 / 2)"
 
 
 def test_convinced_at_one_over_the_error() -> None:
@@ -94,6 +96,7 @@ def test_convinced_at_one_over_the_error() -> None:
     wealth(bets, [1.0])
     assert bets.convinced(1 / 1.4 + 1e-9)
     assert not bets.convinced(1 / 1.4 - 1e-9)
+    assert EProcess(0.0, 0.5, log_wealth=-math.log(0.02)).convinced(0.02), "exactly there is enough"
 
 
 def test_the_worst_that_can_come_takes_half() -> None:

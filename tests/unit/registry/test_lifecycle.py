@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -91,7 +92,8 @@ def view(
 
 
 def now(*replicas: Replica, gate: bool = True, **fields: Any) -> Situation:
-    return Situation(replicas=replicas, gate=gate, **fields)
+    rollouts = {"watching": False, "slots": 1, "per_hour_max": 60, "updates_min": 1}
+    return Situation(replicas=replicas, gate=gate, **{**rollouts, **fields})
 
 
 def serving(*steps: int, at_s: float = 0) -> Replica:
@@ -174,6 +176,43 @@ def test_what_can_never_serve_is_rejected_when_its_turn_comes(fields: Any, reaso
     assert plan(seen, now()) == (Adopt(name(2)) if reason is None else Reject(name(2), found or ""))
     if "sha256" in "".join(fields):
         assert objection(new, view(new)) is None, "without a champion it is the first of its kind"
+
+
+BUSY = replace(view(CROWNED, version(2), champion=1, audited=(1,)), under_way=2, begun_lately=5)
+"""A version waits while two rollouts are under way, of five that began within the hour."""
+
+
+def test_a_version_waits_for_a_free_slot_unless_it_is_forced() -> None:
+    full = Wait("2 rollouts are under way")
+    assert plan(BUSY, now(slots=2)) == full
+    assert plan(BUSY, now(slots=3)) == Adopt(name(2))
+    assert plan(replace(BUSY, slots=2), now(slots=3)) == full, "those that go on keep the slots that they began with"
+    assert plan(replace(BUSY, slots=3), now(slots=2)) == Adopt(name(2))
+    forced = view(CROWNED, version(2, request="force"), version(3), champion=1)
+    assert plan(replace(forced, under_way=2), now()) == Adopt(name(2))
+
+
+def test_so_many_rollouts_begin_in_an_hour_and_no_more() -> None:
+    said = Wait("5 rollouts began within the last hour: rollout.versions_per_hour_max")
+    assert plan(BUSY, now(slots=3, rolls_out=True, per_hour_max=5)) == said
+    assert plan(BUSY, now(slots=3, rolls_out=True, per_hour_max=6)) == Adopt(name(2))
+    assert plan(BUSY, now(slots=3, per_hour_max=5)) == Adopt(name(2)), "versions need no rollout here"
+
+
+def test_a_few_updates_are_not_worth_a_look_unless_somebody_asks_or_nothing_serves() -> None:
+    two, three = [[version(step) for step in range(2, end)] for end in (4, 5)]
+    said = Wait("2 of 3 updates: rollout.check_after_updates")
+    assert plan(view(CROWNED, *two, champion=1, audited=(1,)), now(updates_min=3)) == said
+    assert plan(view(CROWNED, *three, champion=1), now(updates_min=3)) == Adopt(name(4), (name(2), name(3)))
+    asked = version(3, request="gate")
+    assert plan(view(CROWNED, two[0], asked, champion=1), now(updates_min=3)) == Adopt(name(3))
+    assert plan(view(*two), now(updates_min=3)) == Adopt(name(2))
+
+
+def test_the_champion_is_measured_while_others_wait() -> None:
+    unmeasured = replace(BUSY, audited=frozenset())
+    assert plan(unmeasured, now(serving(1))) == RunAudit(name(1))
+    assert plan(unmeasured, now(serving(0))) == Wait(f"no replica serves the champion {name(1)}")
 
 
 def probing(state: str = "probing", changed_s: float = 0) -> ModelView:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from sqlalchemy import update
+
 from headrace_registry import store
-from tests.unit.registry.rig import MODEL
+from headrace_registry.tables import VERSIONS
+from tests.unit.registry.rig import MODEL, START
 from tests.unit.registry.transitions import NOBODY, OTHER, Book
 
 
@@ -54,6 +57,31 @@ async def test_a_view_has_what_waits_who_has_a_role_and_the_bases(book: Book) ->
     view = await store.view(book.tx, await book.model(), "gate")
     assert [one.version for one in view.waiting] == [event.version]
     assert {*view.versions} == {previous, champion, candidate, event.version, rejected}
+
+
+async def test_what_nobody_trains_waits_only_if_somebody_asked_for_it(book: Book) -> None:
+    event, manifest = book.checkpoint(0)
+    await book.transition.register(event, manifest, None, trained=False)
+    assert (await store.view(book.tx, await book.model(), "gate")).waiting == ()
+    await book.transition.request(await book.version(event.version), "gate")
+    (waiting,) = (await store.view(book.tx, await book.model(), "gate")).waiting
+    assert waiting.version == event.version
+
+
+async def test_a_view_counts_the_rollouts_of_its_model(book: Book) -> None:
+    await book.crown(0)
+    for begun in range(3):
+        view = await store.view(book.tx, await book.model(), "gate", now=START)
+        assert (view.under_way, view.slots, view.begun_lately) == (begun, 2 if begun else None, begun)
+        if begun < 2:
+            await book.roll_out(1 + begun)
+    assert (await store.view(book.tx, await book.model(), "gate")).begun_lately == 0, "nobody said what time it is"
+
+
+async def test_a_version_whose_files_are_gone_says_so(book: Book) -> None:
+    kept, gone = [await book.add(step) for step in range(2)]
+    await book.tx.execute(update(VERSIONS).where(VERSIONS.c.version == gone).values(collected_ms=1))
+    assert [(await book.version(name)).collected for name in (kept, gone)] == [False, True]
 
 
 async def test_only_the_present_gates_word_on_who_has_a_role_counts(book: Book) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from headrace_registry import store
+from headrace_registry.records import ALONE, TrialResult
+from headrace_registry.rollouts import kept
 from headrace_schemas import ModelEvent
 from tests.unit.registry.rig import MODEL
 from tests.unit.registry.transitions import NOBODY, OTHER, Book
@@ -163,6 +166,47 @@ async def test_a_champion_stays_when_an_ancestor_is_withdrawn(book: Book) -> Non
     assert await book.states(oldest, middle, champion, aside) == ["withdrawn", "promoted", "promoted", "withdrawn"]
     model = await book.model()
     assert (model.champion, model.previous) == (champion, middle)
+
+
+async def test_each_model_counts_its_own_trials(book: Book) -> None:
+    await book.crown(0)
+    await book.crown(0, model=OTHER)
+    assert [await book.transition.begin_trial(await book.model()) for _ in range(2)] == [1, 2]
+    assert ((await book.model()).trials, (await book.model(OTHER)).trials) == (2, 0)
+
+
+async def test_a_verdict_counts_once(book: Book) -> None:
+    """Whatever comes of it; one on another version stays."""
+    first, second, third = [await book.add(step) for step in range(3)]
+    result = TrialResult(None, None, True, "better", {}, ALONE)
+    for name in (first, second, third):
+        await book.transition.tried(name, "gate", result)
+    await book.transition.promote(await book.model(), first, "better", {})
+    await book.transition.reject(await book.model(), second, "worse", {})
+    assert [await store.trial_result(book.tx, name, "gate") for name in (first, second, third)] == [None, None, result]
+
+
+async def test_a_model_that_is_vacated_has_no_roles_and_its_candidate_waits_again(book: Book) -> None:
+    previous, champion = await book.crown(0, 1)
+    candidate = await book.add(2)
+    await book.transition.adopt(await book.model(), candidate, ())
+    await book.transition.pin(await book.model(), champion)
+    for _ in range(2):  # the second time there is no candidate
+        await book.transition.vacate(await book.model())
+        model = await book.model()
+        assert (model.champion, model.previous, model.candidate, model.pinned) == (None, None, None, None)
+        assert await book.states(previous, champion, candidate) == ["promoted", "promoted", "registered"]
+
+
+async def test_what_is_withdrawn_is_taken_back_from_live_traffic(book: Book) -> None:
+    """And a rollout of another version goes on."""
+    await book.crown(0)
+    first, second = await book.roll_out(1), await book.roll_out(2)
+    await book.transition.set_state(second, "held")
+    assert [one.version for one in await kept.under_way(book.tx, MODEL)] == [first, second]
+    await book.transition.withdraw(await book.model(), first, "complaints")
+    phases = {one.version: one.phase for one in await kept.newest(book.tx, MODEL, 9)}
+    assert phases == {first: "rolled_back", second: "canary"}
 
 
 async def test_a_pause_holds_one_model(book: Book) -> None:

@@ -39,7 +39,7 @@ def test_without_an_anchor_the_champion_decides() -> None:
     assert result.reason == f"not inferior to {CHAMPION}"
     numbers = dict(result.statistics)
     assert numbers["plays"] == 2 * numbers["tasks"]
-    assert numbers["difference"] == 0.0
+    assert (numbers["difference"], numbers["standard_error"]) == (0.0, 0.0)
     assert numbers["alpha"] == pytest.approx(0.02)
     assert result.standing.anchor == CHAMPION, "as good is not better"
     assert result.standing.trials == 1
@@ -83,6 +83,7 @@ def test_the_cap_refuses_and_says_which_bound_it_was() -> None:
     fresh_one = Trial(RULE, 1, CANDIDATE, CHAMPION)
     assert fresh_one.result("gate.timeout_s").reason == f"undecided after 0 tasks (gate.timeout_s): {said}"
     assert not fresh_one.result("gate.timeout_s").passed
+    assert "standard_error" not in fresh_one.result().statistics, "nothing was seen"
 
 
 def test_who_is_shown_to_be_better_is_the_anchor_and_begins_a_family() -> None:
@@ -96,8 +97,8 @@ def test_who_is_shown_to_be_better_is_the_anchor_and_begins_a_family() -> None:
     after = passes.result().standing
     assert (after.anchor, after.trials) == (CHAMPION, 1)
     assert after.lead is not None
-    assert Lead.from_json(after.lead).bets.count == 0
-    assert Lead.from_json(after.lead).error == spending.succession(0.05, 1)
+    fresh_lead = Lead.from_json(after.lead)
+    assert fresh_lead == Lead(CANDIDATE, CHAMPION, spending.succession(0.05, 1), EProcess(0.0, RULE.anchor_margin))
 
 
 def test_the_anchor_itself_may_come_back_and_its_family_goes_on() -> None:
@@ -106,6 +107,18 @@ def test_the_anchor_itself_may_come_back_and_its_family_goes_on() -> None:
     assert played(trial, {ANCHOR: 0.5, CHAMPION: 0.5}).result().standing == Standing(None, 4, None)
     again = played(Trial(RULE, 4, ANCHOR, CHAMPION, Standing(ANCHOR, 3, lead())), {ANCHOR: 0.0, CHAMPION: 1.0})
     assert again.result().standing.anchor == ANCHOR
+
+
+def test_an_anchor_that_comes_back_where_nobody_else_can_be_served_has_nothing_to_show() -> None:
+    result = Trial(RULE, 4, ANCHOR, None, Standing(ANCHOR, 3)).result()
+    assert (result.passed, result.standing) == (True, Standing(None, 4))
+
+
+def test_a_champion_without_a_lead_gets_none() -> None:
+    """As after a rollback, which keeps the anchor."""
+    trial = Trial(RULE, 4, CANDIDATE, CHAMPION, Standing(ANCHOR, 3))
+    result = played(trial, {CANDIDATE: 0.0, CHAMPION: 1.0, ANCHOR: 0.5}).result()
+    assert result.standing == Standing(ANCHOR, 4)
 
 
 def test_a_lead_goes_on_where_it_was() -> None:

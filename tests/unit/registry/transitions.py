@@ -6,7 +6,9 @@ from __future__ import annotations
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry import store
-from headrace_registry.records import ModelRecord, VersionRecord
+from headrace_registry.records import ALONE, ModelRecord, VersionRecord
+from headrace_registry.rollouts import steps as rollouts
+from headrace_registry.rollouts.plan import RolloutPlan
 from headrace_registry.transition import Transition
 from headrace_schemas import Checkpoint, ModelEvent, Routing
 from headrace_schemas.manifest import Manifest
@@ -52,6 +54,15 @@ class Book:
             line.append(await self.add(step, line[-1] if line else None, model))
             await self.transition.promote(await self.model(model), line[-1], "better", {})
         return line
+
+    async def roll_out(self, step: int, slots: int = 2) -> str:
+        """Begin a rollout of a new version."""
+        name = await self.add(step)
+        plan = RolloutPlan(slots=slots)
+        await rollouts.begin(
+            self.transition, await self.model(), name, "canary", plan, standing=ALONE, reason="better", statistics={}
+        )
+        return name
 
     async def model(self, name: str = MODEL) -> ModelRecord:
         found = await store.model(self.tx, name)

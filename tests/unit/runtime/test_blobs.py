@@ -6,6 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
+import fsspec
 import pytest
 from fsspec import register_implementation
 from hypothesis import HealthCheck, given, settings
@@ -15,11 +16,21 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import CorruptBlob, SettingError, Unavailable
 from tests.support import plugins
 
+ODD = "Zoë's agents 100% #1?"
+"""A folder that people have."""
+
 
 @pytest.fixture(params=["file", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
     """A folder, and an object store without rename."""
-    return BlobStore(tmp_path.as_uri() if request.param == "file" else f"memory://{tmp_path.name}")
+    return BlobStore((tmp_path / ODD).as_uri() if request.param == "file" else f"memory://{tmp_path.name}")
+
+
+def test_blobs_are_in_the_folder_that_was_meant_and_found_by_their_references(tmp_path: Path) -> None:
+    ref = BlobStore((tmp_path / ODD).as_uri()).put(b"x")
+    assert [path.name for path in tmp_path.iterdir()] == [ODD]
+    with fsspec.open(ref.uri, "rb") as file:
+        assert file.read() == b"x"
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -46,6 +57,41 @@ def test_damage_is_noticed(tmp_path: Path, damage: bytes) -> None:
     Path(ref.uri.removeprefix("file://")).write_bytes(damage)
     with pytest.raises(CorruptBlob, match="do not hash to"):
         store.get(ref)
+
+
+@pytest.mark.parametrize("move", [True, False])
+def test_a_file_becomes_the_same_blob_as_its_bytes(store: BlobStore, tmp_path: Path, move: bool) -> None:
+    with store.area("big").scratch() as folder:
+        path = folder / "file"
+        path.write_bytes(b"piece" * 1000)
+        ref = store.put_file(path, move=move)
+        assert path.exists() is not move
+        assert store.put_file(path) == ref if not move else True
+    assert not folder.exists()
+    assert ref == store.put(b"piece" * 1000)
+    assert store.get(ref) == b"piece" * 1000
+    store.get_file(ref, tmp_path / "out" / "file")
+    assert (tmp_path / "out" / "file").read_bytes() == b"piece" * 1000
+
+
+def test_a_damaged_blob_becomes_no_file(tmp_path: Path) -> None:
+    store = BlobStore((tmp_path / "blobs").as_uri())
+    ref = store.put(b"abc")
+    Path(ref.uri.removeprefix("file://")).write_bytes(b"abd")
+    with pytest.raises(CorruptBlob, match="do not hash to"):
+        store.get_file(ref, tmp_path / "out")
+    store.delete(ref)
+    with pytest.raises(Unavailable):
+        store.get_file(ref, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_killed_process_left_in_the_scratch_folder_goes(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path.as_uri())
+    with store.scratch() as folder:
+        (folder / "half").write_bytes(b"half")
+        store.remove_scratch()
+        assert not folder.exists()
 
 
 def test_digests_lists_every_blob_and_no_draft(tmp_path: Path) -> None:

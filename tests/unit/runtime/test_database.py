@@ -23,7 +23,7 @@ def opened(data_dir: Path, url: str = "sqlite", pool_size: int = 5) -> Database:
 
 
 async def test_a_service_has_a_file_in_a_folder_that_nobody_else_may_read(tmp_path: Path) -> None:
-    data_dir = tmp_path / "not" / "there" / "yet"
+    data_dir = tmp_path / "not" / "Zoë's 100% #1?" / "yet"
     for _ in range(2):
         database = opened(data_dir)
         assert (database.sqlite, database.schema, await database.ready()) == (True, None, True)
@@ -43,7 +43,7 @@ async def test_a_commit_is_synced_keys_are_enforced_and_a_lock_is_waited_for(tmp
 
 async def test_transactions_on_sqlite_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by SQLite's lock, which would be given up after a while."""
-    monkeypatch.setattr(module, "_BUSY_TIMEOUT_MS", 1)
+    monkeypatch.setattr(module, "_PRAGMAS", (*module._PRAGMAS, "busy_timeout=1"))
     database = opened(tmp_path)
     async with database.transaction() as tx:
         await tx.execute(text("CREATE TABLE t (x)"))

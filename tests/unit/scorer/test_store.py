@@ -106,6 +106,16 @@ async def test_feedback_is_kept_once_and_read_by_session_tenant_and_turn(tx: Asy
         assert about == [PlacedFeedback(general, 7, 3, 4)]
 
 
+async def test_trajectories_are_matched_again_once_for_each_mark(tx: AsyncConnection) -> None:
+    for name, task in (("a", "marked"), ("b", "marked"), ("c", "marked"), ("d", "another")):
+        await keep(tx, closed(session=name, trajectory_id=name, task_id=task))
+    assert await store.take_for_rematch(tx, 9) == [], "nobody marked them"
+    await store.mark_for_rematch(tx, "default", "marked", 0)
+    assert await store.take_for_rematch(tx, 2) == ["a", "b"]
+    assert await store.take_for_rematch(tx, 2) == ["c"]
+    assert await store.take_for_rematch(tx, 2) == []
+
+
 async def test_the_last_few_trajectories_are_read_from_memory(tx: AsyncConnection) -> None:
     stored, template = closed(), closed(session="x")
     await keep(tx, stored)

@@ -49,8 +49,8 @@ def test_a_critic_learns_what_is_to_be_expected_and_goes_with_the_state(tmp_path
     assert abs(entry.contributions[0].advantage) < 0.5, "a run as good as expected teaches little"
     frozen = learner.freeze()
     other = open_lineage(make(algorithm="ppo", lineage="other"), world.blobs, world.clock).learner
-    other.thaw(frozen, with_random=True)
     assert isinstance(other, TorchLearner)
+    other.thaw(frozen, with_random=True)
     assert other._appraiser is not None
     assert learner._appraiser is not None
     ours, theirs = learner._appraiser.state(), other._appraiser.state()

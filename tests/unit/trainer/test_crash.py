@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from headrace_runtime.blobs import BlobStore
+from headrace_runtime.blobs import BlobStore, digest_of
 from headrace_runtime.records import Records
 from headrace_runtime.versions import read_manifest
 from headrace_schemas import Event
@@ -60,6 +60,13 @@ class FragileBlobs(BlobStore):
             self._burn()
             self._known.add(ref.sha256)
         return super().put(data)
+
+    def put_file(self, path: Path, *, move: bool = False) -> BlobRef:
+        digest, _ = digest_of(path)
+        if digest not in self._known:
+            self._burn()
+            self._known.add(digest)
+        return super().put_file(path, move=move)
 
     def create(self, name: str, data: bytes) -> bool:
         self._burn()
@@ -142,11 +149,19 @@ def plain_story(world: World, version: str) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("lora", "stride"),
-    [pytest.param(0, 1, marks=pytest.mark.long), (0, 23), pytest.param(2, 6, marks=pytest.mark.long)],
+    ("lora", "stride", "beside"),
+    [
+        pytest.param(0, 1, False, marks=pytest.mark.long),
+        pytest.param(0, 1, True, marks=pytest.mark.long),
+        (0, 23, False),
+        (0, 29, True),
+        pytest.param(2, 6, False, marks=pytest.mark.long),
+    ],
 )
-async def test_a_death_at_any_point_changes_nothing(tmp_path: Path, make: Make, lora: int, stride: int) -> None:
-    settings = make(lora={"rank": lora}, memory={"restore_points": 3})
+async def test_a_death_at_any_point_changes_nothing(
+    tmp_path: Path, make: Make, lora: int, stride: int, beside: bool
+) -> None:
+    settings = make(lora={"rank": lora}, memory={"restore_points": 3}, save_beside=beside)
     expected, _, points = await tell(tmp_path / "calm", settings, plain_story)
     assert expected["steps"] == 3
     assert points > 30

@@ -27,7 +27,7 @@ def trained(state: LineageState, *words: Experience) -> None:
     admitted(state, *words)
     step(state)
     state.history = publish(state.history, state.history.next_number, state.steps)
-    state.saved()
+    state.hand_over()
 
 
 def two_words() -> LineageState:
@@ -57,7 +57,7 @@ def test_what_the_weights_lost_is_told_and_the_last_word_is_queued() -> None:
 def test_weights_that_come_forward_restore_it_and_it_waits_no_more() -> None:
     state = two_words()
     state.undo(state.go_back(name(1)), {"e1": word(1)}, START)
-    state.saved()
+    state.hand_over()
     before = state.moved
     assert state.go_back(name(2)) == {}
     assert [(one.experience_id, one.revision) for one in state.restored] == [("e1", 1)]
@@ -96,7 +96,7 @@ def test_it_is_queued_once() -> None:
     state.undo(state.go_back(name(1)), {"e1": word(1)}, START)
     step(state)
     state.history = publish(state.history, 3, state.steps)
-    state.saved()
+    state.hand_over()
     state.undo(state.go_back(name(1)), {"e1": word(1)}, START)
     assert undone(state) == [(1, False)]
     assert state.waiting == ()

@@ -27,6 +27,7 @@ from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.torch_learner import hindsight as teaching
 from headrace_trainer.torch_learner.hindsight import HindsightTeacher
+from headrace_trainer.torch_learner.learner import TorchLearner
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.trainer import TrainingStopped
 from tests.support.hindsight_world import (
@@ -274,11 +275,13 @@ def test_a_planted_fault_is_off(
 def test_a_base_that_cannot_read_is_refused_and_nothing_is_trained(tmp_path: Path, make: Make, base: Path) -> None:
     world = World(tmp_path)
     lineage = opened(world, make, lambda v: conversations(encoder(base), v, 12, accepted=4), batch_experiences=16)
-    before = lineage.learner.freeze().weights
+    learner = lineage.learner
+    assert isinstance(learner, TorchLearner)
+    before = learner.freeze().weights
     assert lineage.step(lineage.next_batch(), GOING_ON) == {}
     assert lineage.health.stopped is not None
     assert "nats a token over 12 runs, and not surely positive" in lineage.health.stopped.reason
-    assert lineage.learner.freeze().weights == before
+    assert learner.freeze().weights == before
     assert (lineage.state.steps, len(lineage.state.waiting), lineage.next_batch()) == (0, 16, ())
     again = lineage.health.under(lineage._settings.health)
     assert again.stopped == lineage.health.stopped, "a restart changes nothing"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import CorruptBlob, SettingError, Unavailable
 from headrace_runtime.records import Records
 from headrace_schemas.blobs import BlobRef
+from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.lineage.saved import Pointer, Saved
 from headrace_trainer.lineage.store import LineageStore, LineageTaken
@@ -147,6 +150,35 @@ async def test_a_lineage_has_one_trainer(world: World, make: Make) -> None:
     with pytest.raises(LineageTaken, match=r"lineage main belongs to process \d+ on .* now.*stop one of them"):
         first.save(publish=False)
     second.save(publish=False)
+
+
+async def test_who_is_writing_when_the_lineage_is_taken_is_told_so(world: World, make: Make) -> None:
+    """The new owner removes what the former one has not finished, and the folder that it writes into."""
+    await trained(world, make)
+    first = open_lineage(make(), world.blobs, world.clock)
+    save = first.begin_save(publish=True)
+    assert save.copy is not None
+    written = save.copy.write
+
+    def late(folder: Path) -> None:
+        written(folder)
+        open_lineage(make(), world.blobs, world.clock).save(publish=False)
+
+    save.copy = Late(save.copy.fingerprint, late)
+    with pytest.raises(LineageTaken, match="belongs to process"):
+        save.write()
+    assert [path for path in (world.folder / "blobs").rglob("scratch/*") if path.is_dir()] == []
+    open_lineage(make(), world.blobs, world.clock).save(publish=False)
+
+
+@dataclass
+class Late:
+    """A copy that is written at some point."""
+
+    fingerprint: Fingerprint | None
+    write: Callable[[Path], None]
+
+    def drop(self) -> None: ...
 
 
 async def test_two_lineages_share_a_store(world: World, make: Make) -> None:

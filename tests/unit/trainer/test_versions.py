@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,12 @@ def publish_base(blobs: BlobStore, base: Path, ours: TorchLearner) -> tuple[Mani
 
 
 def publish(blobs: BlobStore, ours: TorchLearner, first: Manifest) -> tuple[Manifest, BlobRef]:
-    return versions.publish(blobs, ours, first=first, lineage="main", step=1, parent=first.version)
+    kind = ours.abilities.kind
+    with tempfile.TemporaryDirectory() as folder:
+        answers = ours.write(Path(folder), first.version)
+        return versions.publish(
+            blobs, Path(folder), answers, first=first, lineage="main", step=1, parent=first.version, kind=kind
+        )
 
 
 @pytest.mark.parametrize("rank", [0, 4])

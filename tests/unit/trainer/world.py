@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -113,6 +113,8 @@ class MemorySource:
         self._next: dict[tuple[str, int], int] = {}
         self._empty = 0
         self.rooms: list[int] = []
+        self.busy: Callable[[], bool] = bool
+        """Whether the trainer still does something, so that it is not ended."""
 
     async def start(self, offsets: Offsets) -> None:
         self._next = {(topic, p): offset for topic, parts in offsets.items() for p, offset in parts.items()}
@@ -134,7 +136,9 @@ class MemorySource:
         self._empty = 0 if found else self._empty + 1
         self._clock.offset_s += 0.0 if found else self._wait_s
         if self._empty > 2:
-            raise Idle
+            if not self.busy():
+                raise Idle
+            await asyncio.sleep(0.001)
         return found
 
     async def at_end(self) -> bool:
@@ -185,7 +189,7 @@ class World:
 
     def trainer(self, settings: TrainerSettings, per_poll: int = 3, wait_s: float = 0.0) -> Trainer:
         self.source = MemorySource(self.bus, self.clock, per_poll, wait_s)
-        return Trainer(
+        trainer = Trainer(
             settings,
             self.blobs,
             self.source,
@@ -194,6 +198,8 @@ class World:
             self.clock,
             lambda: self.reporter,
         )
+        self.source.busy = lambda: trainer.saves
+        return trainer
 
     async def run(self, settings: TrainerSettings, per_poll: int = 3, wait_s: float = 0.0) -> Trainer:
         """A trainer from its start until there is nothing left to do."""

@@ -54,7 +54,7 @@ class EProcess:
     def see(self, value: float) -> None:
         """Take one more value of [-1, 1]."""
         self.log_wealth += math.log1p(self.stake() * (value - self.null))
-        before = self.total / self.count if self.count else 0.0
+        before = self.mean
         self.count += 1
         self.total += value
         self.squares += (value - before) * (value - self.total / self.count)

@@ -114,6 +114,14 @@ class Situation:
     """Live ones only."""
     gate: bool
     """Whether one is configured."""
+    watching: bool
+    """Live traffic is being read."""
+    slots: int
+    """Rollouts at a time."""
+    per_hour_max: int
+    """Rollouts that may begin in an hour."""
+    updates_min: int
+    """Versions that have to wait before the newest of them becomes the candidate."""
     minimum_score: float = 0.0
     patience_over: bool = False
     """Live replicas had `probe_timeout_s` to get the candidate ready."""
@@ -125,14 +133,6 @@ class Situation:
     """Versions with a word on whether they need a rollout: what an operator asked for with them."""
     rolls_out: bool = False
     """Whether all others need one."""
-    watching: bool = False
-    """Live traffic is being read."""
-    slots: int = 1
-    """Rollouts at a time."""
-    per_hour_max: int = 60
-    """Rollouts that may begin in an hour."""
-    updates_min: int = 1
-    """Versions that have to wait before the newest of them becomes the candidate."""
 
 
 def plan(view: ModelView, now: Situation) -> Action:

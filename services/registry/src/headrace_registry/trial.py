@@ -107,7 +107,7 @@ class Trial:
         self.tasks = 0
         self.plays = 0
         self._lead = self._new_lead()
-        self._champions_lead = Lead.from_json(standing.lead) if standing.lead and self.anchor else None
+        self._champions_lead = Lead.from_json(standing.lead) if standing.lead else None
 
     @property
     def players(self) -> tuple[str, ...]:

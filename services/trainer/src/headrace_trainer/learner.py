@@ -23,6 +23,8 @@ GRADIENT_FACTOR = "token_weight"
 """The measurement: what the gradient of each token was multiplied with, clipping and all. A correction needs it."""
 MEASURED = ("gradient_norm", "learning_rate", "step_seconds", GRADIENT_FACTOR, "tokens_per_second")
 """What every learner measures. The rest of `StepResult.measured` is its own."""
+WEIGHTS, OPTIMIZER, VERSION = "weights.safetensors", "optimizer.safetensors", "version"
+"""Two files, and a folder of a version's files: what a copy is written as."""
 
 
 class Abandoned(Exception):
@@ -78,15 +80,29 @@ class StepResult:
     reward."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    """Weights and optimizer at one moment, as bytes that any process of this back end can go on from. The lineage's
-    name is in both, so that lineages share no blob."""
+class Copy(Protocol):
+    """Weights and optimizer at one moment, whatever steps come after it. The lineage's name is in both, so that
+    lineages share no blob."""
 
-    weights: bytes
-    """What is trained. Equal weights give equal bytes, and other weights other bytes."""
-    optimizer: bytes
-    """All else that the next step depends on: the optimizer's state, clocks, random numbers."""
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        """What the version's files answer, for engines to compare with (P7): computed from the weights of that moment,
+        rounded as the files are. None where no version was asked for."""
+
+    def write(self, folder: Path) -> None:
+        """Into the empty `folder`, as any process of this back end can go on from:
+
+        - `WEIGHTS`: what is trained. Equal weights give equal bytes, and other weights other bytes.
+        - `OPTIMIZER`: all else that the next step depends on: the optimizer's state, clocks, random numbers.
+        - the folder `VERSION`, where one was asked for: the weights, and nothing else: all of them as `*.safetensors`
+          in the type that the base has; or an adapter in PEFT's layout that names the base. Equal weights give equal
+          files.
+
+        Called beside `step`, from another thread, and again (with another folder) where the disk or the blob store was
+        away. Raises `LearnerLost`, and `OSError` of the folder."""
+
+    def drop(self) -> None:
+        """It is not needed any more: give back what holds it. Again does nothing."""
 
 
 class Learner(Protocol):
@@ -119,27 +135,20 @@ class Learner(Protocol):
         `LearnerLost`; what is in memory is then worth nothing, and is not saved.
         """
 
-    def freeze(self) -> Frozen:
-        """Everything that the next step depends on. Changes nothing."""
+    def copy(self, base: str | None) -> Copy:
+        """Weights and optimizer as they are. `base`, the lineage's first version: a version is made of them, too. There
+        is one copy at a time: the one before it is dropped first. Changes nothing."""
 
-    def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
-        """Go back to what `freeze` returned, of this learner or of one in an earlier process. `with_random`: the random
-        numbers too, so that the next step is the one that would have followed; else weights and optimizer alone.
+    def restore(self, folder: Path, *, with_random: bool) -> None:
+        """Go back to what a copy has written into `folder`, of this learner or of one in an earlier process.
+        `with_random`: the random numbers too, so that the next step is the one that would have followed; else weights
+        and optimizer alone. The folder is gone afterwards.
 
         Raises `SettingError` when it is of another model, or of settings that cannot go on from it.
         """
 
     def load(self, folder: Path) -> None:
         """Take the weights from a version's files and forget all momentum. The folder is gone afterwards."""
-
-    def write(self, folder: Path, base: str) -> Fingerprint:
-        """Write the present weights into the empty `folder`, and nothing else: all of them as `*.safetensors` in the
-        type that the base has; or an adapter in PEFT's layout that names `base`, the lineage's first version. Equal
-        weights give equal files.
-
-        Returns what the files answer, for engines to compare with (P7): computed from the weights in memory, rounded as
-        the files are.
-        """
 
     def fingerprint_of_base(self) -> Fingerprint:
         """What the first version answers. Asked before the first step."""

@@ -258,6 +258,9 @@ class TrainerSettings(ServiceSettings):
     """Stop after this many steps in the lineage; none: go on for ever."""
     save_interval_s: Positive = 30.0
     """How long a training outcome may wait to be made durable and reported when no version is published."""
+    save_beside: bool = False
+    """Steps go on while a save is written. Weights and optimizer are copied to the host's memory first, which needs as
+    much room there as a save has. For models whose saves take as long as steps."""
     retry_s: Positive = 60.0
     """How long bus or blob store may be away before the process gives up and is restarted."""
     lease_s: Positive = 10.0

@@ -30,6 +30,7 @@ from headrace_trainer.experiences.waiting import Waiting
 from headrace_trainer.lineage.lease import Lease
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import check_start, open_lineage
+from headrace_trainer.lineage.saving import Save
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.metrics import OTHER_MODELS, UNCORRECTABLE
 from headrace_trainer.report import Reporter
@@ -73,6 +74,9 @@ class Trainer:
         self._make_reporter = reporter
         self._reporter: Reporter | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="saving")
+        self._saving: tuple[Save, asyncio.Task[None]] | None = None
+        """The save that is not announced yet. There is one at a time."""
         self._stop = threading.Event()
         self._saved_at_s = 0.0
         self._store = LineageStore(blobs, settings.lineage)
@@ -96,6 +100,11 @@ class Trainer:
         """Why nothing is trained. Decisions of the registry are followed all the same."""
         stop = self.lineage.health.stopped if self.lineage is not None else None
         return None if stop is None else f"training is stopped: {stop.reason}"
+
+    @property
+    def saves(self) -> bool:
+        """Whether something is being saved, or is saved and not announced yet."""
+        return self._saving is not None
 
     @property
     def learner_failure(self) -> str | None:
@@ -149,7 +158,10 @@ class Trainer:
 
     async def _end_thread(self) -> None:
         self._stop.set()
-        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+        if self._saving is not None:
+            self._saving[1].cancel()
+        for thread in (self._thread, self._writer):
+            await asyncio.to_thread(thread.shutdown, cancel_futures=True)
 
     async def _train(self, lineage: Lineage, reporter: Reporter) -> None:
         self._saved_at_s = self._clock.monotonic_s()
@@ -158,7 +170,7 @@ class Trainer:
             for record in await self._source.poll(lineage.state.room):
                 if lineage.finished():  # what nobody will train here is left for whoever goes on
                     break
-                await self._receive(record, lineage)
+                await self._receive(record, lineage, reporter)
                 for mark in marks_of(record) or (None,):
                     await self._act(lineage, reporter, mark)  # after each one, not after however many came at once
             await self._act(lineage, reporter)
@@ -167,6 +179,7 @@ class Trainer:
                 break
         if lineage.state.current is None:
             await self._save(lineage, reporter, publish=lineage.unpublished)
+        await self._settle(lineage, reporter)
         log.info("finished", steps=lineage.state.steps)
 
     async def _finish(self, lineage: Lineage, reporter: Reporter) -> None:
@@ -200,12 +213,15 @@ class Trainer:
     async def _give_up(self, lineage: Lineage, reporter: Reporter, reason: str) -> None:
         """Undo the steps that no version holds, as a refusal would, and say so. Saved at once: after a crash before
         that, the same steps are taken again."""
+        await self._settle(lineage, reporter)
         await self._undo(await self._do(lineage.give_up), lineage)
         await self._save(lineage, reporter, publish=False)
         reporter.stopped(reason, lineage.state)
 
     async def _act(self, lineage: Lineage, reporter: Reporter, mark: int | None = None) -> None:
         """Step and save if it is time. What was undone or restored is said before anything else becomes of it."""
+        if self._saving is not None and self._saving[1].done():
+            await self._settle(lineage, reporter)
         resumed = self._resume and lineage.health.stopped is not None
         self._resume = False
         if resumed:
@@ -220,11 +236,30 @@ class Trainer:
             await self._save(lineage, reporter, publish=lineage.version_due)
 
     async def _save(self, lineage: Lineage, reporter: Reporter, *, publish: bool) -> None:
-        """Durable first, then announced; the next save waits until the bus has it."""
-        published = await self._do(lambda: lineage.save(publish=publish))
+        """Durable first, then announced; the next save waits until the bus has it. With `save_beside` steps go on from
+        the moment when there is a copy of the weights."""
+        await self._settle(lineage, reporter)
+        save = await self._in_thread(partial(lineage.begin_save, publish=publish))
+        self._saving = save, asyncio.create_task(self._write(save))
+        self._saved_at_s = self._clock.monotonic_s()
+        if not self._settings.save_beside:
+            await self._settle(lineage, reporter)
+
+    async def _write(self, save: Save) -> None:
+        loop = asyncio.get_running_loop()
+        await self._retry(lambda: loop.run_in_executor(self._writer, save.write))
+
+    async def _settle(self, lineage: Lineage, reporter: Reporter) -> None:
+        """Wait until what is being saved is durable, and announce it: before anything but a step."""
+        if self._saving is None:
+            return
+        save, writing = self._saving
+        await writing
+        self._saving = None
+        published = lineage.end_save(save)
         checkpoint, metrics = lineage.saved.checkpoint, lineage.saved.metrics
         if published:
-            reporter.published(checkpoint.version, checkpoint.step, lineage.state.steps)
+            reporter.published(checkpoint.version, checkpoint.step, save.moment.steps)
             await self._announce(checkpoint)
         await self._announce(metrics)
         self._saved_at_s = self._clock.monotonic_s()
@@ -233,7 +268,7 @@ class Trainer:
         for event in events:
             await self._retry(partial(self._sink.send, event))
 
-    async def _receive(self, record: Record, lineage: Lineage) -> None:
+    async def _receive(self, record: Record, lineage: Lineage, reporter: Reporter) -> None:
         """Take one record into the state, then move the offset past it. A record that is no event is dead-lettered."""
         try:
             event = await self._decode(record)
@@ -246,6 +281,7 @@ class Trainer:
             if isinstance(event, Experience):
                 await self._admit(event, record, lineage)
             elif isinstance(event, ModelEvent) and event.model == self._settings.model:
+                await self._settle(lineage, reporter)
                 await self._follow(event, lineage)
                 await self._in_thread(lambda: self._tell(event, lineage))
         noted = record.topic == self._settings.topic

@@ -8,7 +8,7 @@ from pathlib import Path
 from headrace_schemas.manifest import Fingerprint
 from headrace_stranger.metrics import ROWS
 from headrace_trainer.batches.batch import Batch
-from headrace_trainer.learner import Abilities, Frozen, Learner, StepResult
+from headrace_trainer.learner import Abilities, Copy, Learner, StepResult
 
 
 class CountedLearner:
@@ -34,17 +34,14 @@ class CountedLearner:
         ROWS.inc(len(batch.rows))
         return taken
 
-    def freeze(self) -> Frozen:
-        return self._inner.freeze()
+    def copy(self, base: str | None) -> Copy:
+        return self._inner.copy(base)
 
-    def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
-        self._inner.thaw(frozen, with_random=with_random)
+    def restore(self, folder: Path, *, with_random: bool) -> None:
+        self._inner.restore(folder, with_random=with_random)
 
     def load(self, folder: Path) -> None:
         self._inner.load(folder)
-
-    def write(self, folder: Path, base: str) -> Fingerprint:
-        return self._inner.write(folder, base)
 
     def fingerprint_of_base(self) -> Fingerprint:
         return self._inner.fingerprint_of_base()

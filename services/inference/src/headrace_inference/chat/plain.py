@@ -158,8 +158,9 @@ class PlainText:
         return text in self._tags or (not text.isspace() and _MARKER.fullmatch(text) is not None and text in template)
 
     def _cut(self, text: str) -> int:
-        """Inside the control token that is closest to the middle."""
-        places = [match.start() + 1 for match in self._markers.finditer(text)] if self._markers else []
+        """Inside the control token that is closest to the middle, or beside it where it is a single letter."""
+        found = self._markers.finditer(text) if self._markers else iter(())
+        places = [min(match.start() + 1, len(text) - 1) for match in found]
         return min(places or [len(text) // 2], key=lambda place: abs(place - len(text) // 2))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any, NamedTuple
 
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import BatchRecord, Experience, Read, Restored, TrainingOutcome, Undone
@@ -80,6 +81,16 @@ class TrainedExperience:
             tokens=example.tokens,
             turns=self.turns,
         )
+
+
+class Reported(NamedTuple):
+    """What a save reports: what became of experiences since the one before it."""
+
+    outcomes: tuple[TrainingOutcome, ...] = ()
+    undone: tuple[Undone, ...] = ()
+    restored: tuple[Restored, ...] = ()
+    batches: tuple[BatchRecord, ...] = ()
+    read: tuple[Read, ...] = ()
 
 
 class LineageState:
@@ -283,13 +294,22 @@ class LineageState:
         """Whether outcomes were undone or restored since the last save."""
         return bool(self.undone or self.restored)
 
-    def saved(self) -> None:
-        """A save holds everything now."""
-        self.outcomes.clear()
-        self.undone.clear()
-        self.restored.clear()
-        self.batches.clear()
-        self.read.clear()
+    def hand_over(self) -> Reported:
+        """What is to be reported, for a save that holds it from now on."""
+        found = Reported(*(tuple(kept) for kept in self._reported))
+        for kept in self._reported:
+            kept.clear()
+        return found
+
+    def take_back(self, reported: Reported) -> None:
+        """The save did not come about. What was reported since comes after it."""
+        for kept, earlier in zip(self._reported, reported, strict=True):
+            kept[:0] = earlier
+
+    @property
+    def _reported(self) -> tuple[list[Any], ...]:
+        """As in `Reported`."""
+        return self.outcomes, self.undone, self.restored, self.batches, self.read
 
     def stepped(self, trained: Sequence[TrainedExperience], baselines: Baselines, token_weight: float = 0.0) -> None:
         """Record a step: contributions, outcomes, baselines. Called once the weights have changed. `token_weight` is

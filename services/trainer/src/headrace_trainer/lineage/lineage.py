@@ -15,21 +15,20 @@ from headrace_runtime import versions as files
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import Clock
 from headrace_runtime.logs import get_logger
-from headrace_schemas import Checkpoint, ModelEvent, TrainingMetrics
-from headrace_schemas.blobs import BlobRef
+from headrace_schemas import ModelEvent
 from headrace_schemas.manifest import Manifest
 from headrace_trainer.batches import summary
 from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay
 from headrace_trainer.batches.prepare import prepare
-from headrace_trainer.experiences.history import History, Published
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import Waiting
-from headrace_trainer.learner import GRADIENT_FACTOR, Frozen, Learner, LearnerLost, NotFinite, StepRefused
+from headrace_trainer.learner import GRADIENT_FACTOR, Learner, LearnerLost, NotFinite, StepRefused
 from headrace_trainer.lineage import control, versions
-from headrace_trainer.lineage.saved import Saved, Tensors
+from headrace_trainer.lineage.saved import Saved
+from headrace_trainer.lineage.saving import LineagePlace, Moment, Save
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.lineage.taken import as_taken
-from headrace_trainer.metrics import NOT_FINITE, REWINDS, SAVE_SECONDS
+from headrace_trainer.metrics import NOT_FINITE, REWINDS
 from headrace_trainer.settings import TrainerSettings
 
 log = get_logger(__name__)
@@ -61,6 +60,7 @@ class Lineage:
         self.health = saved.health
         self._measured: list[Mapping[str, float]] = []
         self._tensors_moved = False
+        self._steps_saved = saved.steps
         self._decay = decay(settings)
         self._cutter = Cutter(settings)
 
@@ -76,7 +76,7 @@ class Lineage:
 
     def save_due(self, since_s: float) -> bool:
         """`since_s`: seconds since the last save. A version that is due waits for the step that it is made of."""
-        stepped, outcomes = self.state.steps != self.saved.steps, len(self.state.outcomes)
+        stepped, outcomes = self.state.steps != self._steps_saved, len(self.state.outcomes)
         if stepped and self.version_due:
             return True
         late = since_s >= self._settings.save_interval_s
@@ -159,8 +159,8 @@ class Lineage:
         REWINDS.inc()
         point = self.saved.restore_points.get(version)
         if point is not None:
-            frozen = Frozen(self._store.get(point.weights), self._store.get(point.optimizer))
-            self.learner.thaw(frozen, with_random=False)
+            with self._store.unpacked(point) as folder:
+                self.learner.restore(folder, with_random=False)
         else:
             log.warning("optimizer_starts_afresh", version=version, remedy="raise memory.restore_points")
             versions.load(self._blobs, self._manifest(version), self.learner)
@@ -172,116 +172,52 @@ class Lineage:
         """Make everything durable, as a new version when `publish` and when the weights differ from their parent's.
 
         Returns whether there is a new version. The bus is then to be told `saved.checkpoint`, if there is, and
-        `saved.metrics`. Raises what `LineageStore.save` does.
+        `saved.metrics`. Raises what `Save.write` does, with nothing changed.
         """
-        with SAVE_SECONDS.time():
-            present, new = self._freeze()
-            published, ref = self._publish(present) if publish else (None, None)
-            history = self._history_with(published, ref)
-            self.state.forget(self._clock.now())
-            saved = self._picture(history, present, published, ref)
-            self._store.save(saved, new)
-        self.saved = saved
-        self.state.history = history
-        self.state.saved()
-        self._measured.clear()
-        self._tensors_moved = False
-        return published is not None
+        save = self.begin_save(publish=publish)
+        try:
+            save.write()
+        except BaseException:
+            self._give_up_save(save)
+            raise
+        return self.end_save(save)
 
-    def _freeze(self) -> tuple[Tensors, Sequence[bytes]]:
-        """References to weights and optimizer, and the bytes that are not stored yet."""
-        if not self._tensors_moved:
-            return self.saved.present, ()
-        frozen = self.learner.freeze()
-        present = Tensors(weights=self._store.ref(frozen.weights), optimizer=self._store.ref(frozen.optimizer))
-        return present, (frozen.weights, frozen.optimizer)
-
-    def _publish(self, present: Tensors) -> tuple[Manifest, BlobRef] | tuple[None, None]:
-        """A new version, unless it would answer as its parent does."""
-        history = self.state.history
-        point = self.saved.restore_points.get(history.head)
-        if point is not None and point.weights.sha256 == present.weights.sha256:
-            return None, None
-        manifest, ref = versions.publish(
-            self._blobs,
-            self.learner,
-            first=self._first,
-            lineage=self._settings.lineage,
-            step=history.next_number,
-            parent=history.head,
-        )
-        same = versions.weight_digests(manifest) == versions.weight_digests(self._manifest(history.head))
-        return (None, None) if same else (manifest, ref)
-
-    def _history_with(self, manifest: Manifest | None, ref: BlobRef | None) -> History:
-        old = self.state.history
-        if manifest is None or ref is None:
-            return old
-        published = Published(
-            version=manifest.version,
-            parent=manifest.parent,
-            number=manifest.step,
-            manifest=ref,
-            first_step=old.head_step + 1,
-            last_step=self.state.steps,
-        )
-        keep = {self._first.version, *self.state.promoted}
-        return old.published(published, keep, self._settings.memory.versions)
-
-    def _picture(self, history: History, present: Tensors, manifest: Manifest | None, ref: BlobRef | None) -> Saved:
-        settings, state, now = self._settings, self.state, self._clock.now()
-        measured = summary.between_saves(self._measured, state.outcomes)
-        checkpoint = self.saved.checkpoint
-        if manifest is not None and ref is not None:
-            checkpoint = Checkpoint(
-                time=now,
-                model=settings.model,
-                version=manifest.version,
-                lineage=settings.lineage,
-                step=manifest.step,
-                parent=manifest.parent,
-                manifest=ref,
-                metrics=measured,
-            )
-        account = self.saved.account + 1
-        metrics = TrainingMetrics(
+    def begin_save(self, *, publish: bool) -> Save:
+        """The same in three: what is to be saved is what there is by now, and steps may follow. `Save.write` is called
+        then, beside them or not, and `end_save` before anything but a step."""
+        state, moved = self.state, self._tensors_moved
+        copy = self.learner.copy(self._first.version if publish else None) if moved or publish else None
+        now = self._clock.now()
+        state.forget(now)
+        moment = Moment(
             time=now,
-            model=settings.model,
-            lineage=settings.lineage,
-            step=history[history.head].number,
-            account=account,
-            version=manifest.version if manifest else None,
-            metrics=measured,
-            verdicts=tuple(state.outcomes),
-            stopped=self.health.stopped.reason if self.health.stopped else None,
-            undone=tuple(state.undone),
-            restored=tuple(state.restored),
-            batches=tuple(state.batches),
-            read=tuple(state.read),
+            steps=state.steps,
+            history=state.history,
+            snapshot=state.snapshot(),
+            reported=state.hand_over(),
+            measured=tuple(self._measured),
+            health=self.health,
+            promoted=state.promoted,
         )
-        update = state.snapshot() | {
-            "versions": history.versions,
-            "head": history.head,
-            "head_step": history.head_step,
-            "health": self.health,
-            "present": present,
-            "restore_points": self._restore_points(history, present, manifest),
-            "account": account,
-            "checkpoint": checkpoint,
-            "metrics": metrics,
-        }
-        return self.saved.model_copy(update=update)
+        save = Save(LineagePlace(self._settings, self._blobs, self._store, self._first), self.saved, moment, copy)
+        self._measured.clear()
+        self._tensors_moved, self._steps_saved = False, state.steps
+        state.history = save.history_meanwhile()
+        return save
 
-    def _restore_points(self, history: History, present: Tensors, manifest: Manifest | None) -> dict[str, Tensors]:
-        """Those of base, head, champion and previous, and the newest of the rest."""
-        points = dict(self.saved.restore_points)
-        if manifest is not None:
-            points[manifest.version] = present
-        keep = {self._first.version, history.head, *self.state.promoted}
-        spare = [version for version in points if version not in keep]
-        for version in spare[: max(0, len(points) - self._settings.memory.restore_points)]:
-            del points[version]
-        return points
+    def end_save(self, save: Save) -> bool:
+        """Once `save` is durable; as `save` returns."""
+        assert save.made is not None, "it is written first"
+        self.saved, self.state.history, new = save.made
+        return new
+
+    def _give_up_save(self, save: Save) -> None:
+        self.state.take_back(save.moment.reported)
+        self.state.history, self._steps_saved = save.moment.history, self.saved.steps
+        self._measured[:0] = save.moment.measured
+        self._tensors_moved = save.copy is not None
+        if save.copy is not None:
+            save.copy.drop()
 
     def check(self) -> None:
         """Raises `LearnerLost` when what holds the weights has failed: nobody waits for a step to find it out."""

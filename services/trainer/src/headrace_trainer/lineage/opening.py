@@ -17,7 +17,7 @@ from headrace_trainer.experiences.admission import limits_of
 from headrace_trainer.experiences.history import History, Published
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.window import Window
-from headrace_trainer.learner import Frozen, Learner
+from headrace_trainer.learner import OPTIMIZER, WEIGHTS, Learner
 from headrace_trainer.lineage import versions
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.saved import Saved, Tensors
@@ -67,8 +67,8 @@ def open_lineage(
             first, saved = _begin(settings, blobs, store, contents, clock, learner)
             log.info("lineage_begins", lineage=settings.lineage, version=first.version)
         else:
-            present = saved.present
-            learner.thaw(Frozen(store.get(present.weights), store.get(present.optimizer)), with_random=True)
+            with store.unpacked(saved.present) as folder:
+                learner.restore(folder, with_random=True)
             log.info("lineage_continues", lineage=settings.lineage, head=saved.head, steps=saved.steps)
             saved = saved.model_copy(update={"health": saved.health.under(settings.health)})
         state = _state(settings, learner, saved, replayed(settings, blobs))
@@ -88,8 +88,11 @@ def _begin(
 ) -> tuple[Manifest, Saved]:
     name, lineage, now = settings.model, settings.lineage, clock.now()
     manifest, ref = versions.publish_base(blobs, contents, learner, name=name, lineage=lineage)
-    frozen = learner.freeze()
-    present = Tensors(weights=store.ref(frozen.weights), optimizer=store.ref(frozen.optimizer))
+    copy = learner.copy(None)
+    with store.scratch() as folder:
+        copy.write(folder)
+        present = Tensors(weights=store.put_file(folder / WEIGHTS), optimizer=store.put_file(folder / OPTIMIZER))
+    copy.drop()
     version = manifest.version
     saved = Saved(
         model=name,
@@ -110,7 +113,7 @@ def _begin(
         checkpoint=Checkpoint(time=now, model=name, version=version, lineage=lineage, step=0, manifest=ref),
         metrics=TrainingMetrics(time=now, model=name, lineage=lineage, step=0, account=0, version=version),
     )
-    store.save(saved, (frozen.weights, frozen.optimizer))
+    store.save(saved, ())
     return manifest, saved
 
 

@@ -11,18 +11,22 @@ own, so nothing that a former owner still writes or removes can touch what its s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
 
-from headrace_runtime import holders
+from headrace_runtime import disk, holders
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import CorruptBlob, HeadraceError, SettingError, Unavailable
 from headrace_runtime.records import Record, Records
 from headrace_schemas.blobs import BlobRef
-from headrace_trainer.lineage.saved import Pointer, Saved, ShortPointer
+from headrace_trainer.learner import OPTIMIZER, WEIGHTS
+from headrace_trainer.lineage.saved import Pointer, Saved, ShortPointer, Tensors
 from headrace_trainer.settings import TrainerSettings
 
 _M = TypeVar("_M", Pointer, ShortPointer, Saved)
@@ -133,13 +137,47 @@ class LineageStore:
 
     def get(self, ref: BlobRef) -> bytes:
         """One blob of the state. Raises `CorruptBlob` when it is damaged, `Unavailable` when it is not there."""
+        with self._advising():
+            return self._area_of(ref).get(ref)
+
+    def _area_of(self, ref: BlobRef) -> BlobStore:
         assert self._pointer is not None, "a lineage is read before its blobs"
+        return self._area(self._pointer.epochs.get(ref.sha256, _SHARED))
+
+    @contextlib.contextmanager
+    def _advising(self) -> Iterator[None]:
         try:
-            return self._area(self._pointer.epochs.get(ref.sha256, _SHARED)).get(ref)
+            yield
         except (CorruptBlob, Unavailable) as error:
-            if self._pointer.owner == self.owner:
+            if self._pointer is not None and self._pointer.owner == self.owner:
                 self._check_ours()  # a new owner may have replaced it
             raise type(error)(self._advise(str(error))) from error
+
+    @contextlib.contextmanager
+    def unpacked(self, point: Tensors) -> Iterator[Path]:
+        """A folder with the files of `point`, as a copy wrote them. Raises as `get` does."""
+        with self.scratch() as folder:
+            for name, ref in ((WEIGHTS, point.weights), (OPTIMIZER, point.optimizer)):
+                with self._advising():
+                    self._area_of(ref).get_file(ref, folder / name)
+            yield folder
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A folder for files of a save. What its disk refuses inside is raised as `save` does."""
+        area = self._area(self._epoch)
+        try:
+            with area.scratch() as folder:
+                yield folder
+        except (OSError, Unavailable) as error:
+            self._check_ours()  # a new owner may have removed it
+            if isinstance(error, Unavailable):
+                raise
+            raise disk.no_room(area.url) if disk.is_full(error) else Unavailable(f"{area.url}: {error}") from error
+
+    def put_file(self, path: Path) -> BlobRef:
+        """Make the file, which is gone afterwards, a blob of the next save. Raises as `save` does."""
+        return self._put(lambda area: area.put_file(path, move=True), self._area(self._epoch))
 
     def save(self, saved: Saved, new: Iterable[bytes]) -> None:
         """Make `saved` the truth. `new` holds the bytes of those of its blobs that are not stored yet.
@@ -151,7 +189,7 @@ class LineageStore:
         assert old is not None, "a lineage is taken before it is saved"
         area = self._area(old.epoch)
         for data in (*new, state := saved.model_dump_json().encode()):
-            self._put(area, data)
+            self._put(partial(BlobStore.put, data=data), area)
         ref = area.ref(state)
         used = {digest: old.epoch if digest in self._written else old.epochs[digest] for digest in saved.blobs()}
         pointer = Pointer(epoch=old.epoch, owner=self.owner, state=ref, epochs=used | {ref.sha256: old.epoch})
@@ -161,9 +199,11 @@ class LineageStore:
             self._area(epoch).delete(_named(digest))
         self._written &= {digest for digest, epoch in pointer.epochs.items() if epoch == pointer.epoch}
 
-    def _put(self, area: BlobStore, data: bytes) -> None:
+    def _put(self, how: Callable[[BlobStore], BlobRef], area: BlobStore) -> BlobRef:
         try:
-            self._written.add(area.put(data).sha256)
+            ref = how(area)
+            self._written.add(ref.sha256)
+            return ref
         except Unavailable:
             self._check_ours()  # a new owner may be removing the area while we write to it
             raise
@@ -220,6 +260,7 @@ class LineageStore:
                 self._blobs.remove_area(f"{self._areas}/{name}")
                 continue
             area = self._area(epoch)
+            area.remove_scratch()
             for digest in list(area.digests()):
                 if (digest, epoch) not in needed:
                     area.delete(_named(digest))

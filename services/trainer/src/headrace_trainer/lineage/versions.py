@@ -7,12 +7,13 @@ import contextlib
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from headrace_runtime import versions as store
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import SettingError
 from headrace_schemas.blobs import BlobRef
-from headrace_schemas.manifest import File, Manifest
+from headrace_schemas.manifest import File, Fingerprint, Manifest
 from headrace_trainer.learner import Learner
 
 
@@ -32,9 +33,7 @@ def unpacked(blobs: BlobStore, files: Iterable[File]) -> Iterator[Path]:
     """A folder with these files, for as long as the body runs. Raises `CorruptBlob` or `Unavailable`."""
     with tempfile.TemporaryDirectory(prefix="headrace-version-") as name:
         for file in files:
-            path = Path(name) / file.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(blobs.get(file.blob))
+            blobs.get_file(file.blob, Path(name) / file.path)
         yield Path(name)
 
 
@@ -63,16 +62,22 @@ def publish_base(
 
 
 def publish(
-    blobs: BlobStore, learner: Learner, *, first: Manifest, lineage: str, step: int, parent: str
+    blobs: BlobStore,
+    folder: Path,
+    fingerprint: Fingerprint,
+    *,
+    first: Manifest,
+    lineage: str,
+    step: int,
+    parent: str,
+    kind: Literal["full", "lora"],
 ) -> tuple[Manifest, BlobRef]:
-    """The present weights as a new version: a whole model, or an adapter on the lineage's first version. Blocks.
+    """What a copy has written into `folder` as a new version: a whole model, or an adapter on the lineage's first
+    version. The files in it are gone afterwards. Blocks.
 
     Everything but the weights (configuration, tokenizer, templates) is the first version's, from the store.
     """
-    kind = learner.abilities.kind
-    with tempfile.TemporaryDirectory(prefix="headrace-version-") as name:
-        fingerprint = learner.write(Path(name), first.version)
-        files = store.store_files(blobs, Path(name))
+    files = store.store_files(blobs, folder, move=True)
     if kind == "full":
         kept = (file for file in first.files if not store.is_weights(file.path))
         files = tuple(sorted((*files, *kept), key=lambda file: file.path))

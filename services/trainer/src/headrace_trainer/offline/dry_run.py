@@ -142,7 +142,7 @@ class DryRun:
 
     def _count(self) -> None:
         self._fates.update(outcome.dropped for outcome in self._state.outcomes)
-        self._state.saved()
+        self._state.hand_over()
 
 
 def _version(model: str, number: int, parent: str | None, first: int, last: int) -> Published:

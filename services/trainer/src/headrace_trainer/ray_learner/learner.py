@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace_runtime.logs import get_logger
-from headrace_runtime.versions import model_files
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.batches.batch import Batch
-from headrace_trainer.learner import Abandoned, Abilities, Frozen, StepResult
-from headrace_trainer.ray_learner.files import OPTIMIZER, WEIGHTS
+from headrace_trainer.learner import Abandoned, Abilities, StepResult
+from headrace_trainer.ray_learner.copies import RayCopy
 from headrace_trainer.ray_learner.ranks import Ranks
 from headrace_trainer.ray_learner.settings import RaySettings
 from headrace_trainer.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from headrace_trainer.ray_learner.held import Copied
 
 log = get_logger(__name__)
 
@@ -24,6 +27,7 @@ class RayLearner:
     def __init__(self, ranks: Ranks, abilities: Abilities) -> None:
         self._ranks = ranks
         self._abilities = abilities
+        self._copies = 0
 
     @classmethod
     def open(cls, folder: Path, settings: TrainerSettings) -> RayLearner:
@@ -44,7 +48,7 @@ class RayLearner:
         assert isinstance(chosen, RaySettings)
         nodes = [place.node for place in ranks.places]
         table = settings.model_dump()
-        with ranks.given({path.relative_to(folder).as_posix(): path for path in model_files(folder)}) as folders:
+        with ranks.given(folder) as folders:
             calls = [(here, table, chosen.shard, nodes.count(node)) for here, node in zip(folders, nodes, strict=True)]
             abilities, *_ = ranks.each("open", calls)
         log.info("ranks_open", ranks=len(nodes), machines=len(set(nodes)), shard=chosen.shard)
@@ -67,31 +71,18 @@ class RayLearner:
         taken: StepResult = self._ranks.all("step", self._ranks.shared(batch), from_base, stop=stop)[0]
         return taken
 
-    def freeze(self) -> Frozen:
-        with self._ranks.made() as folders:
-            self._ranks.each("freeze", [(folder,) for folder in folders])
-            found: dict[str, list[bytes]] = {}
-            for name, piece in self._ranks.taken(folders[0]):
-                found.setdefault(name, []).append(piece)
-        return Frozen(b"".join(found[WEIGHTS]), b"".join(found[OPTIMIZER]))
+    def copy(self, base: str | None) -> RayCopy:
+        self._copies += 1
+        copied: Copied = self._ranks.all("copy", self._copies, base)[0]
+        return RayCopy(self._ranks, self._copies, copied.sizes, copied.fingerprint)
 
-    def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
-        with self._ranks.given({WEIGHTS: frozen.weights, OPTIMIZER: frozen.optimizer}) as folders:
-            self._ranks.each("thaw", [(folder, with_random) for folder in folders])
+    def restore(self, folder: Path, *, with_random: bool) -> None:
+        with self._ranks.given(folder) as folders:
+            self._ranks.each("restore", [(here, with_random) for here in folders])
 
     def load(self, folder: Path) -> None:
-        with self._ranks.given({path.relative_to(folder).as_posix(): path for path in model_files(folder)}) as folders:
+        with self._ranks.given(folder) as folders:
             self._ranks.each("load", [(here,) for here in folders])
-
-    def write(self, folder: Path, base: str) -> Fingerprint:
-        with self._ranks.made() as folders:
-            fingerprint: Fingerprint = self._ranks.each("write", [(here, base) for here in folders])[0]
-            for name, piece in self._ranks.taken(folders[0]):
-                path = folder / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("ab") as file:
-                    file.write(piece)
-        return fingerprint
 
     def fingerprint_of_base(self) -> Fingerprint:
         answers: list[Fingerprint] = self._ranks.all("fingerprint_of_base")

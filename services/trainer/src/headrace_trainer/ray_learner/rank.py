@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import Abilities, StepResult
+from headrace_trainer.ray_learner.pieces import MARK, Piece
 
 if TYPE_CHECKING:
-    from headrace_trainer.ray_learner.held import Held
+    from headrace_trainer.ray_learner.held import Copied, Held
 
 _SCRATCH = "headrace-rank-"
 
@@ -37,7 +38,7 @@ class Place:
 
 
 class Rank:
-    """Methods are called one at a time, but for `alive`."""
+    """Methods are called one at a time, but for `alive`, and those that write a copy beside a step."""
 
     def __init__(self, number: int, ranks: int, collective_timeout_s: float) -> None:
         # Read when torch is loaded. A thread that waits for another would else spin, on a CPU that others need.
@@ -97,17 +98,6 @@ class Rank:
         with path.open("ab") as file:
             file.write(piece)
 
-    def sizes(self, folder: str) -> Mapping[str, int]:
-        """The files in it, in bytes."""
-        root = Path(folder)
-        found = sorted(path for path in root.rglob("*") if path.is_file())
-        return {path.relative_to(root).as_posix(): path.stat().st_size for path in found}
-
-    def get(self, folder: str, name: str, start: int, size: int) -> bytes:
-        with (Path(folder) / name).open("rb") as file:
-            file.seek(start)
-            return file.read(size)
-
     def forget(self, folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -116,7 +106,7 @@ class Rank:
         from headrace_trainer.ray_learner.held import Held  # seconds, for torch
 
         self._held = None  # what was opened before gives its memory back first
-        self._held = Held.open(Path(folder), settings, self._number, self._ranks, peers, sharded=shard == "full")
+        self._held = Held.open(Path(folder), settings, self._number, self._ranks, peers, in_parts=shard == "full")
         return self._held.abilities
 
     def sequence_bound(self) -> int:
@@ -126,19 +116,37 @@ class Rank:
         """Raises `NotFinite`, in every rank or in none."""
         return self._open.step(batch, from_base=from_base)
 
-    def freeze(self, folder: str | None) -> None:
-        """Into `folder`, where one is given: the first rank's."""
-        self._open.freeze(None if folder is None else Path(folder))
+    def copy(self, number: int, base: str | None) -> Copied:
+        """What this rank adds to copy `number`, which replaces the one before."""
+        return self._open.copy(number, base)
 
-    def thaw(self, folder: str, with_random: bool) -> None:
-        self._open.thaw(Path(folder), with_random=with_random)
+    def write_copy(self, number: int, folder: str, mark: str) -> list[Piece] | None:
+        """Beside steps, as all that is about copies below. None where this is not the folder in which the trainer has
+        put its mark: another machine's, say."""
+        return self._open.write_copy(number, Path(folder)) if self.sees(folder, mark) else None
+
+    def pieces(self, number: int) -> list[Piece]:
+        """What `write_copy` would have written."""
+        return self._open.pieces(number)
+
+    def piece(self, number: int, wanted: Piece) -> bytes:
+        return self._open.piece(number, wanted)
+
+    def drop(self, number: int) -> None:
+        self._open.drop(number)
+
+    def sees(self, folder: str, mark: str) -> bool:
+        """Whether the trainer's folder is one of this machine's, or shared with it."""
+        try:
+            return (Path(folder) / MARK).read_text(encoding="ascii") == mark
+        except OSError:
+            return False
+
+    def restore(self, folder: str, with_random: bool) -> None:
+        self._open.restore(Path(folder), with_random=with_random)
 
     def load(self, folder: str) -> None:
         self._open.load(Path(folder))
-
-    def write(self, folder: str | None, base: str) -> Fingerprint | None:
-        """Into `folder`, where one is given: the first rank's. The answer is the first rank's as well."""
-        return self._open.write(None if folder is None else Path(folder), base)
 
     def fingerprint_of_base(self) -> Fingerprint:
         return self._open.fingerprint_of_base()

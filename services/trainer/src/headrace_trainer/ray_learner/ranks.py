@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,19 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace_runtime.errors import SettingError
+from headrace_runtime.versions import model_files
 from headrace_trainer.learner import Abandoned, LearnerLost, NotFinite
 from headrace_trainer.ray_learner.cluster import Cluster
+from headrace_trainer.ray_learner.pieces import MARK, PIECE_BYTES
 from headrace_trainer.ray_learner.rank import Place, Rank
 from headrace_trainer.ray_learner.settings import RaySettings
 from headrace_trainer.settings import ComputeSettings
 
-PIECE_BYTES = 32 << 20
-"""Of a file that goes to or comes from a rank."""
 _LOOK_S = 0.2
+_BESIDE = "beside"
+"""The thread of a rank that writes copies."""
+_ON_DISK = frozenset({"write_copy"})
+"""What fails where a disk is full, in one rank alone, and can be asked again."""
 
 
 class Ranks:
@@ -90,36 +95,41 @@ class Ranks:
             return ray.put(thing)
 
     @contextlib.contextmanager
-    def given(self, files: Mapping[str, Path | bytes]) -> Iterator[list[str]]:
-        """The folder, for each rank, that has these files while inside. Ranks of one machine share it."""
-        firsts = [[place.node for place in self.places].index(place.node) for place in self.places]
-        folders = {number: str(self.one(number, "folder")) for number in sorted(set(firsts))}
+    def given(self, folder: Path) -> Iterator[list[str]]:
+        """For each rank the folder in which it finds these files while inside: this one, where it sees it; else one
+        that ranks of its machine share."""
+        with marked(folder) as mark:
+            seen = self.all("sees", str(folder), mark)
+        nodes = [place.node for place in self.places]
+        firsts = [number if seen[number] else nodes.index(node) for number, node in enumerate(nodes)]
+        made: dict[int, str] = {}
         try:
-            for name, content in files.items():
-                for piece in _pieces(content):
+            made |= {one: str(self.one(one, "folder")) for one in sorted(set(firsts)) if not seen[one]}
+            for path in model_files(folder) if made else ():
+                for piece in _pieces(path):
                     sent = self.shared(piece)
-                    for number, folder in folders.items():
-                        self.one(number, "put", folder, name, sent)
-            yield [folders[number] for number in firsts]
+                    for number, there in made.items():
+                        self.one(number, "put", there, path.relative_to(folder).as_posix(), sent)
+            yield [made.get(first, str(folder)) for first in firsts]
         finally:
-            for number, folder in folders.items():
-                self._forget(number, folder)
+            for number, there in made.items():
+                self._forget(number, there)
 
-    @contextlib.contextmanager
-    def made(self) -> Iterator[list[str | None]]:
-        """For each rank the folder that it shall write into: the first rank's, and None for the others."""
-        folder = str(self.one(0, "folder"))
-        try:
-            yield [folder, *(None for _ in self._actors[1:])]
-        finally:
-            self._forget(0, folder)
+    def beside(self, method: str, *arguments: Any) -> list[Any]:
+        """The same as `all`, of what ranks do while they take steps. May be asked from another thread than the rest,
+        one at a time. Raises `OSError` as a rank does: then nothing is lost."""
+        return self._beside(method, self._actors, arguments)
 
-    def taken(self, folder: str | None) -> Iterator[tuple[str, bytes]]:
-        """What the first rank has written there: names and pieces, in order."""
-        for name, size in self.one(0, "sizes", folder).items():
-            yield name, b""
-            for start in range(0, size, PIECE_BYTES):
-                yield name, self.one(0, "get", folder, name, start, PIECE_BYTES)
+    def one_beside(self, number: int, method: str, *arguments: Any) -> Any:
+        return self._beside(method, self._actors[number : number + 1], arguments)[0]
+
+    def _beside(self, method: str, actors: list[Any], arguments: tuple[Any, ...]) -> list[Any]:
+        if self._lost is not None:
+            raise LearnerLost(self._lost)
+        with self._losing(method):
+            calls = [getattr(actor, method).options(concurrency_group=_BESIDE).remote(*arguments) for actor in actors]
+            self._wait(method, calls, None)
+            return list(ray.get(calls))
 
     def close(self) -> None:
         """End them. Again does nothing."""
@@ -141,7 +151,7 @@ class Ranks:
         if not self._group.wait(self._settings.start_timeout_s):
             remedy = f"the cluster has no room for so many with {bundle} each; it has {_resources()}"
             raise SettingError("trainer.ray.ranks", count, remedy)
-        actor = ray.remote(Rank)
+        actor: Any = ray.remote(concurrency_groups={_BESIDE: 1})(Rank)  # type: ignore[call-overload]
         for number in range(count):
             place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
             how = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": place}
@@ -208,6 +218,8 @@ class Ranks:
         except RayTaskError as error:
             if isinstance(error.cause, NotFinite):
                 raise error.cause from None
+            if isinstance(error.cause, OSError) and method in _ON_DISK:
+                raise error.cause from None
             if isinstance(error.cause, SettingError):  # in one rank, while others may wait for it
                 self._lost = str(error.cause)
                 raise error.cause from None
@@ -227,13 +239,20 @@ def _resources() -> dict[str, float]:
     return found
 
 
-def _pieces(content: Path | bytes) -> Iterator[bytes]:
+@contextlib.contextmanager
+def marked(folder: Path) -> Iterator[str]:
+    """With a mark by which a rank can tell that it sees the same folder."""
+    mark = uuid.uuid4().hex
+    (folder / MARK).write_text(mark, encoding="ascii")
+    try:
+        yield mark
+    finally:
+        (folder / MARK).unlink(missing_ok=True)
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
     """At least one, so that an empty file arrives too."""
-    if isinstance(content, bytes):
-        yield content[:PIECE_BYTES]
-        yield from (content[start : start + PIECE_BYTES] for start in range(PIECE_BYTES, len(content), PIECE_BYTES))
-        return
-    with content.open("rb") as file:
+    with path.open("rb") as file:
         yield file.read(PIECE_BYTES)
         while piece := file.read(PIECE_BYTES):
             yield piece

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import distribute_tensor
 
 from headrace_runtime.errors import SettingError
 from headrace_schemas.manifest import Fingerprint
@@ -80,13 +79,11 @@ class ShardedPolicy(Policy):
 
     @torch.no_grad()
     def fingerprint(self, published: Mapping[str, Tensor] | None = None) -> Fingerprint:
-        """`published` is looked at in the first rank; meanwhile the weights are what it says."""
+        """`published` has this rank's part of each; meanwhile the weights are what it says."""
         _apart(self.model)
         own = {name: held.to_local().clone() for name, held in self._held()} if published else {}
         for name, held in self._held() if published else ():
-            first = held.device_mesh.get_rank() == 0
-            given = (published or {})[name].float() if first else torch.empty(held.shape)
-            held.copy_(distribute_tensor(given.to(held.device), held.device_mesh, held.placements))
+            held.to_local().copy_((published or {})[name])
         found = super().fingerprint()
         _apart(self.model)
         for name, held in self._held() if own else ():

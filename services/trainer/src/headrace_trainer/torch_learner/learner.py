@@ -12,7 +12,7 @@ from headrace_runtime.logs import get_logger
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.algorithms.catalog.hindsight import hindsight_of
 from headrace_trainer.batches.batch import Batch
-from headrace_trainer.learner import Abilities, Frozen, StepResult
+from headrace_trainer.learner import Abilities, StepResult
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner import teacher, tensors, version_files
 from headrace_trainer.torch_learner.appraisal import Appraiser
@@ -22,12 +22,13 @@ from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.native import Compared, Native
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.step import train
+from headrace_trainer.whole import Frozen, WholeLearner
 
 log = get_logger(__name__)
 _NATIVE_REMEDY = "raise trainer.native.tokens"
 
 
-class TorchLearner:
+class TorchLearner(WholeLearner):
     """See `headrace_trainer.learner.Learner`."""
 
     def __init__(

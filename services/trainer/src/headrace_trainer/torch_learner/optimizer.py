@@ -12,6 +12,7 @@ from headrace_runtime.errors import SettingError
 from headrace_trainer.settings import OptimizerSettings
 from headrace_trainer.torch_learner import shards
 from headrace_trainer.torch_learner.adam import Adam
+from headrace_trainer.torch_learner.stored import Selected
 
 _UPDATES = "updates"
 
@@ -130,35 +131,38 @@ class Optimizer:
     def state(self) -> dict[str, Tensor]:
         """Copies on the CPU: `<parameter>/<what>`, the clocks and the number of updates; of shared tensors in the first
         process of a team, which asks for them by name."""
+        return {name: shards.kept(tensor) for name, tensor in self.references().items()}
+
+    def references(self) -> dict[str, Tensor]:
+        """The same, not copied, in the same order in every process."""
         found = {_UPDATES: torch.tensor([self.updates])}
-        found |= {name: shards.kept(tensor) for name, tensor in sorted(self._adam.state().items())}
+        found |= sorted(self._adam.state().items())
         if self._muon is not None:
             for name, parameter in self._parameters.items():
                 for what, value in self._muon.state.get(parameter, {}).items():
-                    found[f"{name}/{what}"] = shards.kept(value)
+                    found[f"{name}/{what}"] = value
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Continue where `state` was taken, by this release or by one that used torch's AdamW. Raises `SettingError`
         when that was another kind of optimizer."""
         self.reset()
-        entries = dict(state)
-        self.updates = int(entries.pop(_UPDATES))
-        moments: dict[str, Tensor] = {}
-        for key, value in entries.items():
+        self.updates = int(state[_UPDATES])
+        moments = []
+        for key in state:
             name, _, what = key.rpartition("/")
             if what == "momentum_buffer" and self._muon is not None and name not in self._adam.parameters:
                 parameter = self._parameters[name]
-                self._muon.state[parameter][what] = shards.as_held(parameter, value)
+                self._muon.state[parameter][what] = shards.as_held(parameter, state[key])
             elif what == "momentum_buffer" or (name and name not in self._adam.parameters):
                 raise SettingError(
                     "trainer.optimizer.kind",
                     self._settings.kind,
                     f"the saved lineage has another one for {name}; keep that, or choose another trainer.lineage",
                 )
-            else:
-                moments[key] = value
-        self._adam.load(moments)
+            elif key != _UPDATES:
+                moments.append(key)
+        self._adam.load(Selected(state, moments))
 
 
 def _total(norms: Iterable[Tensor]) -> Tensor:

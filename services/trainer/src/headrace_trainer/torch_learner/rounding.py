@@ -23,15 +23,15 @@ _BITS = 24
 """Of each draw; what float32 has."""
 
 
-def rounded(weights: Tensor, dtype: torch.dtype, name: str, how: How | None = None) -> Tensor:
+def rounded(weights: Tensor, dtype: torch.dtype, name: str, how: How | None = None, start: int = 0) -> Tensor:
     """`weights`, float32, in `dtype`; `name` tells their draws from those of others. Every device rounds alike.
-    `how`: `part` in another form."""
+    `how`: `part` in another form. `start`: where these begin in the whole tensor, when they are a part of one."""
     if dtype not in (torch.bfloat16, torch.float16):
         return weights.to(dtype)
     flat, seed = weights.reshape(-1), zlib.crc32(name.encode())
     chunk = len(flat) if how else _CHUNK
     starts = range(0, len(flat), max(1, chunk))
-    parts = [(how or part)(flat[at : at + chunk], dtype, torch.tensor(at + (seed << 20))) for at in starts]
+    parts = [(how or part)(flat[at : at + chunk], dtype, torch.tensor(start + at + (seed << 20))) for at in starts]
     return torch.cat(parts).reshape(weights.shape) if parts else weights.to(dtype)
 
 

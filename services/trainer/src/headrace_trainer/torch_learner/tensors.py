@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from headrace_trainer.learner import Frozen
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
+from headrace_trainer.torch_learner.stored import Selected
+from headrace_trainer.whole import Frozen
 
 _RANDOM = "random/"
 _APPRAISER = "appraiser/"
@@ -18,14 +19,22 @@ _APPRAISER = "appraiser/"
 
 def freeze(policy: Policy, optimizer: Optimizer, lineage: str, appraiser: Mapping[str, Tensor] | None = None) -> Frozen:
     """Equal tensors give equal bytes. `appraiser`: the state of one, where there is one."""
-    random = {f"{_RANDOM}cpu": torch.get_rng_state()}
-    if policy.device.type == "cuda":
-        random[f"{_RANDOM}cuda"] = torch.cuda.get_rng_state(policy.device)
-    about = {
-        "headrace": f"training state of lineage {lineage}"
-    }  # one entry: safetensors writes several in random order
+    about, random = about_state(lineage), random_state(policy)
     beside = {f"{_APPRAISER}{name}": tensor for name, tensor in (appraiser or {}).items()}
     return Frozen(_bytes(policy.tensors(), about), _bytes(optimizer.state() | random | beside, about))
+
+
+def about_state(lineage: str) -> dict[str, str]:
+    """Metadata of both files. One entry: safetensors writes several in random order."""
+    return {"headrace": f"training state of lineage {lineage}"}
+
+
+def random_state(policy: Policy) -> dict[str, Tensor]:
+    """Of this process, by the names that it is saved under."""
+    found = {f"{_RANDOM}cpu": torch.get_rng_state()}
+    if policy.device.type == "cuda":
+        found[f"{_RANDOM}cuda"] = torch.cuda.get_rng_state(policy.device)
+    return found
 
 
 def thaw(policy: Policy, optimizer: Optimizer, frozen: Frozen, *, with_random: bool) -> dict[str, Tensor]:
@@ -42,18 +51,16 @@ def restore(
     *,
     with_random: bool,
 ) -> dict[str, Tensor]:
-    """The same, from the tensors in the two."""
-    tensors = dict(state)
-    names = [name for name in tensors if name.startswith(_APPRAISER)]
-    beside = {name.removeprefix(_APPRAISER): tensors.pop(name) for name in names}
-    random = {name.removeprefix(_RANDOM): tensors.pop(name) for name in list(tensors) if name.startswith(_RANDOM)}
+    """The same, from the tensors in the two, of which no more than one is asked for at a time."""
+    beside = Selected(state, (name for name in state if name.startswith(_APPRAISER)), _APPRAISER)
+    random = Selected(state, (name for name in state if name.startswith(_RANDOM)), _RANDOM)
     policy.load(weights)
-    optimizer.load(tensors)
+    optimizer.load(Selected(state, (name for name in state if not name.startswith((_APPRAISER, _RANDOM)))))
     if with_random:
         torch.set_rng_state(random["cpu"])
         if policy.device.type == "cuda" and "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"], policy.device)
-    return beside
+    return dict(beside)
 
 
 def _bytes(tensors: dict[str, Tensor], about: dict[str, str]) -> bytes:

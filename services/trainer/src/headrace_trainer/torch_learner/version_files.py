@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import modeling_utils
 
 from headrace_runtime.versions import is_weights, model_files
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.rounding import rounded
+
+ABOUT = {"format": "pt"}
+"""The metadata that the library gives to a file of weights."""
 
 
 def dtype_of(folder: Path) -> torch.dtype:
@@ -39,6 +45,35 @@ def save_weights(policy: Policy, folder: Path, weights: Mapping[str, Tensor]) ->
     for path in model_files(folder):
         if not is_weights(path.name):  # what the library has made of the configuration; the base's own counts
             path.unlink()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What `save_weights` would write, without writing it."""
+
+    files: Mapping[str, Mapping[str, Tensor]]
+    """The tensors of each file, by their names in it. A given one that is in a file as it is, is the very object."""
+    texts: Mapping[str, bytes]
+    """Which file holds which, where there are several."""
+
+
+def planned(policy: Policy, weights: Mapping[str, Tensor]) -> Planned:
+    """`weights` may have no values (`meta`). One thread of a process at a time."""
+    files: dict[str, Mapping[str, Tensor]] = {}
+
+    def note(tensors: Mapping[str, Tensor], filename: str, metadata: Mapping[str, str]) -> None:
+        assert dict(metadata) == ABOUT
+        files[Path(filename).name] = dict(tensors)
+
+    writes = modeling_utils.safe_save_file
+    with tempfile.TemporaryDirectory(prefix="headrace-plan-") as name:
+        modeling_utils.safe_save_file = note  # the library has no other way of saying it
+        try:
+            save_weights(policy, Path(name), weights)
+        finally:
+            modeling_utils.safe_save_file = writes
+        texts = {path.name: path.read_bytes() for path in model_files(Path(name))}
+    return Planned(files, texts)
 
 
 def write_adapter(policy: Policy, folder: Path, base: str) -> Fingerprint:

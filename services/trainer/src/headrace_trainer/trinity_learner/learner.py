@@ -22,7 +22,7 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.logs import get_logger
 from headrace_schemas.manifest import Fingerprint
 from headrace_trainer.batches.batch import Batch
-from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, Abilities, Frozen, LearnerLost, NotFinite, StepResult
+from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, Abilities, LearnerLost, NotFinite, StepResult
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trinity_learner import disk as files
 from headrace_trainer.trinity_learner.buffer import Buffer
@@ -40,6 +40,7 @@ from headrace_trainer.trinity_learner.packed import packed, unpacked
 from headrace_trainer.trinity_learner.rows import Handed, finite, rows_of
 from headrace_trainer.trinity_learner.runner import TrinityProcess
 from headrace_trainer.trinity_learner.settings import TrinitySettings
+from headrace_trainer.whole import Frozen, WholeLearner
 
 log = get_logger(__name__)
 _LOOK_S = 0.1
@@ -65,7 +66,7 @@ class Going:
     at: TrinityPoint
 
 
-class TrinityLearner:
+class TrinityLearner(WholeLearner):
     """See `headrace_trainer.learner.Learner`."""
 
     def __init__(self, disk: Disk, settings: TrainerSettings) -> None:

@@ -1,0 +1,141 @@
+"""Ranks that write their own parts make the file that one process writes, and a file that is not whole is noticed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from headrace_trainer.learner import LearnerLost
+from headrace_trainer.ray_learner import parts
+from headrace_trainer.ray_learner.parts import OwnPart
+from headrace_trainer.ray_learner.pieces import Piece, check
+from headrace_trainer.ray_learner.version_parts import _entries
+from headrace_trainer.settings import ComputeSettings, LoraSettings
+from headrace_trainer.torch_learner import version_files
+from headrace_trainer.torch_learner.layout import layout
+from headrace_trainer.torch_learner.model.policy import Policy
+from headrace_trainer.torch_learner.rounding import rounded
+from headrace_trainer.torch_learner.stored import Selected, StoredTensors
+
+ABOUT = {"headrace": "training state of lineage é"}
+KINDS = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+
+def made(seed: int) -> dict[str, Tensor]:
+    draw = random.Random(seed)
+    shapes = [(), (0, 3), (1,), (5,), (7, 3), (2, 3, 4), (16, 2)]
+    return {
+        f'model.{draw.random()}.{number}"ö': torch.randint(0, 200, draw.choice(shapes)).to(draw.choice(KINDS))
+        for number in range(draw.randrange(1, 12))
+    }
+
+
+def cut(tensor: Tensor, rank: int, ranks: int) -> OwnPart | None:
+    """By rows, as FSDP2 does; what has no rows is the first rank's."""
+    if tensor.ndim == 0:
+        return OwnPart(tensor, 0) if rank == 0 else None
+    each = -(-len(tensor) // ranks)
+    start = min(rank * each, len(tensor))
+    return OwnPart(tensor[start : start + each], start * (tensor.numel() // max(1, len(tensor))))
+
+
+def written(folder: Path, tensors: dict[str, Tensor], ranks: int) -> tuple[Path, list[Piece]]:
+    pieces: list[Piece] = []
+    for rank in range(ranks):
+        held = {name: cut(tensor, rank, ranks) for name, tensor in tensors.items()}
+        size, mine = parts.ranges("one.safetensors", tensors, held, ABOUT, first=rank == 0)
+        if rank == 0:
+            (folder / "one.safetensors").write_bytes(bytes(size))
+        pieces += parts.write(folder, mine)
+    check(folder, {"one.safetensors": size}, pieces)
+    return folder / "one.safetensors", pieces
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(12))
+def test_ranks_write_the_file_of_one_process(
+    tmp_path: Path, seed: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "PIECE_BYTES", 16)
+    tensors = made(seed)
+    path, _ = written(tmp_path, tensors, ranks)
+    assert path.read_bytes() == save(tensors, metadata=ABOUT)
+    read = StoredTensors(path)
+    assert sorted(read) == sorted(tensors)
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    assert "nobody" not in read
+    some = Selected(read, [name for name in read if name.endswith('"ö')], "model.")
+    assert all(torch.equal(some[name], tensors[f"model.{name}"]) for name in some)
+
+
+def test_a_layout_needs_no_values(tmp_path: Path) -> None:
+    tensors = made(3)
+    bare = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    assert layout(bare, ABOUT) == layout(tensors, ABOUT)
+
+
+Fault = Callable[[list[Piece]], list[Piece]]
+FAULTS: dict[str, Fault] = {
+    "one is missing": lambda pieces: pieces[:3] + pieces[4:],
+    "the last is missing": lambda pieces: pieces[:-1],
+    "one is there twice": lambda pieces: [*pieces, pieces[2]],
+    "one is of another copy": lambda pieces: [replace(pieces[0], crc32=pieces[0].crc32 ^ 1), *pieces[1:]],
+    "one is of another file": lambda pieces: [*pieces[1:], replace(pieces[0], file="two.safetensors")],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_part_that_is_not_there_is_noticed(tmp_path: Path, fault: str) -> None:
+    path, pieces = written(tmp_path, made(5), 2)
+    assert len(pieces) > 4
+    with pytest.raises(LearnerLost, match=r"not written .* whole"):
+        check(tmp_path, {path.name: path.stat().st_size}, FAULTS[fault](sorted(pieces)))
+
+
+@pytest.mark.parametrize("damage", ["torn", "cut off"])
+def test_a_rank_that_died_while_it_wrote_is_noticed(tmp_path: Path, damage: str) -> None:
+    """It had said so, or the folder is not what it seems: what is in the file counts."""
+    path, pieces = written(tmp_path, {"a": torch.arange(100.0), "b": torch.ones(100)}, 2)
+    content = path.read_bytes()
+    path.write_bytes(content[:-40] + bytes(40) if damage == "torn" else content[:-40])
+    with pytest.raises(LearnerLost, match=r"not written .* whole"):
+        check(tmp_path, {path.name: len(content)}, pieces)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_part_is_rounded_as_the_whole_is(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(41, 7)
+    owned: Sequence[OwnPart | None] = [cut(whole, rank, 3) for rank in range(3)]
+    found = [rounded(one.values, dtype, "w", start=one.start) for one in owned if one is not None]
+    assert torch.equal(torch.cat(found), rounded(whole, dtype, "w"))
+
+
+def test_the_library_says_where_each_tensor_goes(base: Path, tmp_path: Path) -> None:
+    policy = Policy.open(base, ComputeSettings(), LoraSettings(), 0)
+    bare = {name: torch.empty(p.shape, device="meta") for name, p in policy.parameters.items()}
+    planned = version_files.planned(policy, bare)
+    files = _entries(planned, bare)
+    assert files is not None
+    version_files.save_weights(policy, tmp_path, policy.tensors())
+    assert {path.name for path in tmp_path.iterdir()} == files.keys() | planned.texts.keys()
+    for name, entries in files.items():
+        there = StoredTensors(tmp_path / name)
+        assert set(there) == set(entries)
+        assert all(torch.equal(there[key], policy.parameters[str(one.name)]) for key, one in entries.items())
+
+
+def test_tensors_that_a_file_holds_in_another_form_are_not_cut(base: Path) -> None:
+    policy = Policy.open(base, ComputeSettings(), LoraSettings(), 0)
+    bare = {name: torch.empty(p.shape, device="meta") for name, p in policy.parameters.items()}
+    planned = version_files.planned(policy, bare)
+    (file,) = planned.files
+    made_of_ours = {**planned.files[file], "experts.0": torch.empty(3, device="meta")}
+    assert _entries(replace(planned, files={file: made_of_ours}), bare) is None
