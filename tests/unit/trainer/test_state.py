@@ -135,6 +135,22 @@ def test_a_new_lineage_is_at_its_first_version_until_it_steps() -> None:
     assert (state.steps, state.current, state.promoted) == (1, None, (name(0),))
 
 
+def test_what_a_save_that_failed_reports_comes_before_what_was_said_since() -> None:
+    state = ledger_on(chain(0))
+    for number in range(4):
+        state.admit(experience(number, name(0)), (0, number), START)
+    first, second, third, last = state.waiting
+    state.drop(first, "stale")
+    state.drop(second, "stale")
+    reported = state.hand_over()
+    assert [one.experience_id for one in reported.outcomes] == ["e0", "e1"]
+    state.drop(third, "stale")
+    state.drop(last, "stale")
+    assert [one.experience_id for one in state.outcomes] == ["e2", "e3"]
+    state.take_back(reported)
+    assert [one.experience_id for one in state.outcomes] == ["e0", "e1", "e2", "e3"]
+
+
 def test_what_could_change_the_weights_again_is_never_forgotten() -> None:
     """Not even when it is only fresh for the champion that the weights may go back to."""
     state = ledger_on(chain(1), steps=1, window_experiences=1)
