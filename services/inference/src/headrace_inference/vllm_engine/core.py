@@ -5,6 +5,7 @@ The shapes are those of `vllm.v1.engine.async_llm.AsyncLLM` and of what it gives
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,3 +126,10 @@ class Core:
     @property
     def adapters(self) -> int:
         return len(self.versions - {self.base})
+
+    async def stop(self) -> None:
+        """End its process. What waits for its answers ends first: it would log the end as a failure."""
+        handler: asyncio.Task[None] | None = getattr(self.llm, "output_handler", None)
+        if handler is not None:
+            handler.cancel()
+        await asyncio.to_thread(self.llm.shutdown)

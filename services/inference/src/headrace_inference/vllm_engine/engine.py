@@ -94,7 +94,7 @@ class VllmEngine:
         core.versions.discard(version)
         if not core.versions:
             del self._cores[core.base]
-            await asyncio.to_thread(core.llm.shutdown)
+            await core.stop()
         elif loaded.adapter is not None and not core.llm.errored:
             await core.llm.remove_lora(loaded.number)
 
@@ -289,7 +289,7 @@ class VllmEngine:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         for core in self._cores.values():
-            await asyncio.to_thread(core.llm.shutdown)
+            await core.stop()
         self._cores.clear()
         self._loaded.clear()
 
