@@ -101,7 +101,7 @@ async def score(url: str, folder: Path, turns: int, old: int, name: str) -> dict
             await fill_scorer(made.processor.database, turns, ages, progress.at)
         fill_s = round(time.monotonic() - began, 1)
         steps: dict[str, Step] = {
-            "forget": partial(scorer.forget, retention_s=settings.retention_s),
+            **{one.__name__: partial(one, retention_s=settings.retention_s) for one in scorer.FORGETTING},
             "measure": scorer.measure,
             "forget_ids": made.processor._forget_ids,
         }

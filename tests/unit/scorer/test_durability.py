@@ -69,6 +69,13 @@ async def test_functions_that_are_gone_hold_nothing_up(open_scorer: Open) -> Non
         assert rig.experiences() == [(0, 0, 0.5, None)]
 
 
+async def forget(rig: Rig) -> None:
+    """What is older than 500 s."""
+    for one in upkeep.FORGETTING:
+        async with rig.stream.processor.database.transaction() as tx:
+            await one(tx, rig.stream.clock.now(), 500)
+
+
 async def test_retention_forgets_everything_about_old_trajectories(open_scorer: Open) -> None:
     async with open_scorer(half) as rig:
         turn = ask([user("q")])
@@ -80,15 +87,13 @@ async def test_retention_forgets_everything_about_old_trajectories(open_scorer: 
         late = closed(ask([user("l")], session="late"), session="late")
         await rig.stream.deliver(late)
         unfinished = await rig.perform()
-        async with rig.stream.processor.database.transaction() as tx:
-            await upkeep.forget(tx, rig.stream.clock.now(), 500)
+        await forget(rig)
         kept = {
             name: await rig.stream.count(name) for name in ("trajectories", "turns", "ledger", "feedback", "listed")
         }
         assert kept == {"trajectories": 2, "turns": 2, "ledger": 1, "feedback": 0, "listed": 0}
         rig.stream.clock.advance(1000)
-        async with rig.stream.processor.database.transaction() as tx:
-            await upkeep.forget(tx, rig.stream.clock.now(), 500)
+        await forget(rig)
         await rig.stream.step(rig.scoring.enter(unfinished))
         assert await rig.stream.count("jobs") == 0, "a result for a forgotten trajectory goes nowhere"
         await rig.deliver(feedback("s", turn, value=0.0))

@@ -34,7 +34,8 @@ async def _use(rig: Rig, settings: ScorerSettings) -> None:
     await rig.pass_time(settings.reward_wait_s + 1)
     await rig.scoring.take_over(rig.stream.processor.database, rig.stream.clock.now())
     await rig.stream.step(upkeep.measure)
-    await rig.stream.step(partial(upkeep.forget, retention_s=settings.retention_s))
+    for forget in upkeep.FORGETTING:
+        await rig.stream.step(partial(forget, retention_s=settings.retention_s))
     rig.stream.clock.advance(settings.retention_s * 2)
     await rig.stream.processor.prune()
 

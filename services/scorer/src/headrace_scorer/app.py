@@ -80,7 +80,10 @@ def service(common: Common, settings: ScorerSettings, pool: FunctionPool) -> Str
         timers=[
             Timer(_END_WAITING_INTERVAL_S, end_waiting),
             Timer(_REMATCH_INTERVAL_S, scorer.rematch),
-            Timer(_FORGET_INTERVAL_S, partial(upkeep.forget, retention_s=settings.retention_s)),
+            *(
+                Timer(_FORGET_INTERVAL_S, partial(forget, retention_s=settings.retention_s))
+                for forget in upkeep.FORGETTING
+            ),
             Timer(_MEASURE_INTERVAL_S, upkeep.measure),
         ],
         workers=lambda processor: [

@@ -43,41 +43,53 @@ async def end_waiting(tx: AsyncConnection, now: datetime, scores: ScoreStore, po
     return Unfinished(experiences) if len(found) == _ENDED_AT_ONCE_MAX else experiences
 
 
-async def forget(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
+async def forget_trajectories(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
     """Delete what is older than `retention_s`, some at a time. It cannot be revised after that."""
-    horizon = epoch_ms(now - timedelta(seconds=retention_s))
+    horizon = _horizon(now, retention_s)
     arrived = trajectories.c.arrived_ms
     old = select(trajectories.c.trajectory_id).where(arrived <= horizon).order_by(arrived).limit(_FORGOTTEN_AT_ONCE_MAX)
     names = (await tx.execute(old)).scalars().all()
     for table in (trajectories, turns, turn_owners, ledger, run_features, thumbs, agreement_pairs):
         if names:
             await tx.execute(delete(table).where(table.c.trajectory_id.in_(names)))
+    return Unfinished() if len(names) == _FORGOTTEN_AT_ONCE_MAX else []
+
+
+async def forget_feedback(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
+    """As `forget_trajectories`, of feedback."""
+    horizon = _horizon(now, retention_s)
     said = feedback.c.arrived_ms
     stale = select(feedback.c.event_id).where(said <= horizon).order_by(said).limit(_FORGOTTEN_AT_ONCE_MAX)
     events = (await tx.execute(stale)).scalars().all()
     for table in (feedback, listed):
         if events:
             await tx.execute(delete(table).where(table.c.event_id.in_(events)))
-    strays = await _forget_strays(tx, horizon)
-    return Unfinished() if strays or _FORGOTTEN_AT_ONCE_MAX in (len(names), len(events)) else []
+    return Unfinished() if len(events) == _FORGOTTEN_AT_ONCE_MAX else []
 
 
-async def _forget_strays(tx: AsyncConnection, horizon: int) -> bool:
-    """Delete the oldest ledger entries about trajectories that are not known. Whether there may be more.
-
-    An entry that is older than its trajectory is deleted together with the trajectory.
-    """
+async def forget_strays(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
+    """As `forget_trajectories`, of the oldest ledger entries about trajectories that are not known. An entry that is
+    older than its trajectory is deleted together with the trajectory."""
+    horizon = _horizon(now, retention_s)
     entry = ledger.c.arrived_ms
     oldest = select(ledger.c.trajectory_id).where(entry <= horizon).order_by(entry).limit(_FORGOTTEN_AT_ONCE_MAX)
     named = set((await tx.execute(oldest)).scalars())
     if not named:
-        return False
+        return []
     known = select(trajectories.c.trajectory_id).where(trajectories.c.trajectory_id.in_(named))
     strays = named - set((await tx.execute(known)).scalars())
     if strays:
         old = ledger.c.trajectory_id.in_(strays) & (entry <= horizon)
         await tx.execute(delete(ledger).where(old))
-    return bool(strays)
+    return Unfinished() if strays else []
+
+
+FORGETTING = (forget_trajectories, forget_feedback, forget_strays)
+"""Each in a transaction of its own, so that nothing else waits long for any of them."""
+
+
+def _horizon(now: datetime, retention_s: float) -> int:
+    return epoch_ms(now - timedelta(seconds=retention_s))
 
 
 async def measure(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
