@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -24,10 +25,9 @@ PART = f"preference/{turn(1)}/0/p"
 PAIR = Signals(preferences=True, paired=True)
 
 
-def word(revision: int, reward: float | None, which: str = "chosen") -> Experience:
+def word(revision: int, reward: float | None, which: Literal["chosen", "rejected"] = "chosen") -> Experience:
     """Of a run with a reward, or none, one answer of which was compared."""
-    compared = side("p", "chosen" if which == "chosen" else "rejected", turn(1))
-    return told(1, name(0), preferences=(compared,), reward=reward, revision=revision)
+    return told(1, name(0), preferences=(side("p", which, turn(1)),), reward=reward, revision=revision)
 
 
 def waits(state: LineageState, one: Experience) -> Waiting:
