@@ -51,8 +51,7 @@ class BlobStore:
 
     def ref(self, data: bytes) -> BlobRef:
         """The reference that `put` would return, without storing anything."""
-        digest = hashlib.sha256(data).hexdigest()
-        return BlobRef(uri=self._fs.unstrip_protocol(self._path(digest)), sha256=digest, size=len(data))
+        return self._ref(hashlib.sha256(data).hexdigest(), len(data))
 
     def put(self, data: bytes) -> BlobRef:
         """Store and return the reference. Atomic: a blob is whole or absent. Raises `Unavailable`."""
@@ -69,9 +68,8 @@ class BlobStore:
         """The same of a file, of which no more than a piece is in memory. `move`: the file is gone afterwards, and
         where the store is a folder of the same disk (`scratch`), nothing is copied."""
         try:
-            digest, size = digest_of(path)
-            target = self._path(digest)
-            ref = BlobRef(uri=self._fs.unstrip_protocol(target), sha256=digest, size=size)
+            ref = self._ref(*digest_of(path))
+            target = self._path(ref.sha256)
             if not self._fs.exists(target):
                 self._write_file(target, path, move=move)
         except OSError as error:
@@ -239,6 +237,9 @@ class BlobStore:
             if place is not None and disk.is_full(error):
                 raise disk.no_room(place) from error
             raise Unavailable(f"blob {ref.sha256} in {self.url}: {error}") from error
+
+    def _ref(self, digest: str, size: int) -> BlobRef:
+        return BlobRef(uri=self._fs.unstrip_protocol(self._path(digest)), sha256=digest, size=size)
 
     def _corrupt(self, ref: BlobRef, size: int) -> CorruptBlob:
         path = self._path(ref.sha256)

@@ -148,8 +148,13 @@ def read_manifest(blobs: BlobStore, ref: BlobRef) -> Manifest:
 
 
 def unpack(blobs: BlobStore, manifest: Manifest, folder: Path) -> Path:
-    """Write a version's files into `folder`, each checked against its digest. Blocks. Raises `CorruptBlob`."""
-    for file in manifest.files:
+    """`fetch_files` of a version."""
+    return fetch_files(blobs, manifest.files, folder)
+
+
+def fetch_files(blobs: BlobStore, files: Iterable[File], folder: Path) -> Path:
+    """Write a model's files into `folder`, each checked against its digest. Blocks. Raises as `BlobStore.get` does."""
+    for file in files:
         blobs.get_file(file.blob, folder / file.path)
     return folder
 

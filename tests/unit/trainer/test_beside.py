@@ -15,6 +15,7 @@ from headrace_runtime.blobs import BlobStore
 from headrace_runtime.errors import Unavailable
 from headrace_schemas.blobs import BlobRef
 from headrace_trainer.lineage.store import LineageStore
+from headrace_trainer.settings import TrainerSettings
 from tests.simulation import learner as simulated
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_crash import result
@@ -116,13 +117,18 @@ async def test_what_comes_of_it_is_the_same(tmp_path: Path, make: Make) -> None:
     assert ends[0] == ends[1]
 
 
+async def with_the_store_away(world: World, settings: TrainerSettings, times: int) -> None:
+    """A lineage with eight experiences to train, whose store then fails so many times."""
+    first = await begun(world, settings)
+    assert isinstance(world.blobs, SlowBlobs)
+    world.blobs.pace.away = times
+    world.bus.produce(*(experience(n, first, reward=n % 3, task="t") for n in range(8)))
+
+
 async def test_a_store_that_is_away_is_waited_for(tmp_path: Path, make: Make) -> None:
     settings = make(save_beside=True, retry_s=30.0)
     world = world_in(tmp_path)
-    first = await begun(world, settings)
-    assert isinstance(world.blobs, SlowBlobs)
-    world.blobs.pace.away = 2
-    world.bus.produce(*(experience(n, first, reward=n % 3, task="t") for n in range(8)))
+    await with_the_store_away(world, settings, 2)
     await world.run(settings)
     assert len(world.bus.fates) == 8
     assert [one.step for one in world.bus.checkpoints] == [0, 1, 2]
@@ -131,13 +137,11 @@ async def test_a_store_that_is_away_is_waited_for(tmp_path: Path, make: Make) ->
 async def test_a_store_that_stays_away_ends_the_process_and_costs_nothing(tmp_path: Path, make: Make) -> None:
     settings = make(save_beside=True, retry_s=0.2)
     world = world_in(tmp_path)
-    first = await begun(world, settings)
-    assert isinstance(world.blobs, SlowBlobs)
-    world.blobs.pace.away = 1000
-    world.bus.produce(*(experience(n, first, reward=n % 3, task="t") for n in range(8)))
+    await with_the_store_away(world, settings, 1000)
     with pytest.raises(Unavailable, match="away"):
         await world.run(settings)
     assert not world.bus.fates, "nothing is announced that is not durable"
+    assert isinstance(world.blobs, SlowBlobs)
     world.blobs.pace.away = 0
     await world.run(settings)
     assert len(world.bus.fates) == 8

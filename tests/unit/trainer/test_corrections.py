@@ -176,7 +176,7 @@ async def test_a_correction_of_what_an_earlier_release_trained_is_trained_with_i
     entry = saved.window["e1"]
     unknown = tuple(one.model_copy(update={"token_weight": 0.0}) for one in entry.contributions)
     window = saved.window | {"e1": entry.model_copy(update={"contributions": unknown})}
-    store.save(saved.model_copy(update={"window": window}), ())
+    store.save(saved.model_copy(update={"window": window}))
     store.release()
     world.bus.produce(experience(1, version, None, revision=1))
     trainer = await world.run(make(), wait_s=31)

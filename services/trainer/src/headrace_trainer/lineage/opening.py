@@ -17,10 +17,10 @@ from headrace_trainer.experiences.admission import limits_of
 from headrace_trainer.experiences.history import History, Published
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.window import Window
-from headrace_trainer.learner import OPTIMIZER, WEIGHTS, Learner
+from headrace_trainer.learner import Learner
 from headrace_trainer.lineage import versions
 from headrace_trainer.lineage.lineage import Lineage
-from headrace_trainer.lineage.saved import Saved, Tensors
+from headrace_trainer.lineage.saved import Saved
 from headrace_trainer.lineage.store import LineageStore, LineageTaken, replayed
 from headrace_trainer.settings import TrainerSettings
 
@@ -91,7 +91,7 @@ def _begin(
     copy = learner.copy(None)
     with store.scratch() as folder:
         copy.write(folder)
-        present = Tensors(weights=store.put_file(folder / WEIGHTS), optimizer=store.put_file(folder / OPTIMIZER))
+        present = store.packed(folder)
     copy.drop()
     version = manifest.version
     saved = Saved(
@@ -113,7 +113,7 @@ def _begin(
         checkpoint=Checkpoint(time=now, model=name, version=version, lineage=lineage, step=0, manifest=ref),
         metrics=TrainingMetrics(time=now, model=name, lineage=lineage, step=0, account=0, version=version),
     )
-    store.save(saved, ())
+    store.save(saved)
     return manifest, saved
 
 

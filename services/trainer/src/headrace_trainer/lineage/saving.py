@@ -24,7 +24,7 @@ from headrace_schemas.manifest import Manifest
 from headrace_trainer.batches import summary
 from headrace_trainer.experiences.history import History, Published
 from headrace_trainer.experiences.state import Reported
-from headrace_trainer.learner import OPTIMIZER, VERSION, WEIGHTS, Copy
+from headrace_trainer.learner import VERSION, Copy
 from headrace_trainer.lineage import versions
 from headrace_trainer.lineage.health import Health
 from headrace_trainer.lineage.saved import Saved, Tensors
@@ -91,13 +91,11 @@ class Save:
                 present = self.before.present
                 if self.copy is not None:
                     self.copy.write(folder)
-                    present = Tensors(
-                        weights=store.put_file(folder / WEIGHTS), optimizer=store.put_file(folder / OPTIMIZER)
-                    )
+                    present = store.packed(folder)
                 found = self._published(folder / VERSION, present)
             history = self._history_with(found[0].version, found[1]) if found else self.moment.history
             saved = self._picture(history, present, found)
-            store.save(saved, ())
+            store.save(saved)
             if self.copy is not None:
                 self.copy.drop()
         self.made = saved, history, found is not None

@@ -12,7 +12,7 @@ own, so nothing that a former owner still writes or removes can touch what its s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -131,10 +131,6 @@ class LineageStore:
                 number = found[0]  # it may have been replaced while we read it
         raise Unavailable(self._advise("is saved faster than it can be read"))
 
-    def ref(self, data: bytes) -> BlobRef:
-        """The reference that `data` will have when we save it."""
-        return self._area(self._epoch).ref(data)
-
     def get(self, ref: BlobRef) -> bytes:
         """One blob of the state. Raises `CorruptBlob` when it is damaged, `Unavailable` when it is not there."""
         with self._advising():
@@ -175,12 +171,17 @@ class LineageStore:
                 raise
             raise disk.no_room(area.url) if disk.is_full(error) else Unavailable(f"{area.url}: {error}") from error
 
-    def put_file(self, path: Path) -> BlobRef:
-        """Make the file, which is gone afterwards, a blob of the next save. Raises as `save` does."""
-        return self._put(lambda area: area.put_file(path, move=True), self._area(self._epoch))
+    def packed(self, folder: Path) -> Tensors:
+        """The files that a copy wrote into `folder`, which are gone afterwards, as blobs of the next save: what
+        `unpacked` unpacks. Raises as `save` does."""
+        area = self._area(self._epoch)
+        weights, optimizer = (
+            self._put(partial(BlobStore.put_file, path=folder / name, move=True), area) for name in (WEIGHTS, OPTIMIZER)
+        )
+        return Tensors(weights=weights, optimizer=optimizer)
 
-    def save(self, saved: Saved, new: Iterable[bytes]) -> None:
-        """Make `saved` the truth. `new` holds the bytes of those of its blobs that are not stored yet.
+    def save(self, saved: Saved) -> None:
+        """Make `saved` the truth; its blobs are stored (`packed`).
 
         Raises `LineageTaken` when the lineage is not ours any more, `Unavailable` when the store is away: then it may
         have happened, and saving again is right.
@@ -188,9 +189,7 @@ class LineageStore:
         old = self._pointer
         assert old is not None, "a lineage is taken before it is saved"
         area = self._area(old.epoch)
-        for data in (*new, state := saved.model_dump_json().encode()):
-            self._put(partial(BlobStore.put, data=data), area)
-        ref = area.ref(state)
+        ref = self._put(partial(BlobStore.put, data=saved.model_dump_json().encode()), area)
         used = {digest: old.epoch if digest in self._written else old.epochs[digest] for digest in saved.blobs()}
         pointer = Pointer(epoch=old.epoch, owner=self.owner, state=ref, epochs=used | {ref.sha256: old.epoch})
         self._swap(pointer)

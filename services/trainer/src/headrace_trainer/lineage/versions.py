@@ -32,9 +32,7 @@ def check_base(folder: Path) -> None:
 def unpacked(blobs: BlobStore, files: Iterable[File]) -> Iterator[Path]:
     """A folder with these files, for as long as the body runs. Raises `CorruptBlob` or `Unavailable`."""
     with tempfile.TemporaryDirectory(prefix="headrace-version-") as name:
-        for file in files:
-            blobs.get_file(file.blob, Path(name) / file.path)
-        yield Path(name)
+        yield store.fetch_files(blobs, files, Path(name))
 
 
 def base_files(blobs: BlobStore, folder: Path) -> tuple[File, ...]:
