@@ -134,6 +134,22 @@ async def test_by_the_rules_time_is_not_repeated(tmp_path: Path, make: Make) -> 
     assert foretold.waiting == left < SETTINGS["batch_experiences_min"]
 
 
+async def test_a_step_that_changes_nothing_makes_no_version(tmp_path: Path, make: Make) -> None:
+    """A first run alone is compared with nothing. What is stale later depends on how many versions there were."""
+    rules = SETTINGS | {"batch_experiences_min": 1, "max_staleness": 1, "optimizer": {"weight_decay": 0.1}}
+    settings, world = make(**rules), World(tmp_path)
+    await world.run(settings)
+    base = world.bus.checkpoints[0].version
+    for numbers in ([0], [1, 2], [3, 4], [5]):
+        world.bus.produce(*(experience(n, base, reward=n % 3, task="t", run=str(n)) for n in numbers))
+        await world.run(settings, wait_s=settings.batch_wait_s)
+    batches = [batch.experiences for account in world.bus.accounts for batch in account.batches]
+    assert batches == [1, 2, 2], "only the last one is two versions behind"
+    foretold = planned(world, make(**rules, **AGAIN, cut="recorded"), recorded(world))
+    assert [batch.digest for batch in foretold.batches] == digests(world.bus.accounts)
+    assert foretold.versions == world.bus.checkpoints[-1].step == len(batches) - 1
+
+
 async def test_a_lineage_keeps_its_topic(tmp_path: Path, make: Make) -> None:
     """A replay that is given the name of a lineage that lives must not continue it."""
     world = World(tmp_path)

@@ -2,7 +2,7 @@
 
 Batches do not depend on weights, so training gets the same digests (P9). The dry run assumes what only weights can
 decide: every gradient is finite, no sequence is masked whole and corrected later, no limit of `[trainer.health]` is
-passed, and every version differs from its parent.
+passed, and every version differs from its parent once an advantage was other than zero.
 
 As a filter (`python -m headrace_trainer.replay`) it reads lines `experience`. Lines `batch` stand before the experience
 after which the original training cut batches, and have the number of experiences of each. The filter writes one line
@@ -25,6 +25,7 @@ from headrace_runtime.settings import Common
 from headrace_schemas import Branch, Experience
 from headrace_schemas.blobs import BlobRef
 from headrace_schemas.replay import DryRunBatch, DryRunLine
+from headrace_trainer.batches.batch import Batch
 from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, decay
 from headrace_trainer.batches.prepare import prepare
 from headrace_trainer.experiences.admission import limits_of
@@ -74,6 +75,8 @@ class DryRun:
         self._fates: Counter[str | None] = Counter()
         self._ignored: Counter[str] = Counter()
         self._batches: list[DryRunBatch] = []
+        self._moved = False
+        """Whether the weights differ from the base. Once they were moved, every step moves them: momentum stays."""
 
     def add(self, experience: Experience, marks: Sequence[int] = ()) -> None:
         """`marks`: the original training cut batches of so many experiences after this one."""
@@ -131,8 +134,9 @@ class DryRun:
         prepared = prepare(items, state, settings.advantage, self._decay, loss=settings.loss)
         self._batches.append(DryRunBatch(experiences=len(items), digest=prepared.batch.digest()))
         state.stepped(prepared.trained, prepared.baselines)
+        self._moved = self._moved or moves(prepared.batch, settings)
         history = state.history
-        if state.steps - history.head_step >= settings.steps_per_version:
+        if self._moved and state.steps - history.head_step >= settings.steps_per_version:
             version = _version(settings.model, history.next_number, history.head, history.head_step + 1, state.steps)
             keep = {history.versions[0].version}
             state.history = history.published(version, keep, settings.memory.versions)
@@ -143,6 +147,14 @@ class DryRun:
     def _count(self) -> None:
         self._fates.update(outcome.dropped for outcome in self._state.outcomes)
         self._state.hand_over()
+
+
+def moves(batch: Batch, settings: TrainerSettings) -> bool:
+    """Whether a first step on `batch` would change the weights. Where the advantages are all that pulls at them, and
+    are zero, it would not."""
+    loss, needs = settings.loss, settings.needs
+    pulled = loss.kl > 0 or loss.function.correction is not None or needs.critic or needs.teacher or needs.hindsight
+    return pulled or any(row.advantage or (row.advantage_T is not None and row.advantage_T.any()) for row in batch.rows)
 
 
 def _version(model: str, number: int, parent: str | None, first: int, last: int) -> Published:
