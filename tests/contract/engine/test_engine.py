@@ -47,9 +47,15 @@ VLLM = VllmSettings(
     context_tokens_max=CONTEXT,
     adapters_max=4,
     adapter_rank_max=RANK_MAX,
-    batch_tokens_max=CONTEXT,
+    batch_tokens_max=64,
 )
-TORCH = TorchSettings(device="cpu", sequences_max=SEQUENCES_MAX, waiting_max=WAITING_MAX, context_tokens_max=CONTEXT)
+TORCH = TorchSettings(
+    device="cpu",
+    sequences_max=SEQUENCES_MAX,
+    waiting_max=WAITING_MAX,
+    context_tokens_max=CONTEXT,
+    prefill_tokens_max=64,
+)
 
 
 @pytest.fixture(scope="session")

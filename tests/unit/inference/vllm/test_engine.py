@@ -252,6 +252,10 @@ def test_what_vllm_is_started_with(models: Models) -> None:
     asked = VllmSettings(context_tokens_max=100_000, adapters_max=0)
     given = library.arguments(asked, models.first.folder, cpu=True)
     assert given["max_model_len"] == 2048, "what the model allows"
+    asked = VllmSettings(context_tokens_max=100_000, adapters_max=0, batch_tokens_max=64)
+    unsplit = library.arguments(asked, models.first.folder, cpu=True)
+    assert (unsplit["enable_chunked_prefill"], unsplit["max_num_batched_tokens"]) == (False, 2048)
+    assert library.arguments(asked, models.first.folder, cpu=False)["max_num_batched_tokens"] == 64
     assert (given["dtype"], given["enforce_eager"]) == ("float32", True)
     assert "enable_lora" not in given
     assert "gpu_memory_utilization" not in given

@@ -96,7 +96,10 @@ def arguments(settings: VllmSettings, folder: Path, *, cpu: bool) -> dict[str, A
         "max_logprobs": LOGPROBS_MAX,
         "disable_log_stats": True,
     }
-    if not cpu:
+    if cpu:  # what a seeded request drew for a part of its prompt vLLM takes back, which no generator of a CPU can
+        step_tokens = max(found["max_num_batched_tokens"], found["max_model_len"])
+        found |= {"enable_chunked_prefill": False, "max_num_batched_tokens": step_tokens}
+    else:
         found["gpu_memory_utilization"] = settings.gpu_memory_share
     if settings.adapters_max:
         rank = next(rank for rank in _RANKS if rank >= settings.adapter_rank_max)

@@ -31,7 +31,8 @@ class VllmSettings(Section):
     prefix_cache: bool = True
     """Use the KV of a prompt again for prompts that go on with it, of the same version and tenant."""
     batch_tokens_max: Annotated[int, Field(ge=64)] = 2048
-    """Tokens computed in one step; a longer prompt is split so that others keep decoding."""
+    """Tokens computed in one step; a longer prompt is split so that others keep decoding. On a CPU no prompt is split,
+    and a step may be as long as the context."""
     probe_tolerance: Annotated[float, Field(gt=0)] = 1e-3
     """Largest accepted difference between our logprobs and a manifest's fingerprint; about 0.1 suits bfloat16."""
     gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.4
