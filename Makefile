@@ -233,8 +233,8 @@ test-vllm: $(VLLM)/installed ## the engine vllm: the contract of engines, swaps 
 	REQUIRED_SERVERS=vllm $(VLLM)/bin/python -m tests.vllm $(if $(ONLY),--only "$(ONLY)")
 
 demo-vllm: $(VENV)/installed $(VLLM)/installed ## the demo, shortened, with adapters of LoRA that vLLM serves (SEED=0)
-	$(BIN)/headrace demo --short --seed $(SEED) --python inference=$(VLLM)/bin/python --set inference.engine=vllm \
-	  --set trainer.lora.rank=16 --out reports/demo-vllm
+	$(BIN)/headrace demo --short --traffic-s 240 --seed $(SEED) --python inference=$(VLLM)/bin/python \
+	  --set inference.engine=vllm --set trainer.lora.rank=16 --out reports/demo-vllm
 
 HELM_VERSION := v3.19.0
 KUBECONFORM_VERSION := v0.7.0

@@ -25,6 +25,9 @@ def demo(
         str | None,
         typer.Option(help="What the users say, one of the demo's [signals]: edits, corrections, thumbs or rewards."),
     ] = None,
+    traffic_s: Annotated[
+        float | None, typer.Option(min=1.0, help="How long the agent works at most; default: what the demo says.")
+    ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Keep everything here; default: a folder that is removed at the end.")
     ] = None,
@@ -52,6 +55,8 @@ def demo(
     if signal is not None:
         found = found.with_signal(signal)
     goal = found.short if short else found.goal
+    if traffic_s is not None:
+        goal = goal.model_copy(update={"traffic_s_max": traffic_s})
     given = parse_assignments(settings or [])
     places = cache.absolute(), out.absolute()
     options = Options(seed, goal, data_dir or Path(), *places, given, parse_pythons(pythons or []))
