@@ -52,7 +52,6 @@ dead_letters.add_to(app)
 mirror.add_to(app)
 trinity.add_to(app)
 config.add_to(app)
-trinity.add_to(app)
 
 
 def main() -> None:

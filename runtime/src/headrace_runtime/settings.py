@@ -295,7 +295,7 @@ def _hint(name: str, known: tuple[str, ...] | list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f"; known here: {', '.join(sorted(known))}" if known else ""
+    return f"; known here: {', '.join(sorted(set(known)))}" if known else ""
 
 
 def _check_bind(service: str, own: ServiceSettings, common: Common) -> None:

@@ -16,13 +16,15 @@ from headrace_schemas.redaction import is_secret
 
 ENV_PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
+COMMAND_VARIABLES = frozenset({CONFIG_VARIABLE, "HEADRACE_WHO"})
+"""Options of the command `headrace`, and no settings: whoever exports one can start services all the same."""
 
 
 def read(path: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
     """The file (none: empty) and whatever the environment sets. Raises `SettingError`."""
     table = _file(path) if path else {}
     for variable, text in environ.items():
-        if variable.startswith(ENV_PREFIX) and variable != CONFIG_VARIABLE:
+        if variable.startswith(ENV_PREFIX) and variable not in COMMAND_VARIABLES:
             override(table, variable, text)
     return table
 

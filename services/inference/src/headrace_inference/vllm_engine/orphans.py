@@ -11,8 +11,9 @@ import signal
 import threading
 import time
 
-VARIABLE = "HEADRACE_VLLM_SERVICE"
-"""Holds the process id of the service, in the environment of the engine cores that it starts."""
+VARIABLE = "_HEADRACE_VLLM_SERVICE"
+"""Holds the process id of the service, in the environment of the engine cores that it starts. Settings are named
+`HEADRACE_...`; a service would refuse this one as unknown."""
 _INTERVAL_S = 0.5
 
 
