@@ -25,7 +25,8 @@ from headrace_cli.from_topics import read_turn_account
 from headrace_cli.supervisor import Supervisor
 from headrace_runtime.parent_death import bound_to_parent
 
-_FIRST_VERSION_S_MAX = 180.0
+_FIRST_VERSION_S_MAX = 300.0
+"""An engine core of vLLM takes a minute to start on two quiet cores."""
 _LAST_AUDIT_S_MAX = 60.0
 _MEASURE_S_MAX = 120.0
 
@@ -177,7 +178,7 @@ def _build_base(recipe: Recipe, values: Mapping[str, object]) -> str:
 
 
 async def _first_version(watch: Watch) -> None:
-    async with asyncio.timeout(_FIRST_VERSION_S_MAX):
+    async with _within(_FIRST_VERSION_S_MAX, "no version took over and was measured"):
         while not (watch.champions and watch.champions[0] in watch.scores):
             watch.changed.clear()
             await watch.changed.wait()
@@ -209,14 +210,21 @@ def _enough(watch: Watch, goal: Goal) -> bool:
 
 async def _last_audit(watch: Watch) -> None:
     """A version is measured after it has taken over: the last one, too, before anything is reported of it."""
+    async with _within(_LAST_AUDIT_S_MAX, f"{watch.champions[-1]} was not measured"):
+        while watch.champions[-1] not in watch.scores:
+            watch.changed.clear()
+            await watch.changed.wait()
+
+
+@contextlib.asynccontextmanager
+async def _within(limit_s: float, failed: str) -> AsyncIterator[None]:
+    """Raises `StartFailed` with what `failed`, after so long."""
     try:
-        async with asyncio.timeout(_LAST_AUDIT_S_MAX):
-            while watch.champions[-1] not in watch.scores:
-                watch.changed.clear()
-                await watch.changed.wait()
+        async with asyncio.timeout(limit_s):
+            yield
     except TimeoutError:
         raise StartFailed(
-            f"{watch.champions[-1]} was not measured within {_LAST_AUDIT_S_MAX:g} s; see `headrace logs registry`"
+            f"{failed} within {limit_s:g} s; with --data-dir the services' logs stay, see `headrace logs`"
         ) from None
 
 
