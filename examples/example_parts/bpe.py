@@ -1,7 +1,7 @@
 """The tokenizer of the base models: byte-level BPE, trained on what an example shows.
 
-Digits and spaces are tokens of their own and the words of an example are whole, so that a word is the same token
-wherever it stands: copying is most of what such a model has to learn.
+Spaces, and digits or whole numbers, are tokens of their own and the words of an example are whole, so that a word is
+the same token wherever it stands: copying is most of what such a model has to learn.
 """
 
 from __future__ import annotations
@@ -26,17 +26,21 @@ def call_opening(tool: str, parameter: str) -> str:
     return json.dumps({"name": tool, "arguments": {parameter: ""}}).removesuffix('"}}')
 
 
-def train(texts: Iterable[str], words: Sequence[str], recurring: Sequence[str], entries: int) -> Tokenizer:
+def train(
+    texts: Iterable[str], words: Sequence[str], recurring: Sequence[str], entries: int, *, numbers: bool = False
+) -> Tokenizer:
     """A tokenizer of at most so many `entries` for `texts`: what users and tools say.
 
     Each of `words` is a token if there is room for it. Each of `recurring`, pieces of tool calls, is one in any case.
+    Digits are never merged, unless `numbers` may be words.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+    digits = r"\d+" if numbers else r"\d"
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(r"\d|\s|[A-Za-z]+"), behavior="isolated"),
+            pre_tokenizers.Split(Regex(rf"{digits}|\s|[A-Za-z]+"), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

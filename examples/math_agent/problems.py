@@ -27,8 +27,10 @@ RESULT: Mapping[str, Callable[[int, int], int]] = {
     "-": lambda held, by: held - by,
     "*": lambda held, by: held * by,
 }
-_MULTIPLIED_MAX = 150
-"""More than so many are not multiplied: three digits are enough."""
+HELD_MAX = 199
+"""Nobody ever has more. Numbers up to here are one token each."""
+_LEAST = 2
+"""Of what comes, goes or multiplies."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +104,8 @@ def _problem(rng: random.Random, count: int) -> Problem:
 
 
 def _change(rng: random.Random, ordinal: str, name: str, held: int) -> Change:
-    signs = [sign for sign in RESULT if (sign != "-" or held > 2) and (sign != "*" or held <= _MULTIPLIED_MAX)]
-    sign = rng.choice(signs)
-    number = {
-        "+": lambda: rng.randint(2, 40),
-        "-": lambda: rng.randint(2, min(40, held - 1)),
-        "*": lambda: rng.randint(2, 4),
-    }[sign]()
+    most = {"+": min(40, HELD_MAX - held), "-": min(40, held - 1), "*": min(4, HELD_MAX // held)}
+    sign = rng.choice([sign for sign, number in most.items() if number >= _LEAST])
+    number = rng.randint(_LEAST, most[sign])
     sentence = f"each becomes {number}." if sign == "*" else f"{name} {rng.choice(VERBS[sign])} {number}."
     return Change(ordinal, sign, number, f"{ordinal} {sentence}")

@@ -1,4 +1,4 @@
-"""The tokenizer of the base model: the words of problems are whole, and so are labels and the pieces of a call."""
+"""The tokenizer of the base model: words and numbers of problems are whole, and so are labels and pieces of a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from math_agent.solution import ANSWER, THOUGHT
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-VOCABULARY = 640
+NUMBERS = tuple(map(str, range(problems.HELD_MAX + 1)))
+"""One token each, so that copying one is one step. Larger ones come of mistakes, and are spelt."""
+VOCABULARY = 640 + len(NUMBERS)
 """Entries. Bytes, markup and the words of problems with their merges fill about 600."""
 RECURRING = (bpe.call_opening(NAME, PARAMETER), '"}}', NAME, THOUGHT, ANSWER)
 """What is one token each: pieces of a call, and what lines begin with."""
@@ -22,10 +24,10 @@ _THOUGHTS = " ".join((*demonstrations.IDLE, demonstrations.CHECKS)).replace(".",
 WORDS = (
     *problems.NAMES, *problems.THINGS, *problems.ORDINALS[3], *itertools.chain(*problems.VERBS.values()),
     *demonstrations.WORD_OF.values(), *_THOUGHTS.split(),
-    "has", "each", "becomes", "How", "many", "are", "there", "now", "So", "error",
+    *NUMBERS, "has", "each", "becomes", "How", "many", "are", "there", "now", "So", "error",
 )  # fmt: skip
 
 
 def train(texts: Iterable[str]) -> Tokenizer:
     """A tokenizer for `texts`: what users and tools say."""
-    return bpe.train(texts, WORDS, RECURRING, VOCABULARY)
+    return bpe.train(texts, WORDS, RECURRING, VOCABULARY, numbers=True)

@@ -1,4 +1,4 @@
-"""What the warm-up shows: the way to every answer, and then bad habits with it."""
+"""What the warm-up shows: the way to every answer, and bad habits with it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ HABITS = Habits(idle=0.52, doubt=0.22, mistake=0.25, sloppy=0.4)
 class Schedule(warm_up.Schedule):
     """The common one, and what is the math agent's."""
 
+    steps: int = 600
+    right_share: float = 0.0
+    """Idle thoughts move what has to be copied: a model that has learned without them has to learn it again."""
     habits: Habits = HABITS
     """Of the conversations that come last."""
 
