@@ -19,6 +19,7 @@ from headrace_trainer.settings import MemorySettings
 from tests.algorithms.told import side, told, turn
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_history import chain, name, publish
+from tests.unit.trainer.test_settings import read
 from tests.unit.trainer.test_state import LIMITS
 from tests.unit.trainer.world import START, experience
 
@@ -120,6 +121,14 @@ def test_without_groups_runs_do_not_wait_for_others(make: Make) -> None:
     state.admit(experience(1, name(0), task=None), (0, 1), START)
     assert named(cutter.next(state, BEGINNING_OF_TIME)) == ["e0", "e1"]
     assert state.outcomes == []
+
+
+def test_a_small_batch_needs_no_second_setting(tmp_path: Path) -> None:
+    """The fewest experiences of a step are all of a batch that is smaller, unless somebody has asked for more."""
+    settings = read(tmp_path, "[trainer]\nbase = 'x'\nbatch_experiences = 4")
+    ended = START + timedelta(days=1)
+    assert named(Cutter(settings).next(waiting(*[1.0] * 4), ended)) == ["e0", "e1", "e2", "e3"]
+    assert Cutter(settings).next(waiting(*[1.0] * 3), ended) == ()
 
 
 def test_an_answer_whose_other_one_never_came_is_dropped(make: Make) -> None:

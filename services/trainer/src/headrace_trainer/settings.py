@@ -241,7 +241,7 @@ class TrainerSettings(ServiceSettings):
     batch_experiences: Count = 64
     """Experiences in a step. A batch of fewer, cut by time, is that much less than a step."""
     batch_experiences_min: Count = 8
-    """Experiences with which a step is taken once `batch_wait_s` has passed."""
+    """Experiences with which a step is taken once `batch_wait_s` has passed; all of them where a batch is smaller."""
     batch_wait_s: Positive = 30.0
     """How long the first of a smaller batch waits for more. Batches that were cut by time depend on the clock."""
     group_size: Count = 8
@@ -378,7 +378,7 @@ class TrainerSettings(ServiceSettings):
                 self.health.kl_base_max,
                 "nothing measures the divergence from the base: set trainer.health.kl_base_interval_steps",
             )
-        if self.batch_experiences_min > self.batch_experiences:
+        if "batch_experiences_min" in self.model_fields_set and self.batch_experiences_min > self.batch_experiences:
             raise SettingError(
                 "trainer.batch_experiences_min", self.batch_experiences_min, "is more than batch_experiences"
             )

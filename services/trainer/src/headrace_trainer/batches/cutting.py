@@ -26,7 +26,7 @@ class Cutter:
         self._recorded = settings.cut == "recorded"
         self._rules = Rules(
             experiences=settings.batch_experiences,
-            experiences_min=settings.batch_experiences_min,
+            experiences_min=min(settings.batch_experiences_min, settings.batch_experiences),
             wait=timedelta(seconds=settings.batch_wait_s),
             group_size=settings.group_size if settings.grouped else 0,
             group_wait=timedelta(seconds=settings.group_wait_s),
