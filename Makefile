@@ -216,7 +216,7 @@ $(PEERS)/installed: $(UV) requirements-peers.lock
 	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(PEERS)/bin/python requirements-peers.lock
 	@touch $@
 
-test-clients: $(VENV)/installed $(CLIENTS)/installed ## litellm, smolagents, DSPy and openai against a gateway
+test-clients: $(VENV)/installed $(CLIENTS)/installed ## openai, litellm, smolagents, DSPy, openai-agents and AgentScope against a gateway
 	REQUIRED_SERVERS=clients $(BIN)/pytest $(CLIENT_TESTS)
 
 VLLM_MEMBERS := schemas runtime sdk cli gateway services/broker services/inference

@@ -20,7 +20,7 @@ FOUND = "Ada wrote about the invoice"
 
 @pytest.fixture
 def replica() -> FakeReplica:
-    return FakeReplica()
+    return FakeReplica(grammars=("response_format", "tool_choice"))
 
 
 @pytest.fixture
@@ -65,6 +65,22 @@ async def test_dspy(served: Gateway, replica: FakeReplica) -> None:
     assert await run("dspy_agent", f"{served.url}/v1", "tiny") == [{"answer": "Ada", "calls": 3}]
     assert len(served.turns) == 3
     assert FOUND in served.turns[1].messages[-1].text
+
+
+async def test_openai_agents_on_both_apis_plain_and_streamed(served: Gateway, replica: FakeReplica) -> None:
+    """By default it speaks the Responses API; its answer has a type, which is a grammar."""
+    replica.script = [SEARCH, '{"answer": "Ada"}'] * 4
+    assert await run("agents_loop", f"{served.url}/v1", "tiny") == [{"answer": "Ada", "calls": 2}] * 4
+    assert len(served.turns) == 8
+    for at in range(0, 8, 2):
+        check_conversation(served.turns[at : at + 2])
+        assert served.turns[at + 1].sampling.grammar is not None
+
+
+async def test_agentscope_forces_a_call_plain_and_streamed(served: Gateway, replica: FakeReplica) -> None:
+    replica.script = [Called("generate_structured_output", {"answer": "Ada"})] * 2
+    assert await run("agentscope_structured", f"{served.url}/v1", "tiny") == [{"answer": "Ada"}] * 2
+    assert [turn.sampling.grammar is not None for turn in served.turns] == [True, True]
 
 
 def _fields(**values: str) -> Said:
