@@ -62,8 +62,9 @@ def demonstrate(query: Query, rng: random.Random, habits: Habits) -> list[Messag
         limit = MANY
     parameter = INVENTED[name] if name in INVENTED else TOOLS[name].parameter
     function = {"name": name, "arguments": json.dumps({parameter: query.about, LIMIT: limit})}
+    call = {"id": "call_1", "type": "function", "function": function}
     return [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": query.question},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "type": "function", "function": function}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
     ]

@@ -6,11 +6,11 @@ import hashlib
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from email_agent.mailbox import Mail, Mailbox, Thread
+from email_agent.mailbox import Mailbox
 from email_search.tools import LIMIT, TOOLS
 
 Kind = Literal["sender", "folder", "topic", "day", "file"]
@@ -35,10 +35,13 @@ OPENINGS = (
 WORDINGS: Mapping[Kind, tuple[str, ...]] = {
     "sender": ("Which mails did {} write?", "Find the mails from {}.", "What did {} send?", "I need the mails by {}."),
     "folder": ("Which mails are in {}?", "Find the mails of folder {}.", "What is new in {}?", "Open folder {}."),
-    "topic": ("Which mails are about any {}?", "Find the mails on every {}.", "What do they say of the {}?"),
-    "day": ("Which mails call a meeting on {}?", "Find the invitations for {}.", "Who wants to meet on {}?"),
+    "topic": ("Which mails are about any {}?", "Find the mails on every {}.", "What do they say of the {}?", "I need all of {}."),
+    "day": (
+        "Which mails call a meeting on {}?", "Find the invitations for {}.", "Who wants to meet on {}?",
+        "What calls us in on {}?", "I need the meetings of {}.",
+    ),
     "file": ("Which mails came with the {}?", "Find the mails with a file {}.", "Who attached the {}?"),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,8 @@ def _shuffled(several: list[Query], rng: random.Random) -> Iterator[Query]:
 
 def _queries(mailbox: Mailbox) -> Iterator[Query]:
     matching: dict[tuple[Kind, str], list[int]] = defaultdict(list)
-    for thread, mail in ((thread, mail) for thread in mailbox.threads for mail in thread.mails):
-        for known in _known(thread, mail):
-            matching[known].append(mail.number)
+    for kind, about, number in _known(mailbox):
+        matching[kind, about].append(number)
     for (kind, about), numbers in sorted(matching.items()):
         if len(numbers) < RELEVANT:
             continue
@@ -99,11 +101,12 @@ def _queries(mailbox: Mailbox) -> Iterator[Query]:
             yield Query(name, kind, about, question, frozenset(sorted(numbers)[-RELEVANT:]))
 
 
-def _known(thread: Thread, mail: Mail) -> Iterable[tuple[Kind, str]]:
-    """What the mail can be found by."""
-    yield "sender", mail.sender.name
-    yield "folder", thread.folder
-    yield "topic", thread.subject.removeprefix(f"{thread.folder} ")
-    if mail == thread.mails[0]:
-        yield "day", thread.day
-        yield "file", thread.attachment[: -len("1.pdf")]
+def _known(mailbox: Mailbox) -> Iterator[tuple[Kind, str, int]]:
+    """By what each mail can be found. A meeting is called, and a file sent, by the first mail of a thread."""
+    for thread in mailbox.threads:
+        yield "day", thread.day, thread.mails[0].number
+        yield "file", thread.attachment[: -len("1.pdf")], thread.mails[0].number
+        for mail in thread.mails:
+            yield "sender", mail.sender.name, mail.number
+            yield "folder", thread.folder, mail.number
+            yield "topic", thread.subject.removeprefix(f"{thread.folder} "), mail.number

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 VOCABULARY = 640
 """Entries. Bytes, markup and the words of queries with their merges fill about 600."""
-_PARAMETERS = {name: tool.parameter for name, tool in TOOLS.items()} | INVENTED
+_PARAMETERS = {**{name: tool.parameter for name, tool in TOOLS.items()}, **INVENTED}
 RECURRING = (*(bpe.call_opening(*tool) for tool in _PARAMETERS.items()), f'", {json.dumps(LIMIT)}: ', "}}", *TOOLS)
 """Pieces of tool calls that are one token each."""
 _SAID = " ".join((*queries.OPENINGS, *itertools.chain(*queries.WORDINGS.values())))

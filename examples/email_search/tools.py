@@ -40,7 +40,7 @@ TOOLS: Mapping[str, Tool] = {
     ),
     "search_meetings": Tool(
         "Find the newest mails that call a meeting on a day.", "day", "Day of the week.",
-        f"{_MAILS} position = 0 AND body LIKE 'We meet on %' AND substr(body, 12, 1 + length(?1)) = ?1 || ' ' {_NEWEST}",
+        f"{_MAILS} position = 0 AND substr(body, 1, 12 + length(?1)) = 'We meet on ' || ?1 || ' ' {_NEWEST}",
     ),
     "search_files": Tool(
         "Find the newest mails with a kind of file.", "file", "Name of the file without number and ending.",
