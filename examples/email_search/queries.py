@@ -30,12 +30,15 @@ TOOL_OF: Mapping[Kind, str] = {
 }
 OPENINGS = (
     "", "Please help. ", "Quick question. ", "Good morning. ", "One more thing. ", "I am in a hurry. ", "Hello again. ",
-    "Before lunch. ",
+    "Before lunch. ", "Thank you. ", "Sorry to ask. ",
 )  # fmt: skip
 WORDINGS: Mapping[Kind, tuple[str, ...]] = {
     "sender": ("Which mails did {} write?", "Find the mails from {}.", "What did {} send?", "I need the mails by {}."),
     "folder": ("Which mails are in {}?", "Find the mails of folder {}.", "What is new in {}?", "Open folder {}."),
-    "topic": ("Which mails are about any {}?", "Find the mails on every {}.", "What do they say of the {}?", "I need all of {}."),
+    "topic": (
+        "Which mails are about any {}?", "Find the mails on every {}.", "What do they say of the {}?",
+        "I need all of {}.",
+    ),
     "day": (
         "Which mails call a meeting on {}?", "Find the invitations for {}.", "Who wants to meet on {}?",
         "What calls us in on {}?", "I need the meetings of {}.",
