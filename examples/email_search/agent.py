@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAIError
 
 from email_agent import mailbox
 from email_search.queries import RELEVANT, Query, stream
@@ -28,7 +28,7 @@ from example_parts.react import Episode
 
 RUNS = 4
 """Of each query."""
-PAIRS = 32
+PAIRS = 16
 """In a round: `trainer.batch_experiences` of headrace.toml times `trainer.steps_per_version`, in pairs."""
 QUERIES_MAX = 400
 """In a round, however few of them had runs that differ."""
@@ -97,8 +97,11 @@ class Users(at_work.Users[Query]):
         return parts(scored(task, [*episode.messages, *_words(episode)]))
 
     async def _version(self) -> str | None:
-        """What the model's name means now; None where the server has no versions."""
-        found = await self._client.models.retrieve(self._options.model)
+        """What the model's name means now; None where the server does not say, or has no versions."""
+        try:
+            found = await self._client.models.retrieve(self._options.model)
+        except OpenAIError:
+            return None
         version = (found.model_extra or {}).get("version")
         return version if isinstance(version, str) else None
 
@@ -106,7 +109,7 @@ class Users(at_work.Users[Query]):
         """Returns when another version answers; at the latest after `VERSION_S_MAX`, when the round has made none."""
         deadline = time.monotonic() + VERSION_S_MAX
         while before is not None and not self.had_enough and time.monotonic() < deadline:
-            if await self._version() != before:
+            if await self._version() not in (None, before):
                 return
             await asyncio.sleep(_POLL_S)
 

@@ -9,6 +9,7 @@ import tomllib
 from importlib.util import find_spec
 
 import pytest
+from openai import AsyncOpenAI
 
 from email_agent import mailbox
 from email_search import agent, evaluate
@@ -83,10 +84,9 @@ async def test_runs_that_are_alike_are_not_compared_and_a_round_of_them_ends(mon
 
 async def test_each_run_is_a_session_of_its_own_and_other_servers_need_no_versions() -> None:
     with FakeLLM(Searcher(ALL, HABITS)) as llm:
-        users = agent.Users(Headrace(Searcher(ALL)).client(), options())
-        users._client = agent.AsyncOpenAI(base_url=llm.base_url, api_key="none")
-        query = ALL[0]
-        runs = [await users.play(query) for _ in range(3)]
+        users = agent.Users(AsyncOpenAI(base_url=llm.base_url, api_key="none", max_retries=0), options())
+        runs = [await users.play(ALL[0]) for _ in range(3)]
+        assert await users._version() is None, "it has no page of models"
     sessions = [call.headers["x-session-id"] for call in llm.calls]
     assert len(set(sessions)) == len(runs) == 3
 
