@@ -100,8 +100,10 @@ async def perform(recipe: Recipe, options: Options, place: Place, reporter: Cons
         traffic_began, traffic_s, summary = time.time(), 0.0, Counter[str]()
         rows = [_row(recipe, 0, watch, before)]
         for stretch in recipe.stretches:
-            stretch_began = time.monotonic()
             left_s = options.goal.traffic_s_max - traffic_s
+            if left_s <= 0:
+                break
+            stretch_began = time.monotonic()
             summary += await _agent_at_work(recipe, options, place, watch, reporter, stretch, left_s)
             traffic_s += time.monotonic() - stretch_began
             with reporter.doing("waiting until the last version is measured"):
@@ -115,10 +117,7 @@ async def perform(recipe: Recipe, options: Options, place: Place, reporter: Cons
     return Report(
         before=before.mean("score"),
         after=after.mean("score"),
-        measures={
-            name: BeforeAfter(before.mean(measure.field), after.mean(measure.field))
-            for name, measure in recipe.measures.items()
-        },
+        measures={name: BeforeAfter(rows[0].measures[name], rows[-1].measures[name]) for name in recipe.measures},
         rows=tuple(rows) if recipe.rows is not None else (),
         shown=_shown(recipe, before, after),
         versions=_versions(watch, traffic_began),
@@ -212,13 +211,15 @@ async def _agent_at_work(
     """Let the agent work until it has shown enough; returns how many requests it made, and how many failed."""
     filled = {**_values(options), "base_url": place.base_url, "gateway": place.gateway, **stretch}
     deadline = time.monotonic() + seconds_max
+    told = options.out / "agent.json"
+    told.unlink(missing_ok=True)  # what an earlier stretch told is not this one's
     async with agent.at_work(recipe.command("agent", filled), _environ(recipe)) as process:
-        with reporter.working(max(1.0, seconds_max)) as update:
+        with reporter.working(seconds_max) as update:
             while process.returncode is None and time.monotonic() < deadline and not _enough(watch, options.goal):
                 update(watch)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), 0.5)
-    summary: dict[str, Any] = json.loads((options.out / "agent.json").read_text(encoding="utf-8"))
+    summary: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
     return Counter({name: summary[name] for name in ("requests", "failed_requests")})
 
 
