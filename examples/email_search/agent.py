@@ -32,7 +32,7 @@ PAIRS = 16
 """In a round: `trainer.batch_experiences` of headrace.toml times `trainer.steps_per_version`, in pairs."""
 QUERIES_MAX = 400
 """In a round, however few of them had runs that differ."""
-VERSION_S_MAX = 60.0
+VERSION_S_MAX = 120.0
 _POLL_S = 0.3
 
 
