@@ -13,7 +13,7 @@ import signal
 import sys
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -75,30 +75,35 @@ class Users(ABC, Generic[T]):
                 users.create_task(self._ask())
 
     async def _ask(self) -> None:
-        for task in self._questions():
-            episode = await self.play(task)
-            accepted = episode.answer is not None and self.accepts(task, episode)
-            if episode.failure is None:
-                await self._give_feedback(task, episode, accepted=accepted)
-            self.tally.count(task.kind, episode, accepted=accepted)
+        for task in self.questions():
+            await self.attend(task)
 
-    async def _give_feedback(self, task: T, episode: Episode, *, accepted: bool) -> None:
+    def questions(self) -> Iterator[T]:
+        """What is asked next, by whoever is free."""
+        while not self.had_enough and self._asked != self._options.tasks:
+            self._asked += 1
+            yield next(self._tasks)
+
+    async def attend(self, task: T) -> None:
+        """One question, from the asking to what is said of the answer."""
+        episode = await self.play(task)
+        accepted = episode.answer is not None and self.accepts(task, episode)
+        if episode.failure is None:
+            await self.give(lambda: self.say(task, episode, accepted=accepted))
+        self.tally.count(task.kind, episode, accepted=accepted)
+
+    async def give(self, feedback: Callable[[], Awaitable[None]]) -> None:
         """A server that has no such page is not Headrace: it is asked once, and not again."""
         if self.tally.feedback_refused:
             return
         try:
-            await self.say(task, episode, accepted=accepted)
+            await feedback()
         except NotFoundError:
             self.tally.feedback_refused = True
         except OpenAIError as error:
             self.tally.feedback_failed(error)
         else:
             self.tally.feedback_sent += 1
-
-    def _questions(self) -> Iterator[T]:
-        while not self.had_enough and self._asked != self._options.tasks:
-            self._asked += 1
-            yield next(self._tasks)
 
 
 async def run(users_of: Callable[[AsyncOpenAI, argparse.Namespace], Users[Any]], options: argparse.Namespace) -> Tally:

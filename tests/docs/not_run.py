@@ -15,6 +15,11 @@ NOT_RUN = {
         "make example-math",
     ): "takes up to ten minutes; its parts are tested in tests/unit",
     ("examples/math_agent/README.md", "cd examples"): "needs somebody else's server",
+    (
+        "examples/email_search/README.md",
+        "make example-email",
+    ): "takes up to eight minutes; its parts are tested in tests/unit",
+    ("examples/email_search/README.md", "cd examples"): "needs somebody else's server",
     ("examples/email_agent/README.md", "cd examples"): "needs somebody else's server",
     ("examples/email_agent/README.md", "export PYTHONPATH"): f"runs until Ctrl-C; what the demo does, and that {_DEMO}",
 }

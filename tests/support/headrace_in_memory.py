@@ -20,7 +20,15 @@ class Headrace:
         self.spoken: list[str] = []
         self.heard = asyncio.Event()
         self.refusal: int | None = None
+        self.pairs_per_version: int | None = None
+        """After so many preferences the model's name means another version; None: there are no versions."""
         self._model = model
+
+    @property
+    def version(self) -> str | None:
+        if self.pairs_per_version is None:
+            return None
+        return f"m@{sum('preference' in one for one in self.feedback) // self.pairs_per_version}"
 
     def client(self) -> AsyncOpenAI:
         http = httpx2.AsyncClient(transport=httpx2.MockTransport(self._answer))
@@ -28,6 +36,8 @@ class Headrace:
 
     async def _answer(self, request: httpx2.Request) -> httpx2.Response:
         await asyncio.sleep(0)  # a server takes its time, and others get theirs
+        if request.url.path.startswith("/v1/models/"):
+            return httpx2.Response(200, json={"id": "m", "object": "model", "version": self.version})
         body = json.loads(request.content)
         if request.url.path == "/v1/chat/completions":
             reply = self._model(Call({}, body))

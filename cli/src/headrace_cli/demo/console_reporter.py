@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 
 from headrace_cli.demo.measures import BeforeAfter, DemoMeasure, medians
 from headrace_cli.demo.report import Report, ShownTask
+from headrace_cli.demo.rows import median_row
 from headrace_cli.demo.seeds import SeedsReport
 from headrace_cli.progress import ProgressDisplay
 from headrace_schemas import ModelEvent
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
+    from headrace_cli.demo.recipe import Recipe
     from headrace_cli.demo.watch import Watch
 
 
@@ -75,15 +78,22 @@ class ConsoleReporter:
         for text in shortfalls:
             self._console.print(f"[red]not as promised:[/] {text}")
 
+    def table(self, recipe: Recipe, reports: Sequence[Report]) -> None:
+        """What the recipe measures of its versions; medians where there are several seeds."""
+        if recipe.rows is None:
+            self.measured(recipe.measures, [report.measures for report in reports])
+            return
+        seeds = [report.rows for report in reports]
+        table = _table(len(seeds), recipe.rows.unit, *map(str, recipe.rows.at))
+        for name, measure in recipe.measures.items():
+            table.add_row(name, *map(measure.text, median_row(name, seeds)))
+        self._console.print(table)
+
     def measured(self, measures: Mapping[str, DemoMeasure], seeds: Sequence[Mapping[str, BeforeAfter]]) -> None:
         """A row for each measure: before, after, and by how much it changed; medians where there are several seeds."""
-        from rich.table import Table
-
         if not measures:
             return
-        table = Table(title=f"median of {len(seeds)} seeds" if len(seeds) > 1 else None, box=None, title_justify="left")
-        for column in ("", "before", "after", "change"):
-            table.add_column(column, justify="right" if column else "left")
+        table = _table(len(seeds), "", "before", "after", "change")
         for name, measure in measures.items():
             before, after, gain = medians(name, seeds)
             change = f"{gain * 100:+.1f} points" if measure.percent else f"{gain:+.2f}"
@@ -102,3 +112,13 @@ class ConsoleReporter:
             style = "green" if line.holds else "red"
             self._console.print(f"[{style}]{'holds' if line.holds else 'FAILS':6}[/]", end="")
             self._console.print(f"{line.name}{told}", markup=False, highlight=False)
+
+
+def _table(seeds: int, first: str, *columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"median of {seeds} seeds" if seeds > 1 else None, box=None, title_justify="left")
+    table.add_column(first)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from headrace.errors import UsageError
 from headrace_cli.demo.measures import DemoMeasure
+from headrace_cli.demo.rows import RowsRecipe
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -46,7 +47,8 @@ class SignalRecipe(BaseModel):
 
 
 class Recipe(BaseModel):
-    """`demo.toml`. In commands `{python} {cache} {seed} {base_url} {gateway} {model} {version} {out}` are replaced."""
+    """`demo.toml`. In commands `{python} {cache} {seed} {base_url} {gateway} {model} {version} {out}` are replaced, and
+    where there are rows `{row_before} {row}` in the agent's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -64,6 +66,8 @@ class Recipe(BaseModel):
     `score` for each."""
     measures: dict[str, DemoMeasure] = Field(default_factory=dict)
     """What else is told of the first and of the last version, and promised, by name in the order of the table."""
+    rows: RowsRecipe | None = None
+    """Measures between the first version and the last one. Then the agent works from row to row."""
     shown: str | None = None
     """A text in the lines of `measure` that is printed before and after, of one task."""
     seed_s_max: Positive | None = None
@@ -91,6 +95,13 @@ class Recipe(BaseModel):
                 "short": chosen.short or self.short,
             }
         )
+
+    @property
+    def stretches(self) -> tuple[Mapping[str, int], ...]:
+        """What the agent's command is filled in with, each time that it is run."""
+        if self.rows is None:
+            return ({},)
+        return tuple({"row_before": before, "row": row} for before, row in self.rows.stretches)
 
     def command(self, name: str, values: Mapping[str, object]) -> list[str]:
         """A command with everything filled in."""

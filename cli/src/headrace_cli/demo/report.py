@@ -8,6 +8,7 @@ from pathlib import Path
 
 from headrace_cli.demo.measures import BeforeAfter
 from headrace_cli.demo.recipe import Goal
+from headrace_cli.demo.rows import Row
 from headrace_cli.turn_account import TurnAccount
 
 
@@ -54,6 +55,8 @@ class Report:
     account_problems: tuple[str, ...] = ()
     measures: dict[str, BeforeAfter] = field(default_factory=dict)
     """What the recipe measures besides, of the first version and of the last."""
+    rows: tuple[Row, ...] = ()
+    """The same at each row of the recipe."""
     shown: ShownTask | None = None
 
     @classmethod

@@ -8,17 +8,20 @@ import json
 import os
 import subprocess
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from headrace.stack.connection import Addresses, Stack
 from headrace_cli.demo import agent
 from headrace_cli.demo.console_reporter import ConsoleReporter
 from headrace_cli.demo.measures import BeforeAfter, MeasuredPlays
 from headrace_cli.demo.recipe import Goal, Recipe
 from headrace_cli.demo.report import Report, ShownTask, VersionScore
+from headrace_cli.demo.rows import Row
 from headrace_cli.demo.watch import Watch
 from headrace_cli.errors import StartFailed
 from headrace_cli.from_topics import read_turn_account
@@ -94,22 +97,29 @@ async def perform(recipe: Recipe, options: Options, place: Place, reporter: Cons
         with reporter.doing("loading, probing and evaluating the first version"):
             await _first_version(watch)
         with reporter.doing("measuring it as the last one will be"):
-            before = await _measured(recipe, options, place, watch.champions[0])
-        traffic_began = time.time()
-        summary = await _agent_at_work(recipe, options, place, watch, reporter)
-        traffic_s = time.time() - traffic_began
-        with reporter.doing("waiting until the last version is measured"):
-            await _last_audit(watch)
-        with reporter.doing("measuring the last version"):
-            after = await _measured(recipe, options, place, watch.champions[-1])
+            before = after = await _measured(recipe, options, place, watch.champions[0])
+        traffic_began, traffic_s, summary = time.time(), 0.0, Counter[str]()
+        rows = [_row(recipe, 0, watch, before)]
+        for stretch in recipe.stretches:
+            left_s = options.goal.traffic_s_max - traffic_s
+            if left_s <= 0:
+                break
+            stretch_began = time.monotonic()
+            summary += await _agent_at_work(recipe, options, place, watch, reporter, stretch, left_s)
+            traffic_s += time.monotonic() - stretch_began
+            with reporter.doing("waiting until the last version is measured"):
+                if recipe.rows is not None:
+                    await _seen(watch, place, recipe.model)
+                await _last_audit(watch)
+            with reporter.doing("measuring the last version"):
+                after = await _measured(recipe, options, place, watch.champions[-1])
+            rows.append(_row(recipe, stretch.get("row", 0), watch, after))
     account = await read_turn_account(place.bus)
     return Report(
         before=before.mean("score"),
         after=after.mean("score"),
-        measures={
-            name: BeforeAfter(before.mean(measure.field), after.mean(measure.field))
-            for name, measure in recipe.measures.items()
-        },
+        measures={name: BeforeAfter(rows[0].measures[name], rows[-1].measures[name]) for name in recipe.measures},
+        rows=tuple(rows) if recipe.rows is not None else (),
         shown=_shown(recipe, before, after),
         versions=_versions(watch, traffic_began),
         failed_requests=summary["failed_requests"],
@@ -141,6 +151,12 @@ async def _measured(recipe: Recipe, options: Options, place: Place, version: str
     if process.returncode or not played.lines:
         raise StartFailed(f"{version} was not measured: exit status {process.returncode}, {len(played.lines)} scores")
     return played
+
+
+def _row(recipe: Recipe, at: int, watch: Watch, played: MeasuredPlays) -> Row:
+    """Of what answers now."""
+    found = {name: played.mean(measure.field) for name, measure in recipe.measures.items()}
+    return Row(at, watch.champions[-1], found)
 
 
 def _shown(recipe: Recipe, before: MeasuredPlays, after: MeasuredPlays) -> ShownTask | None:
@@ -190,22 +206,39 @@ async def _agent_at_work(
     place: Place,
     watch: Watch,
     reporter: ConsoleReporter,
-) -> dict[str, Any]:
-    """Let the agent work until it has shown enough; returns its own summary."""
-    filled = {**_values(options), "base_url": place.base_url, "gateway": place.gateway}
-    deadline = time.monotonic() + options.goal.traffic_s_max
+    stretch: Mapping[str, int],
+    seconds_max: float,
+) -> Counter[str]:
+    """Let the agent work until it has shown enough; returns how many requests it made, and how many failed."""
+    filled = {**_values(options), "base_url": place.base_url, "gateway": place.gateway, **stretch}
+    deadline = time.monotonic() + seconds_max
+    told = options.out / "agent.json"
+    told.unlink(missing_ok=True)  # what an earlier stretch told is not this one's
     async with agent.at_work(recipe.command("agent", filled), _environ(recipe)) as process:
-        with reporter.working(options.goal.traffic_s_max) as update:
+        with reporter.working(seconds_max) as update:
             while process.returncode is None and time.monotonic() < deadline and not _enough(watch, options.goal):
                 update(watch)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), 0.5)
-    summary: dict[str, Any] = json.loads((options.out / "agent.json").read_text(encoding="utf-8"))
-    return summary
+    summary: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
+    return Counter({name: summary[name] for name in ("requests", "failed_requests")})
 
 
 def _enough(watch: Watch, goal: Goal) -> bool:
     return watch.gain >= goal.enough_gain and watch.swaps >= goal.swaps_min
+
+
+async def _seen(watch: Watch, place: Place, model: str) -> None:
+    """Returns once the watch knows what answers: an agent that waits for its version may see it sooner."""
+    stack = Stack(Addresses(gateway=place.gateway, bus=place.bus), model)
+    try:
+        async with asyncio.timeout(_LAST_AUDIT_S_MAX):
+            while await asyncio.to_thread(stack.serving) != watch.champions[-1]:
+                watch.changed.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(watch.changed.wait(), 0.5)
+    except TimeoutError:
+        raise StartFailed(f"{model} means another version than {watch.champions[-1]}, which took over last") from None
 
 
 async def _last_audit(watch: Watch) -> None:

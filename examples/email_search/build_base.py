@@ -1,0 +1,31 @@
+"""Builds the base model: a Qwen3 of 0.4 million parameters, its tokenizer, and a warm-up of less than a minute.
+
+    python -m email_search.build_base --cache ~/.cache/headrace/email_search
+
+prints the model's folder. The result stays there under a digest of all that went into it, for the next run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from email_search import tokenizer, warm_up
+from email_search.tools import DEFINITIONS
+from example_parts.base_model import Lesson
+
+LESSON = Lesson(
+    name="email_search",
+    folder=Path(__file__).parent,
+    modules=(
+        "../email_agent/words", "../email_agent/mailbox", "tools", "queries", "react", "demonstrations", "tokenizer",
+        "warm_up", "build_base",
+    ),
+    definitions=DEFINITIONS,
+    schedule=warm_up.Schedule(),
+    conversations=warm_up.conversations,
+    tokenizer=tokenizer.train,
+)  # fmt: skip
+
+
+if __name__ == "__main__":
+    LESSON.command()

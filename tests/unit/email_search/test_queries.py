@@ -1,0 +1,111 @@
+"""Queries have one right call, which finds exactly the mails that they are about; no two splits share a question."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import get_args
+
+import pytest
+
+from email_agent import mailbox
+from email_search.demonstrations import CONFUSED, FEW, INVENTED, MANY, NONE, Habits, demonstrate
+from email_search.queries import RELEVANT, SPLITS, Kind, Query, queries, stream
+from email_search.rewards import recall, scored
+from email_search.tools import TOOLS, Searchtools, mails_in
+from email_search.warm_up import HABITS, Schedule, conversations
+from example_parts.tools import ERROR
+
+BOX = mailbox.generate(3)
+TOOLS_OF_BOX = Searchtools(BOX.open())
+ALL = [query for split in SPLITS for query in queries(BOX, split)]
+"""Thousands."""
+
+
+def played(query: Query, habits: Habits, seed: int = 0) -> list[dict[str, object]]:
+    """The demonstration and what the tool answered."""
+    said = demonstrate(query, random.Random(seed), habits)
+    function = said[-1]["tool_calls"][0]["function"]
+    answer = TOOLS_OF_BOX.call(function["name"], function["arguments"])
+    return [*said, {"role": "tool", "tool_call_id": "call_1", "content": answer}]
+
+
+def test_the_right_call_finds_the_newest_six_and_no_others() -> None:
+    newest = {mail.number: mail for thread in BOX.threads for mail in thread.mails}
+    for query in ALL:
+        found = mails_in(TOOLS_OF_BOX.call(query.tool, json.dumps(query.arguments)))
+        assert found == query.relevant
+        assert len(found) == RELEVANT
+        assert found <= newest.keys()
+
+
+def test_splits_share_no_question_and_each_has_enough_of_every_kind() -> None:
+    by_split = {split: {query.question for query in queries(BOX, split)} for split in SPLITS}
+    for one, other in itertools.combinations(by_split.values(), 2):
+        assert not one & other
+    for split in SPLITS:
+        kinds = [query.kind for query in queries(BOX, split)]
+        assert min(map(kinds.count, get_args(Kind))) >= 40, "200 measured queries ask none twice"
+
+
+def test_a_stream_has_the_kinds_in_turn_and_repeats_nothing_until_all_were_asked() -> None:
+    shown = list(itertools.islice(stream(BOX, "audit", 1), 200))
+    assert len({query.id for query in shown}) == 200
+    assert all(len({query.kind for query in shown[at : at + 5]}) == 5 for at in range(0, 200, 5))
+    assert shown == list(itertools.islice(stream(BOX, "audit", 1), 200))
+    assert shown != list(itertools.islice(stream(BOX, "audit", 2), 200))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "why"),
+    [
+        ("search_mail", '{"query": "budget", "limit": 6}', "no tool search_mail"),
+        ("search_topic", '{"topic": "budget"}', "expected the argument topic and limit"),
+        ("search_topic", '{"topic": "budget", "limit": 6, "order": "old"}', "expected the argument topic and limit"),
+        ("search_topic", '{"topic": "budget", "limit": "6"}', "limit is a number from 1 to 20"),
+        ("search_topic", '{"topic": "budget", "limit": true}', "limit is a number from 1 to 20"),
+        ("search_topic", '{"topic": "budget", "limit": 21}', "limit is a number from 1 to 20"),
+        ("search_topic", '{"topic": "harbor", "limit": 6}', "no such topic"),
+        ("search_topic", '{"topic": "%", "limit": 6}', "no such topic"),
+        ("search_meetings", '{"day": "Mon", "limit": 6}', "no such day"),
+        ("search_files", '{"file": "", "limit": 6}', "no such file"),
+        ("search_sender", '{"name": "Anna", "limit": 6}', "no such name"),
+        ("search_folder", "[]", "expected the argument folder and limit"),
+        ("search_folder", "{", "arguments are not JSON"),
+    ],
+)
+def test_a_wrong_call_is_answered_with_what_is_wrong(name: str, arguments: str, why: str) -> None:
+    assert TOOLS_OF_BOX.call(name, arguments) == f"{ERROR}{why}"
+
+
+@pytest.mark.parametrize("habit", ["none", "invented", "confused", "few", "many"])
+def test_each_habit_is_what_it_says(habit: str) -> None:
+    """Tool, arguments, invalid call, and what is found."""
+    habits = NONE if habit == "none" else Habits(**{habit: 1.0})
+    for seed, query in enumerate(ALL[::97]):
+        messages = played(query, habits, seed)
+        score = scored(query, messages)
+        wrong_tool = habit in ("invented", "confused")
+        assert (score.tool, score.arguments) == (float(not wrong_tool), float(habit == "none"))
+        assert score.invalid == float(habit == "invented")
+        found = {"none": [6], "many": [6], "few": FEW}.get(habit, range(7))
+        assert recall(query, messages) in found
+
+
+def test_what_is_confused_or_invented_is_never_the_right_tool() -> None:
+    assert not INVENTED.keys() & TOOLS.keys()
+    assert all({query.tool} & set(CONFUSED[query.kind]) == set() for query in ALL)
+    assert MANY > RELEVANT > max(FEW)
+
+
+def test_the_warm_up_shows_the_right_way_first_and_then_habits_as_often_as_it_says() -> None:
+    schedule = Schedule(steps=100, batch=20, mailboxes=2)
+    shown = conversations(schedule, 1)
+    assert len(shown) == schedule.shown == 2000
+    called = [one[-1]["tool_calls"][0]["function"] for one in shown]
+    right = [json.loads(one["arguments"])["limit"] == RELEVANT and one["name"] in TOOLS for one in called]
+    assert all(right[: schedule.shown_right])
+    invented = [one["name"] in INVENTED for one in called[schedule.shown_right :]]
+    assert abs(sum(invented) / len(invented) - HABITS.invented) < 0.04
+    assert conversations(schedule, 1) == shown != conversations(schedule, 2)
