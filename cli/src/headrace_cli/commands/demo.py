@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from headrace_cli.demo.console_reporter import ConsoleReporter
     from headrace_cli.demo.recipe import Recipe
     from headrace_cli.demo.report import Report
-    from headrace_cli.demo.runner import Options
+    from headrace_cli.demo.performance import Options
 
 
 def demo(
@@ -44,7 +44,7 @@ def demo(
     against each new version before it takes over. Exits with 1 when the agent did not get better as promised.
     """
     from headrace_cli.demo import recipe
-    from headrace_cli.demo.runner import Options
+    from headrace_cli.demo.performance import Options
     from headrace_cli.supervisor.overrides import parse_assignments
     from headrace_cli.supervisor.plan import parse_pythons
 
@@ -76,6 +76,7 @@ def _one(recipe: Recipe, options: Options, *, keep: bool, path: Path) -> bool:
     shortfalls = report.shortfalls(options.goal)
     reporter.ended(report, shortfalls)
     reporter.measured(recipe.measures, [report.measures])
+    reporter.rows(recipe.unit, recipe.measures, report.rows)
     reporter.showed(report.shown)
     written = [path, *([path.with_suffix(".png")] if drawn else [])]
     console().print(f"[dim]written: {', '.join(map(str, written))}[/]")
@@ -94,6 +95,7 @@ def _several(count: int, recipe: Recipe, options: Options, *, keep: bool, path: 
         reports.append(_played(recipe, replace(options, seed=seed, data_dir=place), reporter, keep=keep))
         reporter.ended(reports[-1], [])
         reporter.measured(recipe.measures, [reports[-1].measures])
+        reporter.rows(recipe.unit, recipe.measures, reports[-1].rows)
         found = SeedsReport.of(recipe, options.goal, reports)
         found.write(path)
     reporter.showed(reports[0].shown)
@@ -126,5 +128,6 @@ def add_to(app: typer.Typer) -> None:
         "--signal edits --short",
         "examples/email_agent --data-dir kept",
         "examples/math_agent --seeds 5",
+        "examples/werewolf --seeds 1",
     )
     command(app, demo, "headrace demo", *(f"headrace demo {one}" for one in examples))

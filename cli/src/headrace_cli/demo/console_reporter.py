@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from headrace_cli.demo.measures import BeforeAfter, DemoMeasure, medians
+from headrace_cli.demo.measures import BeforeAfter, DemoMeasure, MeasuredRow, medians
 from headrace_cli.demo.report import Report, ShownTask
 from headrace_cli.demo.seeds import SeedsReport
 from headrace_cli.progress import ProgressDisplay
@@ -88,6 +88,21 @@ class ConsoleReporter:
             before, after, gain = medians(name, seeds)
             change = f"{gain * 100:+.1f} points" if measure.percent else f"{gain:+.2f}"
             table.add_row(name, measure.text(before), f"[bold]{measure.text(after)}[/]", change)
+        self._console.print(table)
+
+    def rows(self, unit: str, measures: Mapping[str, DemoMeasure], rows: Sequence[MeasuredRow]) -> None:
+        """A row for each version that was measured on the way, with 95 % intervals over its plays."""
+        from rich.table import Table
+
+        if not rows:
+            return
+        table = Table(box=None, title=f"{rows[0].plays} plays a row", title_justify="left")
+        table.add_column(unit, justify="right")
+        for name in measures:
+            table.add_column(name, justify="right")
+        for row in rows:
+            means = [(measure, row.means[name]) for name, measure in measures.items()]
+            table.add_row(str(row.at), *(f"{one.text(mean.value)} ± {one.text(mean.margin)}" for one, mean in means))
         self._console.print(table)
 
     def showed(self, shown: ShownTask | None) -> None:

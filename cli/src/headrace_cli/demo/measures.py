@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.errors import UsageError
 
+_SIGMAS = 1.96
+"""Half the width of a 95 % interval, in standard errors."""
 _ROUNDING = 1e-9
 """A sum of shares may miss its own value by this much."""
 
@@ -31,6 +35,10 @@ class DemoMeasure(BaseModel):
     after_max: float | None = None
     gain_min: float | None = None
     """By how much the last version has to be above the first one."""
+    at_min: dict[int, float] = Field(default_factory=dict)
+    """The least at a row: `{ 500 = 0.67 }`."""
+    rises: bool = False
+    """Each row has to be above the one before."""
 
     def text(self, value: float) -> str:
         return f"{value:.1%}" if self.percent else f"{value:.2f}"
@@ -45,6 +53,24 @@ class BeforeAfter:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredMean:
+    """`margin` is the half width of the 95 % interval over plays."""
+
+    value: float
+    margin: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRow:
+    """What a version was like after `at` tasks of the agent, by measure."""
+
+    at: int
+    version: str
+    plays: int
+    means: Mapping[str, MeasuredMean]
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredPlays:
     """What `measure` printed of one version, a mapping for each play. Never empty."""
 
@@ -56,11 +82,19 @@ class MeasuredPlays:
 
     def mean(self, name: str) -> float:
         """Raises `UsageError` when a play has no such number."""
+        return statistics.fmean(self._numbers(name))
+
+    def row(self, at: int, version: str, measures: Mapping[str, DemoMeasure]) -> MeasuredRow:
+        """Raises `UsageError` when a play has no number of a measure."""
+        means = {name: _mean(self._numbers(measure.field)) for name, measure in measures.items()}
+        return MeasuredRow(at, version, len(self.lines), means)
+
+    def _numbers(self, name: str) -> list[float]:
         found = [line.get(name) for line in self.lines]
         numbers = [float(value) for value in found if isinstance(value, int | float)]
         if len(numbers) < len(found):
             raise UsageError(f"{len(found) - len(numbers)} of {len(found)} measured plays have no number {name!r}")
-        return statistics.fmean(numbers)
+        return numbers
 
     def shown(self, name: str) -> dict[str, str]:
         """A text of each play, by its task."""
@@ -80,6 +114,27 @@ class PromisedLine:
 def lines(measures: Mapping[str, DemoMeasure], seeds: Sequence[Mapping[str, BeforeAfter]]) -> list[PromisedLine]:
     """What is promised, of the medians over `seeds`."""
     return [line for name, measure in measures.items() for line in _lines(name, measure, medians(name, seeds))]
+
+
+def row_lines(measures: Mapping[str, DemoMeasure], seeds: Sequence[Sequence[MeasuredRow]]) -> Iterable[PromisedLine]:
+    """What is promised of rows, of the medians over `seeds`. A row that nobody measured promises nothing."""
+    for name, measure in measures.items():
+        found = {
+            rows[0].at: statistics.median(row.means[name].value for row in rows) for rows in zip(*seeds, strict=True)
+        }
+        for at, least in measure.at_min.items():
+            if at in found:
+                holds = found[at] >= least - _ROUNDING
+                yield PromisedLine(f"{name}: at {at}", f">= {measure.text(least)}", measure.text(found[at]), holds)
+        if measure.rises and found:
+            rising = all(one < other for one, other in itertools.pairwise(found.values()))
+            text = ", ".join(measure.text(value) for value in found.values())
+            yield PromisedLine(f"{name}: rises", "each row above the one before", text, rising)
+
+
+def _mean(numbers: Sequence[float]) -> MeasuredMean:
+    spread = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
+    return MeasuredMean(statistics.fmean(numbers), _SIGMAS * spread / math.sqrt(len(numbers)))
 
 
 def medians(name: str, seeds: Sequence[Mapping[str, BeforeAfter]]) -> tuple[float, float, float]:

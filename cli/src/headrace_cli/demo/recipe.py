@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from headrace.errors import UsageError
 from headrace_cli.demo.measures import DemoMeasure
@@ -23,12 +25,22 @@ class Goal(BaseModel):
 
     traffic_s_max: Positive
     """The agent works at most this long."""
-    enough_gain: float
+    enough_gain: float = math.inf
     """It stops earlier once a promoted version is this much better than the first one, and `swaps_min` is reached."""
     gain_min: float
     """Held-out success has to rise by this much, in 0..1."""
     swaps_min: Annotated[int, Field(ge=0)]
     """This many versions have to take over while the agent works."""
+    rows: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """After so many tasks of the agent, from 0 on, the version of then is measured, once all of them are trained. Such
+    a demo needs no gate, and the agent works until the last row. Empty: the first version and the last are measured."""
+
+    @model_validator(mode="after")
+    def _rows_rise_from_zero(self) -> Self:
+        pairs = list(itertools.pairwise(self.rows))
+        if self.rows and (self.rows[0] or not pairs or any(one >= other for one, other in pairs)):
+            raise ValueError(f"rows = {list(self.rows)}: they begin with 0 and rise, e.g. [0, 100, 500]")
+        return self
 
 
 class SignalRecipe(BaseModel):
@@ -45,8 +57,19 @@ class SignalRecipe(BaseModel):
     short: Goal | None = None
 
 
+class Opponent(BaseModel):
+    """A model beside the one that learns, made of the base model's folder: registered, served and pinned."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    label: Annotated[str, Field(min_length=1)]
+    """Of its version: the agent asks for `NAME:LABEL`."""
+
+
 class Recipe(BaseModel):
-    """`demo.toml`. In commands `{python} {cache} {seed} {base_url} {gateway} {model} {version} {out}` are replaced."""
+    """`demo.toml`. In commands `{python} {cache} {seed} {base_url} {gateway} {model} {version} {out}` are replaced, and
+    with `rows` in that of the agent `{tasks}` and `{first}`: how many, and how many there were before.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -66,6 +89,13 @@ class Recipe(BaseModel):
     """What else is told of the first and of the last version, and promised, by name in the order of the table."""
     shown: str | None = None
     """A text in the lines of `measure` that is printed before and after, of one task."""
+    unit: str = "tasks"
+    """What `rows` count."""
+    models: dict[str, Opponent] = Field(default_factory=dict)
+    """Models that nobody trains, by name."""
+    checks: tuple[str, ...] = ()
+    """Checks something without any service, and prints a line of JSON with `name`, `wanted`, `found` and `holds` for
+    each promise."""
     seed_s_max: Positive | None = None
     """`--seeds`: each may take this long, base model included."""
     goal: Goal

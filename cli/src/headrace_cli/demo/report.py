@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from headrace_cli.demo.measures import BeforeAfter
+from headrace_cli.demo.measures import BeforeAfter, MeasuredRow, PromisedLine
 from headrace_cli.demo.recipe import Goal
 from headrace_cli.turn_account import TurnAccount
 
@@ -55,6 +55,10 @@ class Report:
     measures: dict[str, BeforeAfter] = field(default_factory=dict)
     """What the recipe measures besides, of the first version and of the last."""
     shown: ShownTask | None = None
+    rows: tuple[MeasuredRow, ...] = ()
+    """What the recipe measures on the way, where it has rows."""
+    checks: tuple[PromisedLine, ...] = ()
+    """What it checks without any service."""
 
     @classmethod
     def account(cls, account: TurnAccount) -> dict[str, object]:
