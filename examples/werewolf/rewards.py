@@ -1,16 +1,12 @@
-"""How good was it for one werewolf? Plain functions over its own trajectory; the scorer loads this file and calls them.
+"""How good was it for one werewolf? Plain functions of what its feedback told; the scorer loads this file and calls them.
 
 Each says whether something happened, 1 or 0 (the penalty: -1 or 0), and abstains where the context does not tell. What
-that is worth, 10, 5, 2 and 5, are the scorer's weights in `headrace.toml`. Nothing is imported from Headrace at run time.
+that is worth, 10, 5, 2 and 5, are the scorer's weights in `headrace.toml`. Nothing is imported from Headrace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from headrace_schemas import Trajectory
 
 WOLVES = "werewolves"
 """Who wins, in a context."""
@@ -19,24 +15,24 @@ FACTS = ("winner", "player", "out", "suspect")
 last two may be null."""
 
 
-def team_win(_trajectory: Trajectory, context: Mapping[str, object]) -> float | None:
+def team_win(context: Mapping[str, object]) -> float | None:
     """1 when no werewolf was voted out."""
     return float(context["winner"] == WOLVES) if _told(context) else None
 
 
-def individual_survive(_trajectory: Trajectory, context: Mapping[str, object]) -> float | None:
+def individual_survive(context: Mapping[str, object]) -> float | None:
     """1 when it was not this one who was voted out."""
     return float(context["out"] != context["player"]) if _told(context) else None
 
 
-def successfully_blame(_trajectory: Trajectory, context: Mapping[str, object]) -> float | None:
+def successfully_blame(context: Mapping[str, object]) -> float | None:
     """1 when a villager was voted out whom this one had named."""
     if not _told(context):
         return None
     return float(context["winner"] == WOLVES and context["out"] is not None and context["out"] == context["suspect"])
 
 
-def exposed_penalty(_trajectory: Trajectory, context: Mapping[str, object]) -> float | None:
+def exposed_penalty(context: Mapping[str, object]) -> float | None:
     """-1 when it was this one who was voted out."""
     return -float(context["out"] == context["player"]) if _told(context) else None
 

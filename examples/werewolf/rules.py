@@ -1,8 +1,8 @@
 """The rules: one night, one talk, one vote, in the manner of One Night Ultimate Werewolf. Pure.
 
 By night two of the six were in the woods. In the morning each says in turn where they were and whom they suspect; then
-all vote in secret, but that the second werewolf is told what the first one does. Who has most votes is out, by lot where
-several have. The village wins when a werewolf is out, the werewolves when none is.
+all vote in secret, but that the second werewolf is told what the first one does. Who has most votes is out, by lot
+where several have. The village wins when a werewolf is out, the werewolves when none is.
 """
 
 from __future__ import annotations

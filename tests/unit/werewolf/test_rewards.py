@@ -9,7 +9,6 @@ import pytest
 
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 from headrace_scorer.settings import ScorerSettings
-from tests.support.trajectories import closed
 from werewolf import rewards
 from werewolf.agent import facts
 from werewolf.rules import Game, Statement
@@ -22,7 +21,7 @@ BLAMELESS = {"Ben": Statement(B, "inn", A)}
 
 
 def happened(context: Mapping[str, object]) -> list[float | None]:
-    return [getattr(rewards, term)(closed(), context) for term in TERMS]
+    return [getattr(rewards, term)(context) for term in TERMS]
 
 
 def worth(context: Mapping[str, object]) -> float | None:

@@ -12,9 +12,9 @@ from headrace_cli.commands.shared import Overridden, Pythons, command, console
 
 if TYPE_CHECKING:
     from headrace_cli.demo.console_reporter import ConsoleReporter
+    from headrace_cli.demo.performance import Options
     from headrace_cli.demo.recipe import Recipe
     from headrace_cli.demo.report import Report
-    from headrace_cli.demo.performance import Options
 
 
 def demo(

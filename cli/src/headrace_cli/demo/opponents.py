@@ -17,9 +17,9 @@ _WHY = "plays beside the agent, and stays as it is"
 
 
 async def register(registry: str, name: str, folder: Path, label: str, environ: Mapping[str, str]) -> str:
-    """The version, once it serves as the pinned champion of `name`. `environ` has the settings of the services, as
-    `headrace models register` reads them. Raises `HeadraceError`."""
-    made = await importing.stored(folder.absolute(), name, None, environ)
+    """The version, once it serves as the pinned champion of `name`. `folder` is absolute; `environ` has the settings of
+    the services, as `headrace models register` reads them. Raises `HeadraceError`."""
+    made = await importing.stored(folder, name, None, environ)
     await asyncio.to_thread(_pin, registry, name, label, made)
     return made.version
 

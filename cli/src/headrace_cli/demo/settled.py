@@ -38,8 +38,8 @@ class Settling:
             while not (await self._read(topics), self._settled(watch))[1]:
                 if time.monotonic() > deadline:
                     raise StartFailed(
-                        f"after {timeout_s:g} s {len(self._open)} experiences are not trained, and the newest version is "
-                        f"{self._version}; see `headrace logs trainer` and `headrace logs registry`"
+                        f"after {timeout_s:g} s {len(self._open)} experiences are not trained, and the newest version "
+                        f"is {self._version}; see `headrace logs trainer` and `headrace logs registry`"
                     )
                 await asyncio.sleep(_POLL_S)
 
