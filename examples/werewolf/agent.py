@@ -26,6 +26,8 @@ VILLAGERS = "villager:v1.0"
 class Players(at_work.Users[Deal]):
     """Everybody who sits at a table; `options.concurrency` tables at a time."""
 
+    words = ("games", "won by the werewolves")
+
     def __init__(self, client: AsyncOpenAI, options: argparse.Namespace) -> None:
         super().__init__(itertools.islice(deals("train", options.seed), options.first, None), options)
         self._client = client

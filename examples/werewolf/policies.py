@@ -24,7 +24,7 @@ HIDE, BLAME, VOTE = ABILITIES = ("hide", "blame", "vote")
 class Habits:
     """How often who does what."""
 
-    honest: float = 0.25
+    honest: float = 0.32
     """A werewolf that does not hide says that it was in the woods."""
     lucky: float = 0.25
     """A werewolf that cannot blame, or vote, does it all the same."""
@@ -41,7 +41,7 @@ class Habits:
 
 
 HABITS = Habits()
-KEEN = Habits(honest=0.4, lucky=1.0, sees=1.0, follows=1.0, silent=0.6, votes_seen=1.0, votes_suspect=1.0)
+KEEN = Habits(honest=0.5, lucky=1.0, sees=1.0, follows=1.0, silent=0.6, votes_seen=1.0, votes_suspect=1.0)
 """Nobody hesitates, and werewolves give themselves away: what there is to learn from a talk shows in every game."""
 
 

@@ -35,7 +35,7 @@ def partners_vote(deal: Deal, name: str, votes: Mapping[str, str | None]) -> tup
 
 
 def line(said: Statement) -> str:
-    return f"{said.name}: {answer(said)}"
+    return f"{said.name} {answer(said)}"
 
 
 def answer(said: Statement) -> str:
