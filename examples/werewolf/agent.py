@@ -60,8 +60,11 @@ def main() -> None:
     parser = at_work.parser("Let six agents play Werewolf, of whom two learn.", "werewolf")
     parser.add_argument("--villagers", default=VILLAGERS, metavar="MODEL", help="who never learns (%(default)s)")
     parser.add_argument("--first", type=int, default=0, help="how many games were played before (%(default)s)")
+    parser.add_argument("--until", type=int, help="end after so many games with those before, instead of --tasks")
     parser.set_defaults(max_tokens=12)
     options = parser.parse_args()
+    if options.until is not None:
+        options.tasks = options.until - options.first
     at_work.ended(asyncio.run(at_work.run(Players, options)), options.out)
 
 

@@ -25,8 +25,8 @@ def _seen_by(name: str, game: Game) -> list[Message]:
 def _messages(name: str, game: Game) -> Iterator[Message]:
     deal, place = game.deal, game.deal.seats.index(name)
     yield {"role": "system", "content": talk.told(deal, name)}
-    yield {"role": "user", "content": talk.asked_to_speak(game.talk[:place])}
+    yield {"role": "user", "content": talk.asked_to_speak(name, game.talk[:place])}
     yield {"role": "assistant", "content": talk.answer(game.talk[place])}
-    since, known = game.talk[place + 1 :], talk.partners_vote(deal, name, game.votes)
-    yield {"role": "user", "content": talk.asked_to_vote(since, *known)}
+    known = talk.partners_vote(deal, name, game.votes)
+    yield {"role": "user", "content": talk.asked_to_vote(name, game.talk, *known)}
     yield {"role": "assistant", "content": game.votes[name] or talk.NOBODY}

@@ -24,7 +24,7 @@ HIDE, BLAME, VOTE = ABILITIES = ("hide", "blame", "vote")
 class Habits:
     """How often who does what."""
 
-    honest: float = 0.32
+    honest: float = 0.25
     """A werewolf that does not hide says that it was in the woods."""
     lucky: float = 0.25
     """A werewolf that cannot blame, or vote, does it all the same."""

@@ -1,4 +1,4 @@
-"""How good was it for one werewolf? Plain functions of what its feedback told; the scorer loads this file and calls them.
+"""How good was it for one werewolf? Plain functions of what its feedback told, which the scorer calls.
 
 Each says whether something happened, 1 or 0 (the penalty: -1 or 0), and abstains where the context does not tell. What
 that is worth, 10, 5, 2 and 5, are the scorer's weights in `headrace.toml`. Nothing is imported from Headrace.

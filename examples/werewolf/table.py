@@ -81,15 +81,14 @@ class _Play:
 
     async def _play(self) -> None:
         for name in self._deal.seats:
-            answer = await self._ask(name, talk.asked_to_speak(self._said))
+            answer = await self._ask(name, talk.asked_to_speak(name, self._said))
             self._said.append(talk.read_statement(name, answer))
         for name in self._deal.wolves:
             await self._vote(name)
         await asyncio.gather(*map(self._vote, self._deal.villagers))
 
     async def _vote(self, name: str) -> None:
-        since = self._said[self._deal.seats.index(name) + 1 :]
-        asked = talk.asked_to_vote(since, *talk.partners_vote(self._deal, name, self._votes))
+        asked = talk.asked_to_vote(name, self._said, *talk.partners_vote(self._deal, name, self._votes))
         self._votes[name] = talk.read_name(name, await self._ask(name, asked))
 
     async def _ask(self, name: str, text: str) -> str:

@@ -16,15 +16,25 @@ def told(deal: Deal, name: str) -> str:
     return f"You are {name}, {role}. Say a place and a suspect, then vote."
 
 
-def asked_to_speak(talk: Sequence[Statement]) -> str:
-    """`talk` is what the others said before."""
-    return "\n".join([*map(line, talk), SPEAK])
+def asked_to_speak(name: str, talk: Sequence[Statement]) -> str:
+    """`talk` is what was said before."""
+    return "\n".join([board(name, talk), SPEAK])
 
 
-def asked_to_vote(talk: Sequence[Statement], partner: str | None = None, partners_vote: str | None = None) -> str:
-    """`talk` is what the others said since; a wolf is told what its `partner` does where that one votes first."""
+def asked_to_vote(
+    name: str, talk: Sequence[Statement], partner: str | None = None, partners_vote: str | None = None
+) -> str:
+    """`talk` is all of it; a wolf is told what its `partner` does where that one votes first."""
     known = [] if partner is None else [f"{partner} votes {partners_vote or NOBODY}."]
-    return "\n".join([*map(line, talk), *known, VOTE])
+    return "\n".join([board(name, talk), *known, VOTE])
+
+
+def board(name: str, talk: Sequence[Statement]) -> str:
+    """What the moderator keeps of a talk for `name`: who was in the woods, and who is suspected, once by each who does.
+    A small model finds what follows a word; it would not find out who of a whole talk said it."""
+    seen = [said.name for said in talk if said.place == WOODS and said.name != name]
+    suspected = [said.suspect for said in talk if said.suspect is not None and said.suspect != name]
+    return f"{WOODS}: {_listed(seen)}\nsuspected: {_listed(suspected)}"
 
 
 def partners_vote(deal: Deal, name: str, votes: Mapping[str, str | None]) -> tuple[str, str | None] | tuple[()]:
@@ -32,10 +42,6 @@ def partners_vote(deal: Deal, name: str, votes: Mapping[str, str | None]) -> tup
     if name != deal.wolves[-1]:
         return ()
     return deal.partner(name), votes[deal.partner(name)]
-
-
-def line(said: Statement) -> str:
-    return f"{said.name} {answer(said)}"
 
 
 def answer(said: Statement) -> str:
@@ -52,3 +58,7 @@ def read_statement(name: str, text: str) -> Statement:
 def read_name(name: str, text: str) -> str | None:
     found = text.strip().removesuffix(".")
     return found if found in NAMES and found != name else None
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or NOBODY

@@ -16,7 +16,7 @@ VOCABULARY = 400
 """Entries. Bytes, markup and the words of the game with their merges fill about 380."""
 WORDS = (
     *NAMES, *PLACES, WOODS, NOBODY, "You", "are", "villager", "werewolf", "with", "Say", "a", "place", "and", "suspect",
-    "then", "vote", "votes", "Speak", "Vote",
+    "then", "vote", "suspected", "votes", "Speak", "Vote",
 )  # fmt: skip
 
 

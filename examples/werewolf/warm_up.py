@@ -15,7 +15,7 @@ from werewolf.rules import deals
 class Schedule(warm_up.Schedule):
     """The common one, with as many conversations in a step as three games have."""
 
-    steps: int = 500
+    steps: int = 400
     batch: int = 18
 
 

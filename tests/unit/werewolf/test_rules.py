@@ -58,7 +58,8 @@ def test_the_talk_is_read_as_it_is_written() -> None:
     assert talk.read_name(A, " Ben. ") == B
     assert talk.told(DEAL, B) == "You are Ben, werewolf with Emma. Say a place and a suspect, then vote."
     assert talk.told(DEAL, A) == "You are Anna, villager. Say a place and a suspect, then vote."
-    assert talk.asked_to_vote(TALK[5:], B, C) == "Felix inn, nobody\nBen votes Clara.\nVote."
+    asked = talk.asked_to_vote(E, (*TALK, Statement(A, WOODS, E)), B, C)
+    assert asked == "woods: Anna\nsuspected: Clara, Ben, Clara, Clara\nBen votes Clara.\nVote."
 
 
 def test_deals_are_fair_and_their_splits_apart() -> None:

@@ -22,6 +22,7 @@ from tests.support.headrace_in_memory import Headrace
 from werewolf import agent, evaluate, rewards
 from werewolf.rules import deals
 from werewolf.table import Table, shown
+from werewolf.talk import told
 
 from .conftest import EXAMPLES
 from .games import DEAL
@@ -52,10 +53,12 @@ async def test_each_reads_its_own_conversation_and_the_second_wolf_its_partners_
             episode = await Table(client, "wolves", "village", 12).play(DEAL)
     calls = [(call.body["model"], [one["content"] for one in call.body["messages"]]) for call in llm.calls]
     assert [place for place, (model, _) in enumerate(calls) if model == "wolves"] == [1, 4, 6, 7]
-    assert calls[2][1][1] == "Anna mill, nobody\nBen woods, Anna\nSpeak."
-    others = "Clara mill, nobody\nDavid mill, nobody\nEmma woods, Anna\nFelix mill, nobody"
-    assert calls[6][1][2:] == ["woods, Anna", f"{others}\nVote."]
-    assert calls[7][1][3] == "Felix mill, nobody\nBen votes Anna.\nVote."
+    assert calls[0][1] == [told(DEAL, "Anna"), "woods: nobody\nsuspected: nobody\nSpeak."]
+    assert calls[2][1][1] == "woods: Ben\nsuspected: Anna\nSpeak."
+    assert calls[6][1][2:] == ["woods, Anna", "woods: Emma\nsuspected: Anna, Anna\nVote."]
+    assert calls[7][1][3] == "woods: Ben\nsuspected: Anna, Anna\nBen votes Anna.\nVote."
+    assert calls[8][1][0] == told(DEAL, "Anna")
+    assert calls[8][1][3] == "woods: Ben, Emma\nsuspected: nobody\nVote.", "she does not read her own name"
     assert not any("votes" in messages[-1] for _, messages in calls[8:])
     names = {name: {call.headers[name] for call in llm.calls} for name in ("x-session-id", "x-run-id", "x-task-id")}
     assert [len(found) for found in names.values()] == [6, 1, 1]
@@ -123,11 +126,12 @@ def test_the_recipe_asks_for_the_models_and_rows_that_there_are() -> None:
     (name, villager), *none = found.models.items()
     assert f"{name}:{villager.label}" == agent.VILLAGERS
     assert not none
-    filled = {"cache": "c", "seed": 0, "out": "o", "base_url": "u", "version": VERSION, "first": 100, "tasks": 400}
+    filled = {"cache": "c", "seed": 0, "out": "o", "base_url": "u", "version": VERSION, "row_before": 100, "row": 500}
     for command in ("base", "agent", "measure", "checks"):
         _, flag, module, *rest = found.command(command, filled)
         assert (flag, find_spec(module) is not None) == ("-m", True)
         assert (agent.VILLAGERS in rest) == (command in ("agent", "measure"))
     batch = tomllib.loads((WEREWOLF / "headrace.toml").read_text())["trainer"]
     version = batch["batch_experiences"] * batch["steps_per_version"]
-    assert all(2 * games % version == 0 for games in found.goal.rows), "each row ends with a version"
+    assert found.rows is not None
+    assert all(2 * games % version == 0 for games in found.rows.at), "each row ends with a version"

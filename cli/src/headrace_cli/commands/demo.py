@@ -75,8 +75,7 @@ def _one(recipe: Recipe, options: Options, *, keep: bool, path: Path) -> bool:
     drawn = plot.draw(report, recipe.title, path.with_suffix(".png"))
     shortfalls = report.shortfalls(options.goal)
     reporter.ended(report, shortfalls)
-    reporter.measured(recipe.measures, [report.measures])
-    reporter.rows(recipe.unit, recipe.measures, report.rows)
+    reporter.table(recipe, [report])
     reporter.showed(report.shown)
     written = [path, *([path.with_suffix(".png")] if drawn else [])]
     console().print(f"[dim]written: {', '.join(map(str, written))}[/]")
@@ -94,13 +93,12 @@ def _several(count: int, recipe: Recipe, options: Options, *, keep: bool, path: 
         place = options.data_dir / f"seed-{seed}"
         reports.append(_played(recipe, replace(options, seed=seed, data_dir=place), reporter, keep=keep))
         reporter.ended(reports[-1], [])
-        reporter.measured(recipe.measures, [reports[-1].measures])
-        reporter.rows(recipe.unit, recipe.measures, reports[-1].rows)
+        reporter.table(recipe, reports[-1:])
         found = SeedsReport.of(recipe, options.goal, reports)
         found.write(path)
     reporter.showed(reports[0].shown)
     if count > 1:
-        reporter.measured(recipe.measures, [report.measures for report in reports])
+        reporter.table(recipe, reports)
     reporter.held(found)
     console().print(f"[dim]written: {path}[/]")
     return found.holds

@@ -7,15 +7,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from headrace_cli.demo.measures import BeforeAfter, DemoMeasure, MeasuredRow, medians
+from headrace_cli.demo.measures import BeforeAfter, DemoMeasure, medians
 from headrace_cli.demo.report import Report, ShownTask
+from headrace_cli.demo.rows import Row, median_row
 from headrace_cli.demo.seeds import SeedsReport
 from headrace_cli.progress import ProgressDisplay
 from headrace_schemas import ModelEvent
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
+    from headrace_cli.demo.recipe import Recipe
     from headrace_cli.demo.watch import Watch
 
 
@@ -75,34 +78,33 @@ class ConsoleReporter:
         for text in shortfalls:
             self._console.print(f"[red]not as promised:[/] {text}")
 
+    def table(self, recipe: Recipe, reports: Sequence[Report]) -> None:
+        """What the recipe measures of its versions; medians where there are several seeds."""
+        if recipe.rows is None:
+            self.measured(recipe.measures, [report.measures for report in reports])
+            return
+        self.rows(recipe, [report.rows for report in reports])
+
+    def rows(self, recipe: Recipe, seeds: Sequence[Sequence[Row]]) -> None:
+        """A column for each row of the recipe. Of a single seed with 95 % intervals over its plays."""
+        assert recipe.rows is not None
+        table = _table(len(seeds), recipe.rows.unit, *(str(row.at) for row in seeds[0]))
+        for name, measure in recipe.measures.items():
+            texts = map(measure.text, median_row(name, seeds))
+            margins = [row.margins.get(name) if len(seeds) == 1 else None for row in seeds[0]]
+            found = zip(texts, margins, strict=True)
+            table.add_row(name, *(text if one is None else f"{text} ± {measure.text(one)}" for text, one in found))
+        self._console.print(table)
+
     def measured(self, measures: Mapping[str, DemoMeasure], seeds: Sequence[Mapping[str, BeforeAfter]]) -> None:
         """A row for each measure: before, after, and by how much it changed; medians where there are several seeds."""
-        from rich.table import Table
-
         if not measures:
             return
-        table = Table(title=f"median of {len(seeds)} seeds" if len(seeds) > 1 else None, box=None, title_justify="left")
-        for column in ("", "before", "after", "change"):
-            table.add_column(column, justify="right" if column else "left")
+        table = _table(len(seeds), "", "before", "after", "change")
         for name, measure in measures.items():
             before, after, gain = medians(name, seeds)
             change = f"{gain * 100:+.1f} points" if measure.percent else f"{gain:+.2f}"
             table.add_row(name, measure.text(before), f"[bold]{measure.text(after)}[/]", change)
-        self._console.print(table)
-
-    def rows(self, unit: str, measures: Mapping[str, DemoMeasure], rows: Sequence[MeasuredRow]) -> None:
-        """A row for each version that was measured on the way, with 95 % intervals over its plays."""
-        from rich.table import Table
-
-        if not rows:
-            return
-        table = Table(box=None, title=f"{rows[0].plays} plays a row", title_justify="left")
-        table.add_column(unit, justify="right")
-        for name in measures:
-            table.add_column(name, justify="right")
-        for row in rows:
-            means = [(measure, row.means[name]) for name, measure in measures.items()]
-            table.add_row(str(row.at), *(f"{one.text(mean.value)} ± {one.text(mean.margin)}" for one, mean in means))
         self._console.print(table)
 
     def showed(self, shown: ShownTask | None) -> None:
@@ -117,3 +119,13 @@ class ConsoleReporter:
             style = "green" if line.holds else "red"
             self._console.print(f"[{style}]{'holds' if line.holds else 'FAILS':6}[/]", end="")
             self._console.print(f"{line.name}{told}", markup=False, highlight=False)
+
+
+def _table(seeds: int, first: str, *columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"median of {seeds} seeds" if seeds > 1 else None, box=None, title_justify="left")
+    table.add_column(first)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.errors import UsageError
 
-_SIGMAS = 1.96
-"""Half the width of a 95 % interval, in standard errors."""
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
 """A sum of shares may miss its own value by this much."""
 
 
@@ -53,24 +49,6 @@ class BeforeAfter:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredMean:
-    """`margin` is the half width of the 95 % interval over plays."""
-
-    value: float
-    margin: float
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredRow:
-    """What a version was like after `at` tasks of the agent, by measure."""
-
-    at: int
-    version: str
-    plays: int
-    means: Mapping[str, MeasuredMean]
-
-
-@dataclass(frozen=True, slots=True)
 class MeasuredPlays:
     """What `measure` printed of one version, a mapping for each play. Never empty."""
 
@@ -82,14 +60,10 @@ class MeasuredPlays:
 
     def mean(self, name: str) -> float:
         """Raises `UsageError` when a play has no such number."""
-        return statistics.fmean(self._numbers(name))
+        return statistics.fmean(self.numbers(name))
 
-    def row(self, at: int, version: str, measures: Mapping[str, DemoMeasure]) -> MeasuredRow:
-        """Raises `UsageError` when a play has no number of a measure."""
-        means = {name: _mean(self._numbers(measure.field)) for name, measure in measures.items()}
-        return MeasuredRow(at, version, len(self.lines), means)
-
-    def _numbers(self, name: str) -> list[float]:
+    def numbers(self, name: str) -> list[float]:
+        """Of each play. Raises `UsageError` when a play has no such number."""
         found = [line.get(name) for line in self.lines]
         numbers = [float(value) for value in found if isinstance(value, int | float)]
         if len(numbers) < len(found):
@@ -116,27 +90,6 @@ def lines(measures: Mapping[str, DemoMeasure], seeds: Sequence[Mapping[str, Befo
     return [line for name, measure in measures.items() for line in _lines(name, measure, medians(name, seeds))]
 
 
-def row_lines(measures: Mapping[str, DemoMeasure], seeds: Sequence[Sequence[MeasuredRow]]) -> Iterable[PromisedLine]:
-    """What is promised of rows, of the medians over `seeds`. A row that nobody measured promises nothing."""
-    for name, measure in measures.items():
-        found = {
-            rows[0].at: statistics.median(row.means[name].value for row in rows) for rows in zip(*seeds, strict=True)
-        }
-        for at, least in measure.at_min.items():
-            if at in found:
-                holds = found[at] >= least - _ROUNDING
-                yield PromisedLine(f"{name}: at {at}", f">= {measure.text(least)}", measure.text(found[at]), holds)
-        if measure.rises and found:
-            rising = all(one < other for one, other in itertools.pairwise(found.values()))
-            text = ", ".join(measure.text(value) for value in found.values())
-            yield PromisedLine(f"{name}: rises", "each row above the one before", text, rising)
-
-
-def _mean(numbers: Sequence[float]) -> MeasuredMean:
-    spread = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
-    return MeasuredMean(statistics.fmean(numbers), _SIGMAS * spread / math.sqrt(len(numbers)))
-
-
 def medians(name: str, seeds: Sequence[Mapping[str, BeforeAfter]]) -> tuple[float, float, float]:
     """Before, after and gain: the median of each over the seeds, the gain being that of a seed."""
     found = [seed[name] for seed in seeds]
@@ -155,6 +108,6 @@ def _lines(name: str, measure: DemoMeasure, found: tuple[float, float, float]) -
     for what, value, least, most in limits:
         text = measure.text(value)
         if least is not None:
-            yield PromisedLine(f"{name}: {what}", f">= {measure.text(least)}", text, value >= least - _ROUNDING)
+            yield PromisedLine(f"{name}: {what}", f">= {measure.text(least)}", text, value >= least - ROUNDING)
         if most is not None:
-            yield PromisedLine(f"{name}: {what}", f"<= {measure.text(most)}", text, value <= most + _ROUNDING)
+            yield PromisedLine(f"{name}: {what}", f"<= {measure.text(most)}", text, value <= most + ROUNDING)

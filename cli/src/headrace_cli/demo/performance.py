@@ -7,15 +7,16 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from headrace_cli.demo import agent
 from headrace_cli.demo.console_reporter import ConsoleReporter
-from headrace_cli.demo.measures import MeasuredPlays, MeasuredRow
+from headrace_cli.demo.measures import MeasuredPlays
 from headrace_cli.demo.recipe import Goal, Recipe
+from headrace_cli.demo.rows import Row, RowsRecipe
 from headrace_cli.demo.settled import Settling
 from headrace_cli.demo.watch import Watch
 from headrace_cli.errors import StartFailed
@@ -70,7 +71,7 @@ class Performed:
     traffic_began: float
     """Unix time."""
     traffic_s: float
-    rows: tuple[MeasuredRow, ...] = ()
+    rows: tuple[Row, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,41 +99,34 @@ class Performance:
             after = await self._measured(self.watch.champions[-1])
         return Performed(before, after, summary["requests"], summary["failed_requests"], began, traffic_s)
 
-    async def by_rows(self) -> Performed:
+    async def by_rows(self, rows: RowsRecipe) -> Performed:
         """The agent works from row to row. Each measures what serves once all before it is trained."""
         with self.reporter.doing("loading and probing the first version"):
             await self._first_version(lambda: True)
-        began, before, *rest = time.time(), 0, *self.options.goal.rows[1:]
-        first, row = await self._row(0)
+        began = time.time()
+        first, row = await self._row(rows, 0, [])
         done = Performed(first, first, 0, 0, began, 0.0, (row,))
         settling = Settling(self.place.bus, self.recipe.model)
-        for at in rest:
+        for before, at in rows.stretches:
             worked = time.monotonic()
-            summary = await self._from_to(before, at, self.options.goal.traffic_s_max - done.traffic_s)
+            left_s = self.options.goal.traffic_s_max - done.traffic_s
+            summary = await self._agent_at_work({"row_before": before, "row": at}, left_s)
             traffic_s = done.traffic_s + time.monotonic() - worked
             with self.reporter.doing("waiting until all of it is trained and serves"):
                 await settling.until_settled(self.watch, _SETTLED_S_MAX)
-            last, row = await self._row(at)
+            last, row = await self._row(rows, at, done.rows)
             requests = done.requests + summary["requests"]
             failed = done.failed_requests + summary["failed_requests"]
-            rows = (*done.rows, row)
-            done = replace(done, after=last, requests=requests, failed_requests=failed, traffic_s=traffic_s, rows=rows)
-            before = at
+            kept = (*done.rows, row)
+            done = replace(done, after=last, requests=requests, failed_requests=failed, traffic_s=traffic_s, rows=kept)
         return done
 
-    async def _from_to(self, before: int, at: int, traffic_s_max: float) -> dict[str, Any]:
-        summary = await self._agent_at_work({"first": before, "tasks": at - before}, traffic_s_max)
-        if summary["tasks"] != at - before:
-            unit, wanted = self.recipe.unit, at - before
-            raise StartFailed(f"{summary['tasks']} of {wanted} {unit} up to {at} were played in {traffic_s_max:.0f} s")
-        return summary
-
-    async def _row(self, at: int) -> tuple[MeasuredPlays, MeasuredRow]:
+    async def _row(self, rows: RowsRecipe, at: int, before: Sequence[Row]) -> tuple[MeasuredPlays, Row]:
         version = self.watch.champions[-1]
-        with self.reporter.doing(f"measuring {version} after {at} {self.recipe.unit}"):
+        with self.reporter.doing(f"measuring {version} after {at} {rows.unit}"):
             played = await self._measured(version)
-        row = played.row(at, version, self.recipe.measures)
-        self.reporter.rows(self.recipe.unit, self.recipe.measures, [row])
+        row = Row.of(at, version, self.recipe.measures, played)
+        self.reporter.rows(self.recipe, [[*before, row]])
         return played, row
 
     async def _measured(self, version: str) -> MeasuredPlays:
@@ -166,6 +160,8 @@ class Performance:
                     update(self.watch)
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(process.wait(), 0.5)
+            if "row" in given and process.returncode is None:
+                raise StartFailed(f"the agent was not at row {given['row']} after {traffic_s_max:.0f} s more")
         summary: dict[str, Any] = json.loads((self.options.out / "agent.json").read_text(encoding="utf-8"))
         return summary
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from headrace.errors import UsageError
 from headrace_cli.demo.measures import DemoMeasure
+from headrace_cli.demo.rows import RowsRecipe
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -31,16 +31,6 @@ class Goal(BaseModel):
     """Held-out success has to rise by this much, in 0..1."""
     swaps_min: Annotated[int, Field(ge=0)]
     """This many versions have to take over while the agent works."""
-    rows: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """After so many tasks of the agent, from 0 on, the version of then is measured, once all of them are trained. Such
-    a demo needs no gate, and the agent works until the last row. Empty: the first version and the last are measured."""
-
-    @model_validator(mode="after")
-    def _rows_rise_from_zero(self) -> Self:
-        pairs = list(itertools.pairwise(self.rows))
-        if self.rows and (self.rows[0] or not pairs or any(one >= other for one, other in pairs)):
-            raise ValueError(f"rows = {list(self.rows)}: they begin with 0 and rise, e.g. [0, 100, 500]")
-        return self
 
 
 class SignalRecipe(BaseModel):
@@ -68,8 +58,7 @@ class Opponent(BaseModel):
 
 class Recipe(BaseModel):
     """`demo.toml`. In commands `{python} {cache} {seed} {base_url} {gateway} {model} {version} {out}` are replaced, and
-    with `rows` in that of the agent `{tasks}` and `{first}`: how many, and how many there were before.
-    """
+    where there are rows `{row_before} {row}` in the agent's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -87,10 +76,10 @@ class Recipe(BaseModel):
     `score` for each."""
     measures: dict[str, DemoMeasure] = Field(default_factory=dict)
     """What else is told of the first and of the last version, and promised, by name in the order of the table."""
+    rows: RowsRecipe | None = None
+    """Measures between the first version and the last one. Then the agent works from row to row."""
     shown: str | None = None
     """A text in the lines of `measure` that is printed before and after, of one task."""
-    unit: str = "tasks"
-    """What `rows` count."""
     models: dict[str, Opponent] = Field(default_factory=dict)
     """Models that nobody trains, by name."""
     checks: tuple[str, ...] = ()

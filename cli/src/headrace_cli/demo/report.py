@@ -6,8 +6,9 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from headrace_cli.demo.measures import BeforeAfter, MeasuredRow, PromisedLine
+from headrace_cli.demo.measures import BeforeAfter, PromisedLine
 from headrace_cli.demo.recipe import Goal
+from headrace_cli.demo.rows import Row
 from headrace_cli.turn_account import TurnAccount
 
 
@@ -55,8 +56,8 @@ class Report:
     measures: dict[str, BeforeAfter] = field(default_factory=dict)
     """What the recipe measures besides, of the first version and of the last."""
     shown: ShownTask | None = None
-    rows: tuple[MeasuredRow, ...] = ()
-    """What the recipe measures on the way, where it has rows."""
+    rows: tuple[Row, ...] = ()
+    """The same at each row of the recipe."""
     checks: tuple[PromisedLine, ...] = ()
     """What it checks without any service."""
 

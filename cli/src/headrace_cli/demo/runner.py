@@ -64,7 +64,7 @@ async def perform(recipe: Recipe, options: Options, place: Place, reporter: Cons
     watch = Watch(place.bus, recipe.model, reporter.decided)
     async with _running(watch):
         performance = Performance(recipe, options, place, reporter, watch)
-        done = await (performance.by_rows() if options.goal.rows else performance.under_a_gate())
+        done = await (performance.under_a_gate() if recipe.rows is None else performance.by_rows(recipe.rows))
     account = await read_turn_account(place.bus)
     return Report(
         before=done.before.mean("score"),

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from headrace_cli.demo import checks, recipe, settled
 from headrace_cli.demo.console_reporter import ConsoleReporter
-from headrace_cli.demo.measures import DemoMeasure, MeasuredMean, MeasuredPlays, MeasuredRow, PromisedLine, row_lines
-from headrace_cli.demo.recipe import Goal
+from headrace_cli.demo.measures import DemoMeasure, MeasuredPlays, PromisedLine
+from headrace_cli.demo.rows import Row, RowsRecipe, row_lines
 from headrace_cli.demo.seeds import SeedsReport
 from headrace_cli.demo.settled import Settling
 from headrace_cli.demo.watch import Watch
@@ -30,12 +30,10 @@ WEREWOLF = recipe.read(Path(__file__).parents[3] / "examples" / "werewolf")
 WINS = "wolves win"
 
 
-def rows(*values: float, at: Sequence[int] = (0, 100, 500, 1000)) -> tuple[MeasuredRow, ...]:
+def rows(*values: float) -> tuple[Row, ...]:
     """Every measure of the recipe has the value of its row."""
-    return tuple(
-        MeasuredRow(one, f"m@{one:016}", 200, dict.fromkeys(WEREWOLF.measures, MeasuredMean(value, 0.05)))
-        for one, value in zip(at, values, strict=False)
-    )
+    at = zip((0, 100, 500, 1000), values, strict=False)
+    return tuple(Row(one, f"m@{one:016}", dict.fromkeys(WEREWOLF.measures, value)) for one, value in at)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +44,8 @@ def rows(*values: float, at: Sequence[int] = (0, 100, 500, 1000)) -> tuple[Measu
         ((0.5, 0.55, 0.7, 0.79), ["at 1000"]),
         ((0.5, 0.5, 0.7, 0.85), ["rises"]),
         ((0.5, 0.55, 0.86, 0.85), ["rises"]),
-        ((0.5, 0.55), []),
+        ((0.5, 0.55), ["at 500", "at 1000"]),
+        ((0.5,), ["at 500", "at 1000", "rises"]),
     ],
 )
 def test_each_row_of_werewolf_is_held(values: tuple[float, ...], fails: list[str]) -> None:
@@ -60,8 +59,7 @@ def test_of_several_seeds_the_median_of_each_row_counts() -> None:
     assert not all(line.holds for line in row_lines(WEREWOLF.measures, [*seeds, seeds[0], seeds[0]]))
 
 
-def test_a_report_without_rows_promises_nothing_of_them_and_checks_count() -> None:
-    assert list(row_lines({"x": DemoMeasure(field="score", at_min={5: 1.0}, rises=True)}, [(), ()])) == []
+def test_what_was_checked_without_services_counts() -> None:
     failed = PromisedLine("ablation: hide alone", "< 80%", "81%", holds=False)
     good = {name: report().measures["accuracy"] for name in WEREWOLF.measures}
     one = replace(report(), measures=good, rows=rows(0.5, 0.6, 0.7, 0.9), checks=(failed,))
@@ -72,18 +70,19 @@ def test_a_report_without_rows_promises_nothing_of_them_and_checks_count() -> No
 def test_a_row_by_hand_and_how_it_is_printed() -> None:
     played = MeasuredPlays.read(b"\n".join(json.dumps({"score": one}).encode() for one in (1, 1, 1, 0)))
     measures = {WINS: DemoMeasure(field="score", percent=True)}
-    row = played.row(100, "m@1", measures)
-    assert row.means[WINS].value == 0.75
-    assert row.means[WINS].margin == pytest.approx(1.96 * 0.5 / 2)
+    row = Row.of(100, "m@1", measures, played)
+    assert (row.measures[WINS], row.plays) == (0.75, 4)
+    assert row.margins[WINS] == pytest.approx(1.96 * 0.5 / 2)
     said = io.StringIO()
-    ConsoleReporter(Console(file=said, width=100)).rows("games", measures, [row])
-    assert " ".join(said.getvalue().split()) == "4 plays a row games wolves win 100 75.0% ± 49.0%"
+    chosen = WEREWOLF.model_copy(update={"measures": measures})
+    ConsoleReporter(Console(file=said, width=100)).table(chosen, [replace(report(), rows=(row,))])
+    assert " ".join(said.getvalue().split()) == "games 100 wolves win 75.0% ± 49.0%"
 
 
 @pytest.mark.parametrize("wrong", [[100, 500], [0], [0, 500, 100], [0, 100, 100]])
 def test_rows_begin_with_0_and_rise(wrong: list[int]) -> None:
-    with pytest.raises(ValidationError, match="they begin with 0 and rise"):
-        Goal(traffic_s_max=1, gain_min=0, swaps_min=0, rows=tuple(wrong))
+    with pytest.raises(ValidationError, match=r"ascend from 0|at least 2"):
+        RowsRecipe(unit="games", at=tuple(wrong))
 
 
 def test_checks_are_lines_of_json_or_the_demo_does_not_begin() -> None:
