@@ -22,7 +22,7 @@ HIDE, BLAME, VOTE = ABILITIES = ("hide", "blame", "vote")
 
 @dataclass(frozen=True)
 class Habits:
-    """How often who does what."""
+    """How often who does what, as shares of the times that it could."""
 
     honest: float = 0.25
     """A werewolf that does not hide says that it was in the woods."""
@@ -100,8 +100,8 @@ class _Script:
 
     def _villager(self, talk: Sequence[Statement]) -> str:
         """One of them, under suspicion where one is."""
-        suspected = [said.suspect for said in talk if said.suspect in self.deal.villagers]
-        return self.rng.choice(suspected or self.deal.villagers) or ""
+        suspected = [name for name in _suspected("", talk) if name in self.deal.villagers]
+        return self.rng.choice(suspected or self.deal.villagers)
 
     def _anybody(self, name: str) -> str:
         return self.rng.choice([other for other in NAMES if other != name])
@@ -115,5 +115,5 @@ def _seen(name: str, talk: Sequence[Statement]) -> list[str]:
 
 
 def _suspected(name: str, talk: Sequence[Statement]) -> list[str]:
-    """Once for each who suspects them: many suspicions weigh more."""
-    return [said.suspect for said in talk if said.suspect not in (None, name)]
+    """All but `name`, once for each who suspects them: many suspicions weigh more."""
+    return [said.suspect for said in talk if said.suspect is not None and said.suspect != name]

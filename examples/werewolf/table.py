@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from dataclasses import dataclass, field
+from typing import Any
 
 from openai import AsyncOpenAI, OpenAIError, omit
 
@@ -39,12 +40,12 @@ class Table:
         """A whole game. Never raises for what a model or the server does. With a `seed` as far as possible the same."""
         episode = GameEpisode()
         try:
-            episode.game = await _Play(self, deal, episode, seed).over()
+            game = await _Play(self, deal, episode, seed).over()
         except* OpenAIError as group:
             error = group.exceptions[0]
             episode.failure = f"{type(error).__name__}: {error}"
         else:
-            episode.answer = winner(episode.game)
+            episode.game, episode.answer = game, winner(game)
         episode.response_ids = [one for spoken in episode.spoken.values() for one in spoken]
         return episode
 
@@ -69,7 +70,9 @@ class _Play:
 
     def __init__(self, table: Table, deal: Deal, episode: GameEpisode, seed: int | None) -> None:
         self._table, self._deal, self._episode, self._seed = table, deal, episode, seed
-        self._read = {name: [{"role": "system", "content": talk.told(deal, name)}] for name in deal.seats}
+        self._read: dict[str, list[Any]] = {
+            name: [{"role": "system", "content": talk.told(deal, name)}] for name in deal.seats
+        }
         self._said: list[Statement] = []
         self._votes: dict[str, str | None] = {}
 
@@ -98,7 +101,7 @@ class _Play:
         number = 2 * NAMES.index(name) + len(spoken)
         response = await table.client.chat.completions.create(
             model=table.wolves if name in self._deal.wolves else table.villagers,
-            messages=read,  # type: ignore[arg-type]
+            messages=read,
             temperature=TEMPERATURE,
             max_tokens=table.max_tokens,
             seed=omit if self._seed is None else self._seed * CALLS + number,

@@ -86,7 +86,7 @@ def test_rows_begin_with_0_and_rise(wrong: list[int]) -> None:
 
 
 def test_checks_are_lines_of_json_or_the_demo_does_not_begin() -> None:
-    line = {"name": "a", "wanted": "< 1", "found": "0", "holds": True}
+    line: dict[str, Any] = {"name": "a", "wanted": "< 1", "found": "0", "holds": True}
     assert checks.run([sys.executable, "-c", f"print({json.dumps(json.dumps(line))})"], {}) == (PromisedLine(**line),)
     for program in ("print('{}')", "raise SystemExit(1)", "print('yes')"):
         with pytest.raises(StartFailed, match="the checks of the demo did not run"):

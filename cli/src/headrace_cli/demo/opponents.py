@@ -10,6 +10,7 @@ from pathlib import Path
 from headrace.registry import ModelRegistry
 from headrace_cli.catalog import importing
 from headrace_cli.errors import StartFailed
+from headrace_schemas.importing import StoredLine
 
 _SERVED_S_MAX = 120.0
 _POLL_S = 0.2
@@ -24,7 +25,7 @@ async def register(registry: str, name: str, folder: Path, label: str, environ: 
     return made.version
 
 
-def _pin(registry: str, name: str, label: str, made: importing.StoredLine) -> None:
+def _pin(registry: str, name: str, label: str, made: StoredLine) -> None:
     with ModelRegistry(registry, who="headrace demo") as api:
         importing.register(api, made, label=label, serve=True, why=_WHY)
         _until_champion(api, name, made.version)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headrace_cli.demo import checks, opponents
 from headrace_cli.demo.console_reporter import ConsoleReporter
-from headrace_cli.demo.measures import BeforeAfter, MeasuredPlays
+from headrace_cli.demo.measures import BeforeAfter, MeasuredPlays, PromisedLine
 from headrace_cli.demo.performance import Options, Performance, Place, environ_of
 from headrace_cli.demo.recipe import Recipe
 from headrace_cli.demo.report import Report, ShownTask, VersionScore
@@ -87,7 +87,7 @@ async def perform(recipe: Recipe, options: Options, place: Place, reporter: Cons
     )
 
 
-def _checked(recipe: Recipe, options: Options) -> tuple[checks.PromisedLine, ...]:
+def _checked(recipe: Recipe, options: Options) -> tuple[PromisedLine, ...]:
     return checks.run(recipe.command("checks", options.values), environ_of(recipe)) if recipe.checks else ()
 
 

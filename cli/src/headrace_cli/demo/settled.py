@@ -35,13 +35,15 @@ class Settling:
         deadline = time.monotonic() + timeout_s
         self._changed_s = time.monotonic()
         async with connected(self._bus) as topics:
-            while not (await self._read(topics), self._settled(watch))[1]:
+            await self._read(topics)
+            while not self._settled(watch):
                 if time.monotonic() > deadline:
                     raise StartFailed(
                         f"after {timeout_s:g} s {len(self._open)} experiences are not trained, and the newest version "
                         f"is {self._version}; see `headrace logs trainer` and `headrace logs registry`"
                     )
                 await asyncio.sleep(_POLL_S)
+                await self._read(topics)
 
     def _settled(self, watch: Watch) -> bool:
         still_s = time.monotonic() - self._changed_s
