@@ -77,18 +77,16 @@ class _Play:
         self._votes: dict[str, str | None] = {}
 
     async def over(self) -> Game:
-        """Raises a group of `OpenAIError`."""
-        async with asyncio.TaskGroup() as game:
-            await game.create_task(self._play())
-        return Game(self._deal, tuple(self._said), self._votes)
-
-    async def _play(self) -> None:
+        """Raises `OpenAIError`, or a group of them."""
         for name in self._deal.seats:
             answer = await self._ask(name, talk.asked_to_speak(name, self._said))
             self._said.append(talk.read_statement(name, answer))
         for name in self._deal.wolves:
             await self._vote(name)
-        await asyncio.gather(*map(self._vote, self._deal.villagers))
+        async with asyncio.TaskGroup() as voting:
+            for name in self._deal.villagers:
+                voting.create_task(self._vote(name))
+        return Game(self._deal, tuple(self._said), self._votes)
 
     async def _vote(self, name: str) -> None:
         asked = talk.asked_to_vote(name, self._said, *talk.partners_vote(self._deal, name, self._votes))
