@@ -24,7 +24,7 @@ HIDE, BLAME, VOTE = ABILITIES = ("hide", "blame", "vote")
 class Habits:
     """How often who does what, as shares of the times that it could."""
 
-    honest: float = 0.25
+    honest: float = 0.22
     """A werewolf that does not hide says that it was in the woods."""
     lucky: float = 0.25
     """A werewolf that cannot blame, or vote, does it all the same."""

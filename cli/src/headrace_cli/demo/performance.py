@@ -24,7 +24,7 @@ from headrace_runtime.parent_death import bound_to_parent
 
 _FIRST_VERSION_S_MAX = 180.0
 _LAST_AUDIT_S_MAX = 60.0
-_MEASURE_S_MAX = 300.0
+_MEASURE_S_MAX = 600.0
 _SETTLED_S_MAX = 120.0
 
 
