@@ -14,7 +14,7 @@ VLLM := .venv-vllm
 MEMBERS := schemas runtime sdk cli gateway $(wildcard services/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity install-vllm test-vllm demo-vllm demo-swaps bench-shadow parity example-java example-math example-email bench-signals test-rollouts
+.PHONY: help install install-clients install-peers install-helm lock schemas lint docs test test-long test-clients test-helm test-tutorials demo up attack chaos simulate mutants test-architectures test-learning test-algorithms demo-rollout bench bench-bus bench-state bench-gate bench-rollout bench-learning bench-trainer bench-gpu compose-test lock-images test-jobs test-feedback test-ray install-trinity test-trinity install-vllm test-vllm demo-vllm demo-swaps bench-shadow parity example-java example-math example-email example-werewolf bench-signals test-rollouts
 
 help: ## this list
 	@awk -F ':.*## ' '/^##@ / { print "\n" substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -186,6 +186,9 @@ example-math: $(VENV)/installed ## an agent with a calculator gets right, brief 
 
 example-email: $(VENV)/installed ## an agent that searches mails learns from pairs of its own runs (DPO): tool, arguments and recall at rounds 0, 5, 10 (SEED=0, SEEDS=5)
 	$(BIN)/headrace demo examples/email_search --name example-email --seed $(SEED) --seeds $(if $(filter file,$(origin SEEDS)),1,$(SEEDS))
+
+example-werewolf: $(VENV)/installed ## two of six agents learn to hide, to blame and to vote together: wins after 0, 100, 500 and 1,000 games (SEED=0, SEEDS=5)
+	$(BIN)/headrace demo examples/werewolf --name example-werewolf --seed $(SEED) --seeds $(if $(filter file,$(origin SEEDS)),1,$(SEEDS))
 
 example-java: $(VENV)/installed ## AgentScope Java's agent, sampled and marked, trains through the gateway; needs Java and Maven, two minutes
 	$(BIN)/python -m tests.java_agent

@@ -48,11 +48,14 @@ T = TypeVar("T", bound=Asked)
 class Users(ABC, Generic[T]):
     """Everybody who has a question; `options.concurrency` of them ask at a time, `options.tasks` questions in all."""
 
+    words = ("questions", "of the answers accepted")
+    """What is counted, and what a share of it is."""
+
     def __init__(self, tasks: Iterator[T], options: argparse.Namespace) -> None:
         self._tasks = tasks
         self._options = options
         self._asked = 0
-        self.tally = Tally(options.seed)
+        self.tally = Tally(options.seed, *self.words)
         self.had_enough = False
         """Once true, what was asked is still answered, but no new questions come."""
 

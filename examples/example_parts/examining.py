@@ -46,6 +46,10 @@ class Examination(ABC, Generic[T]):
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
 
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        """Options of the example's own, beside the common ones."""
+
     @abstractmethod
     def tasks(self, half: Half) -> Sequence[T]:
         """`options.tasks` tasks of one half, the same for the same seed."""
@@ -116,6 +120,7 @@ def main(examination: type[Examination[Any]], description: str) -> None:
     parser.add_argument("--seed", type=int, default=0, help="which questions (%(default)s)")
     parser.add_argument("--plays-seed", type=int, default=0, help="with --model: where the seeds of the plays begin")
     parser.add_argument("--max-tokens", type=int, default=64)
+    examination.add_options(parser)
     failures = asyncio.run(_run(examination(parser.parse_args())))
     if failures:
         sys.exit(f"{len(failures)} tasks could not be played, the first one being {failures[0]}")

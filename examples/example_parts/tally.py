@@ -20,7 +20,8 @@ TELL_EVERY_S = 0.5
 class Tally:
     """Requests are model calls and feedback; a failed one is one that the client gave up after its own retries."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, asked: str, accepted: str) -> None:
+        self._words = asked, accepted
         self.feedback_sent = 0
         self.feedback_refused = False
         """The server takes none."""
@@ -48,10 +49,8 @@ class Tally:
         asked, accepted = self._asked.total(), self._accepted.total()
         rate = self._calls / max(1e-9, time.monotonic() - self._began)
         note = ", no feedback taken" if self.feedback_refused else ""
-        return (
-            f"{asked} questions, {accepted / max(1, asked):.0%} of the answers accepted, {self._calls} model calls "
-            f"({rate:.0f}/s), {self.failed_requests} failed{note}"
-        )
+        told = f"{asked} {self._words[0]}, {accepted / max(1, asked):.0%} {self._words[1]}"
+        return f"{told}, {self._calls} model calls ({rate:.0f}/s), {self.failed_requests} failed{note}"
 
     def write(self, path: Path) -> None:
         summary = {

@@ -27,8 +27,9 @@ from headrace.errors import HeadraceError
 from headrace_cli.commands.shared import console
 from headrace_cli.demo import recipe as demo
 from headrace_cli.demo.console_reporter import ConsoleReporter
+from headrace_cli.demo.performance import Options, Place
 from headrace_cli.demo.report import Report
-from headrace_cli.demo.runner import Options, Place, perform
+from headrace_cli.demo.runner import perform
 from tests.compose.engine import Engine, EngineFailed, Project
 from tests.compose.facts import Image, Limits, look_at_image, look_at_limits
 from tests.repo.compose_files import EXAMPLE, ROOT, env_example, filled, ours, service_of, services

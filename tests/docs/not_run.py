@@ -14,6 +14,11 @@ NOT_RUN = {
         "examples/math_agent/README.md",
         "make example-math",
     ): "takes up to ten minutes; its parts are tested in tests/unit",
+    (
+        "examples/werewolf/README.md",
+        "make example-werewolf",
+    ): "takes up to twelve minutes; its parts are tested in tests/unit",
+    ("examples/werewolf/README.md", "cd examples\nOPENAI_API_KEY"): "needs somebody else's server",
     ("examples/math_agent/README.md", "cd examples"): "needs somebody else's server",
     (
         "examples/email_search/README.md",

@@ -16,18 +16,24 @@ from headrace_schemas.base import utcnow
 from tests.support.broker_process import BrokerProcess
 
 
-def promoted(digest: str) -> ModelEvent:
-    version = f"m@{digest * 16}"
-    fields = {"time": utcnow(), "model": "m", "version": version, "decision": "promoted", "statistics": {"score": 0.5}}
+def promoted(digest: str, model: str = "m") -> ModelEvent:
+    version = f"{model}@{digest * 16}"
+    fields = {
+        "time": utcnow(),
+        "model": model,
+        "version": version,
+        "decision": "promoted",
+        "statistics": {"score": 0.5},
+    }
     return ModelEvent.model_validate({"decision_id": digest, **fields})
 
 
-async def test_it_outlives_the_bus(tmp_path: Path) -> None:
+async def test_it_outlives_the_bus_and_passes_over_other_models(tmp_path: Path) -> None:
     broker = BrokerProcess(tmp_path)
     await asyncio.to_thread(broker.start)
     settings = BusSettings(address=broker.address)
     await catalogue.ensure(settings)
-    watch = Watch(broker.address)
+    watch = Watch(broker.address, "m")
     watching = asyncio.create_task(watch.run())
 
     async def tell(*events: ModelEvent) -> None:
@@ -46,7 +52,7 @@ async def test_it_outlives_the_bus(tmp_path: Path) -> None:
                     await asyncio.wait_for(watch.changed.wait(), 1.0)
 
     try:
-        await tell(promoted("a"))
+        await tell(promoted("c", "opponent"), promoted("a"))
         await seen(1)
         await asyncio.to_thread(broker.kill)
         await asyncio.sleep(2.0)  # it looks at the bus that is not there, more than once

@@ -12,9 +12,9 @@ from headrace_cli.commands.shared import Overridden, Pythons, command, console
 
 if TYPE_CHECKING:
     from headrace_cli.demo.console_reporter import ConsoleReporter
+    from headrace_cli.demo.performance import Options
     from headrace_cli.demo.recipe import Recipe
     from headrace_cli.demo.report import Report
-    from headrace_cli.demo.runner import Options
 
 
 def demo(
@@ -47,7 +47,7 @@ def demo(
     against each new version before it takes over. Exits with 1 when the agent did not get better as promised.
     """
     from headrace_cli.demo import recipe
-    from headrace_cli.demo.runner import Options
+    from headrace_cli.demo.performance import Options
     from headrace_cli.supervisor.overrides import parse_assignments
     from headrace_cli.supervisor.plan import parse_pythons
 
@@ -131,5 +131,6 @@ def add_to(app: typer.Typer) -> None:
         "--signal edits --short",
         "examples/email_agent --data-dir kept",
         "examples/math_agent --seeds 5",
+        "examples/werewolf --seeds 1",
     )
     command(app, demo, "headrace demo", *(f"headrace demo {one}" for one in examples))

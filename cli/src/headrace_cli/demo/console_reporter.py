@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from headrace_cli.demo.measures import BeforeAfter, DemoMeasure, medians
 from headrace_cli.demo.report import Report, ShownTask
-from headrace_cli.demo.rows import median_row
+from headrace_cli.demo.rows import Row, median_row
 from headrace_cli.demo.seeds import SeedsReport
 from headrace_cli.progress import ProgressDisplay
 from headrace_schemas import ModelEvent
@@ -83,10 +83,17 @@ class ConsoleReporter:
         if recipe.rows is None:
             self.measured(recipe.measures, [report.measures for report in reports])
             return
-        seeds = [report.rows for report in reports]
-        table = _table(len(seeds), recipe.rows.unit, *map(str, recipe.rows.at))
+        self.rows(recipe, [report.rows for report in reports])
+
+    def rows(self, recipe: Recipe, seeds: Sequence[Sequence[Row]]) -> None:
+        """A column for each row of the recipe. Of a single seed with 95 % intervals over its plays."""
+        assert recipe.rows is not None
+        table = _table(len(seeds), recipe.rows.unit, *(str(row.at) for row in seeds[0]))
         for name, measure in recipe.measures.items():
-            table.add_row(name, *map(measure.text, median_row(name, seeds)))
+            texts = map(measure.text, median_row(name, seeds))
+            margins = [row.margins.get(name) if len(seeds) == 1 else None for row in seeds[0]]
+            found = zip(texts, margins, strict=True)
+            table.add_row(name, *(text if one is None else f"{text} ± {measure.text(one)}" for text, one in found))
         self._console.print(table)
 
     def measured(self, measures: Mapping[str, DemoMeasure], seeds: Sequence[Mapping[str, BeforeAfter]]) -> None:

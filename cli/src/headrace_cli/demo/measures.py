@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.errors import UsageError
 
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
 """A sum of shares may miss its own value by this much."""
 
 
@@ -31,6 +31,10 @@ class DemoMeasure(BaseModel):
     after_max: float | None = None
     gain_min: float | None = None
     """By how much the last version has to be above the first one."""
+    at_min: dict[int, float] = Field(default_factory=dict)
+    """The least at a row: `{ 500 = 0.67 }`."""
+    rises: bool = False
+    """Each row has to be above the one before."""
 
     def text(self, value: float) -> str:
         return f"{value:.1%}" if self.percent else f"{value:.2f}"
@@ -56,11 +60,15 @@ class MeasuredPlays:
 
     def mean(self, name: str) -> float:
         """Raises `UsageError` when a play has no such number."""
+        return statistics.fmean(self.numbers(name))
+
+    def numbers(self, name: str) -> list[float]:
+        """Of each play. Raises `UsageError` when a play has no such number."""
         found = [line.get(name) for line in self.lines]
         numbers = [float(value) for value in found if isinstance(value, int | float)]
         if len(numbers) < len(found):
             raise UsageError(f"{len(found) - len(numbers)} of {len(found)} measured plays have no number {name!r}")
-        return statistics.fmean(numbers)
+        return numbers
 
     def shown(self, name: str) -> dict[str, str]:
         """A text of each play, by its task."""
@@ -100,6 +108,6 @@ def _lines(name: str, measure: DemoMeasure, found: tuple[float, float, float]) -
     for what, value, least, most in limits:
         text = measure.text(value)
         if least is not None:
-            yield PromisedLine(f"{name}: {what}", f">= {measure.text(least)}", text, value >= least - _ROUNDING)
+            yield PromisedLine(f"{name}: {what}", f">= {measure.text(least)}", text, value >= least - ROUNDING)
         if most is not None:
-            yield PromisedLine(f"{name}: {what}", f"<= {measure.text(most)}", text, value <= most + _ROUNDING)
+            yield PromisedLine(f"{name}: {what}", f"<= {measure.text(most)}", text, value <= most + ROUNDING)

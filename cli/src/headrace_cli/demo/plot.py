@@ -9,7 +9,9 @@ from headrace_cli.drawing import FAINT, INK, LINE, pyplot, save
 
 
 def draw(report: Report, title: str, path: Path) -> bool:
-    """Write a PNG; False when matplotlib is not installed."""
+    """Write a PNG; False when matplotlib is not installed, or no gate measured anything."""
+    if not any(one.promoted and one.score is not None for one in report.versions):
+        return False
     try:
         plt = pyplot()
     except ImportError:

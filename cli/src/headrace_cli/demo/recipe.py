@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ class Goal(BaseModel):
 
     traffic_s_max: Positive
     """The agent works at most this long."""
-    enough_gain: float
+    enough_gain: float = math.inf
     """It stops earlier once a promoted version is this much better than the first one, and `swaps_min` is reached."""
     gain_min: float
     """Held-out success has to rise by this much, in 0..1."""
@@ -44,6 +45,15 @@ class SignalRecipe(BaseModel):
     goal: Goal | None = None
     """Instead of the recipe's."""
     short: Goal | None = None
+
+
+class Opponent(BaseModel):
+    """A model beside the one that learns, made of the base model's folder: registered, served and pinned."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    label: Annotated[str, Field(min_length=1)]
+    """Of its version: the agent asks for `NAME:LABEL`."""
 
 
 class Recipe(BaseModel):
@@ -70,6 +80,11 @@ class Recipe(BaseModel):
     """Measures between the first version and the last one. Then the agent works from row to row."""
     shown: str | None = None
     """A text in the lines of `measure` that is printed before and after, of one task."""
+    models: dict[str, Opponent] = Field(default_factory=dict)
+    """Models that nobody trains, by name."""
+    checks: tuple[str, ...] = ()
+    """Checks something without any service, and prints a line of JSON with `name`, `wanted`, `found` and `holds` for
+    each promise."""
     seed_s_max: Positive | None = None
     """`--seeds`: each may take this long, base model included."""
     goal: Goal
@@ -95,13 +110,6 @@ class Recipe(BaseModel):
                 "short": chosen.short or self.short,
             }
         )
-
-    @property
-    def stretches(self) -> tuple[Mapping[str, int], ...]:
-        """What the agent's command is filled in with, each time that it is run."""
-        if self.rows is None:
-            return ({},)
-        return tuple({"row_before": before, "row": row} for before, row in self.rows.stretches)
 
     def command(self, name: str, values: Mapping[str, object]) -> list[str]:
         """A command with everything filled in."""

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from headrace_cli.demo.measures import BeforeAfter
+from headrace_cli.demo.measures import BeforeAfter, PromisedLine
 from headrace_cli.demo.recipe import Goal
 from headrace_cli.demo.rows import Row
 from headrace_cli.turn_account import TurnAccount
@@ -55,9 +55,11 @@ class Report:
     account_problems: tuple[str, ...] = ()
     measures: dict[str, BeforeAfter] = field(default_factory=dict)
     """What the recipe measures besides, of the first version and of the last."""
+    shown: ShownTask | None = None
     rows: tuple[Row, ...] = ()
     """The same at each row of the recipe."""
-    shown: ShownTask | None = None
+    checks: tuple[PromisedLine, ...] = ()
+    """What it checks without any service."""
 
     @classmethod
     def account(cls, account: TurnAccount) -> dict[str, object]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from headrace_cli.demo.measures import PromisedLine, lines
 from headrace_cli.demo.recipe import Goal, Recipe
 from headrace_cli.demo.report import Report
+from headrace_cli.demo.rows import row_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,9 @@ class SeedsReport:
     @classmethod
     def of(cls, recipe: Recipe, goal: Goal, reports: Sequence[Report]) -> SeedsReport:
         found = lines(recipe.measures, [report.measures for report in reports])
+        if recipe.rows is not None:
+            found += row_lines(recipe.measures, [report.rows for report in reports])
+        found += reports[0].checks  # the same for every seed
         found += [
             PromisedLine(f"seed {report.seed}", "as promised", "; ".join(shortfalls) or "as promised", not shortfalls)
             for report in reports

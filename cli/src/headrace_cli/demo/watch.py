@@ -29,6 +29,8 @@ class Watch:
     """`run` until cancelled; the rest may be read at any time."""
 
     bus: str
+    model: str
+    """The one that learns; what is decided about others is passed over."""
     tell: Callable[[ModelEvent], None] = lambda event: None
     scores: dict[str, Scored] = field(default_factory=dict)
     """Held-out success by version, on the audit tasks, in the order of evaluation. Versions that serve have one."""
@@ -63,9 +65,10 @@ class Watch:
             progress = Progress()
             async for entry in topics.read(Range("model-events", from_offset=self._offset), progress):
                 self._offset = entry.offset + 1
-                if isinstance(entry.event, ModelEvent) and entry.event.event_id not in self._seen:
-                    self._seen.add(entry.event.event_id)
-                    self._take(entry.event)
+                event = entry.event
+                if isinstance(event, ModelEvent) and event.model == self.model and event.event_id not in self._seen:
+                    self._seen.add(event.event_id)
+                    self._take(event)
             await asyncio.sleep(_POLL_S)
 
     def _take(self, event: ModelEvent) -> None:
