@@ -129,7 +129,7 @@ def test_the_recipe_promises_what_the_article_printed_and_each_command_is_a_prog
     assert (found.rows.at, found.rows.unit, found.seed_s_max) == ((0, 5, 10), "rounds", 480)
     promised = {name: (one.before_max, one.after_min) for name, one in found.measures.items()}
     assert promised == {"tool": (0.65, 0.85), "arguments": (0.55, 0.80), "recall": (3.5, 5.5)}
-    filled = {"cache": "c", "seed": 0, "out": "o", "base_url": "u", "version": VERSION, **found.stretches[1]}
+    filled = {"cache": "c", "seed": 0, "out": "o", "base_url": "u", "version": VERSION, "row_before": 5, "row": 10}
     for name in ("base", "agent", "measure"):
         _, flag, module, *rest = found.command(name, filled)
         assert flag == "-m"
