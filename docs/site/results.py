@@ -118,6 +118,12 @@ def _compose(report: Values) -> Values:
     return {**report, "added_mb": {"least": min(added), "most": max(added)}}
 
 
+def _example(report: Values) -> Values:
+    """The first seed that was played, its rows by what they counted."""
+    first = report["seeds"][0]
+    return {**first, "rows": {str(row["at"]): row for row in first["rows"]}}
+
+
 def _learning(report: Values) -> Values:
     """What corrections leave, in training and of the very first batch."""
     left = {"training": f"after {report['after']}: ", "the first batch": "after 0: "}
@@ -147,6 +153,9 @@ READERS: dict[str, Callable[[Values], Values]] = {
     "bench-trainer": _trainer,
     "compose-test": _compose,
     "demo": lambda report: {str(report["seed"]): report},
+    "example-email": _example,
+    "example-math": _example,
+    "example-werewolf": _example,
     "simulate": _simulate,
     "test-learning": _learning,
 }
