@@ -19,6 +19,10 @@ NOT_RUN = {
         "make example-werewolf",
     ): "takes up to twelve minutes; its parts are tested in tests/unit",
     ("examples/werewolf/README.md", "cd examples\nOPENAI_API_KEY"): "needs somebody else's server",
+    (
+        "examples/werewolf/README.md",
+        "cd examples\npython -m werewolf.ablation",
+    ): "tests/unit/werewolf plays it; the target holds its lines",
     ("examples/math_agent/README.md", "cd examples"): "needs somebody else's server",
     (
         "examples/email_search/README.md",
