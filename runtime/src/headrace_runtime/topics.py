@@ -55,7 +55,8 @@ def catalogue() -> dict[str, Topic]:
 
 
 async def ensure(settings: BusSettings, names: tuple[str, ...] | None = None) -> None:
-    """Create what is missing (default: the whole catalogue). Waits for the bus, at most `start_timeout_s`.
+    """Create what is missing (default: the whole catalogue). Waits for the bus, at most `start_timeout_s`. When this
+    returns the bus knows all of it: Kafka acknowledges a topic before all of its brokers do.
 
     An existing topic is left as it is: its partitions and retention may have been changed on purpose. Where it differs
     from its file a warning says so. Raises `SettingError` when sessions would not meet, because topics with their key
@@ -65,7 +66,10 @@ async def ensure(settings: BusSettings, names: tuple[str, ...] | None = None) ->
     deadline = time.monotonic() + settings.start_timeout_s
     while True:
         try:
-            return await _create(settings, wanted)
+            if not (missing := await _create(settings, wanted)):
+                return
+            if time.monotonic() > deadline:
+                raise Unavailable(f"bus {settings.address} has created {', '.join(missing)} and does not show them")
         except (KafkaError, OSError) as error:
             if time.monotonic() > deadline:
                 raise Unavailable(f"bus {settings.address} did not answer: {error}; is it running?") from error
@@ -90,7 +94,8 @@ async def check(settings: BusSettings, timeout_s: float) -> None:
         raise Unavailable(f"setting bus.address = {settings.address!r}: {cause}; is it running there?") from None
 
 
-async def _create(settings: BusSettings, wanted: list[Topic]) -> None:
+async def _create(settings: BusSettings, wanted: list[Topic]) -> list[str]:
+    """Returns the names of those that were missing."""
     admin = AIOKafkaAdminClient(bootstrap_servers=settings.address, request_timeout_ms=10_000)
     await admin.start()
     try:
@@ -98,7 +103,7 @@ async def _create(settings: BusSettings, wanted: list[Topic]) -> None:
         missing = [topic for topic in wanted if topic.name not in existing]
         await _check(admin, settings, [topic for topic in wanted if topic.name in existing], missing)
         if not missing:
-            return
+            return []
         new = [
             NewTopic(topic.name, topic.partitions, settings.replication, topic_configs=topic.config)
             for topic in missing
@@ -108,6 +113,7 @@ async def _create(settings: BusSettings, wanted: list[Topic]) -> None:
             error = for_code(code)
             if code and error is not TopicAlreadyExistsError:
                 raise error(f"creating topic {name}")
+        return [topic.name for topic in missing]
     finally:
         await admin.close()
 
