@@ -15,7 +15,7 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from werewolf.rules import NAMES, PLACES, WOODS, Deal, Game, Statement, voters
+from werewolf.rules import NAMES, PLACES, WOODS, Deal, Game, Statement, in_woods, suspected, voters
 
 HIDE, BLAME, VOTE = ABILITIES = ("hide", "blame", "vote")
 
@@ -83,37 +83,28 @@ class _Script:
         return followed if followed in self.deal.villagers else self._villager(talk)
 
     def _villagers_suspect(self, name: str, talk: Sequence[Statement]) -> str | None:
-        seen, suspected = _seen(name, talk), _suspected(name, talk)
+        seen, doubted = in_woods(name, talk), suspected(name, talk)
         if seen and self._does(self.habits.sees):
             return self.rng.choice(seen)
-        if suspected and self._does(self.habits.follows):
-            return self.rng.choice(suspected)
+        if doubted and self._does(self.habits.follows):
+            return self.rng.choice(doubted)
         return None if self._does(self.habits.silent) else self._anybody(name)
 
     def _villagers_vote(self, name: str, talk: Sequence[Statement]) -> str:
-        seen, suspected = _seen(name, talk), _suspected(name, talk)
+        seen, doubted = in_woods(name, talk), suspected(name, talk)
         if seen and self._does(self.habits.votes_seen):
             return self.rng.choice(seen)
-        if suspected and self._does(self.habits.votes_suspect):
-            return self.rng.choice(suspected)
+        if doubted and self._does(self.habits.votes_suspect):
+            return self.rng.choice(doubted)
         return self._anybody(name)
 
     def _villager(self, talk: Sequence[Statement]) -> str:
         """One of them, under suspicion where one is."""
-        suspected = [name for name in _suspected("", talk) if name in self.deal.villagers]
-        return self.rng.choice(suspected or self.deal.villagers)
+        doubted = [name for name in suspected("", talk) if name in self.deal.villagers]
+        return self.rng.choice(doubted or self.deal.villagers)
 
     def _anybody(self, name: str) -> str:
         return self.rng.choice([other for other in NAMES if other != name])
 
     def _does(self, share: float) -> bool:
         return self.rng.random() < share
-
-
-def _seen(name: str, talk: Sequence[Statement]) -> list[str]:
-    return [said.name for said in talk if said.place == WOODS and said.name != name]
-
-
-def _suspected(name: str, talk: Sequence[Statement]) -> list[str]:
-    """All but `name`, once for each who suspects them: many suspicions weigh more."""
-    return [said.suspect for said in talk if said.suspect is not None and said.suspect != name]

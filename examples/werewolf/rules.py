@@ -111,3 +111,13 @@ def deal(split: Split, seed: int, number: int) -> Deal:
 def voters(deal: Deal) -> Sequence[str]:
     """In the order in which they vote: the wolves first, one after the other."""
     return (*deal.wolves, *deal.villagers)
+
+
+def in_woods(name: str, talk: Sequence[Statement]) -> list[str]:
+    """All but `name` who said that they were there."""
+    return [said.name for said in talk if said.place == WOODS and said.name != name]
+
+
+def suspected(name: str, talk: Sequence[Statement]) -> list[str]:
+    """All but `name`, once for each who suspects them: many suspicions weigh more."""
+    return [said.suspect for said in talk if said.suspect is not None and said.suspect != name]

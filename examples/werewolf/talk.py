@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from werewolf.rules import NAMES, PLACES, WOODS, Deal, Statement
+from werewolf.rules import NAMES, PLACES, WOODS, Deal, Statement, in_woods, suspected
 
 NOBODY = "nobody"
 SPEAK, VOTE = "Speak.", "Vote."
@@ -32,9 +32,7 @@ def asked_to_vote(
 def board(name: str, talk: Sequence[Statement]) -> str:
     """What the moderator keeps of a talk for `name`: who was in the woods, and who is suspected, once by each who does.
     A small model finds what follows a word; it would not find out who of a whole talk said it."""
-    seen = [said.name for said in talk if said.place == WOODS and said.name != name]
-    suspected = [said.suspect for said in talk if said.suspect is not None and said.suspect != name]
-    return f"{WOODS}: {_listed(seen)}\nsuspected: {_listed(suspected)}"
+    return f"{WOODS}: {_listed(in_woods(name, talk))}\nsuspected: {_listed(suspected(name, talk))}"
 
 
 def partners_vote(deal: Deal, name: str, votes: Mapping[str, str | None]) -> tuple[str, str | None] | tuple[()]:
