@@ -28,8 +28,10 @@ LIVE: dict[str, object] = {
     "trainer.algorithm": "reinforce++",
     "trainer.optimizer.learning_rate": 1e-3,
     "trainer.batch_experiences": 4,
+    "trainer.batch_experiences_min": 1,
+    "trainer.batch_wait_s": 10.0,
 }
-"""Of the stack that most programs share."""
+"""Of the stack that most programs share. What one program leaves over does not keep the next one's runs waiting."""
 Program = Callable[["Stage"], None]
 PROGRAMS: dict[str, Program] = {}
 OWN: set[str] = set()

@@ -103,7 +103,8 @@ class DPOTrainer:
             self.preferences.append(dict(preference))
 
     def train(self) -> str:
-        """One job on everything that was added. Returns its version once the registry has decided about it."""
+        """One job on everything that was added. Returns its version once the registry has decided about it. Where it
+        serves, the stack's own trainer learns nothing from its answers: they are not of that trainer's lineage."""
         if not self.preferences:
             raise UsageError("there are no preferences; add_preference comes first")
         with stack_for(self._base, {}) as stack:

@@ -112,6 +112,12 @@ class OnlineTrainer:
             await self.stack.until_decided(last.version, timeout_s)
         self.buffer.clear()
         self._watch.forget(sessions)
+        if {reason for one in found.values() for reason in one.dropped or ("",)} == {"foreign_version"}:
+            raise UsageError(
+                f"nothing of the buffer was trained: {self.stack.serving()}, which answered, is not of this trainer's "
+                "lineage (a job's version, or one of another base). Roll it back, or begin a stack with its files as "
+                "base: `headrace models export`"
+            )
         counts = {"trained": float(sum(one.trained for one in found.values()))}
         counts["dropped"] = float(sum(len(one.dropped) for one in found.values()))
         return {**self._watch.metrics, **counts}
