@@ -17,6 +17,7 @@ import pytest
 
 from headrace.stack import Stack, attach
 from tests.support import tiny_model
+from tests.support.processes import wait_until
 
 SMALL: dict[str, object] = {
     "inference.torch.device": "cpu",
@@ -65,6 +66,11 @@ class Stage:
     def shared(self) -> Iterator[None]:
         with attach(base=self.base, settings=SMALL | LIVE) as self.stack:
             yield
+
+    def back_to_training(self, version: str) -> None:
+        """Roll back a job's version that serves: its answers are foreign to the lineage that is trained online."""
+        self.stack.registry.roll_back(self.stack.model, reason="online training goes on")
+        wait_until(lambda: self.stack.serving() != version, 120.0, "another version serves")
 
     @contextlib.contextmanager
     def place(self, name: str) -> Iterator[Path]:

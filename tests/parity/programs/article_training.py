@@ -165,12 +165,10 @@ def preferences(stage: Stage) -> None:
     dpo.add_preference(collector.collect("Neither?", "x", "y"))
     assert len(dpo.preferences) == 2
     assert dpo.preferences[0]["chosen"] == "Who? Ada, at ten."
-    before = stage.stack.serving()
     version = dpo.train()
     assert version.startswith(f"{trainer.stack.model}@")
-    if stage.stack.serving() != before:
+    if stage.stack.serving() == version:
         trainer = OnlineTrainer(agent, framework(stage), reward_function=by_turns())
         trainer.add_trajectory(agent.run_and_collect("Who?"))  # type: ignore[attr-defined]
         raises(UsageError, "is not of this trainer's lineage", trainer.train_step)
-        stage.stack.registry.roll_back(stage.stack.model, reason="online training goes on")
-        blocking(stage.stack.until_serving(str(before), 120.0))
+        stage.back_to_training(version)

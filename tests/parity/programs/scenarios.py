@@ -60,6 +60,7 @@ def tools(stage: Stage) -> None:
     assert trainer.train() == stage.stack.serving()
     cases = [{"input": "search: invoice", "tool": "search", "args": {}}]
     assert ToolUseEvaluator().evaluate(agent, cases) == {"tool_accuracy": 0.0, "arg_accuracy": 0.0}
+    stage.back_to_training(str(stage.stack.serving()))
 
 
 @program("games")

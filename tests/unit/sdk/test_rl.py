@@ -9,7 +9,17 @@ import pytest
 
 from headrace.errors import UsageError
 from headrace.practice import collecting
-from headrace.rl import DataCollector, HotUpdater, ModelManager, OnlineTrainer, TrinityRFT, run_and_collect
+from headrace.practice.outcomes import SessionOutcome
+from headrace.rl import (
+    DataCollector,
+    HotUpdater,
+    ModelManager,
+    OnlineTrainer,
+    RLRuntime,
+    TrinityRFT,
+    run_and_collect,
+    training,
+)
 from headrace.rl.serving import share_of
 from headrace.scenarios.tool_use import first_answer
 from headrace.stack.offline import train_rows
@@ -72,6 +82,47 @@ def test_settings_of_a_framework_are_the_trainers() -> None:
 def test_a_running_trainer_that_is_set_otherwise_is_refused(stack: NotingStack) -> None:
     with pytest.raises(UsageError, match=r"trainer\.algorithm = 'ppo': no such setting"):
         OnlineTrainer(SimpleNamespace(), TrinityRFT("ppo"))
+
+
+class AsyncAgent:
+    """What it is asked, it says."""
+
+    async def run(self, text: str) -> str:
+        return text
+
+
+async def test_an_agent_that_awaits_still_does_after_its_first_run(
+    stack: NotingStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "collected", lambda _agent, text, **_: (the_record(), f"collected: {text}"))
+    monkeypatch.setattr(stack, "is_private", True)
+    agent = AsyncAgent()
+    config = {"train_interval": 4, "settings": {"trainer.compute.device": "cpu"}}
+    stack.told |= {"trainer.algorithm": "ppo", "trainer.batch_experiences_min": 4, "trainer.steps_per_version": 100}
+    runtime = RLRuntime(agent, config).start()
+    for text in ("one", "two"):
+        assert await agent.run(text) == f"collected: {text}"
+    runtime.stop()
+    assert await agent.run("three") == "three"
+
+
+def test_runs_of_another_lineage_are_named_with_a_remedy(stack: NotingStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack, "is_private", True)
+    stack.told["trainer.algorithm"] = "ppo"
+    trainer = OnlineTrainer(AsyncAgent(), TrinityRFT("ppo"))
+    trainer.buffer.append({"conversation_id": "s"})
+    fates = ["foreign_version"]
+
+    async def until_known(*_: object) -> dict[str, SessionOutcome]:
+        return {"s": SessionOutcome(dropped=tuple(fates), trajectory=SimpleNamespace())}  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer._watch, "until_known", until_known)
+    with pytest.raises(UsageError, match=rf"{VERSION}, which answered, is not of this trainer's lineage .* Roll it"):
+        trainer.train_step()
+    assert trainer.buffer == []
+    trainer.buffer.append({"conversation_id": "s"})
+    fates.append("stale")
+    assert trainer.train_step()["dropped"] == 2.0, "some of it may be trained another time"
 
 
 @pytest.mark.parametrize(("ratio", "share"), [(0.1, "1/10"), (0.3, "3/10"), ("1/20", "1/20"), (0.5, "1/2")])

@@ -151,12 +151,12 @@ class RLRuntime:
             try:
                 return collected(self.agent, text, reward_function=self._rate)[1]
             finally:
-                self.agent.run = run
+                self.agent.run = replaced
 
         async def run_async(text: Any) -> Any:
             return await asyncio.to_thread(run, text)
 
-        self.agent.run = run_async if asyncio.iscoroutinefunction(answer) else run
+        replaced = self.agent.run = run_async if asyncio.iscoroutinefunction(answer) else run
         return self
 
     def stop(self) -> None:
