@@ -68,7 +68,7 @@ class World(EngineWorld[Task]):
 
     @cached_property
     def _known(self) -> dict[str, Task]:
-        return {task.id: task for split in ("gate", "audit") for task in tasks(self._box, cast(Split, split))}
+        return {task.id: task for split in ("gate", "audit") for task in tasks(self._box, split)}
 
 
 def experiences_of(task: Task, turns: Sequence[Turn]) -> list[Experience]:
