@@ -78,7 +78,6 @@ class EngineWorld(ABC, Generic[T]):
 
     agent: Agent
     model: str
-    tools: Tools
 
     def __init__(self, seed: int, blobs: BlobStore, folder: Path, engine: TorchEngine) -> None:
         self.seed = seed
@@ -103,6 +102,10 @@ class EngineWorld(ABC, Generic[T]):
         """Without end: those of `train` are of the agent's own traffic, which never asks those of `audit`."""
 
     @abstractmethod
+    def tools_of(self, task: T) -> Tools:
+        """What the agent may call in a run of it."""
+
+    @abstractmethod
     def right(self, task: T, episode: Episode) -> bool:
         """Whether it came to the right end."""
 
@@ -123,6 +126,10 @@ class EngineWorld(ABC, Generic[T]):
             self._tokenizers[manifest.version] = ChatTokenizer(folder, manifest)
         return manifest.version
 
+    async def folder(self, ref: BlobRef) -> Path:
+        """Where the files of a version lie."""
+        return (await self._cache.fetch(ref))[1]
+
     async def unload(self, version: str) -> None:
         await self._engine.unload(version)
         del self._tokenizers[version]
@@ -140,9 +147,8 @@ class EngineWorld(ABC, Generic[T]):
     async def play_once(self, version: str, task: T, seed: int | None) -> PlayedRun[T]:
         client = CapturingClient(self._completions, self._tokenizers[version], version, self.model)
         asks = cast(AsyncOpenAI, client)
-        return PlayedRun(
-            task, client, await self.agent.play(asks, version, self.tools, task.question, MAX_TOKENS, seed)
-        )
+        tools = self.tools_of(task)
+        return PlayedRun(task, client, await self.agent.play(asks, version, tools, task.question, MAX_TOKENS, seed))
 
     async def score(self, version: str, plays: int) -> list[Score]:
         """Plays of audit tasks, the same for every version."""
@@ -157,7 +163,7 @@ class CapturingClient:
     """As much of `AsyncOpenAI` as an agent uses; keeps what the gateway would capture."""
 
     def __init__(self, completions: Completions, tokenizer: ChatTokenizer, version: str, model: str) -> None:
-        self._completions, self._tokenizer, self._version, self._model = completions, tokenizer, version, model
+        self._completions, self._tokenizer, self.version, self._model = completions, tokenizer, version, model
         self._session = uuid.uuid4().hex
         self.turns: list[Turn] = []
         self.chat = SimpleNamespace(completions=self)
@@ -168,7 +174,7 @@ class CapturingClient:
             body["seed"] = seed
         request = ChatRequest.model_validate_json(json.dumps(body))
         began = utcnow()
-        completion = await self._completions.begin(request, self._version, self._tokenizer)
+        completion = await self._completions.begin(request, self.version, self._tokenizer)
         try:
             answered = json.loads(await completion.whole())
         finally:

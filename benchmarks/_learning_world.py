@@ -51,6 +51,9 @@ class World(EngineWorld[Task]):
     def questions(self, split: str) -> Iterator[Task]:
         return stream(self._box, cast(Split, split), self.seed)
 
+    def tools_of(self, task: Task) -> Mailtools:
+        return self.tools
+
     def right(self, task: Task, episode: Episode) -> bool:
         return episode.answer is not None and rewards.same_answer(episode.answer, task.expected)
 
