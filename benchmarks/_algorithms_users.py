@@ -35,6 +35,8 @@ GROUP, COMPARED = 8, 4
 _CORRECTIONS_MAX = 64
 ALONE = RewardPolicy({"*": 1.0})
 """What people say is the reward, and nothing else is."""
+UNREWARDED = RewardPolicy({"*": 1.0}, unrewarded_branches=True)
+"""Nobody says anything, and a teacher needs no more than the tokens."""
 WITH_TURNS = RewardPolicy({**SETTINGS["scorer"]["weights"], "feedback": 1e-6}, SETTINGS["scorer"]["required"])
 """The demo's rewards for the run. What is said of single turns counts for them, and for the run next to nothing."""
 Said = Callable[["Heard"], Awaitable[None]]
@@ -202,5 +204,5 @@ SIGNALS: Mapping[str, Signal] = {
     "pairs": pairs,
     "corrections": _of(users.corrections, next_messages, ALONE),
     "corrections of others": _of(_corrected_by_others, next_messages, ALONE),
-    "nothing": _of(_say_nothing, nobody, ALONE),
+    "nothing": _of(_say_nothing, nobody, UNREWARDED),
 }
