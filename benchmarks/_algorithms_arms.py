@@ -36,7 +36,8 @@ STAGES: Mapping[str, Stage] = {
 CORRECTED, CORRIDOR = "e-mail with corrections", "corridor"
 LESSONS: Mapping[str, str] = {"hindsight": CORRECTED}
 TEACHERS: Mapping[str, str] = {"on_policy_distill": "reinforce++"}
-SFT_RL, PER_TURN, TERMINAL = "sft, then reinforce++", "corridor: rewards of turns", "corridor: reward of the run alone"
+SFT_RL, RL_ALONE = "sft, then reinforce++", "reinforce++"
+PER_TURN, TERMINAL = "corridor, rewards of turns", "corridor, reward of the run alone"
 
 
 def algorithms(registry: Mapping[str, Algorithm] | None = None) -> list[Arm]:

@@ -20,6 +20,7 @@ from benchmarks._learning_run import Newest
 from benchmarks._learning_world import SETTINGS, World
 from headrace_runtime.blobs import BlobStore
 from headrace_runtime.clock import SystemClock
+from headrace_runtime.settings import complete
 from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import TrainerSettings
@@ -57,7 +58,7 @@ def settings_of(stage: Stage, seed: int, base: Path, teacher: str = "", lineage:
             section[part] = dict(section.get(part, {}))
             section = section[part]
         section[last] = value
-    return TrainerSettings.model_validate(table)
+    return complete(TrainerSettings).model_validate(table)  # with the sections that algorithms bring
 
 
 async def _run(arm: Arm, seed: int, base: Path, plan: Plan, versions: Path, scratch: Path) -> Found:

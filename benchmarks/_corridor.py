@@ -30,7 +30,7 @@ EXIT = "exit"
 TOOL, PARAMETER = "take_door", "door"
 DEFINITIONS = [definition(TOOL, "Go through a door of this room.", PARAMETER, f"One of {', '.join(DOORS)}.")]
 AGENT = Agent("Find the way out. Take the door that the sign tells.", DEFINITIONS, ROOMS + 1)
-RIGHT_SHARE = 0.7
+RIGHT_SHARE = 0.5
 """Of the doors that the warm-up shows."""
 
 
