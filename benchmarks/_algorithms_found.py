@@ -11,6 +11,8 @@ from headrace_schemas import Experience
 
 EPISODES = 64
 """Played at a time, by one version."""
+Change = Callable[[Sequence[Experience], Random], list[Experience]]
+"""What users said to what is trained in its place."""
 
 
 def as_said(experiences: Sequence[Experience], _chance: Random) -> list[Experience]:
@@ -27,7 +29,7 @@ class Stage:
     """What users say, by its name in `benchmarks._algorithms_users` or `benchmarks._algorithms_corridor`."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Of the trainer, by their dotted names, beside those of the demo."""
-    change: Callable[[Sequence[Experience], Random], list[Experience]] = as_said
+    change: Change = as_said
     """What a control makes of the experiences."""
     share: float = 1.0
     """Of the steps of a run."""
