@@ -29,6 +29,7 @@ ROUNDS_MAX = 6
 """Times that so many episodes are played for one batch, at most; algorithms drop what says nothing to them."""
 WORLDS: dict[str, type[EngineWorld[Any]]] = {
     "e-mail": World,
+    "e-mail, weak base": World,
     "e-mail with corrections": World,
     "corridor": _algorithms_corridor.Corridor,
 }

@@ -53,15 +53,12 @@ class Job:
 
 def work(job: Job) -> Found:
     """In a process of its own."""
-    from benchmarks import _corrections_lesson, _corridor
+    from benchmarks._algorithms_lessons import base_of
     from benchmarks._algorithms_run import run
-    from email_agent.build_base import LESSON
 
     quietly(NICE)
-    lessons = {one.name: one for one in (LESSON, _corridor.LESSON, _corrections_lesson.LESSON)} | {"e-mail": LESSON}
     arm = next(one for one in arms() if one.name == job.arm)
-    lesson = lessons[arm.lesson]
-    return run(arm, job.seed, lesson.build(job.cache, lesson.recipe(job.seed)).absolute(), job.plan, job.versions)
+    return run(arm, job.seed, base_of(arm.lesson, job.seed, job.cache), job.plan, job.versions)
 
 
 def found_in(path: Path) -> Found:

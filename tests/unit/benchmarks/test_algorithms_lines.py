@@ -55,10 +55,12 @@ def test_planted_an_algorithm_without_a_stage_and_a_stage_without_one_are_named(
 def test_all_stages_have_users_who_say_it_and_settings_that_the_trainer_takes() -> None:
     from pathlib import Path
 
+    from benchmarks._algorithms_lessons import LESSONS
     from benchmarks._algorithms_run import SIGNALS, WORLDS, settings_of
 
     for arm in arms():
         assert arm.lesson in WORLDS
+        assert arm.lesson in LESSONS
         for stage in arm.stages:
             assert stage.signal in SIGNALS
             assert settings_of(stage, 3, Path("base"), arm.teacher).seed == 3
@@ -83,7 +85,7 @@ def test_a_control_that_learns_is_missed(control: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({SFT_RL: LEARNED}, "sft, then reinforce++"),
+        ({SFT_RL: LEARNED}, "sft and then reinforce++"),
         ({TERMINAL: 0.75}, "rewards of turns"),
     ],
 )
