@@ -39,8 +39,8 @@ STAGES: Mapping[str, Stage] = {
 }
 """By the names of the registry; a second name of an algorithm needs no stage of its own."""
 CORRECTED, CORRIDOR, WEAK = "e-mail with corrections", "corridor", "e-mail, weak base"
-LESSONS: Mapping[str, str] = {"hindsight": CORRECTED}
-TEACHERS: Mapping[str, str] = {"on_policy_distill": "reinforce++"}
+_LESSON_OF: Mapping[str, str] = {"hindsight": CORRECTED}
+_TEACHER_OF: Mapping[str, str] = {"on_policy_distill": "reinforce++"}
 SFT_RL, RL_ALONE = "weak base, sft and then reinforce++", "weak base, reinforce++ alone"
 PER_TURN, TERMINAL = "corridor, rewards of turns", "corridor, reward of the run alone"
 
@@ -56,13 +56,13 @@ def algorithms(registry: Mapping[str, Algorithm] | None = None) -> list[Arm]:
             f"algorithms without a stage: {', '.join(lost) or 'none'}; stages without an algorithm: "
             f"{', '.join(gone) or 'none'}; say in benchmarks/_algorithms_arms.py which signal each is for"
         )
-    return [Arm(name, (one,), LESSONS.get(name, "e-mail"), TEACHERS.get(name, "")) for name, one in STAGES.items()]
+    return [Arm(name, (one,), _LESSON_OF.get(name, "e-mail"), _TEACHER_OF.get(name, "")) for name, one in STAGES.items()]
 
 
 def _control(name: str, change: Change = as_said, signal: str = "") -> Arm:
     """The same algorithm with another signal, or with what `change` makes of its own."""
     stage = replace(STAGES[name], change=change, signal=signal or STAGES[name].signal)
-    return Arm(f"{name}, shuffled", (stage,), LESSONS.get(name, "e-mail"), control_of=name)
+    return Arm(f"{name}, shuffled", (stage,), _LESSON_OF.get(name, "e-mail"), control_of=name)
 
 
 CONTROLS = (
@@ -73,11 +73,12 @@ CONTROLS = (
     _control("sft", edits_of_others),
     _control("hindsight", signal="corrections of others"),
 )
-_TURNWISE = _SLOW
+_ITS_OWN: Mapping[str, object] = {**_SLOW, "advantage.step_wise_grpo.turn_decay": 0.0}
+"""A door has no part in whether later ones are right."""
 COMPARED = (
     Arm(SFT_RL, (replace(STAGES["sft"], share=0.5), replace(STAGES["reinforce++"], share=0.5)), WEAK),
     Arm(RL_ALONE, (STAGES["reinforce++"],), WEAK),
-    Arm(PER_TURN, (Stage("multi_step_grpo", "ends and doors", _SLOW),), CORRIDOR),
+    Arm(PER_TURN, (Stage("multi_step_grpo", "ends and doors", _ITS_OWN),), CORRIDOR),
     Arm(TERMINAL, (Stage("multi_step_grpo", "ends", _SLOW),), CORRIDOR),
 )
 """Both of a pair have as many steps."""
