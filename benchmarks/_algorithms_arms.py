@@ -56,7 +56,11 @@ def algorithms(registry: Mapping[str, Algorithm] | None = None) -> list[Arm]:
             f"algorithms without a stage: {', '.join(lost) or 'none'}; stages without an algorithm: "
             f"{', '.join(gone) or 'none'}; say in benchmarks/_algorithms_arms.py which signal each is for"
         )
-    return [Arm(name, (one,), _LESSON_OF.get(name, "e-mail"), _TEACHER_OF.get(name, "")) for name, one in STAGES.items()]
+    return [_arm(name, one) for name, one in STAGES.items()]
+
+
+def _arm(name: str, stage: Stage) -> Arm:
+    return Arm(name, (stage,), _LESSON_OF.get(name, "e-mail"), _TEACHER_OF.get(name, ""))
 
 
 def _control(name: str, change: Change = as_said, signal: str = "") -> Arm:
